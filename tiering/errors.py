@@ -1,0 +1,75 @@
+"""Every exception this project raises on purpose.
+
+    TieringError                  the root: catch this to catch them all
+    |-- ConfigError               TIER-CONFIG   a key or value in the configuration is wrong
+    |-- PlacementError            TIER-PLAN     what was asked for does not fit the budgets
+    |-- SwapSpaceError            TIER-SPACE    the NVMe directory cannot hold the swap file
+    |-- SwapError (OSError)       TIER-IO       a transfer between memory and NVMe failed
+    |-- ArenaError                TIER-ARENA    the pinned arena cannot serve a lease it was planned for
+    |-- EngineStateError          TIER-STATE    a call came in an order the engine cannot honour
+    `-- ResidencyError            TIER-RESIDENT state was touched where it does not live now
+
+A message names the object, the state it was in and the remedy; its code is stable, so that it can be searched for.
+"""
+
+from __future__ import annotations
+
+
+class TieringError(Exception):
+    """Root of all errors raised by this project. ``code`` is stable across versions."""
+
+    code = "TIER"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"[{self.code}] {message}")
+
+
+class ConfigError(TieringError):
+    """A configuration key or value is wrong, unknown, or asks for what this version does not do."""
+
+    code = "TIER-CONFIG"
+
+
+class PlacementError(TieringError):
+    """The model and the budgets do not fit together; the message carries the numbers and the remedy."""
+
+    code = "TIER-PLAN"
+
+
+class SwapSpaceError(TieringError):
+    """The swap directory is missing, not writable, of an unsuitable file system, or too full."""
+
+    code = "TIER-SPACE"
+
+
+class SwapError(TieringError, OSError):
+    """A transfer failed. ``errno``, ``filename``, ``offset`` (bytes) and ``names`` (tensors) say which."""
+
+    code = "TIER-IO"
+
+    def __init__(
+        self, message: str, *, errno: int, filename: str, offset: int, names: tuple[str, ...] = ()
+    ) -> None:
+        TieringError.__init__(self, message)
+        self.errno = errno
+        self.filename = filename
+        self.offset = offset
+        self.names = names
+
+
+class ArenaError(TieringError):
+    """A lease was asked for that the arena can never serve."""
+
+    code = "TIER-ARENA"
+
+
+class EngineStateError(TieringError):
+    """The engine was called in an order it cannot honour (for example ``step`` after ``close``)."""
+
+    code = "TIER-STATE"
+
+
+class ResidencyError(TieringError):
+    """A tensor was used while its bytes live on another tier."""
+
+    code = "TIER-RESIDENT"

@@ -1,0 +1,71 @@
+"""Memory tiering for PyTorch training: the public face.
+
+    engine, optimizer, dataloader, lr_scheduler = tiering.initialize(model=model, config="ds_config.json")
+
+Names are resolved on first use, so that ``import tiering`` loads neither torch nor the engine.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tiering.errors import (
+        ArenaError,
+        ConfigError,
+        EngineStateError,
+        PlacementError,
+        ResidencyError,
+        SwapError,
+        SwapSpaceError,
+        TieringError,
+    )
+    from zero3 import init as zero
+    from zero3.engine import Engine, EngineParts, initialize
+
+__version__ = "0.1.0"
+
+# name -> (module, attribute); an empty attribute means the module itself.
+_LAZY = {
+    "initialize": ("zero3.engine", "initialize"),
+    "Engine": ("zero3.engine", "Engine"),
+    "EngineParts": ("zero3.engine", "EngineParts"),
+    "zero": ("zero3.init", ""),
+    "TieringError": ("tiering.errors", "TieringError"),
+    "ConfigError": ("tiering.errors", "ConfigError"),
+    "PlacementError": ("tiering.errors", "PlacementError"),
+    "SwapSpaceError": ("tiering.errors", "SwapSpaceError"),
+    "SwapError": ("tiering.errors", "SwapError"),
+    "ArenaError": ("tiering.errors", "ArenaError"),
+    "EngineStateError": ("tiering.errors", "EngineStateError"),
+    "ResidencyError": ("tiering.errors", "ResidencyError"),
+}
+
+__all__ = [
+    "ArenaError",
+    "ConfigError",
+    "Engine",
+    "EngineParts",
+    "EngineStateError",
+    "PlacementError",
+    "ResidencyError",
+    "SwapError",
+    "SwapSpaceError",
+    "TieringError",
+    "initialize",
+    "zero",
+]
+
+
+def __getattr__(name: str) -> object:
+    try:
+        module, attribute = _LAZY[name]
+    except KeyError:
+        raise AttributeError(f"module 'tiering' has no attribute {name!r}") from None
+    loaded = import_module(module)
+    return getattr(loaded, attribute) if attribute else loaded
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,1 @@
+"""The training engine: groups of parameters that move between tiers while the model computes."""

@@ -1,0 +1,244 @@
+"""The pinned arena: one page-aligned slab of host memory, leased out in exact sizes.
+
+One mapping per arena replaces thousands of pinned allocations: its size is the plan's number to the page, it is
+touched once, locked when the limits allow, registered with CUDA by the caller when there is a GPU, and not
+inherited by forked children (``MADV_DONTFORK``), so that a data worker can neither keep it alive nor touch it.
+
+Free space is taken first fit from the bottom, or from the top for leases that outlive the ones
+around them (``from_top``), which keeps long and short lives from fragmenting each other. When a lease does not fit,
+``lease`` waits: first for transfers that own *retiring* leases, then for other threads. It fails only when waiting
+cannot help, and says who holds what.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Protocol
+
+from tiering.errors import ArenaError
+from tiering.ranges import FreeRanges
+
+PAGE = 4096
+STARVED_AFTER_SECONDS = 120.0
+
+log = logging.getLogger(__name__)
+
+
+def round_up(nbytes: int, multiple: int = PAGE) -> int:
+    """``nbytes`` rounded up to a multiple of ``multiple``."""
+    return -(-nbytes // multiple) * multiple
+
+
+class Completion(Protocol):
+    """What a retiring lease waits for: a ticket of the I/O context."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+class Lease:
+    """A range of the arena. ``address`` and ``nbytes`` describe memory that is the holder's until ``release``."""
+
+    __slots__ = ("address", "arena", "kind", "nbytes", "offset")
+
+    def __init__(self, arena: Arena, offset: int, nbytes: int, kind: str) -> None:
+        self.arena = arena
+        self.offset = offset
+        self.nbytes = nbytes
+        self.kind = kind
+        self.address = arena.address + offset
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes, writable."""
+        return self.arena.memory[self.offset : self.offset + self.nbytes]
+
+    def part(self, offset: int, nbytes: int) -> LeasePart:
+        """A window of the lease, for a transfer of a part of it."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(f"part [{offset}, {offset + nbytes}) lies outside a lease of {self.nbytes} bytes")
+        return LeasePart(self, offset, nbytes)
+
+    def release(self) -> None:
+        """Give the range back. The bytes must not be touched afterwards."""
+        self.arena.give_back(self)
+
+    def retire(self, completion: Completion) -> None:
+        """Give the range back as soon as ``completion`` (a transfer that reads or fills it) is done."""
+        self.arena.retire(self, completion)
+
+
+class LeasePart:
+    """A window of a lease that keeps the lease's memory reachable while a transfer uses it."""
+
+    __slots__ = ("address", "lease", "nbytes")
+
+    def __init__(self, lease: Lease, offset: int, nbytes: int) -> None:
+        self.lease = lease
+        self.address = lease.address + offset
+        self.nbytes = nbytes
+
+
+class Arena:
+    """A slab of ``nbytes`` (rounded up to pages) of host memory, sub-allocated by size.
+
+    ``name`` appears in messages and telemetry. ``pin`` registers (address, nbytes) with the device driver; ``unpin``
+    undoes it. Thread-safe. Memory is returned to the system when the arena and every tensor over it are gone.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        name: str,
+        pin: Callable[[int, int], None] | None = None,
+        unpin: Callable[[int], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.capacity = round_up(nbytes)
+        self._mapping = mmap.mmap(
+            -1, max(self.capacity, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        self._mapping.madvise(mmap.MADV_DONTFORK)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                log.debug("arena %s: no transparent huge pages in this kernel", name)
+        self.memory = memoryview(self._mapping)
+        self.address = _address_of(self._mapping)
+        self._touch()
+        if pin is not None and self.capacity:
+            pin(self.address, self.capacity)
+        self._unpin = unpin
+
+        self._lock = threading.Condition()
+        self._free = FreeRanges(self.capacity)
+        self._retiring: deque[tuple[Lease, Completion]] = deque()
+        self._by_kind: Counter[str] = Counter()
+        self.used = 0
+        self.peak = 0
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes now leased, by what they hold."""
+        with self._lock:
+            return {kind: nbytes for kind, nbytes in self._by_kind.items() if nbytes}
+
+    def try_lease(self, nbytes: int, kind: str, *, from_top: bool = False) -> Lease | None:
+        """A lease of ``nbytes`` (rounded up to pages) if there is room now, else None. Never waits."""
+        size = round_up(max(nbytes, 1))
+        with self._lock:
+            self._collect()
+            return self._carve(size, kind, from_top)
+
+    def lease(self, nbytes: int, kind: str, *, from_top: bool = False) -> Lease:
+        """A lease of ``nbytes``; waits while others hold the room.
+
+        Raises ArenaError at once when ``nbytes`` exceeds the arena, and after two minutes without any progress.
+        An I/O error of a retiring lease is raised here, by the first caller that meets it.
+        """
+        size = round_up(max(nbytes, 1))
+        if size > self.capacity:
+            raise ArenaError(
+                f"a lease of {size} bytes for {kind!r} exceeds the whole {self.name} arena of {self.capacity} bytes;"
+                f" raise the {self.name} budget or lower sub_group_size"
+            )
+        deadline = time.monotonic() + STARVED_AFTER_SECONDS
+        while True:
+            with self._lock:
+                self._collect()
+                lease = self._carve(size, kind, from_top)
+                if lease is not None:
+                    return lease
+                oldest = self._retiring[0][1] if self._retiring else None
+                if oldest is None and not self._lock.wait(timeout=1.0) and time.monotonic() > deadline:
+                    raise ArenaError(
+                        f"no {size} bytes for {kind!r} came free in the {self.name} arena within"
+                        f" {STARVED_AFTER_SECONDS:.0f} s; capacity {self.capacity}, held: {dict(self._by_kind)},"
+                        f" largest free range {self._free.largest}. This is a defect of the"
+                        f" plan: please report it; a larger {self.name} budget works around it"
+                    )
+            if oldest is not None:
+                oldest.wait()
+
+    def give_back(self, lease: Lease) -> None:
+        """Return a lease's range to the free list (see Lease.release)."""
+        with self._lock:
+            self._restore(lease)
+            self._lock.notify_all()
+
+    def retire(self, lease: Lease, completion: Completion) -> None:
+        """Return a lease's range once ``completion`` is done (see Lease.retire)."""
+        with self._lock:
+            self._retiring.append((lease, completion))
+            self._lock.notify_all()
+
+    def drain(self) -> None:
+        """Wait for every retiring lease; raises the first I/O error among them after all have ended."""
+        error: OSError | None = None
+        while True:
+            with self._lock:
+                if not self._retiring:
+                    break
+                lease, completion = self._retiring.popleft()
+            try:
+                completion.wait()
+            except OSError as failed:
+                error = error or failed
+            self.give_back(lease)
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Unregister from the device. The mapping itself goes when the last tensor over it is gone."""
+        if self._unpin is not None and self.capacity:
+            self._unpin(self.address)
+            self._unpin = None
+
+    def _touch(self) -> None:
+        """Fault every page in now, so that the first step does not."""
+        self.memory[::PAGE] = bytes(len(range(0, len(self.memory), PAGE)))
+
+    def _collect(self) -> None:
+        """Free the retired leases whose transfers have ended, in any order."""
+        waiting: deque[tuple[Lease, Completion]] = deque()
+        while self._retiring:
+            lease, completion = self._retiring.popleft()
+            if not completion.done():
+                waiting.append((lease, completion))
+                continue
+            self._restore(lease)
+            try:
+                completion.wait()
+            except BaseException:
+                waiting.extend(self._retiring)
+                self._retiring = waiting
+                raise
+        self._retiring = waiting
+
+    def _carve(self, size: int, kind: str, from_top: bool) -> Lease | None:
+        offset = self._free.take(size, from_top=from_top)
+        if offset is None:
+            return None
+        self._by_kind[kind] += size
+        self.used += size
+        self.peak = max(self.peak, self.used)
+        return Lease(self, offset, size, kind)
+
+    def _restore(self, lease: Lease) -> None:
+        assert lease.nbytes, f"lease of {lease.kind!r} in the {self.name} arena was released twice"
+        self._by_kind[lease.kind] -= lease.nbytes
+        self.used -= lease.nbytes
+        self._free.give(lease.offset, lease.nbytes)
+        lease.nbytes = 0
+
+
+def _address_of(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))

@@ -1,0 +1,44 @@
+"""Free ranges of a linear space, first fit, merged when neighbours meet. Used by the arena and by the slab file."""
+
+from __future__ import annotations
+
+from bisect import bisect
+
+
+class FreeRanges:
+    """The free part of [0, ``size``). Not thread-safe: the owner holds its lock."""
+
+    def __init__(self, size: int) -> None:
+        self._ranges: list[tuple[int, int]] = [(0, size)] if size else []  # sorted (start, end)
+
+    def take(self, size: int, *, from_top: bool = False) -> int | None:
+        """The start of a range of ``size`` that is free no longer, from the bottom or the top; None if none fits."""
+        order = range(len(self._ranges) - 1, -1, -1) if from_top else range(len(self._ranges))
+        for index in order:
+            start, end = self._ranges[index]
+            if end - start < size:
+                continue
+            taken = end - size if from_top else start
+            rest = (start, taken) if from_top else (taken + size, end)
+            self._ranges[index : index + 1] = [rest] if rest[0] < rest[1] else []
+            return taken
+        return None
+
+    def give(self, start: int, size: int) -> None:
+        """Make [start, start + size) free again."""
+        end = start + size
+        index = bisect(self._ranges, (start, end))
+        before = self._ranges[index - 1] if index else None
+        after = self._ranges[index] if index < len(self._ranges) else None
+        assert (before is None or before[1] <= start) and (after is None or end <= after[0]), "given twice"
+        first, last = index, index
+        if before is not None and before[1] == start:
+            start, first = before[0], index - 1
+        if after is not None and after[0] == end:
+            end, last = after[1], index + 1
+        self._ranges[first:last] = [(start, end)]
+
+    @property
+    def largest(self) -> int:
+        """Size of the largest free range."""
+        return max((end - start for start, end in self._ranges), default=0)

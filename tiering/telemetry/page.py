@@ -1,0 +1,336 @@
+"""The page: a file that one rank writes and anybody of the same user reads.
+
+A page is a file: a fixed header, then a JSON payload. Any number of readers look at it while one writer
+updates it, and neither side can hurt the other:
+
+* Sequence lock. The writer makes the sequence number odd, writes the payload, then writes the whole header
+  with the next even number. A reader takes no lock: it reads header, payload, header again, and tries once
+  more when the number was odd or moved. A CRC32 over heartbeat, length and payload catches what the number
+  cannot.
+* No mapping on either side. Both use pread and pwrite on the page cache. A mapped page that someone
+  truncates, or that a full tmpfs cannot back, is a SIGBUS in the middle of training; a short read is a state
+  that a reader can name. Four publications a second cost the same either way.
+* Alive means locked. The writer holds flock(LOCK_EX) for its life; the kernel drops it however that life
+  ends. A pid says nothing across containers, and a heartbeat stops for a debugger too. A forked child shares
+  the lock's open file description, so it closes its copy at once, without unlocking.
+* Appearing whole. A page is created under a name that no reader looks at, locked, then renamed. Whoever finds
+  an unlocked page may therefore remove it: its writer is dead. This rule and the first 12 bytes (magic,
+  version) hold for every version of the format.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import stat
+import struct
+import threading
+import time
+import weakref
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import ValidationError
+
+from tiering.telemetry.directory import TelemetryError, private_directory, run_directory
+from tiering.telemetry.snapshot import Snapshot
+
+MAGIC = b"TIERPAGE"
+VERSION = 1
+CAPACITY = 64 << 10  # bytes of payload; a page of three tiers, four paths and 32 steps takes about 10 KiB
+SUFFIX = ".page"
+RECENT_STEPS = 32
+
+
+State = Literal["live", "stale", "newer-version", "torn", "unreadable"]
+
+
+class _Header(NamedTuple):
+    magic: bytes
+    version: int
+    header_size: int
+    capacity: int
+    sequence: int
+    heartbeat_ns: int  # CLOCK_REALTIME
+    length: int
+    crc: int
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(*self)
+
+
+_HEADER = struct.Struct("<8sIIQQQQI4x")
+_SEQUENCE = struct.Struct("<Q")
+_SEQUENCE_OFFSET = 24
+_SANE_PAYLOAD = 16 << 20  # a header that promises more than this is garbage
+
+
+def _checksum(heartbeat_ns: int, payload: bytes) -> int:
+    return zlib.crc32(payload, zlib.crc32(struct.pack("<QQ", heartbeat_ns, len(payload))))
+
+
+def _locked_by_another(fd: int) -> bool:
+    """Whether a writer holds the page open as ``fd``; the lock taken to find out is given back at once."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+_inherited: weakref.WeakSet[PageWriter] = weakref.WeakSet()
+
+
+class PageWriter:
+    """One rank's page. Creating it sweeps the pages of dead writers; closing it removes its own.
+
+    ``publish`` may be called from any thread. In a forked child the writer is closed and publishes nothing.
+    """
+
+    path: Path
+
+    def __init__(
+        self, run_name: str, rank: int = 0, world_size: int = 1, directory: Path | None = None
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is outside a world of {world_size}")
+        directory = run_directory() if directory is None else private_directory(Path(directory))
+        sweep(directory)
+        plain = re.sub(r"[^A-Za-z0-9_-]", "_", run_name)[:80] or "run"
+        name = f"{plain}.{rank}.{os.getpid()}-{secrets.token_hex(4)}"
+        self.path = directory / (name + SUFFIX)
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._fd = self._create(directory / (name + ".new"))
+        _inherited.add(self)
+
+    def _create(self, unfinished: Path) -> int:
+        fd = -1
+        try:
+            fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(fd, 0, _HEADER.size + CAPACITY)  # a full disk shows here, not during training
+            os.pwrite(fd, self._header(0, b"").pack(), 0)
+            unfinished.rename(self.path)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+                unfinished.unlink(missing_ok=True)
+            raise TelemetryError(
+                f"page {self.path} cannot be created: {error.strerror}; "
+                "free space there, or set TIERING_RUN_DIR"
+            ) from error
+        return fd
+
+    def _header(self, heartbeat_ns: int, payload: bytes) -> _Header:
+        crc = _checksum(heartbeat_ns, payload)
+        return _Header(
+            MAGIC, VERSION, _HEADER.size, CAPACITY, self._sequence, heartbeat_ns, len(payload), crc
+        )
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Replace the page's content.
+
+        Raises TelemetryError when the snapshot does not fit, OSError when the file system refuses, ValueError
+        after ``close``.
+        """
+        payload = _fitted(snapshot)
+        with self._lock:
+            if self._fd == _ABANDONED:
+                return
+            if self._fd < 0:
+                raise ValueError(f"publish on the closed page {self.path}")
+            self._sequence += 1
+            os.pwrite(self._fd, _SEQUENCE.pack(self._sequence), _SEQUENCE_OFFSET)
+            os.pwrite(self._fd, payload, _HEADER.size)
+            self._sequence += 1
+            os.pwrite(self._fd, self._header(time.time_ns(), payload).pack(), 0)
+
+    def close(self) -> None:
+        """Remove the page and let go of its lock. Idempotent."""
+        with self._lock:
+            if self._fd < 0:
+                return
+            self.path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = _CLOSED
+
+    def _abandon(self) -> None:
+        """In a forked child: drop the shared description, leave page and lock to the parent."""
+        self._lock = threading.Lock()  # the fork may have happened while another thread held the old one
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = _ABANDONED
+
+
+_CLOSED, _ABANDONED = -1, -2
+
+
+def _abandon_inherited() -> None:
+    for one in list(_inherited):
+        one._abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_inherited)
+
+
+def _fitted(snapshot: Snapshot) -> bytes:
+    """The payload, with as many of the recent steps as the page can hold."""
+    steps = snapshot.steps[-RECENT_STEPS:]
+    while True:
+        payload = replace(snapshot, steps=steps).to_json().encode()
+        if len(payload) <= CAPACITY:
+            return payload
+        if not steps:
+            raise TelemetryError(
+                f"the snapshot of run {snapshot.run_name!r} takes {len(payload)} bytes without its steps; "
+                f"a page holds {CAPACITY}"
+            )
+        steps = steps[(len(steps) + 1) // 2 :]
+
+
+@dataclass(frozen=True)
+class PageReading:
+    """What a page said when it was read.
+
+    live            the writer holds its lock and the content is whole
+    stale           the writer is gone; ``snapshot`` is the last thing it said, or None
+    newer-version   the format is newer than this reader
+    torn            a writer that still lives did not finish an update (stopped in the middle of one?)
+    unreadable      not a page, truncated, damaged, or not ours
+
+    ``heartbeat_age`` is seconds since the last publication, None when there is none; ``reason`` is empty for
+    live pages.
+    """
+
+    state: State
+    heartbeat_age: float | None
+    snapshot: Snapshot | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page file in a run directory. ``run_name`` (as the file name spells it) and ``rank`` need no read."""
+
+    path: Path
+    run_name: str
+    rank: int
+
+    def read(self) -> PageReading:
+        """Read the page as it is now. Never raises for what the file holds or lacks."""
+        try:
+            fd = _open_page(self.path)
+        except FileNotFoundError:
+            return PageReading("stale", None, None, "the page has been removed")
+        except OSError as error:
+            return PageReading("unreadable", None, None, error.strerror or str(error))
+        try:
+            return _read(fd)
+        except OSError as error:
+            return PageReading("unreadable", None, None, error.strerror or str(error))
+        finally:
+            os.close(fd)
+
+
+def find_pages(directory: Path | None = None) -> list[Page]:
+    """Pages in ``directory`` (default: ``run_directory()``) by run and rank, without other users' files.
+
+    Raises TelemetryError when the directory is not ours alone.
+    """
+    directory = run_directory() if directory is None else private_directory(Path(directory))
+    pages = [_named(path) for path in directory.glob("*" + SUFFIX) if _is_ours(path)]
+    return sorted(pages, key=lambda page: (page.run_name, page.rank, page.path))
+
+
+def sweep(directory: Path, keep_seconds: float = 0.0) -> list[Path]:
+    """Remove pages whose writer is dead and whose last update is over ``keep_seconds`` old; return them."""
+    swept = []
+    unfinished_keep = max(keep_seconds, 60.0)  # between open and lock a new page looks dead
+    for pattern, keep in (("*" + SUFFIX, keep_seconds), ("*.new", unfinished_keep)):
+        for path in directory.glob(pattern):
+            if _is_ours(path) and _dead_for(path) > keep:
+                path.unlink(missing_ok=True)
+                swept.append(path)
+    return swept
+
+
+def _dead_for(path: Path) -> float:
+    """Seconds since the last update of a page without a writer; -1 when it has one or is gone."""
+    try:
+        fd = _open_page(path)
+    except OSError:
+        return -1.0
+    try:
+        return -1.0 if _locked_by_another(fd) else max(0.0, time.time() - os.fstat(fd).st_mtime)
+    finally:
+        os.close(fd)
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def _named(path: Path) -> Page:
+    # run_name.rank.pid-random.page; a file of another name is listed too, and says why it cannot be read.
+    parts = path.name.removesuffix(SUFFIX).split(".")
+    rank = int(parts[1]) if len(parts) == 3 and parts[1].isascii() and parts[1].isdigit() else 0
+    return Page(path, parts[0] or path.name, rank)
+
+
+def _open_page(path: Path) -> int:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(0, "not a regular file")
+    return fd
+
+
+def _read(fd: int) -> PageReading:
+    for _ in range(10):
+        reading = _read_once(fd)
+        if reading.state != "torn" or not _locked_by_another(fd):
+            break
+        time.sleep(0.001)
+    if reading.state in ("live", "torn") and not _locked_by_another(fd):
+        reason = "the writer is gone" if reading.state == "live" else "the writer died during an update"
+        return replace(reading, state="stale", reason=reason)
+    return reading
+
+
+def _read_once(fd: int) -> PageReading:
+    """One attempt, as if the writer lived."""
+    first = os.pread(fd, _HEADER.size, 0)
+    if len(first) < 12 or not first.startswith(MAGIC):
+        return PageReading("unreadable", None, None, "not a telemetry page")
+    version = int.from_bytes(first[8:12], "little")
+    if version > VERSION:
+        reason = f"format {version}; this reader knows up to {VERSION}"
+        return PageReading("newer-version", None, None, reason)
+    if len(first) < _HEADER.size:
+        return PageReading("unreadable", None, None, "truncated")
+    header = _Header(*_HEADER.unpack(first))
+    age = max(0, time.time_ns() - header.heartbeat_ns) / 1e9 if header.heartbeat_ns else None
+    if header.header_size < _HEADER.size or not header.length <= header.capacity <= _SANE_PAYLOAD:
+        return PageReading("unreadable", None, None, "the header makes no sense")
+    payload = os.pread(fd, header.length, header.header_size)
+    if header.sequence % 2 or os.pread(fd, _HEADER.size, 0) != first:
+        return PageReading("torn", age, None, "an update was going on for the whole time of reading")
+    if len(payload) < header.length:
+        return PageReading("unreadable", age, None, "truncated")
+    if _checksum(header.heartbeat_ns, payload) != header.crc:
+        return PageReading("unreadable", age, None, "the checksum does not match")
+    if not payload:
+        return PageReading("live", age, None, "")  # created, nothing published yet
+    try:
+        return PageReading("live", age, Snapshot.from_json(payload), "")
+    except ValidationError as error:
+        return PageReading("unreadable", age, None, f"not a snapshot: {error.errors()[0]['msg']}")

@@ -1,0 +1,87 @@
+"""Publishing while training runs: a daemon thread that samples a source and never disturbs it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from tiering.telemetry.page import PageWriter
+from tiering.telemetry.snapshot import Snapshot, with_rates
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Publishes what ``source`` returns, every ``interval`` seconds, from a daemon thread. Owns ``writer``.
+
+    Watching must never stop training: whatever ``source`` or the page raises is logged once and then ignored.
+    """
+
+    def __init__(self, writer: PageWriter, source: Callable[[], Snapshot], interval: float = 0.25) -> None:
+        if interval <= 0:
+            raise ValueError(f"interval must be positive seconds, not {interval}")
+        self._writer = writer
+        self._source = source
+        self._interval = interval
+        self._lock = threading.Lock()
+        self._baseline: Snapshot | None = None
+        self._baseline_at = 0.0
+        self._complained = False
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    def start(self) -> None:
+        """Publish once, then keep publishing until ``close`` or the end of the interpreter."""
+        if self._thread is not None or self._closing.is_set():
+            raise ValueError("this publisher was started before; make another one")
+        self.publish_now()
+        self._thread = threading.Thread(target=self._run, name="tiering-telemetry", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def publish_now(self) -> None:
+        """Publish at once, from the calling thread. Never raises."""
+        if os.getpid() != self._pid:  # a forked child has no thread, and our lock may have been held
+            return
+        try:
+            # Not under our lock: a source that waits for a lock of the caller's would deadlock.
+            taken_at = time.monotonic()
+            raw = self._source()
+            with self._lock:
+                if not self._closing.is_set():
+                    self._publish(raw, taken_at)
+        except Exception:
+            if not self._complained:
+                log.exception("telemetry of %s is out of date from now on", self._writer.path)
+            self._complained = True
+
+    def _publish(self, raw: Snapshot, taken_at: float) -> None:
+        elapsed = taken_at - self._baseline_at
+        if self._baseline is not None and elapsed < 0:
+            return  # another thread published a later sample meanwhile
+        self._writer.publish(with_rates(raw, self._baseline, elapsed))
+        # A call soon after another keeps the older baseline: a rate over a millisecond says nothing.
+        if self._baseline is None or elapsed >= self._interval / 2:
+            self._baseline, self._baseline_at = raw, taken_at
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._interval):
+            self.publish_now()
+
+    def close(self) -> None:
+        """Stop the thread and remove the page. Idempotent, and safe from ``source`` itself."""
+        if os.getpid() != self._pid:
+            return
+        self._closing.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            # A source that waits for a lock of the caller's must not hang the exit; the thread is a daemon.
+            thread.join(timeout=2.0)
+        with self._lock:
+            self._writer.close()
+        atexit.unregister(self.close)

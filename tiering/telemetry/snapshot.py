@@ -1,0 +1,125 @@
+"""What a rank publishes about itself: frozen records, their JSON form, and rates from two samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict, TypeAdapter
+
+Phase = Literal["start", "forward", "backward", "step", "idle"]
+
+
+@dataclass(frozen=True)
+class TierStatus:
+    """One tier of one rank, in bytes: ``capacity`` is what the machine has, ``budget`` what we may use."""
+
+    name: Literal["device", "host", "nvme"]
+    budget: int
+    capacity: int
+    used: int
+    peak: int
+    by_kind: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DirectionStatus:
+    """Reads or writes of one path since the start; rates are bytes per second."""
+
+    bytes: int = 0
+    ops: int = 0
+    retries: int = 0
+    errors: int = 0
+    in_flight: int = 0
+    busy_seconds: float = 0.0
+    bytes_per_second: float = 0.0  # over the publisher's last window
+    average_bytes_per_second: float = 0.0  # over the time with at least one transfer in flight
+
+
+@dataclass(frozen=True)
+class PathStatus:
+    """One swap path: its I/O engine, whether it bypasses the page cache, and both directions."""
+
+    path: str
+    engine: str
+    direct: bool
+    read: DirectionStatus = field(default_factory=DirectionStatus)
+    written: DirectionStatus = field(default_factory=DirectionStatus)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One finished optimizer step: seconds in all and by phase, seconds stalled, bytes moved over NVMe."""
+
+    step: int
+    seconds: float
+    forward: float = 0.0
+    backward: float = 0.0
+    update: float = 0.0
+    stall: float = 0.0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything one rank publishes. Counters are cumulative; ``started_at`` is Unix time in seconds.
+
+    ``stalls`` maps a cause to the seconds that compute waited for it; ``steps`` holds the most recent 32,
+    oldest first.
+    """
+
+    run_name: str
+    rank: int
+    world_size: int
+    pid: int
+    started_at: float
+    step: int = 0
+    phase: Phase = "start"
+    loss: float | None = None
+    tiers: list[TierStatus] = field(default_factory=list)
+    io: list[PathStatus] = field(default_factory=list)
+    stalls: dict[str, float] = field(default_factory=dict)
+    steps: list[StepRecord] = field(default_factory=list)
+
+    # A diverged loss is worth seeing: NaN travels as NaN, not as null.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="constants")
+
+    def to_json(self) -> str:
+        """The snapshot as JSON text; infinities and NaN are written as the bare constants, as Python does."""
+        return _SNAPSHOT.dump_json(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Snapshot:
+        """Inverse of ``to_json``; fields this version does not know are dropped. Raises ValueError."""
+        return _SNAPSHOT.validate_json(text)
+
+
+_SNAPSHOT = TypeAdapter(Snapshot)
+
+
+def with_rates(current: Snapshot, previous: Snapshot | None, seconds: float) -> Snapshot:
+    """``current`` with its bandwidths filled in from the counters of ``previous``, taken ``seconds`` earlier.
+
+    A path that ``previous`` lacks, a counter that went back (the engine was rebuilt) or no elapsed time gives
+    a rate of zero; the average over busy time needs no second sample.
+    """
+    before = {path.path: path for path in previous.io} if previous is not None else {}
+
+    def rated(now: DirectionStatus, then: DirectionStatus | None) -> DirectionStatus:
+        moved = max(0, now.bytes - then.bytes) if then is not None else 0
+        return replace(
+            now,
+            bytes_per_second=moved / seconds if seconds > 0 else 0.0,
+            average_bytes_per_second=now.bytes / now.busy_seconds if now.busy_seconds > 0 else 0.0,
+        )
+
+    def path_rated(now: PathStatus) -> PathStatus:
+        then = before.get(now.path)
+        return replace(
+            now,
+            read=rated(now.read, then.read if then else None),
+            written=rated(now.written, then.written if then else None),
+        )
+
+    return replace(current, io=[path_rated(path) for path in current.io])

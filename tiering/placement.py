@@ -1,0 +1,376 @@
+"""Placement: which tier holds what, decided once before the first step. Pure: sizes and budgets in, a Plan out.
+
+Access is cyclic, so a fixed resident set is as good as any eviction policy; the question is only what to keep. A byte
+kept in host memory saves, per step, as many NVMe bytes as it would move: a 16-bit parameter about 2 x micro-batches
++ 1, a gradient 2 x micro-batches, optimizer state 2. So the host budget is filled in that order, and what is left over
+streams through fixed windows, which are planned first: without them nothing could move at all.
+
+Budgets are ceilings. What cannot fit is refused here with the numbers and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from tiering.arena import round_up
+from tiering.config import format_size
+from tiering.errors import PlacementError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+STATE_ITEMS = 2  # exp_avg and exp_avg_sq
+FP32 = 4
+FEWEST_SLOTS = 3  # one read, one stepped, one written
+USUAL_SLOTS = 4
+STAGING_SHARE = 3  # staging takes at most this fraction (1/n) of the host budget when there is a choice
+SMALLEST_TILE = 2048
+LARGEST_TILE = 4 << 20
+
+
+class Tier(Enum):
+    """Where bytes live, fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True)
+class GroupSizes:
+    """What the planner knows of a ParamGroup."""
+
+    name: str
+    param_bytes: int  # the flat tensor in the compute dtype
+    trainable_numel: int  # elements of it that have gradients and optimizer state
+    parent: int | None = None  # index of the group whose modules enclose this one's
+    persistent: bool = False  # small parameters that never leave the device
+    uses: int = 1  # unshards per forward pass
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model cut into groups, and what the configuration asks for. Sizes are bytes unless named elements."""
+
+    groups: tuple[GroupSizes, ...]
+    micro_batches: int
+    compute_itemsize: int
+    grad_itemsize: int
+    offload_param: Tier
+    offload_optimizer: Tier
+    cache_in_host: bool
+    sub_group_numel: int
+    prefetch_bytes: int
+    device_is_host: bool  # training on the CPU: host memory is the device's memory
+
+    @property
+    def state_itemsize(self) -> int:
+        """Bytes of optimizer state per element; in fp32 the parameter itself is the master."""
+        return FP32 * (STATE_ITEMS + (0 if self.compute_itemsize == FP32 else 1))
+
+    @property
+    def master_is_param(self) -> bool:
+        return self.compute_itemsize == FP32
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes per tier that the engine may own."""
+
+    device: int
+    host: int
+    nvme: int
+
+    def of(self, tier: Tier) -> int:
+        return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.NVME: self.nvme}[tier]
+
+
+@dataclass(frozen=True)
+class SubGroup:
+    """A tile of a group's trainable elements, and where its optimizer state lives."""
+
+    group: int
+    start: int
+    end: int
+    tier: Tier
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The placement. Tuples follow the order of ``workload.groups``; bytes are exact and include padding."""
+
+    workload: Workload
+    budgets: Budgets
+    param_tiers: tuple[Tier, ...]
+    grad_tiers: tuple[Tier, ...]
+    sub_groups: tuple[SubGroup, ...]
+    working_bytes: int  # device room for unsharded groups, prefetch included
+    staging_slots: int
+    slot_bytes: int
+    grad_window_bytes: int  # host room for gradients on their way to and from NVMe
+    transfer_bytes: int  # host room for copies to and from a device with memory of its own
+
+    def contents(self, tier: Tier) -> dict[str, int]:
+        """Bytes planned on ``tier``, by kind."""
+        load, kinds = self.workload, {"parameters": 0, "gradients": 0, "optimizer state": 0}
+        for group, param, grad in zip(load.groups, self.param_tiers, self.grad_tiers, strict=True):
+            kinds["parameters"] += group.param_bytes if param is tier else 0
+            kinds["gradients"] += group.trainable_numel * load.grad_itemsize if grad is tier else 0
+        for tile in self.sub_groups:
+            kinds["optimizer state"] += tile.numel * load.state_itemsize if tile.tier is tier else 0
+        if tier is Tier.DEVICE:
+            kinds["unsharded groups"] = self.working_bytes
+        if tier is Tier.HOST:
+            kinds["staging"] = self.staging_slots * self.slot_bytes + self.grad_window_bytes + self.transfer_bytes
+        return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
+
+    def total(self, tier: Tier) -> int:
+        """Bytes planned on ``tier``."""
+        return sum(self.contents(tier).values())
+
+    def state_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer state on all tiers together."""
+        kinds = ("parameters", "gradients", "optimizer state")
+        return sum(self.contents(tier).get(kind, 0) for tier in Tier for kind in kinds)
+
+    def nvme_traffic(self) -> tuple[int, int]:
+        """Bytes (read, written) over NVMe in a steady step of ``micro_batches`` forward and backward passes."""
+        load = self.workload
+        read = written = 0
+        for group, param, grad in zip(load.groups, self.param_tiers, self.grad_tiers, strict=True):
+            trained = group.trainable_numel
+            if param is Tier.NVME:
+                read += 2 * load.micro_batches * group.uses * group.param_bytes
+                read += trained * load.compute_itemsize if load.master_is_param else 0
+                written += trained * load.compute_itemsize
+            if grad is Tier.NVME:
+                read += load.micro_batches * trained * load.grad_itemsize
+                written += load.micro_batches * trained * load.grad_itemsize
+        state = sum(t.numel for t in self.sub_groups if t.tier is Tier.NVME) * load.state_itemsize
+        return read + state, written + state
+
+    def table(self) -> Table:
+        """The plan as people read it."""
+        from rich.table import Table
+
+        read, written = self.nvme_traffic()
+        table = Table(title="Placement plan", title_justify="left")
+        for heading in ("tier", "budget", "planned", "what lives there", "read per step", "written per step"):
+            left = heading in ("tier", "what lives there")
+            table.add_column(heading, justify="left" if left else "right", no_wrap=left)
+        for tier in Tier:
+            moved = (format_size(read), format_size(written)) if tier is Tier.NVME else ("", "")
+            what = "\n".join(f"{kind} {format_size(nbytes)}" for kind, nbytes in self.contents(tier).items())
+            table.add_row(
+                tier.value, format_size(self.budgets.of(tier)), format_size(self.total(tier)), what or "-", *moved
+            )
+        return table
+
+
+def make_plan(load: Workload, budgets: Budgets) -> Plan:
+    """Place ``load`` within ``budgets``. Raises PlacementError, with numbers and remedy, when it cannot fit."""
+    fixed = _Room(budgets)
+    param_tiers = [Tier.DEVICE if group.persistent else load.offload_param for group in load.groups]
+    # Groups that stay open for a whole pass would hold their window all the time: their gradients stay in memory.
+    parents = {group.parent for group in load.groups}
+    stays_open = [group.persistent or index in parents for index, group in enumerate(load.groups)]
+    grad_tiers = [
+        Tier.HOST if load.offload_optimizer is Tier.NVME and open_ else load.offload_optimizer
+        for open_ in stays_open
+    ]
+
+    for index, group in enumerate(load.groups):
+        if param_tiers[index] is not Tier.NVME:
+            fixed.take(param_tiers[index], group.param_bytes, f"parameters of {group.name}")
+        if grad_tiers[index] is not Tier.NVME:
+            nbytes = group.trainable_numel * load.grad_itemsize
+            fixed.take(grad_tiers[index], nbytes, f"gradients of {group.name}")
+    if load.offload_optimizer is not Tier.NVME:
+        nbytes = sum(group.trainable_numel for group in load.groups) * load.state_itemsize
+        fixed.take(load.offload_optimizer, nbytes, "optimizer state")
+    fixed.check()
+
+    transfer = 0 if load.device_is_host else _transfer_window(load, param_tiers)
+    fixed.take(Tier.HOST, transfer, "copies to and from the device")
+    largest_tile = min(LARGEST_TILE, max(SMALLEST_TILE, load.sub_group_numel // SMALLEST_TILE * SMALLEST_TILE))
+
+    everything = _fill_host(load, fixed, param_tiers, grad_tiers, largest_tile, streaming=None)
+    if everything is not None:
+        params, grads, tiles = everything
+        slots, slot_bytes, window = 0, 0, 0
+    else:
+        fixed.check()
+        tile, slots, slot_bytes = _staging(load, fixed, param_tiers, grad_tiers, largest_tile)
+        fixed.take(Tier.HOST, slots * slot_bytes, "staging")
+        window = _grad_window(load, grad_tiers)
+        fixed.take(Tier.HOST, window, "gradients on their way to NVMe")
+        fixed.check()
+        filled = _fill_host(load, fixed, param_tiers, grad_tiers, tile, streaming=window)
+        assert filled is not None
+        params, grads, tiles = filled
+        window = _grad_window(load, grads)
+
+    working = _working_set(load, params, fixed)
+    plan = Plan(
+        load, budgets, tuple(params), tuple(grads), tuple(tiles), working, slots, slot_bytes, window, transfer
+    )
+    for tier in Tier:
+        if plan.total(tier) > budgets.of(tier):
+            raise PlacementError(
+                f"{tier.value} needs {format_size(plan.total(tier))} but its budget is"
+                f" {format_size(budgets.of(tier))}: {_listed(plan.contents(tier))}; raise {tier.value}_budget"
+            )
+    return plan
+
+
+class _Room:
+    """What is left of each budget while mandatory bytes are laid out."""
+
+    def __init__(self, budgets: Budgets) -> None:
+        self.budgets = budgets
+        self.taken: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
+
+    def take(self, tier: Tier, nbytes: int, what: str) -> None:
+        if nbytes:
+            kind = what.split(" of ")[0]
+            self.taken[tier][kind] = self.taken[tier].get(kind, 0) + nbytes
+
+    def left(self, tier: Tier) -> int:
+        return self.budgets.of(tier) - sum(self.taken[tier].values())
+
+    def check(self) -> None:
+        for tier in Tier:
+            if self.left(tier) < 0:
+                slower = {
+                    Tier.DEVICE: "offload to cpu or nvme",
+                    Tier.HOST: "offload to nvme",
+                    Tier.NVME: "free disk space",
+                }[tier]
+                raise PlacementError(
+                    f"{tier.value} needs at least {format_size(sum(self.taken[tier].values()))} but its budget is"
+                    f" {format_size(self.budgets.of(tier))} ({_listed(self.taken[tier])});"
+                    f" raise {tier.value}_budget, or {slower}"
+                )
+
+
+def _fill_host(
+    load: Workload,
+    fixed: _Room,
+    param_tiers: Sequence[Tier],
+    grad_tiers: Sequence[Tier],
+    tile: int,
+    *,
+    streaming: int | None,
+) -> tuple[list[Tier], list[Tier], list[SubGroup]] | None:
+    """Fill what is left of the host budget, best ratio first; ``streaming`` None: all of it or None.
+
+    The gradient window (``streaming`` bytes) is spent too if that brings all gradients in. ``cache_in_host`` false
+    keeps parameters and state out of host memory, not gradients: they are no offloaded state, only spilled.
+    """
+    room = fixed.left(Tier.HOST)
+    params, grads = list(param_tiers), list(grad_tiers)
+    whole = True
+
+    def keep(nbytes: int, *, cached: bool = True) -> bool:
+        nonlocal room, whole
+        if nbytes <= room and (load.cache_in_host or not cached):
+            room -= nbytes
+            return True
+        whole = False
+        return False
+
+    for index, group in enumerate(load.groups):
+        if params[index] is Tier.NVME and keep(group.param_bytes):
+            params[index] = Tier.HOST
+    waiting = [index for index, tier in enumerate(grads) if tier is Tier.NVME]
+    sizes = {index: load.groups[index].trainable_numel * load.grad_itemsize for index in waiting}
+    if streaming is not None and sum(sizes.values()) <= room + streaming:
+        room += streaming
+    for index in waiting:
+        if keep(sizes[index], cached=False):
+            grads[index] = Tier.HOST
+    tiles: list[SubGroup] = []
+    for index, group in enumerate(load.groups):
+        for start in range(0, group.trainable_numel, tile):
+            end = min(start + tile, group.trainable_numel)
+            tier = load.offload_optimizer
+            if tier is Tier.NVME and keep((end - start) * load.state_itemsize):
+                tier = Tier.HOST
+            tiles.append(SubGroup(index, start, end, tier))
+    return (params, grads, tiles) if whole or streaming is not None else None
+
+
+def _staging(
+    load: Workload,
+    fixed: _Room,
+    param_tiers: Sequence[Tier],
+    grad_tiers: Sequence[Tier],
+    largest_tile: int,
+) -> tuple[int, int, int]:
+    """The tile (elements), the number of staging slots and the bytes of one, for what may have to stream."""
+    per_element = (
+        (load.state_itemsize if load.offload_optimizer is Tier.NVME else 0)
+        + (load.grad_itemsize if Tier.NVME in grad_tiers else 0)
+        + (load.compute_itemsize if Tier.NVME in param_tiers else 0)
+    )
+    room = fixed.left(Tier.HOST) - _grad_window(load, grad_tiers)
+    longest = max((group.trainable_numel for group in load.groups), default=0)
+    tile = min(largest_tile, max(SMALLEST_TILE, longest))
+    while tile > SMALLEST_TILE and USUAL_SLOTS * tile * per_element > room // STAGING_SHARE:
+        tile = max(SMALLEST_TILE, tile // 2 // SMALLEST_TILE * SMALLEST_TILE)
+    slots = USUAL_SLOTS if USUAL_SLOTS * tile * per_element <= room else FEWEST_SLOTS
+    return tile, slots, round_up(tile * per_element)
+
+
+def _grad_window(load: Workload, grad_tiers: Sequence[Tier]) -> int:
+    """Two of the largest streamed gradient: one group accumulates while the one before it is written."""
+    return 2 * max(
+        (
+            round_up(group.trainable_numel * load.grad_itemsize)
+            for group, tier in zip(load.groups, grad_tiers, strict=True)
+            if tier is Tier.NVME
+        ),
+        default=0,
+    )
+
+
+def _transfer_window(load: Workload, param_tiers: Sequence[Tier]) -> int:
+    """Pinned room for parameters read from NVMe on their way to a device, and for gradients coming back."""
+    largest = max((group.param_bytes for group in load.groups), default=0)
+    params = 2 * largest if Tier.NVME in param_tiers else 0
+    grads = 2 * largest if load.offload_optimizer is not Tier.DEVICE else 0
+    return params + grads
+
+
+def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> int:
+    """Device room for the groups that are unsharded at one time, plus as much prefetch as fits."""
+    in_place = {Tier.DEVICE, Tier.HOST} if load.device_is_host else {Tier.DEVICE}
+    moving = [tier not in in_place for tier in param_tiers]
+    least, deepest = 0, ""
+    for index, group in enumerate(load.groups):
+        chain, at = 0, index if moving[index] or group.parent is not None else None
+        while at is not None:
+            chain += round_up(load.groups[at].param_bytes) if moving[at] else 0
+            at = load.groups[at].parent
+        if chain > least:
+            least, deepest = chain, group.name
+    if least > fixed.left(Tier.DEVICE):
+        raise PlacementError(
+            f"the largest group, {deepest!r}, needs {format_size(least)} on the device while it computes, but"
+            f" {format_size(fixed.left(Tier.DEVICE))} of device_budget {format_size(fixed.budgets.device)} are left"
+            f" ({_listed(fixed.taken[Tier.DEVICE]) or 'nothing else is planned there'}); raise device_budget to at"
+            f" least {format_size(fixed.budgets.device - fixed.left(Tier.DEVICE) + least)}"
+        )
+    everything = sum(round_up(g.param_bytes) for g, moves in zip(load.groups, moving, strict=True) if moves)
+    return min(everything, fixed.left(Tier.DEVICE), least + round_up(load.prefetch_bytes))
+
+
+def _listed(kinds: dict[str, int]) -> str:
+    return ", ".join(f"{kind} {format_size(nbytes)}" for kind, nbytes in kinds.items())

@@ -46,15 +46,20 @@ def _owned_by_us(directory: Path) -> bool:
 def private_directory(directory: Path) -> Path:
     """``directory``, created 0700 if missing. Raises TelemetryError when others could plant pages in it."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise _unusable(directory, error) from error
+    try:
         status = directory.lstat()
     except OSError as error:
-        raise TelemetryError(
-            f"run directory {directory} cannot be used: {error.strerror}; set TIERING_RUN_DIR to one that can"
-        ) from error
+        raise _unusable(directory, error) from error
     wrong = None
-    if not stat.S_ISDIR(status.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         wrong = "is a symbolic link"
+    elif not stat.S_ISDIR(status.st_mode):
+        wrong = "is not a directory"
     elif status.st_uid != os.geteuid():
         wrong = f"is owned by user {status.st_uid}, not {os.geteuid()}"
     elif status.st_mode & 0o022:
@@ -62,6 +67,12 @@ def private_directory(directory: Path) -> Path:
     if wrong:
         raise TelemetryError(
             f"run directory {directory} {wrong}; "
-            "chmod 700 it, or set TIERING_RUN_DIR to a directory of your own"
+            "name a directory of your own (TIERING_RUN_DIR sets the default) with mode 0700"
         )
     return directory
+
+
+def _unusable(directory: Path, error: OSError) -> TelemetryError:
+    return TelemetryError(
+        f"run directory {directory} cannot be used: {error.strerror}; set TIERING_RUN_DIR to one that can"
+    )

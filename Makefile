@@ -1,0 +1,68 @@
+# Every target makes what it needs: a fresh clone needs Python 3.11 or newer, gcc and git, nothing else.
+#
+#   make demo       train a small GPT with its state on NVMe (ARGS="--steps 20" and so on reach `tiering demo`)
+#   make test       the fast tests            make test-all   also slow ones, and C under the sanitizers
+#   make lint       formatting, types, import order, warnings of the C compiler
+#   make wheel      dist/*.whl                make clean      remove whatever these targets made
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+PYTEST_ARGS ?=
+
+C_SOURCES := $(wildcard aio_csrc/*.[ch] aio_csrc/*.inc optim_cpu/csrc/*.[ch] optim_cpu/csrc/*.inc)
+C_BUILDERS := $(wildcard aio_csrc/build_aio.py optim_cpu/build_optim.py)
+
+# Runs a command that is only interesting when it fails.
+quietly = log=$$(mktemp); if $(1) >$$log 2>&1; then rm -f $$log; else \
+	status=$$?; cat $$log >&2; rm -f $$log; exit $$status; fi
+
+.PHONY: demo test test-all lint sanitize wheel clean toolchain
+
+demo: $(STAMP)
+	$(BIN)/tiering demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-all: $(STAMP) sanitize
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
+	@echo "C extensions, every warning an error"
+	@$(call quietly,.ci/strict-build $(BIN)/python)
+
+$(VENV)/bin/python: | toolchain
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+# Editing C rebuilds, because the stamp is older than the source; editing Python needs nothing (-e).
+$(STAMP): pyproject.toml setup.py constraints-dev.txt $(C_SOURCES) $(C_BUILDERS) | $(VENV)/bin/python
+	@echo "installing into $(VENV); the first time fetches torch"
+	@$(call quietly,$(BIN)/python -m pip install --disable-pip-version-check -c constraints-dev.txt -e '.[dev]')
+	@touch $@
+
+toolchain:
+	@.ci/toolchain $(PYTHON)
+
+wheel: $(STAMP)
+	@$(call quietly,$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps -w dist .)
+	@ls dist/*.whl
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -f tiering/_aio*.so optim_cpu/_kernels*.so tiering/_aio.c optim_cpu/_kernels.c
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

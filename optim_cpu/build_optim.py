@@ -1,0 +1,62 @@
+"""Builds optim_cpu._kernels: cffi reads the C signatures from csrc/kernels.h, so each is written once.
+
+setup.py names ``ffibuilder``; ``python optim_cpu/build_optim.py`` from the repository root builds in place.
+TIERING_WERROR=1 in the environment turns compiler warnings into errors.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from cffi import FFI
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = "optim_cpu/csrc"
+UNITS = ("kernels.c", "dispatch.c", "pool.c", "isa_portable.c", "isa_avx2.c", "isa_avx512.c")
+
+# -ffp-contract=off: GCC fuses multiplies with adds otherwise, intrinsics included, and results would depend
+# on the instruction set. -Wno-unused-parameter is for the code that cffi generates.
+FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
+WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-parameter"]
+
+
+def read_cdef(header: Path) -> str:
+    """The text between the header's two marker comments."""
+    text = header.read_text()
+    body = text.split("/* CDEF BEGIN", 1)[1].split("*/", 1)[1]
+    return body.split("/* CDEF END", 1)[0]
+
+
+def make_builder(base: Path) -> FFI:
+    """A cffi builder whose source paths start with ``base``: setuptools wants them relative to the root."""
+    csrc = base / CSRC
+    builder = FFI()
+    builder.cdef(read_cdef(ROOT / CSRC / "kernels.h"))
+    builder.set_source(
+        "optim_cpu._kernels",
+        '#include "kernels.h"',
+        sources=[str(csrc / unit) for unit in UNITS],
+        depends=[str(csrc / p.name) for p in sorted((ROOT / CSRC).iterdir()) if p.suffix != ".c"],
+        include_dirs=[str(csrc)],
+        extra_compile_args=FLAGS + WARNINGS + ["-Werror"] * (os.environ.get("TIERING_WERROR") == "1"),
+        extra_link_args=["-pthread"],
+        libraries=["m"],
+        py_limited_api=True,
+    )
+    return builder
+
+
+ffibuilder = make_builder(Path())
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        built = make_builder(ROOT).compile(tmpdir=directory, target="_kernels.abi3.so")
+        target = ROOT / "optim_cpu" / "_kernels.abi3.so"
+        # Replace, never overwrite: a running process may have the old file mapped.
+        fresh = target.with_suffix(".new")
+        fresh.write_bytes(Path(built).read_bytes())
+        fresh.chmod(0o755)
+        fresh.replace(target)
+        print(target)

@@ -1,0 +1,81 @@
+/* isa_avx2.c - 8 lanes: AVX2 with F16C. FMA is left out of the target on purpose (kernels.h, rule 1). */
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include "isa.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,f16c")
+#endif
+
+enum { LANES = 8, DOUBLE_LANES = 4 };
+
+typedef __m256 vf;
+typedef __m128i vh;
+typedef __m256d vd;
+
+INLINE vf v_set1(float x) { return _mm256_set1_ps(x); }
+INLINE vf v_load(const void *address) { return _mm256_loadu_ps(address); }
+INLINE void v_store(void *address, vf x) { _mm256_storeu_ps(address, x); }
+INLINE vh v_load_half(const void *address) { return _mm_loadu_si128(address); }
+INLINE void v_store_half(void *address, vh x) { _mm_storeu_si128(address, x); }
+INLINE void v_stream_half(void *address, vh x) { _mm_stream_si128(address, x); }
+INLINE void v_fence(void) { _mm_sfence(); }
+
+INLINE vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+INLINE vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+INLINE vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+INLINE vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+INLINE vf v_sqrt(vf a) { return _mm256_sqrt_ps(a); }
+
+INLINE vf v_canonical(vf x)
+{
+    vf nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000));
+
+    return _mm256_blendv_ps(x, nan, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+}
+
+INLINE vf v_from_bf16(vh h) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)); }
+
+INLINE vh v_to_bf16(vf x)
+{
+    __m256i bits = _mm256_castps_si256(x), upper = _mm256_srli_epi32(bits, 16);
+    __m256i odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+    __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
+    __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+    __m256i quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    __m256i halves = _mm256_blendv_epi8(rounded, quiet, is_nan);
+
+    return _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+}
+
+INLINE vf v_from_fp16(vh h) { return _mm256_cvtph_ps(h); }
+INLINE vh v_to_fp16(vf x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+
+INLINE void v_add_squares(vd *acc, vf x)
+{
+    vd low = _mm256_cvtps_pd(_mm256_castps256_ps128(x)), high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+
+    acc[0] = _mm256_add_pd(acc[0], _mm256_mul_pd(low, low));
+    acc[1] = _mm256_add_pd(acc[1], _mm256_mul_pd(high, high));
+}
+INLINE void vd_store(double *address, vd x) { _mm256_storeu_pd(address, x); }
+
+#include "load_store.inc"
+
+#include "accumulate.inc"
+#include "adamw.inc"
+#include "squares.inc"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+const struct opt_kernels opt_avx2 = {"avx2", adamw, accumulate, block_squares};
+
+#endif

@@ -1,0 +1,93 @@
+/* isa_portable.c - plain C, one element at a time: the reference for the other units, and what every CPU can run. */
+
+#include <math.h>
+
+#include "isa.h"
+
+enum { LANES = 1, DOUBLE_LANES = 1 };
+
+typedef float vf;
+typedef uint16_t vh;
+typedef double vd;
+
+INLINE uint32_t bits_of(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+INLINE float float_of(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE vf v_set1(float x) { return x; }
+INLINE vf v_load(const void *address)
+{
+    float x;
+    memcpy(&x, address, sizeof x);
+    return x;
+}
+INLINE void v_store(void *address, vf x) { memcpy(address, &x, sizeof x); }
+INLINE vh v_load_half(const void *address)
+{
+    uint16_t x;
+    memcpy(&x, address, sizeof x);
+    return x;
+}
+INLINE void v_store_half(void *address, vh x) { memcpy(address, &x, sizeof x); }
+INLINE void v_stream_half(void *address, vh x) { v_store_half(address, x); }
+INLINE void v_fence(void) {}
+
+INLINE vf v_add(vf a, vf b) { return a + b; }
+INLINE vf v_sub(vf a, vf b) { return a - b; }
+INLINE vf v_mul(vf a, vf b) { return a * b; }
+INLINE vf v_div(vf a, vf b) { return a / b; }
+INLINE vf v_sqrt(vf a) { return sqrtf(a); }
+INLINE vf v_canonical(vf x) { return x != x ? float_of(0x7FC00000) : x; }
+
+INLINE vf v_from_bf16(vh h) { return float_of((uint32_t)h << 16); }
+
+INLINE vh v_to_bf16(vf x)
+{
+    uint32_t bits = bits_of(x), upper = bits >> 16;
+    uint32_t rounded = (bits + 0x7FFF + (upper & 1)) >> 16;
+
+    return (vh)(x != x ? upper | 0x40 : rounded);
+}
+
+INLINE vf v_from_fp16(vh h)
+{
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, magnitude = h & 0x7FFF;
+    uint32_t normal = (magnitude << 13) + (112u << 23);                 /* exponent bias 15 -> 127 */
+    uint32_t subnormal = bits_of((float)(int32_t)magnitude * 0x1p-24f); /* exact */
+    uint32_t special = (magnitude << 13) | 0x7F800000 | (magnitude > 0x7C00 ? 0x400000 : 0);
+
+    return float_of(sign | (magnitude >= 0x7C00 ? special : magnitude >= 0x400 ? normal : subnormal));
+}
+
+INLINE vh v_to_fp16(vf x)
+{
+    uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7FFFFFFF;
+    uint32_t normal = (magnitude - (112u << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
+    /* One unit of 0.5f's last place is one unit of a subnormal half: the add does the rounding. */
+    uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000;
+    uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;
+    uint32_t nan = 0x7E00 | (magnitude >> 13 & 0x3FF);
+
+    return (vh)(sign | (magnitude > 0x7F800000 ? nan : magnitude >= 0x477FF000 ? 0x7C00 : finite));
+}
+
+INLINE void v_add_squares(vd *acc, vf x) { acc[0] += (double)x * (double)x; }
+INLINE void vd_store(double *address, vd x) { *address = x; }
+
+#include "load_store.inc"
+
+#include "accumulate.inc"
+#include "adamw.inc"
+#include "squares.inc"
+
+const struct opt_kernels opt_portable = {"portable", adamw, accumulate, block_squares};

@@ -1,0 +1,205 @@
+/* pool.c - the threads behind the kernels.
+ *
+ * Why not OpenMP: a second OpenMP runtime beside torch's slows both down, and libgomp hangs in forked children.
+ *
+ * A run is a job on its caller's stack, linked into a queue. Workers and the caller claim tiles of it from one atomic
+ * counter until none is left, so a thread that the system holds up delays the end by one tile, not by its whole share.
+ * The caller always works, hence a run finishes even if no worker could be started, and several callers at once just
+ * put several jobs in the queue: no run waits for another. A job leaves its caller's frame only when no worker is
+ * inside it, which is counted under the mutex.
+ *
+ * Workers start at the first run that can use them and then sleep on a condition variable; they are never joined. A
+ * smaller thread count lets fewer of them into each job; the rest sleep on. All signals are blocked in workers: they
+ * belong to the interpreter's threads.
+ *
+ * fork: a child has no workers, and may inherit a mutex that a vanished thread held. An at-fork handler, which runs
+ * while the child has a single thread, forgets both; the child's first run starts workers of its own. (A pid compared
+ * at each run would do the same, but with a race between the child's own threads.)
+ */
+
+#define _GNU_SOURCE /* CPU_ALLOC and its kin */
+
+#include "pool.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "fp_environment.h"
+#include "kernels.h"
+
+struct job {
+    opt_tile_function function;
+    void *context;
+    uint64_t tiles;
+    atomic_uint_fast64_t next; /* first unclaimed tile */
+    int room;                  /* workers that may still join      -- pool.mutex */
+    int inside;                /* workers that have not left again -- pool.mutex */
+    struct job *behind;        /*                                  -- pool.mutex */
+};
+
+static struct {
+    pthread_mutex_t mutex;
+    pthread_cond_t work;  /* a job was queued */
+    pthread_cond_t left;  /* a worker left a job */
+    struct job *queue;    /* oldest first            -- mutex */
+    int workers;          /* started in this process -- mutex */
+    atomic_int threads;   /* per run, caller included; 0: ask the affinity mask */
+    pthread_once_t once;  /* registers the at-fork handler */
+} pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0, PTHREAD_ONCE_INIT};
+
+static void forget_in_child(void)
+{
+    pool.mutex = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    pool.work = pool.left = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+    pool.queue = NULL;
+    pool.workers = 0;
+}
+
+static void register_at_fork(void) { pthread_atfork(NULL, NULL, forget_in_child); }
+
+static void work_on(struct job *job)
+{
+    fp_environment saved = fp_enter_default();
+    uint64_t tile;
+
+    while ((tile = atomic_fetch_add(&job->next, 1)) < job->tiles)
+        job->function(job->context, tile);
+    fp_restore(saved);
+}
+
+/* Call with the mutex held. */
+static struct job *find_open_job(void)
+{
+    struct job *job = pool.queue;
+
+    while (job && (!job->room || atomic_load(&job->next) >= job->tiles))
+        job = job->behind;
+    return job;
+}
+
+static void *worker(void *unused)
+{
+    (void)unused;
+    pthread_mutex_lock(&pool.mutex);
+    for (;;) {
+        struct job *job = find_open_job();
+        if (!job) {
+            pthread_cond_wait(&pool.work, &pool.mutex);
+            continue;
+        }
+        job->room--;
+        job->inside++;
+        pthread_mutex_unlock(&pool.mutex);
+        work_on(job);
+        pthread_mutex_lock(&pool.mutex);
+        if (--job->inside == 0)
+            pthread_cond_broadcast(&pool.left);
+    }
+    return NULL;
+}
+
+/* Call with the mutex held. A failure to start one is no error: the run has the caller. */
+static void start_workers(int wanted)
+{
+    pthread_attr_t attributes;
+    sigset_t all, before;
+
+    if (pool.workers >= wanted || pthread_attr_init(&attributes))
+        return;
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (pool.workers < wanted) {
+        pthread_t thread;
+        if (pthread_create(&thread, &attributes, worker, NULL))
+            break;
+        pool.workers++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+}
+
+static void enqueue(struct job *job)
+{
+    struct job **end = &pool.queue;
+
+    pthread_mutex_lock(&pool.mutex);
+    start_workers(job->room);
+    while (*end)
+        end = &(*end)->behind;
+    *end = job;
+    pthread_cond_broadcast(&pool.work);
+    pthread_mutex_unlock(&pool.mutex);
+}
+
+static void dequeue(struct job *job)
+{
+    struct job **link = &pool.queue;
+
+    pthread_mutex_lock(&pool.mutex);
+    while (*link != job)
+        link = &(*link)->behind;
+    *link = job->behind;
+    while (job->inside)
+        pthread_cond_wait(&pool.left, &pool.mutex);
+    pthread_mutex_unlock(&pool.mutex);
+}
+
+void opt_pool_run(opt_tile_function function, void *context, uint64_t tiles)
+{
+    uint64_t threads = (uint64_t)opt_thread_count();
+    struct job job = {.function = function, .context = context, .tiles = tiles};
+
+    job.room = (int)(tiles < threads ? tiles : threads) - 1;
+    if (job.room <= 0) {
+        work_on(&job);
+        return;
+    }
+    pthread_once(&pool.once, register_at_fork);
+    enqueue(&job);
+    work_on(&job);
+    dequeue(&job);
+}
+
+static int affinity_size(void)
+{
+    /* The kernel refuses a mask smaller than its own; grow until it fits. */
+    for (int cpus = 1024; cpus <= 1 << 20; cpus *= 2) {
+        cpu_set_t *mask = CPU_ALLOC((size_t)cpus);
+        size_t bytes = CPU_ALLOC_SIZE((size_t)cpus);
+        int count = 0, refused;
+        if (!mask)
+            break;
+        refused = sched_getaffinity(0, bytes, mask) ? errno : 0;
+        if (!refused)
+            count = CPU_COUNT_S(bytes, mask);
+        CPU_FREE(mask);
+        if (refused != EINVAL)
+            return count > 0 ? count : 1;
+    }
+    return 1;
+}
+
+int opt_thread_count(void)
+{
+    int threads = atomic_load(&pool.threads), unset = 0;
+
+    if (threads)
+        return threads;
+    threads = affinity_size();
+    if (threads > OPT_MAX_THREADS)
+        threads = OPT_MAX_THREADS;
+    return atomic_compare_exchange_strong(&pool.threads, &unset, threads) ? threads : unset;
+}
+
+int opt_set_thread_count(int threads)
+{
+    if (threads < 1 || threads > OPT_MAX_THREADS)
+        return -EINVAL;
+    atomic_store(&pool.threads, threads);
+    return 0;
+}

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from tiering.config import (
+    Batch,
+    IoConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    TieringConfig,
+    TiersConfig,
+    ZeroConfig,
+    format_size,
+    parse_size,
+    resolve_batch,
+)
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+}
+UNITS |= {"TiB": 2**40, "PiB": 2**50, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@given(st.integers(0, 10**6), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]))
+def test_sizes_are_number_times_unit(number: int, unit: str, space: str) -> None:
+    assert parse_size(f"{number}{space}{unit}") == number * UNITS[unit]
+
+
+@given(st.decimals(0, 10**6, places=3), st.sampled_from(sorted(UNITS)))
+def test_fractions_of_a_byte_are_dropped(number: Any, unit: str) -> None:
+    assert parse_size(f"{number}{unit}") == int(Fraction(number) * UNITS[unit])
+
+
+@given(st.integers(0, 2**62))
+def test_whole_numbers_are_bytes(number: int) -> None:
+    assert parse_size(number) == parse_size(str(number)) == number
+    if number < 2**53:
+        assert parse_size(float(number)) == number
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (-1, "negative"),
+        ("-4K", "negative"),
+        ("-0.1", "negative"),
+        (1.5, "whole number"),
+        (True, "whole number"),
+        (None, "whole number"),
+        (float("inf"), "whole number"),
+        ("", "a number with a unit"),
+        ("GiB", "a number with a unit"),
+        ("1 2K", "a number with a unit"),
+        ("1e9", "a number with a unit"),
+        ("٣K", "a number with a unit"),
+        ("1Gib", "did you mean 'GiB'"),
+        ("1gib", "did you mean 'GiB'"),
+        ("1gb", "did you mean 'GB'"),
+        ("1GBi", "did you mean 'G"),
+        ("1 parsec", "unknown unit 'parsec'"),
+    ],
+)
+def test_what_is_not_a_size_is_refused(size: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_size(size)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1.5 * 2**30, "1.50 GiB"), (2**61, "2048.00 PiB")],
+)
+def test_sizes_as_text(size: float, text: str) -> None:
+    assert format_size(size) == text
+
+
+POSITIVE = st.integers(1, 1000)
+
+
+@given(POSITIVE, POSITIVE, st.integers(1, 16))
+def test_two_batch_numbers_make_the_third(micro: int, accumulation: int, world: int) -> None:
+    batch = Batch(micro * accumulation * world, micro, accumulation)
+    assert resolve_batch(*batch, world) == batch
+    assert resolve_batch(batch.train, micro, None, world) == batch
+    assert resolve_batch(batch.train, None, accumulation, world) == batch
+    assert resolve_batch(None, micro, accumulation, world) == batch
+
+
+@given(POSITIVE, st.integers(1, 16))
+def test_one_batch_number_means_no_accumulation(micro: int, world: int) -> None:
+    assert resolve_batch(micro * world, None, None, world) == Batch(micro * world, micro, 1)
+    assert resolve_batch(None, micro, None, world) == Batch(micro * world, micro, 1)
+
+
+@given(POSITIVE, POSITIVE, POSITIVE, st.integers(1, 16))
+def test_contradicting_batch_numbers_are_named(train: int, micro: int, accumulation: int, world: int) -> None:
+    if train == micro * accumulation * world:
+        assert resolve_batch(train, micro, accumulation, world) == (train, micro, accumulation)
+        return
+    with pytest.raises(ValueError, match="do not agree") as caught:
+        resolve_batch(train, micro, accumulation, world)
+    for part in (
+        f"train_batch_size {train}",
+        f"per_gpu {micro}",
+        f"steps {accumulation}",
+        f"world size {world}",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ((None, None, None), "neither"),
+        ((None, None, 4), "neither"),
+        ((0, None, None), "train_batch_size must be positive, not 0"),
+        ((None, 2, -1), "gradient_accumulation_steps must be positive, not -1"),
+        ((5, 2, None), "do not agree"),
+        ((5, None, 2), "do not agree"),
+        ((1, 2, None), "do not agree"),
+    ],
+)
+def test_insufficient_batch_numbers(numbers: tuple[int | None, int | None, int | None], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_batch(*numbers)
+
+
+def test_one_sample_cannot_feed_two_ranks() -> None:
+    with pytest.raises(ValueError, match="world size 2 do not agree"):
+        resolve_batch(1, None, None, 2)
+
+
+def test_the_config_is_frozen_and_knows_its_keys() -> None:
+    config = TieringConfig(train_batch_size=4, micro_batch_size=2, gradient_accumulation_steps=2)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.tiering.io.queue_depth = 1  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        IoConfig(queue_dept=1)  # type: ignore[call-arg]
+    with pytest.raises(ValidationError, match="do not agree"):
+        TieringConfig(train_batch_size=4, micro_batch_size=2)
+
+
+def test_defaults_are_deepspeeds() -> None:
+    config = TieringConfig(train_batch_size=1, micro_batch_size=1)
+    assert config.optimizer == OptimizerConfig(
+        type="AdamW", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=True
+    )
+    zero = config.zero
+    assert (zero.sub_group_size, zero.prefetch_elements, zero.persistence_threshold) == (
+        10**9,
+        5 * 10**7,
+        10**5,
+    )
+    assert (config.precision, config.gradient_clipping, config.steps_per_print) == ("fp32", 0.0, None)
+
+
+def _sections(model: type[BaseModel]) -> list[type[BaseModel]]:
+    kinds = [info.annotation for info in model.model_fields.values()]
+    nested = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return [model, *(section for kind in nested for section in _sections(kind))]
+
+
+def test_every_field_is_described() -> None:
+    sections = _sections(TieringConfig)
+    assert len(set(sections)) == 7
+    for section in sections:
+        for name, info in section.model_fields.items():
+            assert info.description and info.description.endswith("."), f"{section.__name__}.{name}"
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        (TiersConfig, {"state": "split"}),
+        (TiersConfig, {"state": "bf16"}),
+        (TiersConfig, {"state": "split+bf16"}),
+        (TiersConfig, {"step_in_backward": True}),
+        (TiersConfig, {"verify": True}),
+        (TiersConfig, {"grad_accum_dtype": "fp16"}),
+        (TiersConfig, {"io": {"engine": "io_uring"}}),
+        (ZeroConfig, {"stage": 0}),
+        (ZeroConfig, {"stage": 2}),
+        (OptimizerConfig, {"type": "Lion"}),
+        (TieringConfig, {"train_batch_size": 2, "micro_batch_size": 1, "world_size": 2}),
+        (TieringConfig, {"train_batch_size": 1, "micro_batch_size": 1, "precision": "fp16"}),
+    ],
+)
+def test_what_is_planned_is_refused_by_name(section: type[BaseModel], values: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="not supported in this version; [a-z]"):
+        section.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        (ZeroConfig, {"stage": 4}, "should be 3"),
+        (ZeroConfig, {"stage": True}, "whole number"),
+        (ZeroConfig, {"sub_group_size": 0}, "greater than 0"),
+        (ZeroConfig, {"prefetch_elements": -1}, "greater than or equal to 0"),
+        (OffloadConfig, {"device": "nvme"}, "needs nvme_path"),
+        (OffloadConfig, {"device": "disk"}, "'none', 'cpu' or 'nvme'"),
+        (OptimizerConfig, {"lr": float("nan")}, "finite"),
+        (OptimizerConfig, {"lr": "0.1"}, "valid number"),
+        (OptimizerConfig, {"lr": True}, "valid number"),
+        (OptimizerConfig, {"betas": [0.9, 1.0]}, "less than 1"),
+        (OptimizerConfig, {"betas": [0.9]}, "Field required"),
+        (OptimizerConfig, {"type": "AdamW", "decoupled": False}, "use type 'Adam'"),
+        (TiersConfig, {"host_budget": "-1GiB"}, "negative"),
+        (TiersConfig, {"host_budget": "most"}, "a number with a unit"),
+        (TiersConfig, {"cache_in_host": 1}, "valid boolean"),
+        (TiersConfig, {"verify": 0}, "valid boolean"),
+        (TiersConfig, {"run_name": "../x"}, "match pattern"),
+        (IoConfig, {"block_size": "3K"}, "multiple of 4096"),
+        (IoConfig, {"block_size": 0}, "greater than 0"),
+        (IoConfig, {"queue_depth": 0}, "greater than 0"),
+    ],
+)
+def test_wrong_values_are_refused(section: type[BaseModel], values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        section.model_validate(values)
+
+
+def test_values_are_read_as_written_in_files() -> None:
+    zero = ZeroConfig.model_validate({"stage": 3.0, "sub_group_size": 1e9})
+    assert (zero.stage, zero.sub_group_size) == (3, 10**9)
+    assert type(zero.sub_group_size) is int
+    tiers = TiersConfig.model_validate(
+        {"host_budget": "1.5GiB", "nvme_budget": "auto", "io": {"block_size": "64K"}}
+    )
+    assert (tiers.host_budget, tiers.nvme_budget, tiers.io.block_size) == (3 * 2**29, "auto", 65536)
+    assert OffloadConfig.model_validate({"device": "nvme", "nvme_path": "/x"}).nvme_path == Path("/x")
+
+
+def test_reading_configuration_loads_no_torch() -> None:
+    probe = "import sys, tiering.ds_config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0

@@ -1,0 +1,262 @@
+"""Reads a DeepSpeed configuration into the native schema, with a report on every key.
+
+A key that ``ds_keys`` does not know is an error with a suggestion: a typo that falls back to a default is
+found only after days of training. All problems are reported together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from .config import Batch, TieringConfig, parse_size, resolve_batch, whole_number
+from .ds_keys import KEYS, SECTIONS, Key, Verdict
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+    from rich.table import Table
+
+__all__ = ["Entry", "Report", "Verdict", "examine", "load"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One given key: its dotted path, its value, and what became of it."""
+
+    key: str
+    value: object
+    verdict: Verdict
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every given key with its verdict, in the order of the file; what was missing comes last."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def refused(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.verdict is Verdict.REFUSED)
+
+    def table(self) -> Table:
+        """The report as a table for the terminal."""
+        from rich.table import Column, Table
+        from rich.text import Text
+
+        colours = {"honoured": "green", "mapped": "cyan", "ignored": "yellow", "refused": "bold red"}
+        table = Table(Column("key", overflow="fold"), "value", "verdict", "note", title="Configuration")
+        for entry in self.entries:
+            value = json.dumps(entry.value, default=str)
+            short = value if len(value) <= 40 else f"{value[:36]} ..."
+            table.add_row(
+                entry.key, Text(short), Text(entry.verdict, colours[entry.verdict]), Text(entry.note)
+            )
+        return table
+
+
+def load(config: Mapping[str, Any] | str | Path, *, world_size: int = 1) -> tuple[TieringConfig, Report]:
+    """The native configuration from DeepSpeed's keys and the ``tiering`` block, and what became of each key.
+
+    ``config`` is a mapping or the path of a JSON file. Raises :class:`ConfigError` that lists every problem.
+    """
+    resolved, report = examine(config, world_size=world_size)
+    if resolved is None:
+        problems = [f"{entry.key}: {entry.note}" for entry in report.refused]
+        many = f"{len(problems)} problems in the configuration:"
+        raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([many, *problems]))
+    return resolved, report
+
+
+def examine(
+    config: Mapping[str, Any] | str | Path, *, world_size: int = 1
+) -> tuple[TieringConfig | None, Report]:
+    """As :func:`load`, but problems only appear in the report, and the configuration is then ``None``.
+
+    Raises :class:`ConfigError` for a file that cannot be read or is no JSON object.
+    """
+    reading = _Reading(world_size)
+    reading.walk(config if isinstance(config, Mapping) else _read_json(Path(config)))
+    resolved = reading.resolve()
+    report = Report(tuple(reading.entries.values()))
+    return (None if report.refused else resolved), report
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"{path}: the key {name!r} is there twice; keep one of them")
+        return dict(pairs)
+
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except OSError as problem:
+        raise ConfigError(f"cannot read the configuration file {path}: {problem.strerror}") from problem
+    except ValueError as problem:
+        raise ConfigError(f"{path} is not JSON: {problem}") from problem
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not a {type(config).__name__}")
+    return config
+
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_REQUIRED = {
+    "optimizer.type": 'missing; give "optimizer": {"type": "AdamW", "params": {"lr": ...}}',
+    "zero_optimization.stage": "missing, and DeepSpeed's default 0 is not supported in this version; give 3",
+}
+_AUTO = "'auto' is for a trainer to fill in; give a value"
+
+
+class _Reading:
+    """One pass over one configuration: the entries by key, and the native values they set."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.entries: dict[str, Entry] = {}
+        self.values: dict[str, tuple[str, object]] = {}  # native field -> (given key, value)
+
+    def walk(self, given: Mapping[str, Any], prefix: str = "") -> None:
+        for name, value in given.items():
+            # Quoted, a name with dots in it cannot pass for the path of a nested key.
+            key = f'{prefix}"{name}"' if "." in str(name) else f"{prefix}{name}"
+            if key in KEYS:
+                self._take(key, value, KEYS[key])
+            elif key not in SECTIONS:
+                self._note(key, value, Verdict.REFUSED, f"unknown key; {_suggestion(key)}")
+            elif isinstance(value, Mapping):
+                self.walk(value, f"{key}.")
+            elif value is None:
+                self._note(key, value, Verdict.IGNORED, "null: as if it were not there")
+            else:
+                self._note(key, value, Verdict.REFUSED, f"a section {{...}} is needed, not {value!r}")
+
+    def resolve(self) -> TieringConfig | None:
+        """The native configuration; what is wrong with it becomes refused entries."""
+        for key, note in _REQUIRED.items():
+            if key not in self.entries:
+                self._refuse(key, note)
+        # A stand-in for a batch that is wrong lets the schema look at the rest; the entry is refused by then.
+        batch = self._batch() or Batch(self.world_size, 1, 1)
+        tree: dict[str, Any] = {"world_size": self.world_size}
+        for to, (_, value) in self.values.items():
+            _plant(tree, to, value)
+        tree["train_batch_size"], tree["micro_batch_size"], tree["gradient_accumulation_steps"] = batch
+        try:
+            return TieringConfig.model_validate(tree)
+        except ValidationError as problems:
+            for problem in problems.errors():
+                self._refuse(self._key_of(problem["loc"]), _reason(problem))
+        return None
+
+    def _note(self, key: str, value: object, verdict: Verdict, note: str = "") -> None:
+        self.entries[key] = Entry(key, value, verdict, note)
+
+    def _refuse(self, key: str, note: str) -> None:
+        """Turns the entry of ``key``, given or not, into a refusal; the first reason stays."""
+        entry = self.entries.get(key, Entry(key, None, Verdict.IGNORED))
+        if entry.verdict is not Verdict.REFUSED:
+            self.entries[key] = replace(entry, verdict=Verdict.REFUSED, note=note)
+
+    def _take(self, key: str, value: object, rule: Key) -> None:
+        if rule.asks_nothing(value):
+            self._note(key, value, Verdict.IGNORED, "off: there is nothing to do")
+        elif value == "auto" and rule.auto:
+            self._note(key, value, Verdict.MAPPED, rule.auto)
+        elif value == "auto" and rule.verdict is Verdict.REFUSED:
+            self._note(key, value, Verdict.REFUSED, _AUTO)
+        elif rule.to:
+            self._set(key, value, rule)
+        else:
+            self._note(key, value, rule.verdict, rule.note)
+
+    def _set(self, key: str, value: object, rule: Key) -> None:
+        self._note(key, value, rule.verdict)
+        try:
+            read = rule.read(value)
+        except ValueError as problem:
+            self._refuse(key, _AUTO if value == "auto" else str(problem))
+            return
+        if rule.verdict is Verdict.MAPPED:
+            self._note(key, value, rule.verdict, f"{rule.to} = {read}")
+        other, known = self.values.setdefault(rule.to, (key, read))
+        if not _equal(known, read):
+            self._refuse(key, f"{value!r} contradicts {other}, which says {known!r}; keep one of them")
+
+    def _batch(self) -> Batch | None:
+        numbers: dict[str, int | None] = dict.fromkeys(_BATCH)
+        for key in _BATCH:
+            given = self.entries.get(key)
+            if given is None or given.value is None or given.value == "auto":
+                continue
+            try:
+                numbers[key] = whole_number(given.value)
+            except ValueError as problem:
+                self._refuse(key, str(problem))
+                return None
+        auto = [key for key in _BATCH if key in self.entries and self.entries[key].value == "auto"]
+        if auto and list(numbers.values()).count(None) > 1:
+            self._refuse(auto[0], f"{_AUTO}, or the two other batch sizes")
+            return None
+        try:
+            train, micro, accumulation = numbers.values()
+            return resolve_batch(train, micro, accumulation, self.world_size)
+        except ValueError as problem:
+            self._refuse(next((key for key in _BATCH if key in self.entries), _BATCH[0]), str(problem))
+            return None
+
+    def _key_of(self, location: tuple[int | str, ...]) -> str:
+        """The given key that set the native field at ``location``, or the section that did."""
+        path = ".".join(str(part) for part in location)
+        for to, (key, _) in self.values.items():
+            if path == to or path.startswith(f"{to}."):
+                return key
+        for to, (key, _) in self.values.items():
+            if to.startswith(f"{path}."):
+                return key.rpartition(".")[0]
+        return path
+
+
+def _reason(problem: ErrorDetails) -> str:
+    if problem["input"] == "auto":
+        return _AUTO
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    return f"{problem['msg'].removeprefix('Input ')}, not {problem['input']!r}"
+
+
+def _suggestion(key: str) -> str:
+    if '"' in key:
+        return "a dot in a name means nothing here; nest the sections"
+    section, _, name = key.rpartition(".")
+    known = [*KEYS, *SECTIONS]
+    elsewhere = sorted(path for path in known if path.rpartition(".")[2] == name)
+    if elsewhere and len(elsewhere) <= 2:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    siblings = {path.rpartition(".")[2] for path in known if path.rpartition(".")[0] == section}
+    similar = get_close_matches(name, sorted(siblings), n=1)
+    return f"did you mean {similar[0]}?" if similar else "remove it: neither DeepSpeed nor tiering has it"
+
+
+def _equal(one: object, other: object) -> bool:
+    if one == other:
+        return True
+    try:
+        return parse_size(one) == parse_size(other)  # type: ignore[arg-type]
+    except ValueError:
+        return False
+
+
+def _plant(tree: dict[str, Any], path: str, value: object) -> None:
+    *sections, name = path.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[name] = value

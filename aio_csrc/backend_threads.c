@@ -1,0 +1,167 @@
+/* Workers that call pread and pwrite: runs everywhere, on every file system, buffered or direct.
+ *
+ * Workers start when an operation finds none idle, up to MAX_WORKERS, and stay. Two lists under one lock:
+ * `waiting` (driver to workers, first in first out) and `ended` (workers to driver). The eventfd is written
+ * only when `ended` turns non-empty, since one wake-up of the driver empties it.
+ */
+#define _GNU_SOURCE
+#include "backend.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+enum { MAX_WORKERS = 64 };
+
+struct pool {
+    pthread_mutex_t lock; /* guards all below but event_fd and limit, which never change */
+    pthread_cond_t work;
+    struct aio_op *waiting, **waiting_tail;
+    struct aio_op *ended;
+    unsigned n_idle, n_waiting, n_workers;
+    int stopping;
+    int event_fd;
+    unsigned limit;
+    pthread_t workers[MAX_WORKERS];
+};
+
+static int64_t transfer(const struct aio_op *op)
+{
+    ssize_t moved;
+    if (op->kind == AIO_READ)
+        moved = pread(op->fd, op->data, op->nbytes, (off_t)op->offset);
+    else if (op->kind == AIO_WRITE)
+        moved = pwrite(op->fd, op->data, op->nbytes, (off_t)op->offset);
+    else
+        moved = fdatasync(op->fd);
+    return moved < 0 ? -errno : moved;
+}
+
+static void *work(void *argument)
+{
+    struct pool *pool = argument;
+    pthread_mutex_lock(&pool->lock);
+    for (;;) {
+        while (!pool->waiting && !pool->stopping) {
+            pool->n_idle++;
+            pthread_cond_wait(&pool->work, &pool->lock);
+            pool->n_idle--;
+        }
+        struct aio_op *op = pool->waiting;
+        if (!op)
+            break;
+        pool->waiting = op->next;
+        if (!pool->waiting)
+            pool->waiting_tail = &pool->waiting;
+        pool->n_waiting--;
+        pthread_mutex_unlock(&pool->lock);
+
+        op->result = transfer(op);
+
+        pthread_mutex_lock(&pool->lock);
+        int quiet = pool->ended == NULL;
+        op->next = pool->ended;
+        pool->ended = op;
+        if (quiet)
+            eventfd_write(pool->event_fd, 1);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return NULL;
+}
+
+static void threads_exit(struct aio_backend *backend, int forked)
+{
+    struct pool *pool = backend->state;
+    if (!forked) {
+        pthread_mutex_lock(&pool->lock);
+        pool->stopping = 1;
+        pthread_cond_broadcast(&pool->work);
+        pthread_mutex_unlock(&pool->lock);
+        for (unsigned i = 0; i < pool->n_workers; i++)
+            pthread_join(pool->workers[i], NULL);
+        pthread_cond_destroy(&pool->work);
+        pthread_mutex_destroy(&pool->lock);
+    }
+    close(pool->event_fd);
+    free(pool);
+}
+
+static int add_worker(struct pool *pool)
+{
+    int error = aio_thread_start(&pool->workers[pool->n_workers], work, pool);
+    if (!error)
+        pool->n_workers++;
+    return error;
+}
+
+static int threads_init(struct aio_backend *backend, unsigned capacity)
+{
+    struct pool *pool = calloc(1, sizeof *pool);
+    if (!pool)
+        return -ENOMEM;
+    pool->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (pool->event_fd < 0) {
+        int error = -errno;
+        free(pool);
+        return error;
+    }
+    pool->limit = capacity < MAX_WORKERS ? capacity : MAX_WORKERS;
+    pool->waiting_tail = &pool->waiting;
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->work, NULL);
+    backend->state = pool;
+    backend->event_fd = pool->event_fd;
+    pthread_mutex_lock(&pool->lock);
+    int error = add_worker(
+        pool); /* the first one here, so that a process without threads to spare hears it at open */
+    pthread_mutex_unlock(&pool->lock);
+    if (error)
+        threads_exit(backend, 0);
+    return error;
+}
+
+static int threads_submit(struct aio_backend *backend, struct aio_op **ops, unsigned n)
+{
+    struct pool *pool = backend->state;
+    pthread_mutex_lock(&pool->lock);
+    for (unsigned i = 0; i < n; i++) {
+        ops[i]->next = NULL;
+        *pool->waiting_tail = ops[i];
+        pool->waiting_tail = &ops[i]->next;
+        pool->n_waiting++;
+        pthread_cond_signal(&pool->work);
+    }
+    /* An idle worker still counts as idle until it has run, so compare it with everything that waits. */
+    for (unsigned missing = pool->n_waiting > pool->n_idle ? pool->n_waiting - pool->n_idle : 0;
+         missing > 0 && pool->n_workers < pool->limit; missing--)
+        if (add_worker(pool))
+            break; /* those that run will do it, only slower */
+    pthread_mutex_unlock(&pool->lock);
+    return (int)n;
+}
+
+static unsigned threads_reap(struct aio_backend *backend, struct aio_op **ended, unsigned max)
+{
+    struct pool *pool = backend->state;
+    unsigned n = 0;
+    eventfd_t count;
+    pthread_mutex_lock(&pool->lock);
+    eventfd_read(pool->event_fd, &count);
+    while (pool->ended && n < max) {
+        ended[n++] = pool->ended;
+        pool->ended = pool->ended->next;
+    }
+    if (pool->ended)
+        eventfd_write(pool->event_fd, 1);
+    pthread_mutex_unlock(&pool->lock);
+    return n;
+}
+
+const struct aio_backend_ops aio_backend_threads = {
+    .name = "threads",
+    .init = threads_init,
+    .submit = threads_submit,
+    .reap = threads_reap,
+    .exit = threads_exit,
+};

@@ -1,0 +1,501 @@
+"""Asynchronous file I/O: AioContext owns a C context, keeps buffers alive and turns -errno into errors.
+
+Three floors: ``ffi`` and ``lib`` are generated from ``aio_csrc/aio.h``; ``_Request`` and the context's
+private methods call them and check every answer; :class:`AioContext` and :class:`Ticket` are what the rest of
+the project uses. The GIL is never held while C waits, and C knows no Python object.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import time
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+from tiering._aio import ffi, lib
+from tiering.errors import ConfigError, EngineStateError, SwapError
+
+ALIGNMENT: int = lib.AIO_ALIGNMENT
+"""Bytes: addresses and offsets on a file opened with O_DIRECT are multiples of it."""
+
+ENGINES = ("auto", "libaio", "threads")
+
+_KINDS = {"read": lib.AIO_READ, "write": lib.AIO_WRITE, "flush": lib.AIO_FLUSH, "any": lib.AIO_ANY}
+_KIND_NAMES = {number: name for name, number in _KINDS.items()}
+
+# A wait returns to the interpreter this often, so that Ctrl-C is heard.
+_SLICE_NS = 100_000_000
+
+_REMEDIES = {
+    errno.EIO: "the disk returned an I/O error: see dmesg and the drive's SMART log",
+    errno.ENODATA: "the file ends before the bytes asked for (truncated?), or the medium is bad: see dmesg",
+    errno.ENOSPC: "the file system is full: free space there or choose another directory",
+    errno.EDQUOT: "the disk quota is used up: raise it or choose another directory",
+    errno.EFBIG: "the file would pass the process's file size limit: raise it with `ulimit -f`",
+    errno.ECANCELED: "it was never issued: what it was ordered after failed, or the context was closed",
+    errno.EBADF: "the descriptor was closed, or opened for the other direction",
+    errno.ENOMEM: "the system is out of memory",
+}
+
+
+class Buffer(Protocol):
+    """Memory to transfer: it stays mapped as long as this object lives."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A planned misfortune of operations ``first .. first + count - 1`` of a kind.
+
+    They are counted from 1; ``count=0`` is for ever. An operation is a block of a request, or a continuation
+    of one. ``error`` is an errno to fail with, ``short`` the most bytes it may transfer (0: all), ``delay``
+    the seconds it begins late.
+    """
+
+    kind: Literal["read", "write", "flush", "any"] = "any"
+    first: int = 1
+    count: int = 1
+    error: int = 0
+    short: int = 0
+    delay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """Faults to inject, for tests; the first that matches an operation decides."""
+
+    faults: tuple[Fault, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectionStats:
+    """Counted in C. ``latency[i]`` counts the operations that took [2^i, 2^(i+1)) ns.
+
+    ``bytes`` is what was asked for and moved, without padding; ``busy_ns`` the time with an operation in
+    flight, so ``bytes / busy_ns`` is the bandwidth in GB/s; ``retries`` the continuations of short or
+    interrupted transfers.
+    """
+
+    bytes: int
+    ops: int
+    retries: int
+    errors: int
+    in_flight: int
+    busy_ns: int
+    latency: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileStats:
+    name: str
+    direct: bool
+    read: DirectionStats
+    write: DirectionStats
+    flush: DirectionStats
+
+
+class _Request:
+    """What the context remembers of a submission until its result is known, ticket or not."""
+
+    __slots__ = ("buffer", "file", "id", "kind", "names", "nbytes", "offset", "result", "seen")
+
+    def __init__(
+        self, kind: int, file: int, buffer: Buffer | None, offset: int, nbytes: int, names: tuple[str, ...]
+    ) -> None:
+        self.kind = kind
+        self.file = file
+        self.buffer = buffer
+        self.offset = offset
+        self.nbytes = nbytes
+        self.names = names
+        self.id = 0
+        self.result: int | None = None
+        self.seen = False
+
+
+class Ticket:
+    """One transfer under way. Any thread may ask it, as often as it likes: the answer does not change.
+
+    It may be dropped: the buffer stays alive until the transfer is over, and a failure is then raised by a
+    later call on the context, at the latest by ``close``.
+    """
+
+    __slots__ = ("_context", "_request", "nbytes")
+
+    def __init__(self, context: AioContext, request: _Request) -> None:
+        self._context = context
+        self._request = request
+        self.nbytes = request.nbytes
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait, at most ``timeout`` seconds, and return the bytes moved: all that were asked for.
+
+        Raises SwapError if the transfer failed, TimeoutError if it is not over yet.
+        """
+        request = self._request
+        result = request.result
+        if result is None:
+            result = self._context._await(request, timeout)
+        request.seen = True
+        if result < 0:
+            raise self._context._error(request, -result)
+        return result
+
+    def done(self) -> bool:
+        """True once ``wait`` would return, or raise, at once."""
+        return self._request.result is not None or self._context._collect(self._request, 0) is not None
+
+    def __del__(self) -> None:
+        request = self._request
+        if not request.seen and (request.result is None or request.result < 0):
+            self._context._orphans.append(request)
+
+    def __repr__(self) -> str:
+        request = self._request
+        state = "in flight" if request.result is None else f"result {request.result}"
+        return f"<Ticket {_KIND_NAMES[request.kind]} {self.nbytes} bytes at {request.offset}, {state}>"
+
+
+class AioContext:
+    """Reads and writes files in the background. All methods but ``close`` may be called from any thread.
+
+    ``engine`` is "auto", "libaio" or "threads"; the attribute of that name says which one is in use. Requests
+    are split into blocks of ``block_size`` bytes (a multiple of 4096), of which ``queue_depth`` are in flight
+    per file.
+
+    Raises ConfigError for values out of range, SwapError if a named engine cannot start here.
+    """
+
+    engine: str
+    _closed = True
+
+    def __init__(
+        self,
+        *,
+        engine: str = "auto",
+        block_size: int = 1 << 20,
+        queue_depth: int = 16,
+        fault: FaultPlan | None = None,
+    ) -> None:
+        _check_options(engine, block_size, queue_depth)
+        self._handle = ffi.gc(_open(engine, block_size, queue_depth, fault), lib.aio_free)
+        self._closed = False
+        self._pid = os.getpid()
+        self.engine = ffi.string(lib.aio_engine_name(self._handle)).decode()
+        self._files: dict[int, tuple[str, bool]] = {}
+        self._live: set[_Request] = set()
+        self._orphans: deque[_Request] = deque()
+
+    def add_file(self, fd: int, *, direct: bool, name: str) -> int:
+        """Add an open descriptor, which must stay open until ``close``, and return its index.
+
+        ``direct`` says that it was opened with O_DIRECT; ``name`` is what errors call it.
+        """
+        index: int = lib.aio_add_file(self._handle, fd, direct)
+        if index < 0:
+            raise self._refusal(-index, f"add_file of {name!r} (descriptor {fd})", name, 0, ())
+        self._files[index] = (name, direct)
+        return index
+
+    def read(
+        self,
+        file: int,
+        buffer: Buffer,
+        offset: int,
+        nbytes: int,
+        *,
+        priority: int = 0,
+        after: Sequence[Ticket] = (),
+        names: tuple[str, ...] = (),
+    ) -> Ticket:
+        """Read ``nbytes`` at ``offset`` of ``file`` into the start of ``buffer``.
+
+        On a direct file the buffer's address and the offset are multiples of 4096; any length will do.
+        Priorities are 0, 1, 2, the highest first. It is issued once the tickets in ``after`` are done, and
+        fails with ECANCELED if one of them failed, so that it never returns bytes that a write failed to
+        replace. ``names`` are the tensors, for the error message.
+
+        Raises SwapError if it is refused, or if a ticket dropped earlier turns out to have failed; nothing is
+        submitted then.
+        """
+        return self._submit(lib.AIO_READ, file, buffer, offset, nbytes, priority, after, names)
+
+    def write(
+        self,
+        file: int,
+        buffer: Buffer,
+        offset: int,
+        nbytes: int,
+        *,
+        priority: int = 0,
+        after: Sequence[Ticket] = (),
+        names: tuple[str, ...] = (),
+    ) -> Ticket:
+        """Write the first ``nbytes`` of ``buffer`` at ``offset``; otherwise like ``read``.
+
+        On a direct file a length that is not a multiple of 4096 fills the rest of the last block with zeros.
+        """
+        return self._submit(lib.AIO_WRITE, file, buffer, offset, nbytes, priority, after, names)
+
+    def flush(self, file: int, *, after: Sequence[Ticket] = ()) -> Ticket:
+        """fdatasync: covers the writes done when it is issued; name those still under way in ``after``."""
+        return self._submit(lib.AIO_FLUSH, file, None, 0, 0, 0, after, ())
+
+    def stats(self) -> list[FileStats]:
+        """The counters of every file, in the order of their indices."""
+        self._surface()
+        raw = ffi.new("aio_file_stats *")
+        result = []
+        for index, (name, direct) in sorted(self._files.items()):
+            code = lib.aio_stats(self._handle, index, raw)
+            if code < 0:
+                raise self._refusal(-code, f"stats of {name!r}", name, 0, ())
+            result.append(
+                FileStats(name, direct, *(_direction(raw.kind[kind]) for kind in range(lib.AIO_KINDS)))
+            )
+        return result
+
+    def close(self) -> None:
+        """Cancel what was not begun, wait for what was, end the threads. Results and statistics stay
+        readable.
+
+        Raises SwapError if a transfer failed and nobody waited for its ticket. A second call does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        lib.aio_close(self._handle)
+        if os.getpid() != self._pid:
+            return  # a child has no transfers: the parent's tickets are the parent's to judge
+        for request in list(self._live):
+            if request.id:
+                self._collect(request, 0)
+            self._judge_unseen(request)
+        while self._orphans:
+            self._judge_unseen(self._orphans.popleft())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except SwapError as unseen:
+            if error is None:
+                raise
+            error.add_note(f"While closing: {unseen}")
+
+    def __del__(self) -> None:
+        if self._closed or os.getpid() != self._pid:
+            return
+        warnings.warn("AioContext was dropped without close()", ResourceWarning, source=self, stacklevel=2)
+        lib.aio_close(self._handle)
+
+    def _submit(
+        self,
+        kind: int,
+        file: int,
+        buffer: Buffer | None,
+        offset: int,
+        nbytes: int,
+        priority: int,
+        after: Sequence[Ticket],
+        names: tuple[str, ...],
+    ) -> Ticket:
+        if self._orphans:
+            self._surface()
+        if buffer is not None and (offset < 0 or not 0 <= nbytes <= buffer.nbytes):
+            raise ValueError(
+                f"cannot transfer {nbytes} bytes at offset {offset} with a buffer of {buffer.nbytes}"
+            )
+        address = ffi.NULL if buffer is None else ffi.cast("void *", buffer.address)
+        earlier = self._ids(after) if after else ffi.NULL
+        request = _Request(kind, file, buffer, offset, nbytes, names)
+        self._live.add(
+            request
+        )  # first: an interrupt after the call must not free memory that is being transferred
+        code = lib.aio_submit(
+            self._handle, kind, file, address, offset, nbytes, priority, earlier, len(after)
+        )
+        if code < 0:
+            self._live.discard(request)
+            raise self._refused(request, -code, priority)
+        request.id = code
+        return Ticket(self, request)
+
+    def _ids(self, after: Sequence[Ticket]) -> list[int]:
+        for ticket in after:
+            if ticket._context is not self:
+                raise ValueError(f"{ticket!r} belongs to another AioContext: order only within one")
+        return [ticket._request.id for ticket in after]
+
+    def _collect(self, request: _Request, timeout_ns: int) -> int | None:
+        """The result, or None when it is not there in time. Takes it out of C's table and lets the buffer
+        go."""
+        result = ffi.new("int64_t *")
+        code = lib.aio_wait(self._handle, request.id, timeout_ns, result)
+        if code == -errno.ETIMEDOUT:
+            return None
+        if code == 0:
+            request.result = result[0]  # before the release: who finds the ticket released reads it here
+            request.buffer = None
+            self._live.discard(request)
+            lib.aio_release(self._handle, request.id)  # -ESTALE: another thread was here just now
+        elif code != -errno.ESTALE:
+            raise self._refused(request, -code, 0)
+        return request.result
+
+    def _await(self, request: _Request, timeout: float | None) -> int:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            result = self._collect(request, int(max(0.0, min(left * 1e9, _SLICE_NS))))
+            if result is not None:
+                return result
+            if left <= 0:
+                raise TimeoutError(f"{self._describe(request)} is not done after {timeout} s")
+
+    def _surface(self) -> None:
+        """Raise the failure of a ticket that was dropped. Looks only up to the first one still under way."""
+        while self._orphans:
+            try:
+                request = self._orphans.popleft()
+            except IndexError:  # another thread took it
+                return
+            if request.result is None and self._collect(request, 0) is None:
+                self._orphans.appendleft(request)
+                return
+            self._judge_unseen(request)
+
+    def _judge_unseen(self, request: _Request) -> None:
+        """Raise a failure that nobody was told of. A cancelled one has a cause, which is told on its own
+        account."""
+        result = request.result
+        if result is not None and result < 0 and not request.seen:
+            request.seen = True
+            if -result != errno.ECANCELED:
+                raise self._error(request, -result)
+
+    def _describe(self, request: _Request) -> str:
+        name = self._files.get(request.file, (f"file {request.file}", False))[0]
+        what = _KIND_NAMES[request.kind]
+        if request.kind == lib.AIO_FLUSH:
+            return f"{what} of {name}"
+        tensors = ", ".join(repr(tensor) for tensor in request.names)
+        whose = f" of {tensors}" if tensors else ""
+        return f"{what}{whose} ({request.nbytes} bytes) at offset {request.offset / 2**30:.6g} GiB of {name}"
+
+    def _error(self, request: _Request, code: int) -> SwapError:
+        remedy = _REMEDIES.get(code, "see dmesg")
+        message = f"{self._describe(request)} failed: {_errno_text(code)}; {remedy}"
+        name = self._files.get(request.file, ("", False))[0]
+        return SwapError(message, errno=code, filename=name, offset=request.offset, names=request.names)
+
+    def _refused(self, request: _Request, code: int, priority: int) -> Exception:
+        name, direct = self._files.get(request.file, ("", False))
+        what = self._describe(request)
+        address = 0 if request.buffer is None else request.buffer.address
+        if code == errno.EINVAL:
+            if request.file not in self._files:
+                return ValueError(f"{what}: no such file index; add_file returns it")
+            if not 0 <= priority < lib.AIO_PRIORITIES:
+                return ValueError(f"{what}: priority {priority} is not 0 .. {lib.AIO_PRIORITIES - 1}")
+            if direct and (address | request.offset) % ALIGNMENT:
+                what += (
+                    f" needs address ({address:#x}) and offset ({request.offset})"
+                    f" to be multiples of {ALIGNMENT}, because the file is open with O_DIRECT"
+                )
+        return self._refusal(code, what, name, request.offset, request.names)
+
+    def _refusal(self, code: int, what: str, name: str, offset: int, names: tuple[str, ...]) -> Exception:
+        if code == errno.ECHILD:
+            return EngineStateError(
+                f"{what}: this AioContext belongs to process {self._pid} and did not survive the fork;"
+                " open one in the child"
+            )
+        if code == errno.ESHUTDOWN:
+            return EngineStateError(f"{what}: the AioContext is closed; open a new one")
+        return SwapError(
+            f"{what} was refused: {_errno_text(code)}", errno=code, filename=name, offset=offset, names=names
+        )
+
+
+def lock_memory(address: int, nbytes: int) -> bool:
+    """Keep a range of memory in RAM (mlock), best effort: False if RLIMIT_MEMLOCK or the system says no."""
+    return bool(lib.aio_lock_memory(ffi.cast("void *", address), nbytes) == 0)
+
+
+def _errno_text(code: int) -> str:
+    return f"{errno.errorcode.get(code, code)} ({os.strerror(code)})"
+
+
+def _check_options(engine: str, block_size: int, queue_depth: int) -> None:
+    if engine not in ENGINES:
+        raise ConfigError(f"io.engine is {engine!r}; choose one of {', '.join(ENGINES)}")
+    if block_size % ALIGNMENT or not ALIGNMENT <= block_size <= 1 << 30:
+        raise ConfigError(f"io.block_size is {block_size}; choose a multiple of {ALIGNMENT} up to 1 GiB")
+    if not 1 <= queue_depth <= 512:
+        raise ConfigError(f"io.queue_depth is {queue_depth}; choose 1 .. 512")
+
+
+def _open(engine: str, block_size: int, queue_depth: int, fault: FaultPlan | None) -> object:
+    planned = [
+        {
+            "kind": _KINDS[fault.kind],
+            "error": fault.error,
+            "first": fault.first,
+            "count": fault.count,
+            "short_bytes": fault.short,
+            "delay_ns": round(fault.delay * 1e9),
+        }
+        for fault in (fault.faults if fault else ())
+    ]
+    engine_name = ffi.new("char[]", engine.encode())
+    faults = ffi.new("aio_fault[]", planned)
+    options = ffi.new(
+        "aio_options *",
+        {
+            "engine": engine_name,
+            "block_size": block_size,
+            "queue_depth": queue_depth,
+            "n_faults": len(planned),
+            "faults": faults,
+        },
+    )
+    out = ffi.new("aio_context **")
+    code = lib.aio_open(out, options)
+    if code < 0:
+        raise SwapError(
+            f"I/O engine {engine!r} cannot start: {_errno_text(-code)}; EAGAIN from libaio means that"
+            " fs.aio-max-nr is used up; 'threads' works everywhere",
+            errno=-code,
+            filename="",
+            offset=0,
+        )
+    return out[0]
+
+
+def _direction(raw: object) -> DirectionStats:
+    counted = ffi.addressof(raw)
+    return DirectionStats(
+        counted.bytes,
+        counted.ops,
+        counted.retries,
+        counted.errors,
+        counted.in_flight,
+        counted.busy_ns,
+        tuple(counted.latency),
+    )

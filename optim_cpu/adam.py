@@ -62,9 +62,7 @@ def step_adamw(
 
 def _check(name: str, tensor: torch.Tensor, shape: torch.Size, dtypes: tuple[torch.dtype, ...]) -> None:
     if tensor.device.type != "cpu":
-        raise ValueError(
-            f"step_adamw: {name} is on {tensor.device}; the kernel steps CPU memory, move it there"
-        )
+        raise ValueError(f"step_adamw: {name} is on {tensor.device}; it must be on the CPU")
     if tensor.dtype not in dtypes:
         raise TypeError(f"step_adamw: {name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
     if tensor.shape != shape:

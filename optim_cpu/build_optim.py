@@ -17,8 +17,17 @@ CSRC = "optim_cpu/csrc"
 UNITS = ("kernels.c", "dispatch.c", "pool.c", "isa_portable.c", "isa_avx2.c", "isa_avx512.c")
 
 # -ffp-contract=off: GCC fuses multiplies with adds otherwise, intrinsics included, and results would depend
-# on the instruction set. -Wno-unused-parameter is for the code that cffi generates.
-FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
+# on the instruction set. -fno-math-errno and -fno-trapping-math change no value, they let sqrt and selects be
+# vectorised. -Wno-unused-parameter is for the code that cffi generates.
+FLAGS = [
+    "-O3",
+    "-std=gnu11",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-pthread",
+]
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-parameter"]
 
 

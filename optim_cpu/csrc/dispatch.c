@@ -27,7 +27,8 @@ static int cpu_has_avx512(void)
 enum { MAX_TABLES = 8 };
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static const struct opt_kernels *available[MAX_TABLES]; /* widest first, NULL-terminated; written under `once` */
+/* Widest first, NULL-terminated; written under `once`. */
+static const struct opt_kernels *available[MAX_TABLES];
 static _Atomic(const struct opt_kernels *) selected;
 
 static const struct opt_kernels *find(const char *name)

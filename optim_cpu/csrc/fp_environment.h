@@ -29,11 +29,15 @@ static inline fp_environment fp_enter_default(void)
     fp_environment saved;
 
     __asm__ volatile("mrs %0, fpcr" : "=r"(saved));
-    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0) : "memory"); /* no FZ, no default NaN, nearest even */
+    /* No flush to zero, no default NaN, nearest even. */
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0) : "memory");
     return saved;
 }
 
-static inline void fp_restore(fp_environment saved) { __asm__ volatile("msr fpcr, %0" : : "r"(saved) : "memory"); }
+static inline void fp_restore(fp_environment saved)
+{
+    __asm__ volatile("msr fpcr, %0" : : "r"(saved) : "memory");
+}
 
 #else
 

@@ -6,7 +6,8 @@
  *     vf, vh                       vector of LANES float32; of LANES 16-bit values
  *     v_set1 v_load v_store        float32, any alignment
  *     v_load_half v_store_half     16-bit, any alignment
- *     v_stream_half v_fence        16-bit past the cache, address aligned to the vector; orders those stores
+ *     STREAMS                      1 if there are stores past the cache:
+ *     v_stream_half v_fence        16-bit, address aligned to the vector; orders those stores
  *     v_add v_sub v_mul v_div v_sqrt    one rounding each
  *     v_canonical                  NaN -> the one quiet NaN
  *     v_from_bf16 v_to_bf16 v_from_fp16 v_to_fp16    nearest even, NaN stays NaN
@@ -39,7 +40,8 @@
 struct opt_kernels {
     const char *name;
     void (*adamw)(const opt_adamw_segment *segment, float grad_scale, uint64_t begin, uint64_t end);
-    void (*accumulate)(void *dst, int dst_dtype, const void *src, int src_dtype, uint64_t numel, int overwrite);
+    void (*accumulate)(void *dst, int dst_dtype, const void *src, int src_dtype, uint64_t numel,
+                       int overwrite);
     void (*block_squares)(const void *src, int dtype, uint64_t numel, double *block_sums);
 };
 

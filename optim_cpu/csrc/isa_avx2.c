@@ -12,7 +12,7 @@
 #pragma GCC target("avx2,f16c")
 #endif
 
-enum { LANES = 8, DOUBLE_LANES = 4 };
+enum { LANES = 8, DOUBLE_LANES = 4, STREAMS = 1 };
 
 typedef __m256 vf;
 typedef __m128i vh;

@@ -8,12 +8,13 @@
 #include "isa.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))),                  \
+                             apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
 #endif
 
-enum { LANES = 16, DOUBLE_LANES = 8 };
+enum { LANES = 16, DOUBLE_LANES = 8, STREAMS = 1 };
 
 typedef __m512 vf;
 typedef __m256i vh;

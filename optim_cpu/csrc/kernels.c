@@ -46,8 +46,9 @@ static int in_range(double x, double low, double below) { return x >= low && x <
 #define DTYPE_RULE " must be FP32, BF16 or FP16"
 
 int opt_adamw_segment_init(opt_adamw_segment *segment, int64_t numel, intptr_t master, intptr_t exp_avg,
-                           intptr_t exp_avg_sq, intptr_t grad, int grad_dtype, intptr_t out, int out_dtype, double lr,
-                           double beta1, double beta2, double eps, double weight_decay, int64_t step, int decoupled)
+                           intptr_t exp_avg_sq, intptr_t grad, int grad_dtype, intptr_t out, int out_dtype,
+                           double lr, double beta1, double beta2, double eps, double weight_decay,
+                           int64_t step, int decoupled)
 {
     if (!is_count(numel))
         return refuse("numel" COUNT_RULE);
@@ -182,7 +183,7 @@ int opt_accumulate(intptr_t dst, int dst_dtype, intptr_t src, int src_dtype, int
     if (numel && !is_address(src, src_dtype))
         return refuse("src" ADDRESS_RULE);
 
-    struct accumulate_run run = {opt_selected(), (char *)dst,   (const char *)src, dst_dtype,
+    struct accumulate_run run = {opt_selected(), (char *)dst,    (const char *)src, dst_dtype,
                                  src_dtype,      overwrite != 0, (uint64_t)numel};
     if (!run.kernels)
         return -ENOTSUP;
@@ -224,7 +225,8 @@ int opt_sum_of_squares(intptr_t address, int dtype, int64_t numel, double initia
         return -ENOTSUP;
     for (uint64_t done = 0; done < (uint64_t)numel; done += most) {
         uint64_t rest = (uint64_t)numel - done, now = rest < most ? rest : most;
-        struct squares_run run = {kernels, (const char *)address + done * opt_element_size(dtype), dtype, now, sums};
+        struct squares_run run = {kernels, (const char *)address + done * opt_element_size(dtype), dtype, now,
+                                  sums};
         opt_pool_run(squares_tile, &run, (now + TILE - 1) / TILE);
         for (uint64_t i = 0; i < (now + OPT_SQUARE_BLOCK - 1) / OPT_SQUARE_BLOCK; i++)
             total += sums[i];

@@ -58,8 +58,9 @@ typedef struct {
 
 /* Checks the arguments and derives the float32 scalars. numel may be 0; out may be 0. */
 int opt_adamw_segment_init(opt_adamw_segment *segment, int64_t numel, intptr_t master, intptr_t exp_avg,
-                           intptr_t exp_avg_sq, intptr_t grad, int grad_dtype, intptr_t out, int out_dtype, double lr,
-                           double beta1, double beta2, double eps, double weight_decay, int64_t step, int decoupled);
+                           intptr_t exp_avg_sq, intptr_t grad, int grad_dtype, intptr_t out, int out_dtype,
+                           double lr, double beta1, double beta2, double eps, double weight_decay,
+                           int64_t step, int decoupled);
 
 /* Steps every segment, in one run of the pool. */
 int opt_adamw_run(opt_adamw_segment *segments, uint64_t count, float grad_scale);

@@ -43,13 +43,14 @@ struct job {
 
 static struct {
     pthread_mutex_t mutex;
-    pthread_cond_t work;  /* a job was queued */
-    pthread_cond_t left;  /* a worker left a job */
-    struct job *queue;    /* oldest first            -- mutex */
-    int workers;          /* started in this process -- mutex */
-    atomic_int threads;   /* per run, caller included; 0: ask the affinity mask */
-    pthread_once_t once;  /* registers the at-fork handler */
-} pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0, PTHREAD_ONCE_INIT};
+    pthread_cond_t work; /* a job was queued */
+    pthread_cond_t left; /* a worker left a job */
+    struct job *queue;   /* oldest first            -- mutex */
+    int workers;         /* started in this process -- mutex */
+    atomic_int threads;  /* per run, caller included; 0: ask the affinity mask */
+    pthread_once_t once; /* registers the at-fork handler */
+} pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, NULL, 0, 0,
+          PTHREAD_ONCE_INIT};
 
 static void forget_in_child(void)
 {

@@ -1,0 +1,571 @@
+"""Telemetry pages: what is written is read, the dead are told from the living, and damage never spreads."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tiering.telemetry import (
+    DirectionStatus,
+    PageReading,
+    PageWriter,
+    PathStatus,
+    Publisher,
+    Snapshot,
+    StepRecord,
+    TelemetryError,
+    TierStatus,
+    find_pages,
+    run_directory,
+    sweep,
+    with_rates,
+)
+from tiering.telemetry import page as page_module
+
+GIB = 1 << 30
+
+
+def snapshot(step: int = 7, **changes: object) -> Snapshot:
+    return replace(
+        Snapshot(
+            run_name="gpt",
+            rank=0,
+            world_size=1,
+            pid=os.getpid(),
+            started_at=1_700_000_000.5,
+            step=step,
+            phase="backward",
+            loss=2.25,
+            tiers=[TierStatus("nvme", 4 * GIB, 100 * GIB, 3 * GIB, 3 * GIB, {"optimizer state": 3 * GIB})],
+            io=[PathStatus("/nvme", "libaio", True, DirectionStatus(bytes=10, ops=2, busy_seconds=0.5))],
+            stalls={"parameter fetch": 0.25},
+            steps=[StepRecord(step, 1.5, 0.25, 0.5, 0.75, 0.125, 30, 24)],
+        ),
+        **changes,
+    )
+
+
+def only_reading(directory: Path) -> PageReading:
+    (page,) = find_pages(directory)
+    return page.read()
+
+
+def until(condition: Callable[[], bool], limit: float = 20.0) -> None:
+    end = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        time.sleep(0.01)
+
+
+@contextmanager
+def child(script: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A Python process that has printed its first line; killed at the end."""
+    prelude = """
+        import os, sys, time
+        from pathlib import Path
+        from tiering.telemetry import *
+        directory = Path(sys.argv[1])
+        def say(text): print(text, flush=True)
+        def snap(step): return Snapshot("gpt", 0, 1, os.getpid(), 1.0, step=step)
+    """
+    code = textwrap.dedent(prelude) + textwrap.dedent(script)
+    command = [sys.executable, "-c", code, str(directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+# --- snapshots ------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_survives_json() -> None:
+    assert Snapshot.from_json(snapshot().to_json()) == snapshot()
+    minimal = Snapshot("r", 1, 2, 3, 4.0)
+    assert Snapshot.from_json(minimal.to_json()) == minimal
+
+
+def test_a_diverged_loss_survives_json() -> None:
+    assert math.isnan(Snapshot.from_json(snapshot(loss=math.nan).to_json()).loss or 0.0)
+    assert Snapshot.from_json(snapshot(loss=-math.inf).to_json()).loss == -math.inf
+
+
+def test_fields_of_a_later_minor_version_are_dropped() -> None:
+    later = json.loads(snapshot().to_json())
+    later["weather"] = {"sunny": True}
+    later["tiers"][0]["colour"] = "blue"
+    later["io"][0]["read"]["latency"] = [1, 2]
+    assert Snapshot.from_json(json.dumps(later)) == snapshot()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"run_name": "r"}', '{"run_name": 3'])
+def test_what_is_not_a_snapshot_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match="validation error"):
+        Snapshot.from_json(text)
+
+
+def test_rates_come_from_two_samples() -> None:
+    def sample(read: int, written: int, busy: float) -> Snapshot:
+        return snapshot(
+            io=[
+                PathStatus(
+                    "/nvme",
+                    "threads",
+                    False,
+                    DirectionStatus(bytes=read, busy_seconds=busy),
+                    DirectionStatus(bytes=written),
+                )
+            ]
+        )
+
+    (path,) = with_rates(sample(900, 50, 3.0), sample(400, 50, 1.0), 0.25).io
+    assert path.read.bytes_per_second == 2000.0
+    assert path.read.average_bytes_per_second == 300.0
+    assert (path.written.bytes_per_second, path.written.average_bytes_per_second) == (0.0, 0.0)
+    (first,) = with_rates(sample(900, 50, 3.0), None, 0.25).io
+    assert (first.read.bytes_per_second, first.read.average_bytes_per_second) == (0.0, 300.0)
+
+
+def test_rates_are_never_negative_or_infinite() -> None:
+    now, before = snapshot(), snapshot(io=[PathStatus("/nvme", "threads", True, DirectionStatus(bytes=11))])
+    assert with_rates(now, before, 1.0).io[0].read.bytes_per_second == 0.0
+    assert with_rates(now, replace(now, io=[]), 1.0).io[0].read.bytes_per_second == 0.0
+    assert with_rates(now, before, 0.0).io[0].read.bytes_per_second == 0.0
+
+
+# --- the run directory ----------------------------------------------------------------------------------
+
+
+def test_the_run_directory_is_chosen_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("TIERING_RUN_DIR", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert run_directory() == tmp_path / f"tiering-{os.geteuid()}"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
+    assert run_directory() == tmp_path / f"tiering-{os.geteuid()}"
+    (tmp_path / "xdg").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "xdg"))
+    assert run_directory() == tmp_path / "xdg" / "tiering"
+    monkeypatch.setenv("TIERING_RUN_DIR", str(tmp_path / "mine"))
+    assert run_directory() == tmp_path / "mine"
+    assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_another_users_directories_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o700)
+    os.chown(theirs, 12345, 12345)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("TIERING_RUN_DIR", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(theirs))
+    assert run_directory() == tmp_path / f"tiering-{os.geteuid()}"
+    with pytest.raises(TelemetryError, match="owned by user 12345"):
+        PageWriter("gpt", directory=theirs)
+    mine = tmp_path / "mine"
+    with_page = PageWriter("gpt", directory=mine)
+    os.chown(with_page.path, 12345, 12345)
+    assert find_pages(mine) == []
+    with_page.close()
+
+
+def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o770)
+    with pytest.raises(TelemetryError, match=r"writable by others \(mode 0770\)"):
+        PageWriter("gpt", directory=shared)
+    with pytest.raises(TelemetryError, match="writable by others"):
+        find_pages(shared)
+    link = tmp_path / "link"
+    (tmp_path / "target").mkdir(mode=0o700)
+    link.symlink_to(tmp_path / "target")
+    with pytest.raises(TelemetryError, match="symbolic link"):
+        find_pages(link)
+    (tmp_path / "file").touch()
+    with pytest.raises(TelemetryError, match="not a directory"):
+        find_pages(tmp_path / "file")
+    with pytest.raises(TelemetryError, match="No such file"):
+        find_pages(tmp_path / "a" / "b")
+
+
+# --- writing and reading --------------------------------------------------------------------------------
+
+
+def test_what_is_published_is_read(tmp_path: Path) -> None:
+    writer = PageWriter("gpt", directory=tmp_path)
+    assert only_reading(tmp_path) == PageReading("live", None, None, "")
+    for step in (1, 2, 3):
+        writer.publish(snapshot(step))
+        reading = only_reading(tmp_path)
+        assert (reading.state, reading.snapshot, reading.reason) == ("live", snapshot(step), "")
+        assert reading.heartbeat_age is not None
+        assert 0 <= reading.heartbeat_age < 60
+    assert stat.S_IMODE(writer.path.stat().st_mode) == 0o600
+    writer.close()
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="closed page"):
+        writer.publish(snapshot())
+
+
+def test_two_runs_of_one_name_do_not_collide(tmp_path: Path) -> None:
+    writers = [PageWriter("a/b ../ü", rank, 4, directory=tmp_path) for rank in (0, 3, 0)]
+    assert len({writer.path for writer in writers}) == 3
+    assert [(page.run_name, page.rank) for page in find_pages(tmp_path)] == [
+        ("a_b_____", 0),
+        ("a_b_____", 0),
+        ("a_b_____", 3),
+    ]
+    for writer in writers:
+        assert writer.path.parent == tmp_path
+        writer.close()
+    with pytest.raises(ValueError, match="rank 4 is outside a world of 4"):
+        PageWriter("a", 4, 4, directory=tmp_path)
+
+
+def test_a_snapshot_too_large_loses_its_oldest_steps_first(tmp_path: Path) -> None:
+    writer = PageWriter("gpt", directory=tmp_path)
+    writer.publish(snapshot(steps=[StepRecord(i, 1.0) for i in range(100)]))
+    kept = only_reading(tmp_path).snapshot
+    assert kept is not None
+    assert [record.step for record in kept.steps] == list(range(68, 100))
+    bulk = {"x" * (page_module.CAPACITY - 3000): 1.0}
+    writer.publish(snapshot(stalls=bulk, steps=[StepRecord(i, 1.0) for i in range(100)]))
+    kept = only_reading(tmp_path).snapshot
+    assert kept is not None
+    assert [record.step for record in kept.steps] == list(range(84, 100))
+    with pytest.raises(TelemetryError, match="a page holds 65536"):
+        writer.publish(snapshot(stalls={"x" * page_module.CAPACITY: 1.0}))
+    assert only_reading(tmp_path).snapshot == kept
+    writer.close()
+
+
+def test_a_reader_never_sees_half_an_update(tmp_path: Path) -> None:
+    script = """
+        writer = PageWriter("gpt", directory=directory)
+        say("ready")
+        step = 0
+        while True:
+            step += 1
+            stalls = {"x" * (step % 4000): 0}
+            writer.publish(Snapshot("gpt", 0, 1, step, float(step), step=step, stalls=stalls))
+    """
+    with child(script, tmp_path) as process:
+        assert first_line(process) == "ready"
+        seen = set()
+        for _ in range(400):
+            reading = only_reading(tmp_path)
+            assert reading.state in ("live", "torn"), reading.reason
+            if (said := reading.snapshot) is not None:
+                assert said.pid == said.step
+                assert said.started_at == said.step
+                assert [len(cause) for cause in said.stalls] == [said.step % 4000]
+                seen.add(said.step)
+        assert len(seen) > 20
+
+
+def test_an_unfinished_update_is_torn_while_its_writer_lives(tmp_path: Path) -> None:
+    writer = PageWriter("gpt", directory=tmp_path)
+    writer.publish(snapshot())
+    with writer.path.open("r+b") as file:
+        os.pwrite(file.fileno(), (3).to_bytes(8, "little"), page_module._SEQUENCE_OFFSET)
+    assert only_reading(tmp_path).state == "torn"
+    assert only_reading(tmp_path).snapshot is None
+    writer.publish(snapshot())
+    assert only_reading(tmp_path).state == "live"
+    writer.close()
+
+
+# --- life and death -------------------------------------------------------------------------------------
+
+
+def test_a_killed_writer_leaves_a_stale_page_that_the_next_one_sweeps(tmp_path: Path) -> None:
+    script = 'w = PageWriter("gpt", directory=directory); w.publish(snap(41)); say("ready"); time.sleep(600)'
+    with child(script, tmp_path) as process:
+        assert first_line(process) == "ready"
+        assert only_reading(tmp_path).state == "live"
+        assert sweep(tmp_path) == []
+        process.kill()
+        process.wait()
+    reading = only_reading(tmp_path)
+    assert (reading.state, reading.reason) == ("stale", "the writer is gone")
+    assert reading.snapshot is not None
+    assert reading.snapshot.step == 41
+    (dead,) = find_pages(tmp_path)
+    assert sweep(tmp_path, keep_seconds=3600) == []
+    writer = PageWriter("next", directory=tmp_path)
+    assert [page.path for page in find_pages(tmp_path)] == [writer.path]
+    assert dead.read() == PageReading("stale", None, None, "the page has been removed")
+    writer.close()
+
+
+def test_a_stopped_writer_is_live_and_old(tmp_path: Path) -> None:
+    script = 'w = PageWriter("gpt", directory=directory); w.publish(snap(1)); say("ready"); time.sleep(600)'
+    with child(script, tmp_path) as process:
+        assert first_line(process) == "ready"
+        process.send_signal(signal.SIGSTOP)
+        before = only_reading(tmp_path)
+        until(lambda: (only_reading(tmp_path).heartbeat_age or 0) > (before.heartbeat_age or 0) + 0.05)
+        assert only_reading(tmp_path).state == "live"
+
+
+def test_death_in_the_middle_of_an_update_is_stale_without_content(tmp_path: Path) -> None:
+    script = """
+        writer = PageWriter("gpt", directory=directory)
+        writer.publish(snap(1))
+        os.pwrite(writer._fd, (3).to_bytes(8, "little"), 24)
+        say("ready")
+        time.sleep(600)
+    """
+    with child(script, tmp_path) as process:
+        assert first_line(process) == "ready"
+        process.kill()
+        process.wait()
+    reading = only_reading(tmp_path)
+    assert (reading.state, reading.snapshot) == ("stale", None)
+    assert reading.reason == "the writer died during an update"
+
+
+def test_a_forked_child_neither_holds_the_lock_nor_removes_the_page(tmp_path: Path) -> None:
+    script = """
+        writer = PageWriter("gpt", directory=directory)
+        publisher = Publisher(writer, lambda: snap(5), 0.01)
+        publisher.start()
+        pid = os.fork()
+        if pid == 0:
+            writer.publish(snap(99))
+            publisher.publish_now()
+            publisher.close()
+            writer.close()
+            say("child done")
+            time.sleep(600)
+        sys.stdin.read()
+        os.kill(pid, 9)
+        say("parent done")
+        os.kill(os.getpid(), 9)
+    """
+    with child(script, tmp_path) as process:
+        assert first_line(process) == "child done"
+        reading = only_reading(tmp_path)
+        assert (reading.state, reading.snapshot and reading.snapshot.step) == ("live", 5)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert first_line(process) == "parent done"
+        process.wait()
+    assert only_reading(tmp_path).state == "stale"
+
+
+def test_a_surviving_child_does_not_make_a_dead_run_look_alive(tmp_path: Path) -> None:
+    script = """
+        writer = PageWriter("gpt", directory=directory)
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(600)
+        say(pid)
+        time.sleep(600)
+    """
+    with child(script, tmp_path) as process:
+        orphan = int(first_line(process))
+        try:
+            process.kill()
+            process.wait()
+            until(lambda: only_reading(tmp_path).state == "stale")
+            os.kill(orphan, 0)  # it is still there, and holds nothing
+        finally:
+            os.kill(orphan, signal.SIGKILL)
+
+
+def test_a_page_under_construction_is_not_swept(tmp_path: Path) -> None:
+    fresh, left_behind = tmp_path / "gpt.0.1-aa.new", tmp_path / "gpt.0.2-bb.new"
+    fresh.touch()
+    left_behind.touch()
+    os.utime(left_behind, (time.time() - 3600,) * 2)
+    assert sweep(tmp_path) == [left_behind]
+    assert fresh.exists()
+    assert find_pages(tmp_path) == []
+
+
+# --- damage ---------------------------------------------------------------------------------------------
+
+
+def test_a_page_that_was_truncated_heals_and_its_writer_survives(tmp_path: Path) -> None:
+    writer = PageWriter("gpt", directory=tmp_path)
+    writer.publish(snapshot())
+    whole = writer.path.stat().st_size
+    for length in (0, 5, 11, 12, 40, 63, 64, 65, 200):
+        os.truncate(writer.path, length)
+        reading = only_reading(tmp_path)
+        assert (reading.state, reading.snapshot) == ("unreadable", None), length
+        writer.publish(snapshot(length))
+        healed = only_reading(tmp_path)
+        assert (healed.state, healed.snapshot) == ("live", snapshot(length))
+    assert writer.path.stat().st_size < whole
+    writer.close()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damage_is_never_taken_for_content(tmp_path: Path, data: st.DataObject) -> None:
+    directory = tmp_path / "damage"
+    with closing(PageWriter("gpt", directory=directory)) as writer:
+        writer.publish(snapshot())
+        damage(writer.path, data)
+        reading = only_reading(directory)
+        assert reading.snapshot in (None, snapshot())
+        assert reading.state in ("live", "torn", "unreadable", "newer-version")
+
+
+def damage(path: Path, data: st.DataObject) -> None:
+    used = 64 + len(snapshot().to_json())
+    content = bytearray(path.read_bytes()[:used])
+    for _ in range(data.draw(st.integers(1, 4), label="flips")):
+        content[data.draw(st.integers(0, used - 1))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content[: data.draw(st.integers(0, used), label="length")])
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=300))
+def test_garbage_is_unreadable(tmp_path: Path, content: bytes) -> None:
+    directory = tmp_path / "garbage"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    (directory / "junk.page").write_bytes(content)
+    reading = only_reading(directory)
+    assert (reading.state, reading.snapshot, reading.reason) == ("unreadable", None, "not a telemetry page")
+
+
+def test_a_newer_format_is_named_as_such(tmp_path: Path) -> None:
+    writer = PageWriter("gpt", 2, 4, directory=tmp_path)
+    writer.publish(snapshot())
+    with writer.path.open("r+b") as file:
+        os.pwrite(file.fileno(), (2).to_bytes(4, "little"), 8)
+    reading = only_reading(tmp_path)
+    assert (reading.state, reading.snapshot) == ("newer-version", None)
+    assert reading.reason == "format 2; this reader knows up to 1"
+    assert find_pages(tmp_path)[0].rank == 2
+    writer.close()
+
+
+def test_things_that_are_no_files_are_unreadable_and_do_not_block(tmp_path: Path) -> None:
+    (tmp_path / "directory.page").mkdir()
+    os.mkfifo(tmp_path / "fifo.page")
+    (tmp_path / "link.page").symlink_to("/etc/passwd")
+    readings = {page.run_name: page.read() for page in find_pages(tmp_path)}
+    assert {name: reading.state for name, reading in readings.items()} == dict.fromkeys(
+        ("directory", "fifo", "link"), "unreadable"
+    )
+    assert sweep(tmp_path) == []
+
+
+# --- the publisher --------------------------------------------------------------------------------------
+
+
+def test_the_publisher_keeps_the_page_fresh_and_fills_in_rates(tmp_path: Path) -> None:
+    moved = iter(range(0, 1 << 40, 1000))
+
+    def source() -> Snapshot:
+        return snapshot(io=[PathStatus("/nvme", "threads", True, DirectionStatus(bytes=next(moved)))])
+
+    def rate() -> float:
+        said = only_reading(tmp_path).snapshot
+        return said.io[0].read.bytes_per_second if said is not None else 0.0
+
+    publisher = Publisher(PageWriter("gpt", directory=tmp_path), source, interval=0.02)
+    publisher.start()
+    assert only_reading(tmp_path).snapshot is not None
+    until(lambda: rate() > 0)
+    publisher.close()
+    publisher.close()
+    assert find_pages(tmp_path) == []
+    assert "tiering-telemetry" not in [thread.name for thread in threading.enumerate()]
+    with pytest.raises(ValueError, match="started before"):
+        publisher.start()
+
+
+def test_publish_now_does_not_wait_for_the_interval(tmp_path: Path) -> None:
+    steps = iter(range(100))
+    publisher = Publisher(PageWriter("gpt", directory=tmp_path), lambda: snapshot(next(steps)), interval=3600)
+    publisher.start()
+    publisher.publish_now()
+    said = only_reading(tmp_path).snapshot
+    assert said is not None
+    assert said.step == 1
+    publisher.close()
+
+
+def test_a_source_that_raises_is_logged_once_and_forgiven(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = iter(range(1000))
+
+    def source() -> Snapshot:
+        if next(calls) < 5:
+            raise RuntimeError("the engine is not ready")
+        return snapshot()
+
+    with caplog.at_level(logging.ERROR):
+        publisher = Publisher(PageWriter("gpt", directory=tmp_path), source, interval=0.01)
+        publisher.start()
+        until(lambda: only_reading(tmp_path).snapshot is not None)
+        publisher.close()
+    (record,) = caplog.records
+    assert record.name.startswith("tiering.telemetry")
+    assert "the engine is not ready" in (record.exc_text or "")
+
+
+def test_publish_now_does_not_deadlock_with_a_source_that_needs_the_callers_lock(tmp_path: Path) -> None:
+    engine = threading.RLock()
+
+    def source() -> Snapshot:
+        with engine:
+            return snapshot()
+
+    publisher = Publisher(PageWriter("gpt", directory=tmp_path), source, interval=0.001)
+    publisher.start()
+    for _ in range(50):
+        with engine:
+            time.sleep(0.002)  # long enough for the thread to be waiting inside the source
+            publisher.publish_now()
+    publisher.close()
+    assert find_pages(tmp_path) == []
+
+
+def test_the_end_of_the_interpreter_removes_the_page(tmp_path: Path) -> None:
+    script = """
+        publisher = Publisher(PageWriter("gpt", directory=directory), lambda: snap(1))
+        publisher.start()
+        say(len(find_pages(directory)))
+    """
+    with child(script, tmp_path) as process:
+        out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "1\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_telemetry_loads_no_torch() -> None:
+    code = "import sys, tiering, tiering.telemetry; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from optim_cpu import kernels
+
+
+@pytest.fixture(autouse=True)
+def restored_kernel_settings() -> Iterator[None]:
+    """Each test starts from the defaults, whatever the one before chose."""
+    isa, threads = kernels.instruction_set(), kernels.thread_count()
+    yield
+    kernels.set_instruction_set(isa)
+    kernels.set_thread_count(threads)
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512"])
+def isa(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name not in kernels.available_instruction_sets():
+        pytest.skip(f"this CPU lacks {name}")
+    kernels.set_instruction_set(name)
+    return name

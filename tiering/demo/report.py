@@ -1,0 +1,126 @@
+"""What the three ways came to: judged first, printed after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from tiering.config import format_size
+from tiering.demo.settings import Way
+
+Results = Mapping[Way, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the demo showed what it claims. ``plain_difference`` is ``None`` where no plain loop ran."""
+
+    digests_equal: bool
+    nvme_bytes: int
+    first_loss: float
+    last_loss: float  # the mean of the last quarter of the steps
+    sidecar_saw_it: bool
+    plain_difference: float | None
+
+    @property
+    def good(self) -> bool:
+        return self.digests_equal and self.nvme_bytes > 0 and self.loss_fell and self.sidecar_saw_it
+
+    @property
+    def loss_fell(self) -> bool:
+        return self.last_loss < self.first_loss
+
+
+def judge(results: Results, *, sidecar_saw_it: bool) -> Verdict:
+    """The verdict on the result events of the workers; ``nvme`` and ``memory`` must be there."""
+    nvme, memory, plain = results[Way.NVME], results[Way.MEMORY], results.get(Way.PLAIN)
+    losses = nvme["losses"]
+    last = losses[-max(1, len(losses) // 4) :]
+    pairs = zip(losses, plain["losses"], strict=True) if plain else ()
+    return Verdict(
+        digests_equal=nvme["digests"] == memory["digests"],
+        nvme_bytes=nvme["read"] + nvme["written"],
+        first_loss=losses[0],
+        last_loss=sum(last) / len(last),
+        sidecar_saw_it=sidecar_saw_it,
+        plain_difference=max(abs(one - other) for one, other in pairs) if plain else None,
+    )
+
+
+def verdict_table(results: Results, verdict: Verdict) -> Table:
+    """Both digests side by side, what moved, what the loss did."""
+    nvme, memory = results[Way.NVME], results[Way.MEMORY]
+    table = Table("", "on NVMe", "in memory", "verdict", title="Does placement change the result?")
+    for what, left in nvme["digests"].items():
+        right = memory["digests"].get(what, "")
+        table.add_row(f"{what}, SHA-256", left[:16], right[:16], _mark(left == right, "equal", "DIFFERENT"))
+    for what in ("read", "written"):
+        moved = [format_size(result[what]) for result in (nvme, memory)]
+        table.add_row(f"NVMe bytes {what}", *moved, _mark(nvme[what] > 0, "moved", "NOTHING MOVED"))
+    losses = f"{verdict.first_loss:.3f} -> {verdict.last_loss:.3f}"
+    table.add_row(
+        "loss, first -> mean of last quarter", losses, "", _mark(verdict.loss_fell, "fell", "DID NOT FALL")
+    )
+    table.add_row("run seen in /v1/status", "", "", _mark(verdict.sidecar_saw_it, "yes", "NO"))
+    if verdict.plain_difference is not None:
+        table.add_row(
+            "largest loss difference to plain PyTorch", f"{verdict.plain_difference:.2e}", "", "rounding"
+        )
+    return table
+
+
+def _mark(good: bool, yes: str, no: str) -> Text:
+    return Text(yes, "green") if good else Text(no, "bold red")
+
+
+def memory_table(results: Results) -> Table:
+    """Resident memory per way, net of what an interpreter with torch needs anyway."""
+    table = Table("memory", *(f"{way}" for way in results), title="What it took", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows: dict[str, Callable[[Mapping[str, Any]], int | None]] = {
+        "baseline RSS: interpreter, torch": lambda result: result["baseline"],
+        "peak RSS": lambda result: result["peak"],
+        "peak RSS net of baseline": lambda result: result["peak"] - result["baseline"],
+        "  of it owned by the engine": _owned,
+        "budgets, device + host": _budgeted,
+        "state: parameters, gradients, optimizer": lambda result: result.get("state_bytes"),
+    }
+    for name, of in rows.items():
+        sizes = [of(result) for result in results.values()]
+        table.add_row(name, *("" if size is None else format_size(size) for size in sizes))
+    return table
+
+
+def _in_memory(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [tier for tier in result.get("tiers", ()) if tier["name"] != "nvme"]
+
+
+def _owned(result: Mapping[str, Any]) -> int | None:
+    return sum(tier["peak"] for tier in _in_memory(result)) if "tiers" in result else None
+
+
+def _budgeted(result: Mapping[str, Any]) -> int | None:
+    return sum(tier["budget"] for tier in _in_memory(result)) if "tiers" in result else None
+
+
+def status_table(rank: Mapping[str, Any], url: str) -> Table:
+    """What the sidecar answered while the run was under way."""
+    title = f"{url}v1/status at step {rank['step']}, {rank['phase']}"
+    table = Table("tier", "used", "budget", "read", "write", title=title, title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for tier in rank["tiers"]:
+        paths = rank["io"] if tier["name"] == "nvme" else []
+        speeds = [sum(path[way]["bytes_per_second"] for path in paths) for way in ("read", "written")]
+        table.add_row(
+            tier["name"],
+            format_size(tier["used"]),
+            format_size(tier["budget"]),
+            *(f"{speed / 1e9:.2f} GB/s" if paths else "" for speed in speeds),
+        )
+    return table

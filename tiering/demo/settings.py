@@ -1,0 +1,73 @@
+"""What the demo trains, and how: one record that travels to every worker."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+
+class Way(StrEnum):
+    """How a worker trains. All see the same seed and the same batches."""
+
+    NVME = "nvme"  # the engine, parameters and optimizer state on NVMe
+    MEMORY = "memory"  # the engine, everything in memory
+    PLAIN = "plain"  # no engine: a loop as anyone would write it
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the model and of its batches, numbers of the optimizer. The defaults are 25.6 M parameters."""
+
+    steps: int = 24
+    micro_batch: int = 2
+    accumulation: int = 2
+    sequence: int = 256
+    width: int = 512
+    layers: int = 8
+    heads: int = 8
+    lr: float = 5e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 1234
+    host_budget: str = "160MiB"
+    device_budget: str = "64MiB"
+    sample_bytes: int = 64
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.micro_batch * self.accumulation * self.sequence
+
+    def config(self, way: Way, directory: Path, run_name: str) -> dict[str, Any]:
+        """What a user would write into ``ds_config.json`` to train this ``way``."""
+        home = {"device": "nvme", "nvme_path": str(directory)} if way is Way.NVME else {"device": "none"}
+        tight = {"host_budget": self.host_budget, "device_budget": self.device_budget, "cache_in_host": False}
+        return {
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clip,
+            "bf16": {"enabled": True},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {
+                    "lr": self.lr,
+                    "betas": list(self.betas),
+                    "eps": self.eps,
+                    "weight_decay": self.weight_decay,
+                },
+            },
+            "zero_optimization": {"stage": 3, "offload_param": home, "offload_optimizer": home},
+            "tiering": {"run_name": run_name} | (tight if way is Way.NVME else {}),
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        fields = json.loads(text)
+        return cls(**fields | {"betas": tuple(fields["betas"])})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import ipaddress
 import signal
 import socket
@@ -29,11 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     try:
         listener = _listen(options.host, options.port)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        return _refuse(
-            f"cannot listen on {options.host} port {options.port}: {reason}; choose another --port"
-        )
+    except OSError as error:
+        return _refuse(f"cannot listen on {options.host} port {options.port}: {_reason(error)}")
     if not _is_loopback(listener):
         print(
             "tierd: warning: whoever reaches this address can read the runs' names and figures",
@@ -63,8 +61,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:  # getaddrinfo would quietly take it modulo 65536
+        raise OSError(errno.EINVAL, "a port is a number from 0 to 65535")
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address[:2], family=family, backlog=128)
+
+
+def _reason(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "it is taken, perhaps by another tierd; choose another --port"
+    return error.strerror or str(error)
 
 
 def _is_loopback(listener: socket.socket) -> bool:

@@ -1,4 +1,4 @@
-"""The kernels' formulas in float32 numpy and plain Python, written from the documentation, for equality to the bit."""
+"""The formulas in float32 numpy and plain Python, from the documentation, for equality to the bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def bf16_to_f32(x: npt.NDArray[np.uint16]) -> F32:
 
 
 def f32_to_bf16(x: F32) -> npt.NDArray[np.uint16]:
-    """Nearest even by exact arithmetic: the two neighbours are compared, no bit trick shared with the kernels."""
+    """Nearest even, by comparing the rest with one half: no bit trick shared with the kernels."""
     bits = x.view(np.uint32)
     down = bits & np.uint32(0xFFFF0000)
     rest = (bits & np.uint32(0xFFFF)).astype(np.int64)
@@ -35,8 +35,8 @@ def canonical(x: F32) -> F32:
 
 
 def adamw(
-    p: F32, m: F32, v: F32, grad: F32, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
-    step: int, grad_scale: float, decoupled: bool,
+    p: F32, m: F32, v: F32, grad: F32, *, lr: float, beta1: float, beta2: float, eps: float,
+    weight_decay: float, step: int, grad_scale: float, decoupled: bool,
 ) -> tuple[F32, F32, F32]:  # fmt: skip
     """One step; numpy's float32 operations round once each, as the kernels must."""
     f = np.float32
@@ -71,7 +71,7 @@ def sum_of_squares(x: F32, initial: float = 0.0) -> float:
 
 
 def adversarial(rng: np.random.Generator, n: int) -> F32:
-    """Random signs, exponents over the whole float32 range, with zeros, subnormals, infinities and NaN mixed in."""
+    """Signs and exponents over all of float32, with zeros, subnormals, infinities and NaN mixed in."""
     x = rng.integers(0, 1 << 32, n, dtype=np.uint32)
     x[np.isnan(x.view(np.float32))] &= np.uint32(0xBFFFFFFF)
     special = np.array(

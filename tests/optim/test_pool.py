@@ -1,0 +1,213 @@
+"""Threads, forks, the floating-point environment, and the choice of instruction set."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from optim_cpu import _kernels, kernels
+from optim_cpu.kernels import DType
+
+from . import reference
+from .test_adamw import HYPER, make_state, same_bits, step
+
+# The child runs nothing but the kernels, so what Python says about threads and fork does not apply.
+FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def norm_of(x: torch.Tensor) -> float:
+    return kernels.sum_of_squares(x.data_ptr(), DType.FP32, x.numel())
+
+
+def threads_of_this_process() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_workers_start_at_first_use_and_only_as_many_as_needed() -> None:
+    code = (
+        "from optim_cpu import kernels as k; import os; n = lambda: len(os.listdir('/proc/self/task'))\n"
+        "import array; a = array.array('f', [1.0]) * 10**6; p = a.buffer_info()[0]\n"
+        "assert n() == 1; k.set_thread_count(5); assert n() == 1 and k.thread_count() == 5\n"
+        "assert k.sum_of_squares(p, 0, 100) == 100.0 and n() == 1\n"
+        "assert k.sum_of_squares(p, 0, 70000) == 70000.0 and n() == 3\n"
+        "assert k.sum_of_squares(p, 0, 10**6) == 1e6 and n() == 5\n"
+        "k.set_thread_count(2); assert k.sum_of_squares(p, 0, 10**6) == 1e6 and n() == 5\n"
+    )
+    done = run_python(code)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_default_thread_count_is_the_affinity_mask() -> None:
+    cpu = min(os.sched_getaffinity(0))
+    code = (
+        f"import os; os.sched_setaffinity(0, [{cpu}])\n"
+        "from optim_cpu import kernels as k; print(k.thread_count())"
+    )
+    assert run_python(code).stdout == "1\n"
+    code = "from optim_cpu import kernels as k; print(k.thread_count())"
+    assert run_python(code).stdout == f"{len(os.sched_getaffinity(0))}\n"
+
+
+@pytest.mark.parametrize("n", [0, -1, 4097, 1 << 40])
+def test_a_thread_count_out_of_range_is_refused(n: int) -> None:
+    before = kernels.thread_count()
+    with pytest.raises(ValueError, match=f"n must be 1 to 4096, got {n}"):
+        kernels.set_thread_count(n)
+    assert kernels.thread_count() == before
+
+
+@FORKS
+def test_a_forked_child_steps_with_threads_of_its_own() -> None:
+    """The parent has used its pool, and uses it again while the child works."""
+    kernels.set_thread_count(3)
+    x = torch.randn(1_000_003)
+    expected = norm_of(x)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        before = threads_of_this_process()
+        right = norm_of(x) == expected
+        os.write(writing, b"%d %d %d" % (right, before, threads_of_this_process()))
+        os._exit(0)
+    assert norm_of(x) == expected
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        assert pipe.read() == b"1 1 3"
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@FORKS
+def test_forking_while_other_threads_are_inside_the_pool() -> None:
+    """A child must not inherit a held mutex, nor another thread's job."""
+    kernels.set_thread_count(2)
+    x = torch.randn(300_000)
+    expected, stop = norm_of(x), threading.Event()
+
+    def keep_busy() -> None:
+        while not stop.is_set():
+            norm_of(x)
+
+    busy = [threading.Thread(target=keep_busy) for _ in range(2)]
+    for thread in busy:
+        thread.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if norm_of(x) == expected else 1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        for thread in busy:
+            thread.join()
+
+
+def test_several_python_threads_at_once() -> None:
+    kernels.set_thread_count(3)
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(10):
+            p, m, v, g = make_state(rng, 150_001, hard=False)
+            expected = reference.adamw(p, m, v, g, grad_scale=1.0, decoupled=True, **HYPER)
+            step(p, m, v, g, DType.FP32)
+            if not all(same_bits(a, b) for a, b in zip((p, m, v), expected, strict=True)):
+                wrong.append(f"thread {seed}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.fixture
+def flushed_subnormals() -> Iterator[None]:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("torch cannot flush subnormals on this CPU")
+    yield
+    torch.set_flush_denormal(False)
+
+
+def test_flush_to_zero_neither_leaks_in_nor_is_lost(isa: str, flushed_subnormals: None) -> None:
+    n = 100_000
+    rng = np.random.default_rng(9)
+    tiny = [(rng.integers(0, 1 << 23, n, dtype=np.uint32)).view(np.float32) for _ in range(4)]
+    torch.set_flush_denormal(False)
+    expected = reference.adamw(*tiny, grad_scale=1.0, decoupled=True, **HYPER)
+    squares = reference.sum_of_squares(tiny[3])
+    torch.set_flush_denormal(True)
+    p, m, v, g = (x.copy() for x in tiny)
+    for threads in (1, 3):
+        kernels.set_thread_count(threads)
+        got = [p.copy(), m.copy(), v.copy()]
+        step(*got, g, DType.FP32)
+        assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+        assert kernels.sum_of_squares(g.ctypes.data, DType.FP32, n) == squares
+    assert np.count_nonzero(expected[1].view(np.uint32)) > n // 2
+    flushed = torch.tensor([1e-40]) * torch.tensor([1.0])
+    assert flushed.view(torch.int32).item() == 0, "the caller's own mode must be back"
+
+
+@pytest.mark.parametrize("name", ["portable", "avx2", "avx512"])
+def test_the_environment_forces_an_instruction_set(name: str) -> None:
+    done = run_python("from optim_cpu import kernels as k; print(k.instruction_set())", TIERING_ISA=name)
+    if name in kernels.available_instruction_sets():
+        assert done.stdout == f"{name}\n"
+    else:
+        assert f"TIERING_ISA is '{name}': this CPU offers" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "k.instruction_set()",
+        "k.sum_of_squares(p, 0, 1)",
+        "k.cast(p, 0, p + 4, 0, 1)",
+        "k.AdamWBatch(1).run(1)",
+    ],
+)
+def test_an_instruction_set_that_is_not_here_is_an_error_not_a_crash(call: str) -> None:
+    code = (
+        "import array; from optim_cpu import kernels as k\n"
+        f"a = array.array('f', [1.0, 2.0]); p = a.buffer_info()[0]\n{call}"
+    )
+    done = run_python(code, TIERING_ISA="sse9")
+    assert done.returncode == 1
+    assert "ValueError: TIERING_ISA is 'sse9': this CPU offers" in done.stderr
+    with pytest.raises(ValueError, match="name is 'sse9': this CPU offers"):
+        kernels.set_instruction_set("sse9")
+
+
+def test_the_binary_holds_no_fused_multiply_add() -> None:
+    """Intrinsics too are contracted, if a flag is forgotten: read what the compiler really made."""
+    if not shutil.which("objdump"):
+        pytest.skip("objdump (binutils) is not installed")
+    listing = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", _kernels.__file__], capture_output=True, text=True, check=True
+    ).stdout
+    assert re.search(r"\bvsqrtps .*%ymm", listing) or os.uname().machine != "x86_64"
+    assert re.findall(r"\bv?fn?m(?:add|sub|la|ls)\w*", listing) == []
+
+
+def test_kernels_load_without_torch() -> None:
+    done = run_python("import sys, optim_cpu.kernels; print('torch' in sys.modules, 'numpy' in sys.modules)")
+    assert done.stdout == "False False\n"

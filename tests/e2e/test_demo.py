@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,12 @@ def test_batches_depend_on_their_index_only() -> None:
     assert not torch.equal(tokens, Batches(text, size=3, sequence=16, seed=6)[7][0])
 
 
-def test_the_plain_loop_is_adamw_on_fp32_masters() -> None:
+@pytest.mark.parametrize(
+    "settings", [TINY, replace(TINY, clip=1e9, eps=1e-2)], ids=["clipped", "scale matters"]
+)
+def test_the_plain_loop_is_adamw_on_fp32_masters(settings: Settings) -> None:
     """Against AdamW written out for one parameter, over two steps of two micro-batches."""
-    loop = PlainLoop(small_gpt(), TINY)
+    loop = PlainLoop(small_gpt(), settings)
     batches = Batches(standard_library(), size=2, sequence=32, seed=1)
     name = "blocks.0.mlp_up.weight"
     master = loop.masters[name].detach().clone()
@@ -114,13 +118,13 @@ def test_the_plain_loop_is_adamw_on_fp32_masters() -> None:
             for key, parameter in twin.named_parameters():
                 gradients[key] += parameter.grad.float()
         norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-        gradient = gradients[name] * min(1.0, TINY.clip / (float(norm) + 1e-6))
-        first = TINY.betas[0] * first + (1 - TINY.betas[0]) * gradient
-        second = TINY.betas[1] * second + (1 - TINY.betas[1]) * gradient**2
-        update = (first / (1 - TINY.betas[0] ** step)) / (
-            (second / (1 - TINY.betas[1] ** step)).sqrt() + TINY.eps
+        gradient = gradients[name] * min(1.0, settings.clip / (float(norm) + 1e-6))
+        first = settings.betas[0] * first + (1 - settings.betas[0]) * gradient
+        second = settings.betas[1] * second + (1 - settings.betas[1]) * gradient**2
+        update = (first / (1 - settings.betas[0] ** step)) / (
+            (second / (1 - settings.betas[1] ** step)).sqrt() + settings.eps
         )
-        master = master * (1 - TINY.lr * TINY.weight_decay) - TINY.lr * update
+        master = master * (1 - settings.lr * settings.weight_decay) - settings.lr * update
         loop.step(pairs)
         torch.testing.assert_close(loop.masters[name].detach(), master, rtol=1e-5, atol=1e-7)
         weights = dict(loop.model.named_parameters())
@@ -246,7 +250,7 @@ def test_a_worker_that_dies_is_reported(tmp_path: Path) -> None:
 
 
 def test_leaving_a_worker_ends_it(tmp_path: Path) -> None:
-    many = Settings(**{**vars(TINY), "steps": 100_000})
+    many = replace(TINY, steps=100_000)
     with Worker(Way.PLAIN, many, tmp_path, run_name="r", columns=80, plant_fault=False) as worker:
         assert next(worker.events())["step"] == 1
     assert worker.process.returncode == 130
@@ -315,7 +319,7 @@ def test_a_missing_directory_is_refused_before_training(tmp_path: Path) -> None:
 
 def test_a_budget_too_small_is_refused_before_training(tmp_path: Path) -> None:
     console = Console(width=140, record=True, file=io.StringIO())
-    small = Settings(**{**vars(TINY), "host_budget": "64K", "device_budget": "64K"})
+    small = replace(TINY, host_budget="64K", device_budget="64K")
     assert demo(tmp_path, port=0, settings=small, console=console) == UNUSABLE
     text = console.export_text()
     assert "TIER-PLAN" in text

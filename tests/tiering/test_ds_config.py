@@ -333,6 +333,7 @@ def test_old_and_short_names_are_mapped() -> None:
     assert load(changed("zero_optimization.cpu_offload_param", True))[0].zero.offload_param.device == "cpu"
     assert load(changed("zero_optimization.prefetch_bucket_size", 7))[0].zero.prefetch_elements == 7
     assert load(changed("bfloat16.enabled", True))[0].precision == "bf16"
+    assert load(changed("bf16.enabled", False))[0].precision == "fp32"
     assert load(changed("data_types.grad_accum_dtype", "bf16"))[0].tiering.grad_accum_dtype == "bf16"
     assert load(changed("data_types.grad_accum_dtype", None))[0].tiering.grad_accum_dtype == "auto"
 

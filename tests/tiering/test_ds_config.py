@@ -190,7 +190,7 @@ def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the configuration file .*none.json: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the configuration file .*none\.json: No such file"):
         load(tmp_path / "none.json")
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -53,13 +54,21 @@ def memory() -> type[Memory]:
     return Memory
 
 
+@functools.cache  # io_destroy waits for an RCU grace period: tens of milliseconds
+def cannot_start(engine: str) -> str | None:
+    try:
+        AioContext(engine=engine).close()
+    except SwapError as error:
+        return f"engine {engine} cannot start here: {error.args[0]}"
+    return None
+
+
 @pytest.fixture(params=["libaio", "threads"])
 def engine(request: pytest.FixtureRequest) -> str:
     name: str = request.param
-    try:
-        AioContext(engine=name).close()
-    except SwapError as error:
-        pytest.skip(f"engine {name} cannot start here: {error}")
+    why = cannot_start(name)
+    if why:
+        pytest.skip(why)
     return name
 
 

@@ -67,7 +67,8 @@ def test_more_than_two_gibibytes_in_one_request(engine: str, swap_file: Any) -> 
 
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+    number = ctypes.c_int
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     prot_none, map_fixed, map_noreserve = 0, 0x10, 0x4000
     reserved = nbytes + window

@@ -97,6 +97,7 @@ class Worker(Child):
         for line in self.pipe:
             event = json.loads(line)
             if event["event"] == "error":
+                self.process.wait(GRACE)
                 raise ChildError(f"training with the state in {self.way} failed: {event['message']}")
             yield event
         code = self.process.wait()

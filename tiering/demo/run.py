@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
 
 from tiering.demo.children import ChildError, Sidecar, Worker
 from tiering.demo.report import judge, memory_table, status_table, verdict_table
@@ -124,11 +125,11 @@ def _train(
         ) as worker,
         _bar(console) as bar,
     ):
-        task = bar.add_task("starts", total=settings.steps, figures="")
+        task = bar.add_task("", total=settings.steps, figures="")
         for event in worker.events():
             match event["event"]:
                 case "plan":
-                    console.print(event["text"], markup=False, highlight=False)
+                    console.print(Text.from_ansi(event["text"]))
                 case "fault":
                     console.print(f"planted fault: {event['what']}", style="yellow", markup=False)
                 case "step":
@@ -144,16 +145,14 @@ def _train(
 
 
 def _bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TextColumn("{task.fields[figures]}"), console=console)
+    figures = TextColumn("{task.fields[figures]}")
+    return Progress(TextColumn("step"), BarColumn(8), MofNCompleteColumn(), figures, console=console)
 
 
 def _advance(bar: Progress, task: TaskID, event: Mapping[str, Any], settings: Settings) -> None:
     seconds = event["seconds"]
-    figures = [f"loss {event['loss']:.3f}", f"{settings.tokens_per_step / seconds:.0f} tokens/s"]
+    figures = [f"loss {event['loss']:.3f}", f"{settings.tokens_per_step / seconds:.0f} tok/s"]
     if event["read"] or event["written"]:
-        figures.append(
-            f"NVMe read {event['read'] / seconds / 1e9:.2f} write {event['written'] / seconds / 1e9:.2f} GB/s"
-        )
-        figures.append(f"stall {event['stalled'] / seconds:.0%}")
-    bar.update(task, completed=event["step"], description="step", figures="  ".join(figures))
+        read, written = (event[way] / seconds / 1e9 for way in ("read", "written"))
+        figures += [f"read {read:.2f} write {written:.2f} GB/s", f"stall {event['stalled'] / seconds:.0%}"]
+    bar.update(task, completed=event["step"], figures=" ".join(figures))

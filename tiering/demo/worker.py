@@ -243,6 +243,8 @@ def main() -> int:
             return 2
         except KeyboardInterrupt:
             return 130
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # past the engine, nothing is left to close
     return 0
 
 

@@ -29,6 +29,8 @@ int aio_thread_start(pthread_t *thread, void *(*run)(void *), void *argument)
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = pthread_create(thread, NULL, run, argument);
+    if (!error)
+        pthread_setname_np(*thread, "tiering-aio");
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     return -error;
 }
@@ -98,9 +100,9 @@ static void init_lock(aio_context *context)
 
 int aio_open(aio_context **out, const aio_options *options)
 {
-    if (options->block_size == 0 || options->block_size % AIO_ALIGNMENT ||
-        options->block_size > MAX_BLOCK_SIZE || options->queue_depth == 0 ||
-        options->queue_depth > MAX_QUEUE_DEPTH)
+    if (!options->engine || (options->n_faults && !options->faults) || options->block_size == 0 ||
+        options->block_size % AIO_ALIGNMENT || options->block_size > MAX_BLOCK_SIZE ||
+        options->queue_depth == 0 || options->queue_depth > MAX_QUEUE_DEPTH)
         return -EINVAL;
     aio_context *context = calloc(1, sizeof *context);
     if (!context)
@@ -178,7 +180,7 @@ int64_t aio_submit(aio_context *context, int kind, int file, void *data, uint64_
 {
     if (is_foreign(context))
         return -ECHILD;
-    if (kind < 0 || kind >= AIO_KINDS || priority < 0 || priority >= AIO_PRIORITIES)
+    if (kind < 0 || kind >= AIO_KINDS || priority < 0 || priority >= AIO_PRIORITIES || (n_after && !after))
         return -EINVAL;
     struct request wanted = {.kind = kind, .priority = priority};
     if (kind != AIO_FLUSH) {

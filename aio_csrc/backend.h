@@ -60,8 +60,7 @@ extern const struct aio_backend_ops aio_backend_threads;
 int aio_backend_add_faults(struct aio_backend *backend, const aio_fault *faults, unsigned n_faults,
                            unsigned capacity);
 
-/* A thread that receives no signal of the process: SIGXFSZ (a write past RLIMIT_FSIZE) would otherwise end
- * it. */
+/* A thread that receives no signal: SIGXFSZ (a write past RLIMIT_FSIZE) would otherwise end the process. */
 int aio_thread_start(pthread_t *thread, void *(*run)(void *), void *argument);
 
 #endif

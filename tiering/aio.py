@@ -128,7 +128,7 @@ class Ticket:
     """One transfer under way. Any thread may ask it, as often as it likes: the answer does not change.
 
     It may be dropped: the buffer stays alive until the transfer is over, and a failure is then raised by a
-    later call on the context, at the latest by ``close``.
+    later read, write or flush, at the latest by ``close``.
     """
 
     __slots__ = ("_context", "_request", "nbytes")
@@ -253,8 +253,7 @@ class AioContext:
         return self._submit(lib.AIO_FLUSH, file, None, 0, 0, 0, after, ())
 
     def stats(self) -> list[FileStats]:
-        """The counters of every file, in the order of their indices."""
-        self._surface()
+        """The counters of every file, in the order of their indices. Raises no transfer's error."""
         raw = ffi.new("aio_file_stats *")
         result = []
         for index, (name, direct) in sorted(self._files.items()):
@@ -278,12 +277,13 @@ class AioContext:
         lib.aio_close(self._handle)
         if os.getpid() != self._pid:
             return  # a child has no transfers: the parent's tickets are the parent's to judge
-        for request in list(self._live):
-            if request.id:
+        unseen = sorted({*self._live, *self._orphans}, key=lambda request: request.id)
+        self._orphans.clear()
+        for request in unseen:
+            if request.result is None and request.id:
                 self._collect(request, 0)
+        for request in unseen:
             self._judge_unseen(request)
-        while self._orphans:
-            self._judge_unseen(self._orphans.popleft())
 
     def __enter__(self) -> Self:
         return self
@@ -324,9 +324,8 @@ class AioContext:
         address = ffi.NULL if buffer is None else ffi.cast("void *", buffer.address)
         earlier = self._ids(after) if after else ffi.NULL
         request = _Request(kind, file, buffer, offset, nbytes, names)
-        self._live.add(
-            request
-        )  # first: an interrupt after the call must not free memory that is being transferred
+        # Before the call: an interrupt right after it must not free memory that is being transferred.
+        self._live.add(request)
         code = lib.aio_submit(
             self._handle, kind, file, address, offset, nbytes, priority, earlier, len(after)
         )
@@ -343,8 +342,7 @@ class AioContext:
         return [ticket._request.id for ticket in after]
 
     def _collect(self, request: _Request, timeout_ns: int) -> int | None:
-        """The result, or None when it is not there in time. Takes it out of C's table and lets the buffer
-        go."""
+        """The result, or None when it is not there in time; then C forgets it and the buffer is let go."""
         result = ffi.new("int64_t *")
         code = lib.aio_wait(self._handle, request.id, timeout_ns, result)
         if code == -errno.ETIMEDOUT:
@@ -381,8 +379,7 @@ class AioContext:
             self._judge_unseen(request)
 
     def _judge_unseen(self, request: _Request) -> None:
-        """Raise a failure that nobody was told of. A cancelled one has a cause, which is told on its own
-        account."""
+        """Raise a failure that nobody was told of; what was cancelled has a cause, which is told instead."""
         result = request.result
         if result is not None and result < 0 and not request.seen:
             request.seen = True

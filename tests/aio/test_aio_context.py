@@ -31,14 +31,6 @@ def until(condition: Any, seconds: float = 20.0) -> bool:
     return bool(condition())
 
 
-def lib_errors(context: AioContext, file: int) -> int:
-    """Failed writes, asked below the floor that would raise a dropped one."""
-    stats = ffi.new("aio_file_stats *")
-    assert lib.aio_stats(context._handle, file, stats) == 0
-    errors: int = stats.kind[lib.AIO_WRITE].errors
-    return errors
-
-
 def test_the_engine_in_use_can_be_asked(engine: str) -> None:
     with AioContext(engine=engine) as context:
         assert context.engine == engine
@@ -271,7 +263,7 @@ def test_a_failure_nobody_asked_for_is_raised_by_close(
         ticket = context.write(file, memory(4096), 0, 4096)
         if not keep:
             del ticket
-        assert until(lambda: lib_errors(context, file) == 1)  # noqa: B023
+        assert until(lambda: context.stats()[file].write.errors == 1)  # noqa: B023
         with pytest.raises(SwapError) as caught:
             context.close()
         assert caught.value.errno == errno.EIO
@@ -283,7 +275,7 @@ def test_close_does_not_hide_the_error_it_was_called_for(engine: str, swap_file:
     with pytest.raises(KeyError) as caught, AioContext(engine=engine, fault=plan) as context:  # noqa: PT012
         file = context.add_file(swap_file(), direct=True, name="swap")
         context.write(file, memory(4096), 0, 4096)
-        assert until(lambda: lib_errors(context, file) == 1)
+        assert until(lambda: context.stats()[file].write.errors == 1)
         raise KeyError("first")
     assert any("While closing" in note for note in caught.value.__notes__)
 

@@ -36,6 +36,16 @@ test: $(STAMP)
 test-all: $(STAMP) sanitize
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
+# The C context with threads and faults, without an interpreter in between: once for memory, once for races.
+sanitize: toolchain
+	@scratch=$$(mktemp -d -p .); trap 'rm -rf '$$scratch EXIT; \
+	for check in address,undefined thread; do \
+		echo "aio_csrc with -fsanitize=$$check"; \
+		gcc -std=gnu11 -O1 -g -Wall -Wextra -fsanitize=$$check -fno-sanitize-recover=all -pthread \
+			-Iaio_csrc aio_csrc/*.c tests/aio/test_aio.c -o $$scratch/test_aio; \
+		$$scratch/test_aio $$scratch; \
+	done
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

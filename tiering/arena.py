@@ -1,8 +1,8 @@
 """The pinned arena: one page-aligned slab of host memory, leased out in exact sizes.
 
-One mapping per arena replaces thousands of pinned allocations: its size is the plan's number to the page, it is
-touched once, locked when the limits allow, registered with CUDA by the caller when there is a GPU, and not
-inherited by forked children (``MADV_DONTFORK``), so that a data worker can neither keep it alive nor touch it.
+One mapping replaces thousands of pinned allocations: its size is the plan's number to the page, it is touched once,
+registered with CUDA by the caller when there is a GPU, and not inherited by forked children (``MADV_DONTFORK``), so
+that a data worker can neither keep it alive nor touch it.
 
 Free space is taken first fit from the bottom, or from the top for leases that outlive the ones
 around them (``from_top``), which keeps long and short lives from fragmenting each other. When a lease does not fit,
@@ -62,7 +62,9 @@ class Lease:
     def part(self, offset: int, nbytes: int) -> LeasePart:
         """A window of the lease, for a transfer of a part of it."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise ValueError(f"part [{offset}, {offset + nbytes}) lies outside a lease of {self.nbytes} bytes")
+            raise ValueError(
+                f"part [{offset}, {offset + nbytes}) lies outside a lease of {self.nbytes} bytes"
+            )
         return LeasePart(self, offset, nbytes)
 
     def release(self) -> None:
@@ -86,44 +88,51 @@ class LeasePart:
 
 
 class Arena:
-    """A slab of ``nbytes`` (rounded up to pages) of host memory, sub-allocated by size.
+    """A slab of host memory, sub-allocated by size. ``name`` appears in messages and telemetry. Thread-safe.
 
-    ``name`` appears in messages and telemetry. ``pin`` registers (address, nbytes) with the device driver; ``unpin``
-    undoes it. Thread-safe. Memory is returned to the system when the arena and every tensor over it are gone.
+    Memory returns to the system when the arena and every tensor over it are gone.
     """
 
-    def __init__(
-        self,
-        nbytes: int,
-        *,
-        name: str,
-        pin: Callable[[int, int], None] | None = None,
-        unpin: Callable[[int], None] | None = None,
-    ) -> None:
+    def __init__(self, memory: memoryview, address: int, name: str) -> None:
         self.name = name
-        self.capacity = round_up(nbytes)
-        self._mapping = mmap.mmap(
-            -1, max(self.capacity, PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
-        self._mapping.madvise(mmap.MADV_DONTFORK)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                self._mapping.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                log.debug("arena %s: no transparent huge pages in this kernel", name)
-        self.memory = memoryview(self._mapping)
-        self.address = _address_of(self._mapping)
-        self._touch()
-        if pin is not None and self.capacity:
-            pin(self.address, self.capacity)
-        self._unpin = unpin
-
+        self.memory = memory
+        self.address = address
+        self.capacity = len(memory) // PAGE * PAGE
         self._lock = threading.Condition()
         self._free = FreeRanges(self.capacity)
         self._retiring: deque[tuple[Lease, Completion]] = deque()
         self._by_kind: Counter[str] = Counter()
         self.used = 0
         self.peak = 0
+
+    @classmethod
+    def map(cls, nbytes: int, name: str, pin: Callable[[int, int], None] | None = None) -> Arena:
+        """A new page-aligned mapping of ``nbytes`` (rounded up to pages), touched, and not inherited by forks.
+
+        ``pin`` registers (address, nbytes) with the device driver; undoing that is the caller's.
+        """
+        mapping = mmap.mmap(-1, round_up(max(nbytes, 1)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(mmap.MADV_DONTFORK)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                log.debug("%s arena: no transparent huge pages in this kernel", name)
+        memory = memoryview(mapping)[: round_up(nbytes)]
+        memory[::PAGE] = bytes(
+            len(memory) // PAGE
+        )  # fault every page in now, so that the first step does not
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        if pin is not None and nbytes:
+            pin(address, len(memory))
+        return cls(memory, address, name)
+
+    def split(self, nbytes: int, name: str) -> Arena:
+        """An arena of its own over ``nbytes`` of this one, for leases that must not compete with the others."""
+        if nbytes == 0:
+            return Arena(self.memory[:0], self.address, name)
+        lease = self.lease(nbytes, name)
+        return Arena(lease.view, lease.address, name)
 
     @property
     def by_kind(self) -> dict[str, int]:
@@ -196,16 +205,6 @@ class Arena:
         if error is not None:
             raise error
 
-    def close(self) -> None:
-        """Unregister from the device. The mapping itself goes when the last tensor over it is gone."""
-        if self._unpin is not None and self.capacity:
-            self._unpin(self.address)
-            self._unpin = None
-
-    def _touch(self) -> None:
-        """Fault every page in now, so that the first step does not."""
-        self.memory[::PAGE] = bytes(len(range(0, len(self.memory), PAGE)))
-
     def _collect(self) -> None:
         """Free the retired leases whose transfers have ended, in any order."""
         waiting: deque[tuple[Lease, Completion]] = deque()
@@ -238,7 +237,3 @@ class Arena:
         self.used -= lease.nbytes
         self._free.give(lease.offset, lease.nbytes)
         lease.nbytes = 0
-
-
-def _address_of(mapping: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from tiering.arena import round_up
+from tiering.arena import PAGE, round_up
 from tiering.config import format_size
 from tiering.errors import PlacementError
 
@@ -65,6 +65,7 @@ class Workload:
     sub_group_numel: int
     prefetch_bytes: int
     device_is_host: bool  # training on the CPU: host memory is the device's memory
+    fetch_by_copy: bool = False  # NVMe reads cannot land where compute uses them: they pass through a window
 
     @property
     def state_itemsize(self) -> int:
@@ -73,7 +74,13 @@ class Workload:
 
     @property
     def master_is_param(self) -> bool:
+        """Whether the compute parameters are the fp32 master themselves."""
         return self.compute_itemsize == FP32
+
+    @property
+    def steps_copy_out(self) -> bool:
+        """Whether the CPU steps parameters that the device keeps in memory of its own."""
+        return not self.device_is_host and self.offload_optimizer is not Tier.DEVICE
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,20 @@ class SubGroup:
 
 
 @dataclass(frozen=True)
+class Staging:
+    """Slots of host memory through which tiles pass: optimizer state | parameter | gradient, as far as needed."""
+
+    slots: int = 0
+    slot_bytes: int = 0
+    param_offset: int = 0
+    grad_offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+
+@dataclass(frozen=True)
 class Plan:
     """The placement. Tuples follow the order of ``workload.groups``; bytes are exact and include padding."""
 
@@ -112,8 +133,7 @@ class Plan:
     grad_tiers: tuple[Tier, ...]
     sub_groups: tuple[SubGroup, ...]
     working_bytes: int  # device room for unsharded groups, prefetch included
-    staging_slots: int
-    slot_bytes: int
+    staging: Staging
     grad_window_bytes: int  # host room for gradients on their way to and from NVMe
     transfer_bytes: int  # host room for copies to and from a device with memory of its own
 
@@ -128,7 +148,7 @@ class Plan:
         if tier is Tier.DEVICE:
             kinds["unsharded groups"] = self.working_bytes
         if tier is Tier.HOST:
-            kinds["staging"] = self.staging_slots * self.slot_bytes + self.grad_window_bytes + self.transfer_bytes
+            kinds["staging"] = self.staging.nbytes + self.grad_window_bytes + self.transfer_bytes
         return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
     def total(self, tier: Tier) -> int:
@@ -169,7 +189,11 @@ class Plan:
             moved = (format_size(read), format_size(written)) if tier is Tier.NVME else ("", "")
             what = "\n".join(f"{kind} {format_size(nbytes)}" for kind, nbytes in self.contents(tier).items())
             table.add_row(
-                tier.value, format_size(self.budgets.of(tier)), format_size(self.total(tier)), what or "-", *moved
+                tier.value,
+                format_size(self.budgets.of(tier)),
+                format_size(self.total(tier)),
+                what or "-",
+                *moved,
             )
         return table
 
@@ -197,30 +221,30 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
         fixed.take(load.offload_optimizer, nbytes, "optimizer state")
     fixed.check()
 
-    transfer = 0 if load.device_is_host else _transfer_window(load, param_tiers)
+    transfer = _transfer_window(load, param_tiers)
     fixed.take(Tier.HOST, transfer, "copies to and from the device")
-    largest_tile = min(LARGEST_TILE, max(SMALLEST_TILE, load.sub_group_numel // SMALLEST_TILE * SMALLEST_TILE))
+    largest_tile = min(
+        LARGEST_TILE, max(SMALLEST_TILE, load.sub_group_numel // SMALLEST_TILE * SMALLEST_TILE)
+    )
 
-    everything = _fill_host(load, fixed, param_tiers, grad_tiers, largest_tile, streaming=None)
-    if everything is not None:
-        params, grads, tiles = everything
-        slots, slot_bytes, window = 0, 0, 0
-    else:
-        fixed.check()
-        tile, slots, slot_bytes = _staging(load, fixed, param_tiers, grad_tiers, largest_tile)
-        fixed.take(Tier.HOST, slots * slot_bytes, "staging")
+    # Where the device has memory of its own, updated parameters reach it through a slot.
+    staging, window = Staging(), 0
+    filled = (
+        None if load.steps_copy_out else _fill_host(load, fixed, param_tiers, grad_tiers, largest_tile, None)
+    )
+    if filled is None:
+        tile, staging = _staging(load, fixed, param_tiers, grad_tiers, largest_tile)
+        fixed.take(Tier.HOST, staging.nbytes, "staging")
         window = _grad_window(load, grad_tiers)
         fixed.take(Tier.HOST, window, "gradients on their way to NVMe")
         fixed.check()
-        filled = _fill_host(load, fixed, param_tiers, grad_tiers, tile, streaming=window)
-        assert filled is not None
-        params, grads, tiles = filled
-        window = _grad_window(load, grads)
+        filled = _fill_host(load, fixed, param_tiers, grad_tiers, tile, window)
+    assert filled is not None
+    params, grads, tiles = filled
+    window = _grad_window(load, grads)
 
     working = _working_set(load, params, fixed)
-    plan = Plan(
-        load, budgets, tuple(params), tuple(grads), tuple(tiles), working, slots, slot_bytes, window, transfer
-    )
+    plan = Plan(load, budgets, tuple(params), tuple(grads), tuple(tiles), working, staging, window, transfer)
     for tier in Tier:
         if plan.total(tier) > budgets.of(tier):
             raise PlacementError(
@@ -266,7 +290,6 @@ def _fill_host(
     param_tiers: Sequence[Tier],
     grad_tiers: Sequence[Tier],
     tile: int,
-    *,
     streaming: int | None,
 ) -> tuple[list[Tier], list[Tier], list[SubGroup]] | None:
     """Fill what is left of the host budget, best ratio first; ``streaming`` None: all of it or None.
@@ -313,20 +336,19 @@ def _staging(
     param_tiers: Sequence[Tier],
     grad_tiers: Sequence[Tier],
     largest_tile: int,
-) -> tuple[int, int, int]:
-    """The tile (elements), the number of staging slots and the bytes of one, for what may have to stream."""
-    per_element = (
-        (load.state_itemsize if load.offload_optimizer is Tier.NVME else 0)
-        + (load.grad_itemsize if Tier.NVME in grad_tiers else 0)
-        + (load.compute_itemsize if Tier.NVME in param_tiers else 0)
-    )
+) -> tuple[int, Staging]:
+    """The tile (elements) and the slots, for what may have to stream."""
+    state = load.state_itemsize if load.offload_optimizer is Tier.NVME else 0
+    param = load.compute_itemsize if Tier.NVME in param_tiers or load.steps_copy_out else 0
+    grad = load.grad_itemsize if Tier.NVME in grad_tiers else 0
+    per_element = state + param + grad
     room = fixed.left(Tier.HOST) - _grad_window(load, grad_tiers)
     longest = max((group.trainable_numel for group in load.groups), default=0)
     tile = min(largest_tile, max(SMALLEST_TILE, longest))
     while tile > SMALLEST_TILE and USUAL_SLOTS * tile * per_element > room // STAGING_SHARE:
         tile = max(SMALLEST_TILE, tile // 2 // SMALLEST_TILE * SMALLEST_TILE)
     slots = USUAL_SLOTS if USUAL_SLOTS * tile * per_element <= room else FEWEST_SLOTS
-    return tile, slots, round_up(tile * per_element)
+    return tile, Staging(slots, tile * per_element, tile * state, tile * (state + param))
 
 
 def _grad_window(load: Workload, grad_tiers: Sequence[Tier]) -> int:
@@ -344,8 +366,8 @@ def _grad_window(load: Workload, grad_tiers: Sequence[Tier]) -> int:
 def _transfer_window(load: Workload, param_tiers: Sequence[Tier]) -> int:
     """Pinned room for parameters read from NVMe on their way to a device, and for gradients coming back."""
     largest = max((group.param_bytes for group in load.groups), default=0)
-    params = 2 * largest if Tier.NVME in param_tiers else 0
-    grads = 2 * largest if load.offload_optimizer is not Tier.DEVICE else 0
+    params = 2 * largest if load.fetch_by_copy and Tier.NVME in param_tiers else 0
+    grads = 2 * largest if not load.device_is_host and load.offload_optimizer is not Tier.DEVICE else 0
     return params + grads
 
 
@@ -369,7 +391,8 @@ def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> i
             f" least {format_size(fixed.budgets.device - fixed.left(Tier.DEVICE) + least)}"
         )
     everything = sum(round_up(g.param_bytes) for g, moves in zip(load.groups, moving, strict=True) if moves)
-    return min(everything, fixed.left(Tier.DEVICE), least + round_up(load.prefetch_bytes))
+    room = fixed.left(Tier.DEVICE) // PAGE * PAGE
+    return min(everything, room, least + round_up(load.prefetch_bytes))
 
 
 def _listed(kinds: dict[str, int]) -> str:

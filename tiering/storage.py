@@ -167,7 +167,9 @@ class SlabFile:
 def check_directory(directory: Path, *, allow_memory_file_system: bool = False) -> Path:
     """``directory`` itself if swap space can be made in it, else SwapSpaceError with the reason and the remedy."""
     if not directory.exists():
-        raise SwapSpaceError(f"nvme_path {directory} does not exist; create it (mkdir -p {directory}) or name another")
+        raise SwapSpaceError(
+            f"nvme_path {directory} does not exist; create it (mkdir -p {directory}) or name another"
+        )
     if not directory.is_dir():
         raise SwapSpaceError(f"nvme_path {directory} is not a directory")
     kind = _file_system_type(directory)
@@ -177,7 +179,9 @@ def check_directory(directory: Path, *, allow_memory_file_system: bool = False) 
             f" meant to save; name a directory on a disk"
         )
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise SwapSpaceError(f"nvme_path {directory} is not writable by this user; change its mode or name another")
+        raise SwapSpaceError(
+            f"nvme_path {directory} is not writable by this user; change its mode or name another"
+        )
     return directory
 
 
@@ -223,7 +227,9 @@ def _reserve(fd: int, nbytes: int, directory: Path) -> None:
     if nbytes and libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
         code = ctypes.get_errno()
         if code == errno.EOPNOTSUPP:
-            log.warning("%s cannot reserve space (no fallocate): a full disk will show only when written", directory)
+            log.warning(
+                "%s cannot reserve space (no fallocate): a full disk will show only when written", directory
+            )
             os.ftruncate(fd, nbytes)
             return
         raise SwapSpaceError(f"cannot reserve {nbytes} bytes in {directory}: {os.strerror(code)}")
@@ -231,7 +237,7 @@ def _reserve(fd: int, nbytes: int, directory: Path) -> None:
 
 def _file_system_type(directory: Path) -> str:
     """The type in /proc/self/mountinfo of the mount that holds ``directory``, or "unknown"."""
-    device = os.stat(directory).st_dev
+    device = directory.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()

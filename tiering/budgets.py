@@ -1,0 +1,67 @@
+"""What this machine can give: the numbers behind ``"auto"`` budgets. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiering.config import TiersConfig
+from tiering.placement import Budgets
+from tiering.storage import check_directory, free_bytes
+
+AUTO_SHARE = 0.8  # of the memory limit, less what is in use
+NVME_SHARE = 0.95  # of the free space, so that the file system is not filled to the brim
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of (limit, now in use): the cgroup's limit and use where it is the smaller, else the machine's."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    total, available = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    limit, in_use = total, total - available
+    for directory, names in _cgroups():
+        try:
+            own_limit = int((directory / names[0]).read_text())
+            own_use = int((directory / names[1]).read_text())
+        except (OSError, ValueError):  # "max", or no such controller here
+            continue
+        if own_limit < limit:
+            limit, in_use = own_limit, own_use
+    return limit, in_use
+
+
+def resolve_budgets(
+    config: TiersConfig, *, device_memory: int | None, nvme_path: Path | None, ranks_on_node: int = 1
+) -> Budgets:
+    """Bytes for one rank, ``"auto"`` replaced by what the machine has.
+
+    ``device_memory`` is what a GPU has free, None when the CPU is the device: device and host then share memory, and
+    what is left of it is halved between those that are ``"auto"``. Half of a GPU is left to activations.
+    """
+    limit, in_use = host_memory()
+    spare = max(0, int(limit * AUTO_SHARE) - in_use)
+    device, host, nvme = config.device_budget, config.host_budget, config.nvme_budget
+    if device_memory is not None:
+        device = device_memory // 2 * ranks_on_node if device == "auto" else device
+        host = spare if host == "auto" else host
+    elif device == "auto" and host == "auto":
+        device = host = spare // 2
+    elif device == "auto":
+        device = max(0, spare - int(host))
+    elif host == "auto":
+        host = max(0, spare - device)
+    if nvme == "auto":
+        nvme = int(free_bytes(check_directory(nvme_path)) * NVME_SHARE) if nvme_path is not None else 0
+    return Budgets(int(device) // ranks_on_node, int(host) // ranks_on_node, int(nvme) // ranks_on_node)
+
+
+def _cgroups() -> list[tuple[Path, tuple[str, str]]]:
+    """Directories that may hold a memory limit for this process, with the names of its two files."""
+    found = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        relative = path.lstrip("/")
+        if number == "0":
+            found.append((Path("/sys/fs/cgroup") / relative, ("memory.max", "memory.current")))
+        elif "memory" in controllers.split(","):
+            base = Path("/sys/fs/cgroup/memory")
+            found.append((base / relative, ("memory.limit_in_bytes", "memory.usage_in_bytes")))
+    return found

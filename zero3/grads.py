@@ -1,0 +1,218 @@
+"""Gradients: taken from autograd as they arrive, accumulated where the plan keeps them, squared for the norm.
+
+A group whose gradients live on NVMe accumulates in a window of host memory: opened by the first gradient of a pass
+(and filled with what earlier micro-batches left), written out when the schedule says that the group is done. Should a
+gradient arrive later still (a tied parameter), the window is simply opened again.
+
+The norm is exact and the same for every placement: squares are summed in float64 over fixed blocks anchored at the
+start of each parameter, then over parameters in model order (see optim_cpu.kernels.sum_of_squares).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from optim_cpu import kernels
+from optim_cpu.kernels import DType
+from tiering.arena import Lease
+from zero3 import device_kernels
+from zero3.param_group import ParamGroup, StreamEvent, Streams
+from zero3.partition import Piece
+from zero3.tiers import Home, Tiers, as_tensor
+
+KERNEL_DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
+
+
+@dataclass
+class _Arriving:
+    """A gradient on its way from the device to pinned memory."""
+
+    event: StreamEvent
+    lease: Lease
+    group: ParamGroup
+    piece: Piece
+    dtype: torch.dtype
+
+
+class GradientStore:
+    """The accumulated gradients of ``groups``. ``homes`` follow their order; ``dtype`` is the accumulation dtype."""
+
+    def __init__(
+        self,
+        groups: list[ParamGroup],
+        homes: list[Home],
+        dtype: torch.dtype,
+        tiers: Tiers,
+        streams: Streams | None,
+    ) -> None:
+        self.homes = homes
+        self.dtype = dtype
+        self.last_micro_batch = True  # set by the engine: this backward completes the accumulation
+        self._groups = groups
+        self._tiers = tiers
+        self._streams = streams
+        self._windows: dict[ParamGroup, Lease] = {}
+        self._written: set[ParamGroup] = set()  # whose extents hold gradients of this accumulation
+        self._received: set[int] = set()  # pieces, by index
+        self._squares: dict[int, float] = {}
+        self._arriving: deque[_Arriving] = deque()
+
+    def received(self, piece: Piece) -> bool:
+        """Whether the parameter got a gradient since the last ``reset``."""
+        return piece.index in self._received
+
+    def accumulate(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
+        """Take ``param.grad`` and add it to what is there."""
+        grad, param.grad = param.grad, None
+        if grad is None:
+            return
+        if grad.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of {piece.name!r} is {grad.layout}; only dense gradients can be tiered:"
+                " build the embedding with sparse=False"
+            )
+        grad = grad.contiguous()
+        home = self.homes[group.index]
+        if not grad.is_cuda:
+            self._add_on_host(group, piece, grad)
+        elif home.tensor is not None and home.tensor.is_cuda:
+            target = home.tensor.view(self.dtype)[piece.start : piece.end]
+            device_kernels.accumulate(target, grad.view(-1), overwrite=piece.index not in self._received)
+            self._received.add(piece.index)
+            self._squares.pop(piece.index, None)
+        else:
+            self._send_to_host(group, piece, grad)
+
+    def close(self, group: ParamGroup) -> None:
+        """The group gets no more gradients in this pass, as far as the schedule can tell: write its window out."""
+        self._receive(group)
+        lease = self._windows.pop(group, None)
+        if lease is None:
+            return
+        extent, slab = self.homes[group.index].extent, self._tiers.slab
+        assert extent is not None and slab is not None
+        lease.retire(slab.swap_out(extent, lease, nbytes=extent.nbytes))
+        self._written.add(group)
+
+    def close_all(self) -> None:
+        """The pass has ended."""
+        self._receive(None)
+        for group in list(self._windows):
+            self.close(group)
+
+    def reset(self) -> None:
+        """Forget all gradients: they have been used, or are given up."""
+        while self._arriving:
+            arriving = self._arriving.popleft()
+            arriving.event.wait()
+            arriving.lease.release()
+        for lease in self._windows.values():
+            lease.release()
+        self._windows.clear()
+        self._written.clear()
+        self._received.clear()
+        self._squares.clear()
+
+    def norm(self) -> float:
+        """The exact 2-norm of all gradients; not finite exactly when one of their elements is not."""
+        total = 0.0
+        for _, square in sorted(self._all_squares(), key=lambda found: found[0].index):
+            total += square
+        return math.sqrt(total) if math.isfinite(total) else math.nan
+
+    def first_not_finite(self) -> str:
+        """The name of the first parameter, in model order, whose gradient is not finite."""
+        bad = [piece for piece, square in self._all_squares() if not math.isfinite(square)]
+        return min(bad, key=lambda piece: piece.index).name
+
+    def read(self, group: ParamGroup, piece: Piece) -> Tensor:
+        """A copy of the accumulated gradient of one parameter, flat, in the accumulation dtype."""
+        itemsize = self.dtype.itemsize
+        raw = self._tiers.load(self.homes[group.index], piece.start * itemsize, piece.numel * itemsize)
+        return raw.view(self.dtype)
+
+    def _all_squares(self) -> list[tuple[Piece, float]]:
+        return [
+            (piece, self._square(group, piece))
+            for group in self._groups
+            for piece in group.layout.pieces
+            if piece.index in self._received
+        ]
+
+    def _square(self, group: ParamGroup, piece: Piece) -> float:
+        """The sum of squares, computed now if the last micro-batch brought this parameter no gradient."""
+        if piece.index not in self._squares:
+            home = self.homes[group.index]
+            if home.tensor is not None and home.tensor.is_cuda:
+                flat = home.tensor.view(self.dtype)[piece.start : piece.end]
+                self._squares[piece.index] = device_kernels.sum_of_squares(flat)
+            else:
+                grad = self.read(group, piece)
+                self._squares[piece.index] = kernels.sum_of_squares(
+                    grad.data_ptr(), KERNEL_DTYPES[self.dtype], piece.numel
+                )
+        return self._squares[piece.index]
+
+    def _add_on_host(self, group: ParamGroup, piece: Piece, grad: Tensor) -> None:
+        dtype = KERNEL_DTYPES[self.dtype]
+        address = self._open(group) + piece.start * self.dtype.itemsize
+        kernels.accumulate(
+            address,
+            dtype,
+            grad.data_ptr(),
+            KERNEL_DTYPES[grad.dtype],
+            piece.numel,
+            overwrite=piece.index not in self._received,
+        )
+        self._received.add(piece.index)
+        self._squares.pop(piece.index, None)
+        if self.last_micro_batch:
+            self._squares[piece.index] = kernels.sum_of_squares(address, dtype, piece.numel)
+
+    def _open(self, group: ParamGroup) -> int:
+        """The address of the group's gradients in host memory."""
+        home = self.homes[group.index]
+        if home.tensor is not None:
+            return home.address
+        lease = self._windows.get(group)
+        if lease is None:
+            assert home.extent is not None and self._tiers.slab is not None
+            with self._tiers.stalls.waiting_for("gradients"):
+                lease = self._tiers.grad_window.lease(home.extent.nbytes, "gradients")
+                if group in self._written:
+                    self._tiers.slab.swap_in(home.extent, lease, nbytes=home.extent.nbytes).wait()
+            self._windows[group] = lease
+        return lease.address
+
+    def _send_to_host(self, group: ParamGroup, piece: Piece, grad: Tensor) -> None:
+        """Start the copy to pinned memory behind compute; what arrived is added when the group closes."""
+        assert self._streams is not None
+        nbytes = grad.numel() * grad.element_size()
+        while (lease := self._tiers.transfer.try_lease(nbytes, "gradients")) is None:
+            with self._tiers.stalls.waiting_for("gradients"):
+                self._receive_next()
+        stream = self._streams.offload
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            as_tensor(lease)[:nbytes].copy_(grad.view(-1).view(torch.uint8), non_blocking=True)
+        grad.record_stream(stream)
+        self._arriving.append(_Arriving(StreamEvent(stream), lease, group, piece, grad.dtype))
+
+    def _receive(self, group: ParamGroup | None) -> None:
+        """Add what is on its way, up to the last gradient of ``group`` (None: all)."""
+        while any(group is None or arriving.group is group for arriving in self._arriving):
+            self._receive_next()
+
+    def _receive_next(self) -> None:
+        arriving = self._arriving.popleft()
+        arriving.event.wait()
+        flat = as_tensor(arriving.lease)[: arriving.piece.numel * arriving.dtype.itemsize].view(
+            arriving.dtype
+        )
+        self._add_on_host(arriving.group, arriving.piece, flat)
+        arriving.lease.release()

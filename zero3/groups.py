@@ -1,0 +1,135 @@
+"""Which modules form a ParamGroup: the parameters that are unsharded, stepped and swapped together.
+
+The outermost entries of a repeated container (a ``ModuleList``, or a ``Sequential`` of one kind of module) are groups:
+the blocks. Outside the blocks, a module whose own parameters exceed the average block (an embedding, an output head)
+is a group of its own. What is left joins its nearest ancestor's group, in the end the root's. Parameters below the
+persistence threshold form one group that never leaves the device.
+
+A tied parameter belongs to the first group that meets it, and every module that uses it becomes an *entry* of that
+group: calling the module unshards the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+ROOT = "root"
+PERSISTENT = "persistent"
+
+
+@dataclass
+class GroupMembers:
+    """A group before it has storage: ``params`` are (index in the model, name, parameter), in model order."""
+
+    name: str
+    params: list[tuple[int, str, nn.Parameter]] = field(default_factory=list)
+    entries: list[nn.Module] = field(default_factory=list)
+    parent: int | None = None
+    persistent: bool = False
+
+
+def form_groups(model: nn.Module, persistence_threshold: int) -> list[GroupMembers]:
+    """Cut ``model`` into groups, in the order of its modules; every parameter is in exactly one.
+
+    ``persistence_threshold`` counts elements: smaller parameters go to the persistent group, whatever their module.
+    """
+    modules = dict(model.named_modules())
+    blocks = {name for container in _repeated_containers(model) for name in container}
+    mean_block = _mean_block_size(modules, blocks)
+    anchors = set(blocks) | {""}
+    for name, module in modules.items():
+        if name and not _inside(name, blocks) and mean_block and _own_numel(module) > mean_block:
+            anchors.add(name)
+
+    groups: dict[str, GroupMembers] = {}
+    owner: dict[nn.Parameter, GroupMembers] = {}
+    index = 0
+    for module_name, module in modules.items():
+        for short, param in module._parameters.items():
+            if param is None:
+                continue
+            if param in owner:
+                _add_entry(owner[param], module, modules)
+                continue
+            persistent = param.numel() < persistence_threshold
+            anchor = PERSISTENT if persistent else _nearest(module_name, anchors)
+            label = PERSISTENT if persistent else anchor or ROOT
+            group = groups.setdefault(label, GroupMembers(label, persistent=persistent))
+            if not persistent and not group.entries:
+                group.entries.append(modules[anchor])
+            group.params.append((index, f"{module_name}.{short}" if module_name else short, param))
+            owner[param] = group
+            index += 1
+    formed = list(groups.values())
+    _link_parents(formed, modules)
+    return formed
+
+
+def _repeated_containers(model: nn.Module) -> Iterator[list[str]]:
+    """The names of the entries of each outermost repeated container."""
+    queue: list[tuple[str, nn.Module]] = [("", model)]
+    while queue:
+        prefix, module = queue.pop(0)
+        children = [
+            (f"{prefix}.{short}" if prefix else short, child) for short, child in module.named_children()
+        ]
+        entries = [(name, child) for name, child in children if any(True for _ in child.parameters())]
+        repeated = len(entries) > 1 and (
+            isinstance(module, nn.ModuleList)
+            or (isinstance(module, nn.Sequential) and len({type(child) for _, child in entries}) == 1)
+        )
+        if repeated:
+            yield [name for name, _ in entries]
+        else:
+            queue.extend(children)
+
+
+def _mean_block_size(modules: dict[str, nn.Module], blocks: set[str]) -> float:
+    sizes = [sum(p.numel() for p in modules[name].parameters()) for name in blocks]
+    return sum(sizes) / len(sizes) if sizes else 0.0
+
+
+def _own_numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module._parameters.values() if p is not None)
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    """``name`` and every module around it, innermost first; the root is ""."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _inside(name: str, anchors: set[str]) -> bool:
+    return any(ancestor in anchors for ancestor in _ancestors(name) if ancestor)
+
+
+def _nearest(name: str, anchors: set[str]) -> str:
+    return next(ancestor for ancestor in _ancestors(name) if ancestor in anchors)
+
+
+def _add_entry(group: GroupMembers, module: nn.Module, modules: dict[str, nn.Module]) -> None:
+    """``module`` uses a parameter of ``group``: make it an entry unless an entry already encloses it."""
+    if group.persistent:
+        return
+    inside = any(module is inner for entry in group.entries for inner in entry.modules())
+    if not inside:
+        group.entries.append(module)
+
+
+def _link_parents(groups: list[GroupMembers], modules: dict[str, nn.Module]) -> None:
+    """Set each group's parent: the innermost other group one of whose entries encloses this group's first entry."""
+    names = {module: name for name, module in modules.items()}
+    owners = {entry: index for index, group in enumerate(groups) for entry in group.entries}
+    for index, group in enumerate(groups):
+        if group.persistent:
+            continue
+        for ancestor in _ancestors(names[group.entries[0]]):
+            found = owners.get(modules[ancestor])
+            if found is not None and found != index:
+                group.parent = found
+                break

@@ -1,0 +1,158 @@
+"""Build on meta, fill group by group: ``tiering.zero.Init``, and how a model's values reach their tiers.
+
+    with tiering.zero.Init():
+        model = Model()                  # parameters without memory
+    engine, *_ = tiering.initialize(model=model, config=config)
+
+Each module's ``reset_parameters`` then runs in the order of an ordinary build, and a group goes to its tiers as soon as
+its last parameter has a value; only groups in the making take memory. A parameter that gets its value elsewhere (in
+``__init__``, or by ``model.apply``) would silently lose it: that is detected and refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from tiering.errors import ConfigError, EngineStateError
+from zero3.optimizer import Tile
+from zero3.param_group import ParamGroup
+from zero3.partition import QUANTUM, segments, tiles
+from zero3.tiers import Tiers
+
+FP32 = 4
+
+
+class Init:
+    """Within this context, parameters are created on the meta device: shape and dtype, no memory. Buffers are real.
+
+    ``config`` is accepted for DeepSpeed's sake; nothing in it matters before ``initialize``. Not reentrant: the context
+    replaces ``nn.Module.register_parameter`` for the process while it is open.
+    """
+
+    _register = nn.Module.register_parameter
+
+    def __init__(self, module: nn.Module | None = None, *, config: Any = None) -> None:
+        if module is not None:
+            raise ConfigError(
+                "zero.Init(module=...) is not supported in this version: build the model inside the context"
+            )
+
+    def __enter__(self) -> Self:
+        if nn.Module.register_parameter is not Init._register:
+            raise EngineStateError("zero.Init is open already: build the whole model in one context")
+        nn.Module.register_parameter = _register_on_meta  # type: ignore
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        nn.Module.register_parameter = Init._register  # type: ignore[method-assign]
+
+
+def _register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    if param is not None and not param.is_meta:
+        param = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+    Init._register(module, name, param)
+
+
+def fill(model: nn.Module, groups: list[ParamGroup], optimizer_tiles: list[Tile], tiers: Tiers) -> None:
+    """Send every parameter's value to its group's home and, as fp32, to the masters; moments become zero.
+
+    Afterwards the model's parameters belong to their groups.
+    """
+    missing = {group: sum(param.is_meta for param in group.params) for group in groups}
+    owner = {param: group for group in groups for param in group.params}
+    expected: dict[nn.Parameter, int] = {}  # how often the ordinary build wrote the parameter
+    for group, count in missing.items():
+        if count == 0:
+            _store(group, optimizer_tiles, tiers)
+    for module in _children_first(model):
+        filled = _materialize(module)
+        expected.update(filled)
+        for param in filled:
+            missing[owner[param]] -= 1
+        for group in {owner[param]: None for param in filled}:
+            if missing[group] == 0:
+                _check_repeated(group, expected)
+                _store(group, optimizer_tiles, tiers)
+
+
+def _check_repeated(group: ParamGroup, expected: dict[nn.Parameter, int]) -> None:
+    """Every write of the ordinary build was repeated by a ``reset_parameters``; a tensor counts its writes."""
+    for piece, param in zip(group.layout.pieces, group.params, strict=True):
+        if param in expected and (param._version == 0 or param._version != expected[param]):
+            raise ConfigError(
+                f"{piece.name} was initialised outside reset_parameters (in a constructor, or by apply), which"
+                " zero.Init cannot repeat; move that into the module's reset_parameters, or build this model without zero.Init"
+            )
+
+
+def _store(group: ParamGroup, optimizer_tiles: list[Tile], tiers: Tiers) -> None:
+    """Write the group's parameters in the compute dtype and its tiles' state, piece by piece."""
+    values = {
+        piece.index: param.detach().flatten().cpu()
+        for piece, param in zip(group.layout.pieces, group.params, strict=True)
+    }
+    itemsize = group.dtype.itemsize
+    chunk = (
+        max(QUANTUM, tiers.chunk_bytes // itemsize // QUANTUM * QUANTUM)
+        if tiers.chunk_bytes
+        else group.layout.numel
+    )
+    for start, end in tiles(group.layout.numel, chunk):
+        with tiers.writing(group.home, start * itemsize, (end - start) * itemsize) as raw:
+            raw.zero_()
+            _place(values, group, start, end, raw.view(group.dtype))
+    for tile in optimizer_tiles:
+        if tile.group is group:
+            nbytes = tile.numel * tiers.plan.workload.state_itemsize
+            with tiers.writing(tile.state, 0, nbytes) as raw:
+                raw.zero_()
+                if not tiers.plan.workload.master_is_param:
+                    _place(values, group, tile.start, tile.end, raw[: tile.numel * FP32].view(torch.float32))
+    for param in group.params:
+        param.grad = None
+    group.adopt_parameters()
+
+
+def _place(values: dict[int, Tensor], group: ParamGroup, start: int, end: int, into: Tensor) -> None:
+    for segment in segments(group.layout.pieces, start, end):
+        inside = segment.start - segment.piece.start
+        source = values[segment.piece.index][inside : inside + segment.numel]
+        into[segment.start - start :][: segment.numel].copy_(source)
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules in the order in which constructors finish."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _materialize(module: nn.Module) -> dict[nn.Parameter, int]:
+    """Give the module's own meta parameters memory and run its ``reset_parameters``.
+
+    Returns them with the number of writes they had seen on meta.
+    """
+    absent = {
+        short: param for short, param in module._parameters.items() if param is not None and param.is_meta
+    }
+    if not absent:
+        return {}
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if reset is None:
+        raise ConfigError(
+            f"{type(module).__name__} was built under zero.Init but has no reset_parameters to initialise"
+            f" {', '.join(absent)}; give it one, or build this model without zero.Init"
+        )
+    writes = {param: param._version for param in absent.values()}
+    for param in absent.values():
+        real = nn.Parameter(torch.empty_like(param, device="cpu"), requires_grad=param.requires_grad)
+        torch.utils.swap_tensors(param, real)
+    reset()
+    return writes

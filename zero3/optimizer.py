@@ -1,0 +1,302 @@
+"""TieredOptimizer: read, step and write sub-groups of optimizer state, several in flight.
+
+A *tile* is a sub-group with its state's home. State in memory is stepped in place, in one batch. A tile with bytes on
+NVMe passes through a staging slot: its state is read, one fused kernel updates it and writes the 16-bit parameter, and
+both are written back while the next tiles are read and stepped. Reads of the first tiles start during backward; the
+last writes run on into the next forward, and storage.py makes a read of the same bytes wait for them.
+
+A staging slot holds, each part at a multiple of 4096 bytes: optimizer state | parameter | gradient, as far as they live
+on NVMe. State is master | exp_avg | exp_avg_sq; in fp32 the parameter itself is the master.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from optim_cpu.kernels import AdamWBatch
+from tiering.aio import Ticket
+from tiering.arena import Completion, Lease
+from tiering.placement import SubGroup
+from zero3 import device_kernels
+from zero3.device_kernels import AdamWNumbers
+from zero3.grads import KERNEL_DTYPES, GradientStore
+from zero3.param_group import ParamGroup, StreamEvent
+from zero3.partition import Segment, segments
+from zero3.tiers import Home, Tiers, as_tensor
+
+FP32 = 4
+
+
+@dataclass(eq=False)
+class Tile:
+    """A sub-group: flat elements [start, end) of ``group``, its segments, and where its optimizer state lives."""
+
+    group: ParamGroup
+    start: int
+    end: int
+    state: Home
+    segments: tuple[Segment, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(eq=False)
+class _Staged:
+    """A tile in a staging slot. Addresses point into the slot, or at the home of what lives in memory."""
+
+    tile: Tile
+    lease: Lease
+    reads: list[Ticket] = field(default_factory=list)
+
+
+class _All:
+    """Several completions as one: what a lease retires on when more than one transfer uses it."""
+
+    def __init__(self, parts: list[Completion]) -> None:
+        self._parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def wait(self, timeout: float | None = None) -> int:
+        return sum(part.wait(timeout) for part in self._parts)
+
+
+def make_tiles(sub_groups: Iterable[SubGroup], groups: list[ParamGroup], tiers: Tiers) -> list[Tile]:
+    """The planned sub-groups with homes for their state."""
+    made = []
+    for planned in sub_groups:
+        group = groups[planned.group]
+        parts = tuple(segments(group.layout.pieces, planned.start, planned.end))
+        names = tuple(segment.piece.name for segment in parts)
+        nbytes = planned.numel * tiers.plan.workload.state_itemsize
+        home = tiers.home(planned.tier, nbytes, "optimizer state", names)
+        made.append(Tile(group, planned.start, planned.end, home, parts))
+    return made
+
+
+class TieredOptimizer(torch.optim.Optimizer):
+    """AdamW or Adam over tiered state; a true ``torch.optim.Optimizer``, so schedulers and loops can drive it.
+
+    ``param_groups`` carry lr, betas, eps and weight_decay as torch's do. ``step`` needs the gradients of a finished
+    backward; the engine calls it.
+    """
+
+    def __init__(
+        self,
+        param_groups: list[dict[str, Any]],
+        defaults: dict[str, Any],
+        tiles: list[Tile],
+        gradients: GradientStore,
+        tiers: Tiers,
+        *,
+        decoupled: bool,
+    ) -> None:
+        super().__init__(param_groups, defaults)
+        self._tiers = tiers
+        self._gradients = gradients
+        self._decoupled = decoupled
+        self._param_at = tiers.plan.staging.param_offset
+        self._grad_at = tiers.plan.staging.grad_offset
+        self._master_is_param = tiers.plan.workload.master_is_param
+        self._on_device = [tile for tile in tiles if tile.state.tensor is not None and not tile.state.on_host]
+        self._streamed = [
+            tile for tile in tiles if tile not in self._on_device and self._passes_staging(tile)
+        ]
+        self._in_place = [
+            tile for tile in tiles if tile not in self._on_device and tile not in self._streamed
+        ]
+        self._pieces = {s.piece.index: s.piece for tile in tiles for s in tile.segments}
+        self._index_of = {
+            param: piece.index
+            for group in {tile.group for tile in tiles}
+            for piece, param in zip(group.layout.pieces, group.params, strict=True)
+        }
+        self._options: dict[int, dict[str, Any]] = {}  # piece index -> its param group, as of this step
+        self._ahead: deque[_Staged] = deque()
+        self._steps: dict[int, int] = {}  # piece index -> updates so far
+        self._batch = AdamWBatch(capacity=64)
+
+    def read_ahead(self) -> None:
+        """Start to read the state of the first tiles; called when the last backward of a step begins."""
+        while len(self._ahead) < len(self._streamed):
+            staged = self._stage(self._streamed[len(self._ahead)], wait=False)
+            if staged is None:
+                return
+            self._ahead.append(staged)
+
+    def release_read_ahead(self) -> None:
+        """Free the slots of ``read_ahead``, for others to use; the step reads again."""
+        while self._ahead:
+            staged = self._ahead.popleft()
+            staged.lease.retire(_All(list(staged.reads)))
+
+    def step(self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0) -> None:  # type: ignore[override]
+        """Update every parameter that got a gradient, gradients multiplied by ``grad_scale`` (unscale x clip)."""
+        if closure is not None:
+            raise TypeError("closures are not supported: the engine runs forward and backward itself")
+        self._options = {
+            self._index_of[param]: group
+            for group in self.param_groups
+            for param in group["params"]
+            if param in self._index_of
+        }
+        for piece in self._pieces.values():
+            if self._gradients.received(piece):
+                self._steps[piece.index] = self._steps.get(piece.index, 0) + 1
+        self.read_ahead()
+        for tile in self._in_place:
+            self._add_to_batch(tile, tile.state.address, 0, 0)
+        self._batch.run(grad_scale)
+        for tile in self._on_device:
+            self._step_on_device(tile, grad_scale)
+
+        upcoming = deque(self._streamed[len(self._ahead) :])
+        while self._ahead or upcoming:
+            while upcoming and (staged := self._stage(upcoming[0], wait=not self._ahead)) is not None:
+                self._ahead.append(staged)
+                upcoming.popleft()
+            self._update(self._ahead.popleft(), grad_scale)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients accumulated so far."""
+        self._gradients.reset()
+        super().zero_grad(set_to_none=True)
+
+    def _passes_staging(self, tile: Tile) -> bool:
+        """Whether a part of the tile is where the CPU cannot address it."""
+        return not (
+            tile.state.on_host and tile.group.home.on_host and self._gradients.homes[tile.group.index].on_host
+        )
+
+    def _stage(self, tile: Tile, *, wait: bool) -> _Staged | None:
+        """Lease a slot for ``tile`` and start to read what does not change before the step."""
+        staging = self._tiers.staging
+        lease = staging.try_lease(self._tiers.plan.staging.slot_bytes, "staging")
+        if lease is None:
+            if not wait:
+                return None
+            with self._tiers.stalls.waiting_for("staging"):
+                lease = staging.lease(self._tiers.plan.staging.slot_bytes, "staging")
+        staged = _Staged(tile, lease)
+        if tile.state.extent is not None:
+            self._read(staged, tile.state, 0, 0, tile.state.extent.nbytes)
+        if self._master_is_param and tile.group.home.extent is not None:
+            itemsize = tile.group.dtype.itemsize
+            self._read(staged, tile.group.home, self._param_at, tile.start * itemsize, tile.numel * itemsize)
+        return staged
+
+    def _read(self, staged: _Staged, home: Home, slot_offset: int, offset: int, nbytes: int) -> None:
+        assert home.extent is not None and self._tiers.slab is not None
+        part = staged.lease.part(slot_offset, nbytes)
+        staged.reads.append(self._tiers.slab.swap_in(home.extent, part, offset=offset))
+
+    def _update(self, staged: _Staged, grad_scale: float) -> None:
+        """Step one staged tile and start to write it back."""
+        tile, lease = staged.tile, staged.lease
+        grads = self._gradients.homes[tile.group.index]
+        itemsize = self._gradients.dtype.itemsize
+        if grads.extent is not None:
+            self._read(staged, grads, self._grad_at, tile.start * itemsize, tile.numel * itemsize)
+        with self._tiers.stalls.waiting_for("optimizer state"):
+            for ticket in staged.reads:
+                ticket.wait()
+        self._add_to_batch(
+            tile,
+            tile.state.address or lease.address,
+            0 if tile.group.home.on_host else lease.address + self._param_at,
+            0 if grads.on_host else lease.address + self._grad_at - tile.start * itemsize,
+        )
+        touched = len(self._batch) > 0
+        self._batch.run(grad_scale)
+        lease.retire(_All(self._write_back(staged) if touched else []))
+
+    def _write_back(self, staged: _Staged) -> list[Completion]:
+        """Start to write what the step changed and what lives elsewhere."""
+        tile, slab = staged.tile, self._tiers.slab
+        home, writes = tile.group.home, list[Completion]()
+        itemsize = tile.group.dtype.itemsize
+        if tile.state.extent is not None:
+            assert slab is not None
+            writes.append(slab.swap_out(tile.state.extent, staged.lease.part(0, tile.state.extent.nbytes)))
+        if not home.on_host:
+            part = staged.lease.part(self._param_at, tile.numel * itemsize)
+            if home.extent is not None:
+                assert slab is not None
+                writes.append(slab.swap_out(home.extent, part, offset=tile.start * itemsize))
+            else:
+                assert home.tensor is not None
+                source = as_tensor(staged.lease)[self._param_at : self._param_at + part.nbytes]
+                home.tensor[tile.start * itemsize :][: part.nbytes].copy_(source, non_blocking=True)
+                writes.append(StreamEvent(torch.cuda.current_stream()))
+        return writes
+
+    def _add_to_batch(self, tile: Tile, state: int, param: int, grads: int) -> None:
+        """Add the tile's segments that got gradients. ``state`` is the address of the tile's state; ``param`` that of
+        the tile's parameters, ``grads`` that of the *group's* gradients, 0 where they are in their home."""
+        itemsize = tile.group.dtype.itemsize
+        param = param or tile.group.home.address + tile.start * itemsize
+        grads = grads or self._gradients.homes[tile.group.index].address
+        moments = state if self._master_is_param else state + tile.numel * FP32
+        for segment in tile.segments:
+            if not self._gradients.received(segment.piece):
+                continue
+            numbers = self._numbers(segment)
+            inside = segment.start - tile.start
+            self._batch.add(
+                segment.numel,
+                master=(param if self._master_is_param else state) + inside * FP32,
+                exp_avg=moments + inside * FP32,
+                exp_avg_sq=moments + (tile.numel + inside) * FP32,
+                grad=grads + segment.start * self._gradients.dtype.itemsize,
+                grad_dtype=KERNEL_DTYPES[self._gradients.dtype],
+                out=0 if self._master_is_param else param + inside * itemsize,
+                out_dtype=KERNEL_DTYPES[tile.group.dtype],
+                lr=numbers.lr,
+                beta1=numbers.beta1,
+                beta2=numbers.beta2,
+                eps=numbers.eps,
+                weight_decay=numbers.weight_decay,
+                step=numbers.step,
+                decoupled=numbers.decoupled,
+            )
+
+    def _numbers(self, segment: Segment) -> AdamWNumbers:
+        options = self._options[segment.piece.index]
+        beta1, beta2 = options["betas"]
+        return AdamWNumbers(
+            lr=float(options["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=options["eps"],
+            weight_decay=options["weight_decay"],
+            step=self._steps[segment.piece.index],
+            decoupled=self._decoupled,
+        )
+
+    def _step_on_device(self, tile: Tile, grad_scale: float) -> None:
+        """Step a tile whose state is in a GPU's memory, by torch operations."""
+        param, grads = tile.group.home.tensor, self._gradients.homes[tile.group.index].tensor
+        assert tile.state.tensor is not None and param is not None and grads is not None
+        state = tile.state.tensor.view(torch.float32).view(-1, tile.numel)
+        whole = param.view(tile.group.dtype)[tile.start : tile.end]
+        for segment in tile.segments:
+            if not self._gradients.received(segment.piece):
+                continue
+            inside = slice(segment.start - tile.start, segment.start - tile.start + segment.numel)
+            device_kernels.adamw(
+                whole[inside] if self._master_is_param else state[0, inside],
+                state[-2, inside],
+                state[-1, inside],
+                grads.view(self._gradients.dtype)[segment.start : segment.start + segment.numel],
+                None if self._master_is_param else whole[inside],
+                self._numbers(segment),
+                grad_scale,
+            )

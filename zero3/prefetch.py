@@ -1,0 +1,92 @@
+"""Prefetch: the order in which a pass uses groups is recorded once, then read ahead within the working room.
+
+A pass is one forward, with its backward when there is one; passes with and without gradients have orders of their own.
+Prefetch never waits and never fails: it takes room that is free. When compute needs a group and prefetched ones hold
+the room, they are dropped, the one needed last first. A pass that leaves the recorded order only stalls; the next one
+follows the new order.
+"""
+
+from __future__ import annotations
+
+from tiering.errors import ArenaError
+from zero3.param_group import ParamGroup, Residency
+
+
+class Prefetcher:
+    """Unshards groups on demand and ahead of it."""
+
+    def __init__(self) -> None:
+        self._orders: dict[bool, list[ParamGroup]] = {}  # with gradients? -> the last full pass
+        self._trace: list[ParamGroup] = []
+        self._cursor: int | None = 0  # position in the order; None: this pass has left it
+        self._training = True
+        self._ahead: list[ParamGroup] = []  # unsharded or on their way, not in use, soonest first
+
+    def begin_pass(self, training: bool) -> None:
+        """A forward begins. The trace of the pass before becomes the order of its kind."""
+        self.end_pass()
+        if training is not self._training:
+            self._drop_ahead()
+        self._training = training
+        self._cursor = 0
+
+    def end_pass(self) -> None:
+        """The pass that was recorded is complete."""
+        if self._trace:
+            self._orders[self._training] = self._trace
+            self._trace = []
+            self._cursor = 0
+
+    def acquire(self, group: ParamGroup) -> None:
+        """Make ``group`` usable now, and start what comes after it."""
+        self._trace.append(group)
+        self._advance(group)
+        if group in self._ahead:
+            self._ahead.remove(group)
+        while not group.unshard():
+            if not self._ahead:
+                raise ArenaError(
+                    f"no room on the device for group {group.name!r} although nothing is prefetched. This is a defect"
+                    " of the plan: please report it; a larger device_budget works around it"
+                )
+            self._ahead.pop().reshard()
+        self.look_ahead()
+        group.wait_for_unshard()
+        self.look_ahead()
+
+    def release(self, group: ParamGroup) -> None:
+        """``group`` is not in use now."""
+        group.reshard()
+        self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """Start to fetch what comes next, as far as there is room."""
+        order = self._orders.get(self._training)
+        if order is None or self._cursor is None:
+            return
+        for group in order[self._cursor :]:
+            if group.residency is not Residency.SHARDED:
+                continue
+            if not group.unshard():
+                return
+            self._ahead.append(group)
+
+    def forget(self) -> None:
+        """Drop what was fetched ahead: the parameters are about to change, or a pass was abandoned."""
+        self._drop_ahead()
+        self._trace = []
+        self._cursor = 0
+
+    def _advance(self, group: ParamGroup) -> None:
+        order = self._orders.get(self._training, [])
+        if self._cursor is None:
+            return
+        try:
+            self._cursor = order.index(group, self._cursor) + 1
+        except ValueError:
+            self._cursor = None
+
+    def _drop_ahead(self) -> None:
+        for group in self._ahead:
+            group.reshard()
+        self._ahead.clear()

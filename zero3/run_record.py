@@ -1,0 +1,136 @@
+"""What a run tells about itself: phases, recent steps, and the snapshot that telemetry publishes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tiering.aio import DirectionStats
+from tiering.budgets import host_memory
+from tiering.placement import Tier
+from tiering.storage import free_bytes
+from tiering.telemetry import DirectionStatus, PathStatus, Snapshot, StepRecord, TierStatus
+from tiering.telemetry.page import RECENT_STEPS
+from tiering.telemetry.snapshot import Phase
+from zero3.tiers import Tiers
+
+
+class RunRecord:
+    """Times the phases of one rank's run and describes its state. Read by the publisher's thread at any time."""
+
+    def __init__(self, run_name: str, tiers: Tiers) -> None:
+        self.run_name = run_name
+        self.loss: float | None = None
+        self.step = 0
+        self._tiers = tiers
+        self._started_at = time.time()
+        self._phase: Phase = "start"
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase, since the last step
+        self._steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
+        self._step_began = time.perf_counter()
+        self._stalled_before = 0.0
+        self._moved_before = (0, 0)
+        self._capacities = _capacities(tiers)
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Time the block as ``phase`` of the step that is under way."""
+        began = time.perf_counter()
+        self._phase = phase
+        try:
+            yield
+        finally:
+            self._phase = "idle"
+            self._seconds[phase] += time.perf_counter() - began
+
+    def end_step(self) -> None:
+        """An optimizer step has ended: record it."""
+        self.step += 1
+        now, moved, stalled = time.perf_counter(), self.moved(), self._tiers.stalls.total
+        self._steps.append(
+            StepRecord(
+                step=self.step,
+                seconds=now - self._step_began,
+                forward=self._seconds["forward"],
+                backward=self._seconds["backward"],
+                update=self._seconds["step"],
+                stall=stalled - self._stalled_before,
+                read_bytes=moved[0] - self._moved_before[0],
+                written_bytes=moved[1] - self._moved_before[1],
+            )
+        )
+        self._step_began, self._moved_before, self._stalled_before = now, moved, stalled
+        self._seconds.clear()
+
+    def moved(self) -> tuple[int, int]:
+        """Bytes (read, written) over NVMe so far."""
+        if self._tiers.aio is None:
+            return 0, 0
+        files = self._tiers.aio.stats()
+        return sum(f.read.bytes for f in files), sum(f.write.bytes for f in files)
+
+    def snapshot(self) -> Snapshot:
+        """Everything as of now. Bandwidths over a window are the publisher's to fill in."""
+        return Snapshot(
+            run_name=self.run_name,
+            rank=0,
+            world_size=1,
+            pid=os.getpid(),
+            started_at=self._started_at,
+            step=self.step,
+            phase=self._phase,
+            loss=self.loss,
+            tiers=[self._tier(tier) for tier in Tier],
+            io=self._paths(),
+            stalls=dict(self._tiers.stalls.seconds),
+            steps=list(self._steps),
+        )
+
+    def _tier(self, tier: Tier) -> TierStatus:
+        kinds = self._tiers.occupancy(tier)
+        return TierStatus(
+            name=tier.value,
+            budget=self._tiers.plan.budgets.of(tier),
+            capacity=self._capacities[tier],
+            used=sum(kinds.values()),
+            peak=self._tiers.peak(tier),
+            by_kind=kinds,
+        )
+
+    def _paths(self) -> list[PathStatus]:
+        aio, slab = self._tiers.aio, self._tiers.slab
+        if aio is None or slab is None:
+            return []
+        return [
+            PathStatus(
+                path=file.name,
+                engine=aio.engine,
+                direct=file.direct,
+                read=_direction(file.read),
+                written=_direction(file.write),
+            )
+            for file in aio.stats()
+        ]
+
+
+def _direction(stats: DirectionStats) -> DirectionStatus:
+    return DirectionStatus(
+        bytes=stats.bytes,
+        ops=stats.ops,
+        retries=stats.retries,
+        errors=stats.errors,
+        in_flight=stats.in_flight,
+        busy_seconds=stats.busy_ns / 1e9,
+    )
+
+
+def _capacities(tiers: Tiers) -> dict[Tier, int]:
+    memory = host_memory()[0]
+    device = memory if tiers.device_is_host else torch.cuda.get_device_properties(tiers.device).total_memory
+    nvme = free_bytes(tiers.slab.directory) + tiers.slab.capacity if tiers.slab is not None else 0
+    return {Tier.DEVICE: device, Tier.HOST: memory, Tier.NVME: nvme}

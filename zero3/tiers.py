@@ -1,0 +1,243 @@
+"""The tiers of one process, built from a Plan: arenas, swap space, the I/O context and the stall clock.
+
+On a CPU the device tier is host memory too: one arena holds what the device budget pays for, another what the host
+budget pays for. On a GPU the device tier is torch's own allocations, counted here, and the host arena is registered
+with CUDA as one slab.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tiering.aio import AioContext
+from tiering.arena import PAGE, Arena, Lease, round_up
+from tiering.config import IoConfig
+from tiering.placement import Plan, Tier
+from tiering.storage import Extent, SlabFile
+
+
+class StallClock:
+    """Seconds that compute waited for bytes, by cause."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def waiting_for(self, cause: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[cause] += time.perf_counter() - began
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass
+class Home:
+    """Where a flat array of bytes lives: in memory (a uint8 tensor), or on NVMe (an extent)."""
+
+    tensor: Tensor | None = None
+    extent: Extent | None = None
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte, 0 when the bytes are on NVMe."""
+        return self.tensor.data_ptr() if self.tensor is not None else 0
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the CPU can address the bytes."""
+        return self.tensor is not None and self.tensor.device.type == "cpu"
+
+
+class Entry:
+    """Bytes counted in a Ledger."""
+
+    def __init__(self, ledger: Ledger, nbytes: int) -> None:
+        self.ledger = ledger
+        self.nbytes = nbytes
+
+    def release(self) -> None:
+        self.ledger.used -= self.nbytes
+
+
+class Ledger:
+    """Counts bytes of memory that torch allocates, against a budget."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self.peak = 0
+
+    def try_lease(self, nbytes: int, kind: str, *, from_top: bool = False) -> Entry | None:
+        """Count ``nbytes`` if they fit; ``kind`` and ``from_top`` matter only where memory has addresses."""
+        if self.used + nbytes > self.capacity:
+            return None
+        self.used += nbytes
+        self.peak = max(self.peak, self.used)
+        return Entry(self, nbytes)
+
+
+class Tiers:
+    """Memory and swap space for ``plan`` on ``device``. ``close`` waits for transfers and gives everything back."""
+
+    def __init__(self, plan: Plan, device: torch.device, io: IoConfig, nvme_path: Path | None) -> None:
+        self.plan = plan
+        self.device = device
+        self.stalls = StallClock()
+        self.aio: AioContext | None = None
+        self.slab: SlabFile | None = None
+        self._on_gpu: Counter[str] = Counter()
+        self._on_nvme: Counter[str] = Counter()
+        nvme = plan.total(Tier.NVME)
+        if nvme:
+            assert nvme_path is not None, (
+                "a plan puts bytes on NVMe only where the configuration names a path"
+            )
+            self.aio = AioContext(engine=io.engine, block_size=io.block_size, queue_depth=io.queue_depth)
+            try:
+                self.slab = SlabFile(nvme_path, nvme, self.aio)
+            except BaseException:
+                self.aio.close()
+                raise
+        on_gpu = device.type == "cuda"
+        self.host = Arena.map(plan.total(Tier.HOST), "host", pin=_register if on_gpu else None)
+        self._registered = self.host.address if on_gpu and self.host.capacity else 0
+        self.staging = self.host.split(plan.staging.nbytes, "staging")
+        self.grad_window = self.host.split(plan.grad_window_bytes, "gradient window")
+        self.transfer = self.host.split(plan.transfer_bytes, "transfer")
+        by_torch = plan.working_bytes if plan.workload.fetch_by_copy else 0
+        self.device_arena = Arena.map(0 if on_gpu else plan.total(Tier.DEVICE) - by_torch, "device")
+        self.working: Arena | Ledger = (
+            Ledger(by_torch)
+            if plan.workload.fetch_by_copy
+            else self.device_arena.split(plan.working_bytes, "working")
+        )
+
+    @property
+    def device_is_host(self) -> bool:
+        return self.device.type == "cpu"
+
+    def home(self, tier: Tier, nbytes: int, kind: str, names: tuple[str, ...]) -> Home:
+        """A place of ``nbytes`` on ``tier`` for as long as the engine lives. ``kind`` is counted in telemetry."""
+        if tier is Tier.NVME:
+            assert self.slab is not None
+            self._on_nvme[kind] += nbytes
+            return Home(extent=self.slab.allocate(nbytes, names))
+        if tier is Tier.DEVICE and not self.device_is_host:
+            self._on_gpu[kind] += nbytes
+            return Home(tensor=torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+        arena = self.device_arena if tier is Tier.DEVICE else self.host
+        return Home(tensor=as_tensor(arena.lease(nbytes, kind))[:nbytes])
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The most that ``writing`` takes at once for bytes on NVMe."""
+        return self.plan.staging.slot_bytes
+
+    @contextmanager
+    def writing(self, home: Home, offset: int, nbytes: int) -> Iterator[Tensor]:
+        """A uint8 tensor in host memory for bytes [offset, offset + nbytes) of ``home``, stored when the block ends.
+
+        Its contents are undefined at first. On NVMe ``offset`` and ``nbytes`` are multiples of 4096, ``nbytes`` at
+        most ``chunk_bytes``; the write may still be in flight afterwards.
+        """
+        if home.tensor is not None:
+            target = home.tensor[offset : offset + nbytes]
+            local = target if home.on_host else torch.empty(nbytes, dtype=torch.uint8)
+            yield local
+            if local is not target:
+                target.copy_(local)
+            return
+        assert home.extent is not None and self.slab is not None
+        lease = self.staging.lease(nbytes, "staging")
+        try:
+            yield as_tensor(lease)[:nbytes]
+            ticket = self.slab.swap_out(home.extent, lease.part(0, nbytes), offset=offset)
+        except BaseException:
+            lease.release()
+            raise
+        lease.retire(ticket)
+
+    def load(self, home: Home, offset: int, nbytes: int) -> Tensor:
+        """A copy, in host memory, of bytes [offset, offset + nbytes) of ``home``; any offset and length."""
+        if home.tensor is not None:
+            return home.tensor[offset : offset + nbytes].to("cpu", copy=True)
+        assert home.extent is not None and self.slab is not None
+        loaded = torch.empty(nbytes, dtype=torch.uint8)
+        end = round_up(offset + nbytes)
+        for at in range(offset // PAGE * PAGE, end, self.chunk_bytes):
+            size = min(self.chunk_bytes, end - at)
+            lease = self.staging.lease(size, "staging")
+            try:
+                self.slab.swap_in(home.extent, lease.part(0, size), offset=at).wait()
+                first, last = max(at, offset), min(at + size, offset + nbytes)
+                loaded[first - offset : last - offset] = as_tensor(lease)[first - at : last - at]
+            finally:
+                lease.release()
+        return loaded
+
+    def occupancy(self, tier: Tier) -> dict[str, int]:
+        """Bytes that the engine owns on ``tier`` now, by kind. Windows count in full: what is not leased is idle."""
+        if tier is Tier.NVME:
+            return dict(self._on_nvme)
+        held = Counter(self.device_arena.by_kind if tier is Tier.DEVICE else self.host.by_kind)
+        if tier is Tier.DEVICE:
+            held.update(self._on_gpu)
+        windows = [self.working] if tier is Tier.DEVICE else [self.staging, self.grad_window, self.transfer]
+        for window in windows:
+            if isinstance(window, Arena):
+                leased = window.by_kind
+                held[window.name] -= window.capacity
+                held.update(leased)
+                held["idle windows"] += window.capacity - sum(leased.values())
+            else:
+                held["unsharded groups"] += window.used
+        return {kind: nbytes for kind, nbytes in held.items() if nbytes}
+
+    def peak(self, tier: Tier) -> int:
+        """The most bytes that the engine owned on ``tier`` at one time."""
+        if tier is Tier.NVME:
+            return self.slab.used if self.slab is not None else 0
+        if tier is Tier.HOST:
+            return self.host.peak
+        ledger = self.working.peak if isinstance(self.working, Ledger) else 0
+        return self.device_arena.peak + sum(self._on_gpu.values()) + ledger
+
+    def close(self) -> None:
+        """Wait for what is in flight and release the swap space. Idempotent. Raises the first pending I/O error."""
+        try:
+            if self.aio is not None:
+                self.aio.close()
+        finally:
+            if self.slab is not None:
+                self.slab.close()
+            if self._registered:
+                torch.cuda.cudart().cudaHostUnregister(self._registered)
+                self._registered = 0
+
+
+def as_tensor(lease: Lease) -> Tensor:
+    """The lease's bytes as a uint8 tensor that keeps the arena's memory reachable."""
+    if lease.nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(lease.view, dtype=torch.uint8)
+
+
+def _register(address: int, nbytes: int) -> None:
+    result = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+    if int(result) != 0:
+        raise RuntimeError(
+            f"cudaHostRegister of {nbytes} bytes failed with {result}: lower host_budget or raise memlock"
+        )

@@ -36,14 +36,19 @@ test: $(STAMP)
 test-all: $(STAMP) sanitize
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
-# The C context with threads and faults, without an interpreter in between: once for memory, once for races.
-sanitize: toolchain
+# Both C libraries with threads, forks and faults, without an interpreter in between: for memory, then for races.
+SANITIZED := gcc -std=gnu11 -O1 -g -Wall -Wextra -fno-sanitize-recover=all -pthread
+
+sanitize: | toolchain
 	@scratch=$$(mktemp -d -p .); trap 'rm -rf '$$scratch EXIT; \
 	for check in address,undefined thread; do \
-		echo "aio_csrc with -fsanitize=$$check"; \
-		gcc -std=gnu11 -O1 -g -Wall -Wextra -fsanitize=$$check -fno-sanitize-recover=all -pthread \
-			-Iaio_csrc aio_csrc/*.c tests/aio/test_aio.c -o $$scratch/test_aio; \
-		$$scratch/test_aio $$scratch; \
+		echo "-fsanitize=$$check"; \
+		$(SANITIZED) -fsanitize=$$check -Iaio_csrc aio_csrc/*.c tests/aio/test_aio.c -o $$scratch/aio; \
+		$$scratch/aio $$scratch; \
+		$(SANITIZED) -ffp-contract=off -fno-math-errno -fno-trapping-math -fsanitize=$$check \
+			-Ioptim_cpu/csrc optim_cpu/csrc/*.c tests/optim/stress_kernels.c -lm -o $$scratch/optim; \
+		$$scratch/optim; \
+		echo "kernels: sound"; \
 	done
 
 lint: $(STAMP)
@@ -68,7 +73,9 @@ $(STAMP): pyproject.toml setup.py constraints-dev.txt $(C_SOURCES) $(C_BUILDERS)
 toolchain:
 	@.ci/toolchain $(PYTHON)
 
+# A left-over build/ would smuggle deleted files into the wheel.
 wheel: $(STAMP)
+	@rm -rf build dist
 	@$(call quietly,$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps -w dist .)
 	@ls dist/*.whl
 

@@ -10,6 +10,7 @@
 #include <errno.h>
 #include <math.h>
 
+#include "fp_environment.h"
 #include "isa.h"
 #include "pool.h"
 
@@ -44,6 +45,21 @@ static int in_range(double x, double low, double below) { return x >= low && x <
 #define ADDRESS_RULE " must be the address of memory aligned to its element"
 #define COUNT_RULE " must be a count of elements, 0 or more"
 #define DTYPE_RULE " must be FP32, BF16 or FP16"
+
+/* Not inlined: the compiler may move arithmetic over a change of the floating-point environment, but not a call. */
+static __attribute__((noinline)) void derive_scalars(opt_adamw_segment *s, double lr, double beta1,
+                                                     double beta2, double eps, double weight_decay,
+                                                     int64_t step)
+{
+    s->decay = (float)(s->decoupled ? 1 - lr * weight_decay : weight_decay);
+    s->beta1 = (float)beta1;
+    s->one_minus_beta1 = (float)(1 - beta1);
+    s->beta2 = (float)beta2;
+    s->one_minus_beta2 = (float)(1 - beta2);
+    s->bias_correction2_sqrt = (float)sqrt(1 - pow(beta2, (double)step));
+    s->eps = (float)eps;
+    s->step_size = (float)(lr / (1 - pow(beta1, (double)step)));
+}
 
 int opt_adamw_segment_init(opt_adamw_segment *segment, int64_t numel, intptr_t master, intptr_t exp_avg,
                            intptr_t exp_avg_sq, intptr_t grad, int grad_dtype, intptr_t out, int out_dtype,
@@ -89,15 +105,10 @@ int opt_adamw_segment_init(opt_adamw_segment *segment, int64_t numel, intptr_t m
         .grad_dtype = grad_dtype,
         .out_dtype = out_dtype,
         .decoupled = decoupled != 0,
-        .decay = (float)(decoupled ? 1 - lr * weight_decay : weight_decay),
-        .beta1 = (float)beta1,
-        .one_minus_beta1 = (float)(1 - beta1),
-        .beta2 = (float)beta2,
-        .one_minus_beta2 = (float)(1 - beta2),
-        .bias_correction2_sqrt = (float)sqrt(1 - pow(beta2, (double)step)),
-        .eps = (float)eps,
-        .step_size = (float)(lr / (1 - pow(beta1, (double)step))),
     };
+    fp_environment saved = fp_enter_default();
+    derive_scalars(segment, lr, beta1, beta2, eps, weight_decay, step);
+    fp_restore(saved);
     return 0;
 }
 
@@ -105,7 +116,7 @@ struct adamw_run {
     const struct opt_kernels *kernels;
     const opt_adamw_segment *segments;
     uint64_t count;
-    float grad_scale;
+    double grad_scale; /* rounded in the tile: the caller's environment might flush it */
 };
 
 /* The last segment that starts at or before `position`. */
@@ -133,11 +144,11 @@ static void adamw_tile(void *context, uint64_t tile)
         uint64_t from = begin > s->position ? begin - s->position : 0;
         uint64_t to = end - s->position < s->numel ? end - s->position : s->numel;
         if (from < to)
-            run->kernels->adamw(s, run->grad_scale, from, to);
+            run->kernels->adamw(s, (float)run->grad_scale, from, to);
     }
 }
 
-int opt_adamw_run(opt_adamw_segment *segments, uint64_t count, float grad_scale)
+int opt_adamw_run(opt_adamw_segment *segments, uint64_t count, double grad_scale)
 {
     struct adamw_run run = {opt_selected(), segments, count, grad_scale};
     uint64_t position = 0;

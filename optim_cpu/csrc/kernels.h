@@ -10,7 +10,8 @@
  *    lets the operand order pick sign and payload, and compilers swap operands; this keeps rule 1 true for NaN too.
  *    Pure casts keep sign and the upper payload bits, made quiet.
  * 3. The caller's floating-point environment does not leak in (flush-to-zero is per thread, and torch can set it),
- *    nor is it changed: pool.c sets the default around each thread's share and restores what was there.
+ *    nor is it changed: the default is set around each thread's share and around the scalars' derivation, and what was
+ *    there is restored.
  *
  * The AdamW formula, for each element; t is the step number, from 1:
  *
@@ -62,8 +63,8 @@ int opt_adamw_segment_init(opt_adamw_segment *segment, int64_t numel, intptr_t m
                            double lr, double beta1, double beta2, double eps, double weight_decay,
                            int64_t step, int decoupled);
 
-/* Steps every segment, in one run of the pool. */
-int opt_adamw_run(opt_adamw_segment *segments, uint64_t count, float grad_scale);
+/* Steps every segment, in one run of the pool. grad_scale is rounded to float32. */
+int opt_adamw_run(opt_adamw_segment *segments, uint64_t count, double grad_scale);
 
 /* dst = src (overwrite), or dst += src with the sum formed in float32 and rounded once to dst_dtype. */
 int opt_accumulate(intptr_t dst, int dst_dtype, intptr_t src, int src_dtype, int64_t numel, int overwrite);

@@ -55,7 +55,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 	@echo "C extensions, every warning an error"
 	@$(call quietly,.ci/strict-build $(BIN)/python)

@@ -6,6 +6,7 @@
     |-- SwapSpaceError            TIER-SPACE    the NVMe directory cannot hold the swap file
     |-- SwapError (OSError)       TIER-IO       a transfer between memory and NVMe failed
     |-- ArenaError                TIER-ARENA    the pinned arena cannot serve a lease it was planned for
+    |-- TelemetryError            TIER-TELEMETRY  the run directory cannot hold pages
     |-- EngineStateError          TIER-STATE    a call came in an order the engine cannot honour
     `-- ResidencyError            TIER-RESIDENT state was touched where it does not live now
 
@@ -56,11 +57,20 @@ class SwapError(TieringError, OSError):
         self.offset = offset
         self.names = names
 
+    def __str__(self) -> str:  # OSError would print errno and file name instead of the message
+        return str(self.args[0])
+
 
 class ArenaError(TieringError):
     """A lease was asked for that the arena can never serve."""
 
     code = "TIER-ARENA"
+
+
+class TelemetryError(TieringError):
+    """The run directory cannot hold pages, or a page cannot be written."""
+
+    code = "TIER-TELEMETRY"
 
 
 class EngineStateError(TieringError):

@@ -88,7 +88,8 @@ def _check_repeated(group: ParamGroup, expected: dict[nn.Parameter, int]) -> Non
         if param in expected and (param._version == 0 or param._version != expected[param]):
             raise ConfigError(
                 f"{piece.name} was initialised outside reset_parameters (in a constructor, or by apply), which"
-                " zero.Init cannot repeat; move that into the module's reset_parameters, or build this model without zero.Init"
+                " zero.Init cannot repeat; move that into the module's reset_parameters, or build this model"
+                " without zero.Init"
             )
 
 

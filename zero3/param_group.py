@@ -49,8 +49,11 @@ class FlatStorage(ABC):
     flat: Tensor
 
     @abstractmethod
-    def start(self, *, from_top: bool) -> bool:
-        """Begin to bring the bytes; False, and nothing begun, when there is no room now."""
+    def start(self, *, from_top: bool, wait: bool) -> bool:
+        """Begin to bring the bytes; False, and nothing begun, when there is no room now.
+
+        With ``wait``, wait for room that transfers still hold; ArenaError if that cannot help.
+        """
 
     @abstractmethod
     def finish(self) -> None:
@@ -72,10 +75,11 @@ class ExchangedStorage(FlatStorage):
         self._ticket: Ticket | None = None
         self._bytes: Tensor | None = None  # the lease as a tensor; while attached, it holds the empty pointer
 
-    def start(self, *, from_top: bool) -> bool:
+    def start(self, *, from_top: bool, wait: bool) -> bool:
         working, slab, extent = self._tiers.working, self._tiers.slab, self._home.extent
         assert isinstance(working, Arena) and slab is not None and extent is not None
-        lease = working.try_lease(extent.nbytes, "unsharded groups", from_top=from_top)
+        lease_from = working.lease if wait else working.try_lease
+        lease = lease_from(extent.nbytes, "unsharded groups", from_top=from_top)
         if lease is None:
             return False
         try:
@@ -130,14 +134,17 @@ class CopiedStorage(FlatStorage):
         self._ticket: Ticket | None = None
         self._copying = False
 
-    def start(self, *, from_top: bool) -> bool:
-        room = self._tiers.working.try_lease(self._nbytes, "unsharded groups", from_top=from_top)
+    def start(self, *, from_top: bool, wait: bool) -> bool:
+        working, transfer = self._tiers.working, self._tiers.transfer
+        room = (working.lease if wait else working.try_lease)(
+            self._nbytes, "unsharded groups", from_top=from_top
+        )
         if room is None:
             return False
         extent = self._home.extent
         if extent is not None:
             assert self._tiers.slab is not None
-            lease = self._tiers.transfer.try_lease(extent.nbytes, "parameters")
+            lease = (transfer.lease if wait else transfer.try_lease)(extent.nbytes, "parameters")
             if lease is None:
                 room.release()
                 return False
@@ -269,12 +276,12 @@ class ParamGroup:
         """Point the parameters at this group, once its bytes are at home."""
         self._point(self._views if self.residency is Residency.RESIDENT else self._absent)
 
-    def unshard(self) -> bool:
-        """Start to bring the bytes to the device; False when there is no room now. Never waits."""
+    def unshard(self, *, wait: bool = False) -> bool:
+        """Start to bring the bytes to the device; False when there is no room now, unless ``wait`` is given."""
         if self.residency is not Residency.SHARDED:
             return True
         assert self._storage is not None
-        if not self._storage.start(from_top=self._nested):
+        if not self._storage.start(from_top=self._nested, wait=wait):
             return False
         self.residency = Residency.FETCHING
         return True

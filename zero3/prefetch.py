@@ -8,7 +8,6 @@ follows the new order.
 
 from __future__ import annotations
 
-from tiering.errors import ArenaError
 from zero3.param_group import ParamGroup, Residency
 
 
@@ -43,12 +42,7 @@ class Prefetcher:
         self._advance(group)
         if group in self._ahead:
             self._ahead.remove(group)
-        while not group.unshard():
-            if not self._ahead:
-                raise ArenaError(
-                    f"no room on the device for group {group.name!r} although nothing is prefetched. This is a defect"
-                    " of the plan: please report it; a larger device_budget works around it"
-                )
+        while not group.unshard(wait=not self._ahead):
             self._ahead.pop().reshard()
         self.look_ahead()
         group.wait_for_unshard()

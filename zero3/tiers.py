@@ -20,6 +20,7 @@ from torch import Tensor
 from tiering.aio import AioContext
 from tiering.arena import PAGE, Arena, Lease, round_up
 from tiering.config import IoConfig
+from tiering.errors import ArenaError
 from tiering.placement import Plan, Tier
 from tiering.storage import Extent, SlabFile
 
@@ -87,6 +88,16 @@ class Ledger:
         self.used += nbytes
         self.peak = max(self.peak, self.used)
         return Entry(self, nbytes)
+
+    def lease(self, nbytes: int, kind: str, *, from_top: bool = False) -> Entry:
+        """Count ``nbytes``; ArenaError if they do not fit: nothing here comes free by waiting."""
+        entry = self.try_lease(nbytes, kind)
+        if entry is None:
+            raise ArenaError(
+                f"no {nbytes} bytes of device memory left for {kind} ({self.used} of {self.capacity} in use). This is a"
+                " defect of the plan: please report it; a larger device_budget works around it"
+            )
+        return entry
 
 
 class Tiers:

@@ -7,7 +7,8 @@
 Imports no torch. Directories are 0700 and pages 0600; what another user owns is refused or ignored.
 """
 
-from tiering.telemetry.directory import TelemetryError, run_directory
+from tiering.errors import TelemetryError
+from tiering.telemetry.directory import run_directory
 from tiering.telemetry.page import Page, PageReading, PageWriter, find_pages, sweep
 from tiering.telemetry.publisher import Publisher
 from tiering.telemetry.snapshot import (

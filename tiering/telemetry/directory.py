@@ -8,13 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tiering.errors import TieringError
-
-
-class TelemetryError(TieringError):
-    """The run directory cannot hold pages, or a page cannot be written."""
-
-    code = "TIER-TELEMETRY"
+from tiering.errors import TelemetryError
 
 
 def run_directory() -> Path:

@@ -36,7 +36,8 @@ from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from tiering.telemetry.directory import TelemetryError, private_directory, run_directory
+from tiering.errors import TelemetryError
+from tiering.telemetry.directory import private_directory, run_directory
 from tiering.telemetry.snapshot import Snapshot
 
 MAGIC = b"TIERPAGE"

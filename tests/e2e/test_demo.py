@@ -11,7 +11,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from tiering.demo.corpus import Batches, standard_library
 from tiering.demo.model import GPT
 from tiering.demo.plain import PlainLoop
 from tiering.demo.report import judge, memory_table, verdict_table
-from tiering.demo.run import FAILED, FAULT_MISSED, GOOD, UNUSABLE, demo
+from tiering.demo.run import FAILED, FAULT_MISSED, GOOD, UNUSABLE, demo, judge_fault
 from tiering.demo.settings import Settings, Way
 from tiering.demo.worker import digest
 from tiering.ds_config import load
@@ -297,16 +296,10 @@ def test_a_planted_fault_is_found(tmp_path: Path) -> None:
     assert "DIFFERENT" in text
 
 
-def test_a_fault_that_goes_unnoticed_is_a_failure_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def blind(found: Mapping[Way, Mapping[str, Any]], *, sidecar_saw_it: bool) -> Any:
-        return judge({way: results()[way] for way in found}, sidecar_saw_it=sidecar_saw_it)
-
-    monkeypatch.setattr("tiering.demo.run.judge", blind)
-    code, text = run_tiny(tmp_path, plant_fault=True)
-    assert code == FAULT_MISSED
-    assert "THE PLANTED FAULT WAS NOT FOUND" in text
+def test_a_fault_that_goes_unnoticed_is_a_failure_of_its_own() -> None:
+    console = Console(width=140, record=True, file=io.StringIO())
+    assert judge_fault(console, found=False) == FAULT_MISSED
+    assert "THE PLANTED FAULT WAS NOT FOUND" in console.export_text()
 
 
 def test_a_missing_directory_is_refused_before_training(tmp_path: Path) -> None:

@@ -15,9 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+import tiering
 from tiering.demo.settings import Settings, Way
 from tiering.errors import TieringError
 
+# OpenMP threads that spin for long stall every other process of a busy machine, and are no faster on an idle one.
+_ENVIRONMENT = {"GOMP_SPINCOUNT": "5000"}
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 GRACE = 10.0  # seconds from being asked to end to being killed
@@ -34,6 +37,13 @@ def _end_with_the_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def _python_path() -> str:
+    """Children import the package that this process runs, installed or not."""
+    return os.pathsep.join(
+        filter(None, [str(Path(tiering.__file__).parents[1]), os.environ.get("PYTHONPATH")])
+    )
+
+
 class Child:
     """A Python module that runs as a process in a session of its own: Ctrl-C reaches it only through us."""
 
@@ -46,6 +56,7 @@ class Child:
             stdout=subprocess.PIPE if pipe else None,
             stderr=subprocess.STDOUT if pipe else None,
             text=True,
+            env=_ENVIRONMENT | os.environ | {"PYTHONPATH": _python_path()},
             pass_fds=pass_fds,
             start_new_session=True,
             preexec_fn=_end_with_the_parent,  # one prctl, which is safe after a fork

@@ -69,12 +69,13 @@ def _demo(directory: Path, port: int, settings: Settings, plant_fault: bool, con
     console.print("what the model writes after 'def ':")
     console.print(repr(results[Way.NVME]["sample"]), markup=False, highlight=False)
     if plant_fault:
-        return _judge_fault(console, found=not verdict.digests_equal)
+        return judge_fault(console, found=not verdict.digests_equal)
     console.print("placement changed nothing" if verdict.good else "THE DEMO FAILED: see the verdicts above")
     return GOOD if verdict.good else FAILED
 
 
-def _judge_fault(console: Console, *, found: bool) -> int:
+def judge_fault(console: Console, *, found: bool) -> int:
+    """Says whether a planted fault was found, and returns the exit code for it."""
     if found:
         console.print("the planted fault was found: one flipped bit made the comparison fail")
         return FAILED

@@ -26,7 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--port", type=int, default=8471, help="port of the sidecar, 0: any (default: %(default)s)"
     )
-    demo.add_argument("--steps", type=_steps, metavar="N", help="optimizer steps, at least 2 (default: 24)")
+    demo.add_argument("--steps", type=_steps, metavar="N", help="optimizer steps, at least 2 (default: 20)")
     demo.add_argument(
         "--plant-fault", action="store_true", help="flip one bit on NVMe half-way; the comparison must notice"
     )

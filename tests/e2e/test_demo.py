@@ -278,7 +278,7 @@ def test_the_demo_succeeds(tmp_path: Path) -> None:
     assert code == GOOD, text
     for part in (
         "Placement plan",
-        "/v1/status at step",
+        "/v1/status, step",
         "placement changed nothing",
         "largest loss difference",
     ):
@@ -330,7 +330,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if "/v1/status at step" in line:  # the worker trains
+            if "/v1/status, step" in line:  # the worker trains
                 break
         mark = run_names(process.pid)
         assert len(processes_of(mark)) == 1
@@ -354,7 +354,7 @@ def test_a_killed_demo_takes_its_children_along(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if "/v1/status at step" in line:
+            if "/v1/status, step" in line:
                 break
         process.kill()
     mark = run_names(process.pid)

@@ -67,9 +67,7 @@ def verdict_table(results: Results, verdict: Verdict) -> Table:
     )
     table.add_row("run seen in /v1/status", "", "", _mark(verdict.sidecar_saw_it, "yes", "NO"))
     if verdict.plain_difference is not None:
-        table.add_row(
-            "largest loss difference to plain PyTorch", f"{verdict.plain_difference:.2e}", "", "rounding"
-        )
+        table.add_row("largest loss difference to plain PyTorch", f"{verdict.plain_difference:.2e}", "", "")
     return table
 
 
@@ -87,6 +85,7 @@ def memory_table(results: Results) -> Table:
         "peak RSS": lambda result: result["peak"],
         "peak RSS net of baseline": lambda result: result["peak"] - result["baseline"],
         "  of it owned by the engine": _owned,
+        "  the rest: activations, torch, corpus": _rest,
         "budgets, device + host": _budgeted,
         "state: parameters, gradients, optimizer": lambda result: result.get("state_bytes"),
     }
@@ -104,13 +103,18 @@ def _owned(result: Mapping[str, Any]) -> int | None:
     return sum(tier["peak"] for tier in _in_memory(result)) if "tiers" in result else None
 
 
+def _rest(result: Mapping[str, Any]) -> int | None:
+    owned = _owned(result)
+    return None if owned is None else result["peak"] - result["baseline"] - owned
+
+
 def _budgeted(result: Mapping[str, Any]) -> int | None:
     return sum(tier["budget"] for tier in _in_memory(result)) if "tiers" in result else None
 
 
 def status_table(rank: Mapping[str, Any], url: str) -> Table:
     """What the sidecar answered while the run was under way."""
-    title = f"{url}v1/status at step {rank['step']}, {rank['phase']}"
+    title = f"{url}v1/status, step {rank['step']}, phase {rank['phase']}"
     table = Table("tier", "used", "budget", "read", "write", title=title, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"

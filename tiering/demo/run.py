@@ -93,7 +93,7 @@ class _Watch:
         self.seen = False
 
     def after(self, step: int) -> None:
-        if self.seen or step < 2:
+        if self.seen or step < 3:
             return
         rank = self.sidecar.rank(self.run_name)
         if rank is not None and rank["tiers"]:

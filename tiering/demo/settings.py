@@ -21,7 +21,7 @@ class Way(StrEnum):
 class Settings:
     """Sizes of the model and of its batches, numbers of the optimizer. The defaults are 25.6 M parameters."""
 
-    steps: int = 24
+    steps: int = 20
     micro_batch: int = 2
     accumulation: int = 2
     sequence: int = 256

@@ -149,7 +149,7 @@ def _sample(engine: Any, settings: Settings) -> str:
     with torch.no_grad():
         for _ in range(settings.sample_bytes):
             logits = engine(torch.tensor([text[-settings.sequence :]]))[0, -1]
-            likely = torch.softmax(logits / 0.7, dim=0)
+            likely = torch.softmax(logits / 0.8, dim=0)
             text.append(int(torch.multinomial(likely, 1, generator=generator)))
     return bytes(text).decode("ascii", errors="replace")
 

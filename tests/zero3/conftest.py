@@ -1,0 +1,190 @@
+"""A small model with everything that makes placement hard, and one way to train it anywhere."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tiering
+from tiering.telemetry import Snapshot
+from zero3.engine import Engine
+
+VOCABULARY = 600
+SEQUENCE = 16
+NVME_STATE = {"offload_param": "nvme", "offload_optimizer": "nvme"}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        hidden: Tensor = self.down(functional.gelu(self.up(self.norm(stream))))
+        return stream + hidden
+
+
+class SmallModel(nn.Module):
+    """Tied embedding and head (a large group with two entries), blocks, a root group, small persistent parameters."""
+
+    def __init__(self, width: int = 48, layers: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Embedding(SEQUENCE, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        stream = self.embedding(tokens) + self.position(torch.arange(SEQUENCE))
+        for block in self.blocks:
+            stream = block(stream)
+        logits = self.head(self.norm(stream)).float()
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@dataclass
+class Trained:
+    """What a run left behind."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    masters: dict[str, Tensor]
+    norms: list[float]
+    snapshot: Snapshot
+    engine: Engine = field(repr=False)
+
+
+def batches(count: int, seed: int = 7) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        tokens = torch.randint(VOCABULARY, (2, SEQUENCE + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def config(
+    nvme: Path,
+    *,
+    precision: str = "bf16",
+    accumulation: int = 2,
+    offload_param: str = "none",
+    offload_optimizer: str = "none",
+    threshold: int = 100,
+    sub_group_size: int = 10**9,
+    prefetch: int = 10**6,
+    clip: float = 1.0,
+    optimizer: dict[str, Any] | None = None,
+    **tiers: Any,
+) -> dict[str, Any]:
+    """A configuration as a user writes it; keyword arguments left over go to the ``tiering`` block."""
+
+    def section(device: str) -> dict[str, Any]:
+        return {"device": device} | ({"nvme_path": str(nvme)} if device == "nvme" else {})
+
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        "bf16": {"enabled": precision == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1} | (optimizer or {})},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": section(offload_param),
+            "offload_optimizer": section(offload_optimizer),
+            "sub_group_size": sub_group_size,
+            "stage3_prefetch_bucket_size": prefetch,
+            "stage3_param_persistence_threshold": threshold,
+        },
+        "tiering": {"device_budget": "16MiB", "host_budget": "64MiB", "telemetry": {"enabled": False}}
+        | tiers,
+    }
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Path:
+    path = tmp_path / "nvme"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def start(nvme: Path) -> Iterator[Callable[..., Engine]]:
+    """``start(model=None, **config)`` makes an engine; it is closed after the test."""
+    engines: list[Engine] = []
+
+    def make(model: nn.Module | None = None, *, model_parameters: Any = None, **options: Any) -> Engine:
+        if model is None:
+            torch.manual_seed(3)
+            model = SmallModel()
+        settings = config(nvme, **options)
+        engine = tiering.initialize(model=model, config=settings, model_parameters=model_parameters).engine
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def train(start: Callable[..., Engine]) -> Callable[..., Trained]:
+    """``train(steps=4, model=None, **config)`` trains to the end and returns what is left."""
+
+    def run(steps: int = 4, model: nn.Module | None = None, **options: Any) -> Trained:
+        engine = start(model, **options)
+        losses, norms = [], []
+        for tokens, targets in batches(steps * engine.config.gradient_accumulation_steps):
+            loss = engine(tokens, targets)
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+            norms.append(engine.get_global_grad_norm() or 0.0)
+        weights, masters = copy.deepcopy(engine.state_dict()), engine.master_state_dict()
+        snapshot = engine.snapshot()
+        engine.close()
+        return Trained(losses, weights, masters, norms, snapshot, engine)
+
+    return run
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """The names whose bytes differ, or that only one side has."""
+    names = set(one) ^ set(other)
+    return sorted(
+        names | {name for name in set(one) & set(other) if not _bytes(one[name]).equal(_bytes(other[name]))}
+    )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.fixture
+def differing() -> Callable[[dict[str, Tensor], dict[str, Tensor]], list[str]]:
+    return same_bits
+
+
+@pytest.fixture
+def small_model() -> type[SmallModel]:
+    return SmallModel
+
+
+@pytest.fixture
+def micro_batches() -> Callable[..., Iterator[tuple[Tensor, Tensor]]]:
+    return batches

@@ -1,0 +1,58 @@
+"""The optimizer's kernels as torch operations give the bits of the C kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optim_cpu import kernels
+from optim_cpu.adam import step_adamw
+from optim_cpu.kernels import DType
+from zero3 import device_kernels
+from zero3.device_kernels import AdamWNumbers
+
+
+@pytest.mark.parametrize("numel", [1, 31, 4095, 4096, 4097, 3 * 4096 + 5, 50_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sum_of_squares(numel: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_kernels, "BLOCKS_AT_ONCE", 3)
+    flat = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 1e3).to(dtype)
+    code = DType.FP32 if dtype is torch.float32 else DType.BF16
+    assert device_kernels.sum_of_squares(flat) == kernels.sum_of_squares(flat.data_ptr(), code, numel)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
+def test_accumulate(overwrite: bool, target: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(1000, generator=generator).bfloat16()
+    one = torch.randn(1000, generator=generator).to(target)
+    other = one.clone()
+    codes = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16}
+    device_kernels.accumulate(one, grad, overwrite=overwrite)
+    kernels.accumulate(
+        other.data_ptr(), codes[target], grad.data_ptr(), DType.BF16, 1000, overwrite=overwrite
+    )
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adamw(decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch's sqrt on a CPU is not correctly rounded; that of a GPU is, and so is one by way of float64.
+    sqrt = torch.Tensor.sqrt
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda t: sqrt(t.double()).float())
+    generator = torch.Generator().manual_seed(2)
+    ours = [torch.randn(5000, generator=generator) for _ in range(2)]
+    ours.append(torch.rand(5000, generator=generator))
+    theirs = [tensor.clone() for tensor in ours]
+    out, expected = torch.empty(5000, dtype=torch.bfloat16), torch.empty(5000, dtype=torch.bfloat16)
+    for step in range(1, 4):
+        grad = torch.randn(5000, generator=generator).bfloat16()
+        numbers = AdamWNumbers(1e-3, 0.9, 0.95, 1e-8, 0.1, step, decoupled)
+        device_kernels.adamw(*ours, grad, out, numbers, 0.37)
+        step_adamw(
+            *theirs, grad, out=expected, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=step,
+            grad_scale=0.37, decoupled=decoupled,
+        )  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert torch.equal(out, expected)

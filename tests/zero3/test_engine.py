@@ -1,0 +1,443 @@
+"""The engine as a training loop meets it: habits, mistakes, and what is left afterwards."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+import tiering
+from tiering.errors import ConfigError, EngineStateError, PlacementError, SwapSpaceError
+from tiering.placement import Tier
+
+STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
+ON_DEVICE: dict[str, Any] = {}
+
+
+class Mixture(nn.Module):
+    """Experts of which a batch uses one; a frozen layer; a module that is used twice; one that is never used."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.twice = nn.Linear(width, width)
+        self.unused = nn.Linear(width, width)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        hidden = self.first(x)
+        hidden = self.experts[expert](torch.tanh(hidden))
+        hidden = self.twice(torch.tanh(self.twice(self.frozen(hidden))))
+        return (hidden * self.scale).float().pow(2).mean()
+
+
+def train_mixture(engine: Any, experts: list[int]) -> list[float]:
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for expert in experts:
+        loss = engine(torch.randn(4, 32, generator=generator).to(torch.bfloat16), expert)
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return losses
+
+
+def mixture() -> Mixture:
+    torch.manual_seed(5)
+    return Mixture()
+
+
+def test_experts_frozen_shared_and_unused_modules(
+    start: Callable[..., Any], differing: Callable[..., list[str]]
+) -> None:
+    experts = [0, 1, 0, 3, 1, 0]
+    original = {name: p.detach().clone() for name, p in mixture().named_parameters()}
+    kept = start(mixture(), accumulation=1, threshold=0)
+    moved = start(mixture(), accumulation=1, threshold=0, **STREAMED)
+    assert train_mixture(kept, experts) == train_mixture(moved, experts)
+    masters = moved.master_state_dict()
+    assert differing(kept.master_state_dict(), masters) == []
+    changed = {name for name in masters if not torch.equal(masters[name], original[name])}
+    trained = {name for name in masters if name.startswith(("first", "twice")) or name[:9] in
+               {"experts.0", "experts.1", "experts.3"}}  # fmt: skip
+    assert changed == trained
+    assert not any(name.startswith("frozen") for name in masters)
+    assert torch.equal(moved.state_dict()["frozen.weight"], original["frozen.weight"].bfloat16())
+
+
+def test_a_parameter_without_gradient_keeps_its_step_count(start: Callable[..., Any]) -> None:
+    """As torch does: expert 3 takes its first step at the third update and must be corrected for bias as step 1."""
+    engine = start(mixture(), accumulation=1, threshold=0, clip=0.0, optimizer={"weight_decay": 0.0})
+    before = engine.master_state_dict()["experts.3.weight"].clone()
+    train_mixture(engine, [0, 1, 3])
+    moved = (engine.master_state_dict()["experts.3.weight"] - before).abs()
+    # Adam's first step moves each element by lr, whatever its gradient; a third step would be 0.3 to 0.6 lr.
+    assert float(moved.median()) == pytest.approx(1e-3, rel=0.02)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(start: Callable[..., Any], micro_batches: Any, reentrant: bool) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = x + self.inner(x)
+            return result
+
+    class Stack(nn.Module):
+        def __init__(self, checkpointed: bool) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+            self.checkpointed = checkpointed
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant) if self.checkpointed else block(x)
+            return x.float().pow(2).mean()
+
+    def losses(checkpointed: bool) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(2)
+        engine = start(Stack(checkpointed), accumulation=1, threshold=0, **STREAMED)
+        generator = torch.Generator().manual_seed(1)
+        seen = []
+        for _ in range(3):
+            x = torch.randn(4, 32, generator=generator).bfloat16().requires_grad_()
+            loss = engine(x)
+            seen.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        return seen, engine.master_state_dict()
+
+    plain, masters = losses(False)
+    recomputed, same = losses(True)
+    assert recomputed == plain
+    assert all(torch.equal(masters[name], same[name]) for name in masters)
+
+
+@pytest.mark.parametrize("placement", [ON_DEVICE, STREAMED])
+def test_gradients_that_are_not_finite_skip_the_step(
+    start: Callable[..., Any],
+    differing: Callable[..., list[str]],
+    caplog: pytest.LogCaptureFixture,
+    placement: dict[str, Any],
+) -> None:
+    engine = start(mixture(), accumulation=1, **placement)
+    train_mixture(engine, [0])
+    before = engine.master_state_dict()
+    loss = engine(torch.full((4, 32), float("inf"), dtype=torch.bfloat16), 0)
+    engine.backward(loss)
+    engine.step()
+    assert engine.skipped_steps == 1
+    assert "gradient of 'first.weight' is not finite" in caplog.text
+    assert differing(engine.master_state_dict(), before) == []
+    train_mixture(engine, [0])
+    assert differing(engine.master_state_dict(), before) != []
+
+
+def test_an_exception_in_forward_or_backward_leaves_the_engine_usable(
+    start: Callable[..., Any], differing: Callable[..., list[str]]
+) -> None:
+    class Faulty(Mixture):
+        fail = ""
+
+        def forward(self, x: Tensor, expert: int) -> Tensor:
+            if self.fail == "forward":
+                self.first(x)
+                raise KeyboardInterrupt
+            loss = super().forward(x, expert)
+            if self.fail == "backward":
+
+                def stop(gradient: Tensor) -> None:
+                    raise KeyboardInterrupt
+
+                assert loss.grad_fn is not None
+                hidden = self.first(x)
+                hidden.register_hook(stop)
+                loss = loss + hidden.float().mean()
+            return loss
+
+    torch.manual_seed(5)
+    disturbed = start(Faulty(), accumulation=1, threshold=0, **STREAMED)
+    calm = start(mixture(), accumulation=1, threshold=0)
+    for where in ("forward", "backward"):
+        disturbed.module.fail = where
+        with pytest.raises(KeyboardInterrupt):
+            disturbed.backward(disturbed(torch.ones(4, 32, dtype=torch.bfloat16), 1))
+        disturbed.module.fail = ""
+        assert torch.isnan(disturbed.module.first.weight).all(), "the group is still unsharded"
+    assert train_mixture(disturbed, [0, 1, 2]) == train_mixture(calm, [0, 1, 2])
+    assert differing(disturbed.master_state_dict(), calm.master_state_dict()) == []
+
+
+def test_evaluation_between_steps_changes_nothing(train: Callable[..., Any], start: Callable[..., Any],
+                                                  micro_batches: Any) -> None:  # fmt: skip
+    reference = train(3, **STREAMED)
+    engine = start(**STREAMED)
+    losses = []
+    for tokens, targets in micro_batches(6):
+        with torch.no_grad():
+            first = engine.eval()(tokens, targets).item()
+        engine.train()
+        loss = engine(tokens, targets)
+        assert loss.item() == first
+        losses.append(first)
+        engine.backward(loss)
+        engine.step()
+    assert losses == reference.losses
+
+
+def test_loss_backward_works_for_one_micro_batch_and_explains_itself_for_more(
+    start: Callable[..., Any], train: Callable[..., Any], micro_batches: Any
+) -> None:
+    reference = train(2, accumulation=1, **STREAMED)
+    engine = start(accumulation=1, **STREAMED)
+    for tokens, targets in micro_batches(2):
+        engine(tokens, targets).backward()
+        engine.step()
+    assert torch.equal(engine.master_state_dict()["norm.bias"], reference.masters["norm.bias"])
+
+    several = start(accumulation=2, **STREAMED)
+    tokens, targets = next(micro_batches(1))
+    with pytest.raises(EngineStateError, match=r"call engine\.backward\(loss\)"):
+        several(tokens, targets).backward()
+    several.backward(several(tokens, targets))
+
+
+def test_param_groups_and_scheduler(nvme: Path, start: Callable[..., Any]) -> None:
+    model = mixture()
+    decayed = [p for name, p in model.named_parameters() if name.endswith("weight") and p.requires_grad]
+    others = [p for name, p in model.named_parameters() if name.endswith("bias") and p.requires_grad]
+    groups = [{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0, "lr": 0.0}]
+    engine = start(model, model_parameters=groups, accumulation=1, threshold=0, **STREAMED)
+    before = engine.master_state_dict()
+    engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=1, gamma=0.5)
+    train_mixture(engine, [0, 0])
+    after = engine.master_state_dict()
+    assert torch.equal(before["first.bias"], after["first.bias"]), "a bias moved although its lr is 0"
+    assert not torch.equal(before["first.weight"], after["first.weight"])
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [1e-3 / 4, 0.0]
+
+
+def test_weight_decay_is_applied_once_and_only_where_asked(start: Callable[..., Any]) -> None:
+    class Still(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((64,), 2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight * x).sum()
+
+    engine = start(Still(), accumulation=1, precision="fp32", optimizer={"lr": 0.125, "weight_decay": 0.5})
+    engine.backward(engine(torch.zeros(64)))
+    engine.step()
+    assert engine.master_state_dict()["weight"].tolist() == [2.0 * (1 - 0.125 * 0.5)] * 64
+
+
+def test_a_resharded_parameter_reads_nan_and_refuses_writes(start: Callable[..., Any]) -> None:
+    engine = start(**STREAMED)
+    weight = engine.module.blocks[0].up.weight
+    assert weight.shape == (192, 48)
+    assert torch.isnan(weight.norm())
+    with pytest.raises(RuntimeError), torch.no_grad():
+        weight.add_(1)
+    assert torch.isfinite(engine.state_dict()["blocks.0.up.weight"]).all()
+
+
+def test_state_dict_has_the_models_names_and_values(
+    start: Callable[..., Any], small_model: type[nn.Module]
+) -> None:
+    torch.manual_seed(3)
+    original = small_model()
+    expected = {name: value.clone() for name, value in original.state_dict().items()}
+    engine = start(**STREAMED)
+    state = engine.state_dict()
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[name], expected[name].bfloat16()) for name in expected)
+    masters = engine.master_state_dict()
+    assert all(torch.equal(masters[name], expected[name]) for name in masters)
+    assert set(masters) == set(dict(original.named_parameters()))
+
+
+@pytest.mark.parametrize("options", [{"host_budget": "400KiB"}, {"precision": "fp32"}, {"accumulation": 1}])
+def test_bytes_moved_in_a_steady_step_are_the_planned_ones(
+    start: Callable[..., Any], micro_batches: Any, options: dict[str, Any]
+) -> None:
+    engine = start(**STREAMED, **options)
+    streams_gradients = Tier.NVME in engine.plan.grad_tiers
+    assert streams_gradients == ("host_budget" in options)
+
+    def moved_when_quiet() -> tuple[int, int]:
+        engine._tiers.staging.drain()
+        for extent in [group.home.extent for group in engine._groups if group.home.extent is not None]:
+            for transfer in extent.in_flight:
+                transfer.ticket.wait()
+        (path,) = engine.snapshot().io
+        return path.read.bytes, path.written.bytes
+
+    totals = []
+    for number, (tokens, targets) in enumerate(micro_batches(5 * (options.get("accumulation", 2)))):
+        engine.backward(engine(tokens, targets))
+        engine.step()
+        if engine.global_steps in (2, 5) and number + 1 == engine.global_steps * options.get(
+            "accumulation", 2
+        ):
+            totals.append(moved_when_quiet())
+    read, written = engine.plan.nvme_traffic()
+    assert (totals[1][0] - totals[0][0], totals[1][1] - totals[0][1]) == (3 * read, 3 * written)
+
+
+def test_budgets_are_ceilings(train: Callable[..., Any]) -> None:
+    run = train(host_budget="700KiB", device_budget="300KiB", **STREAMED)
+    for tier in run.snapshot.tiers:
+        assert tier.used <= tier.peak <= tier.budget
+        assert sum(tier.by_kind.values()) == tier.used
+    assert next(tier for tier in run.snapshot.tiers if tier.name == "nvme").used > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        pytest.param({"device_budget": "40KiB"}, PlacementError, ["device_budget", "embedding"], id="device"),
+        pytest.param({"host_budget": "64KiB"}, PlacementError, ["host_budget"], id="host"),
+        pytest.param({"nvme_budget": "100KiB"}, PlacementError, ["nvme_budget"], id="nvme"),
+        pytest.param({"host_budget": -1}, ConfigError, ["host_budget", "negative"], id="negative"),
+        pytest.param({"host_budgte": "1G"}, ConfigError, ["host_budget"], id="typo"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_moves(
+    start: Callable[..., Any],
+    small_model: type[nn.Module],
+    options: dict[str, Any],
+    error: type[Exception],
+    words: list[str],
+) -> None:
+    model = small_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(error) as refusal:
+        start(model, **{**STREAMED, **options})
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_missing_directory_is_refused_by_name(start: Callable[..., Any], nvme: Path) -> None:
+    nvme.rmdir()
+    with pytest.raises(SwapSpaceError, match="does not exist"):
+        start(**STREAMED)
+
+
+def test_calls_in_the_wrong_order(start: Callable[..., Any], micro_batches: Any) -> None:
+    engine = start(**STREAMED)
+    tokens, targets = next(micro_batches(1))
+    with pytest.raises(EngineStateError, match="without a backward"):
+        engine.step()
+    with pytest.raises(EngineStateError, match="scalar loss"):
+        engine.backward(torch.zeros(2, requires_grad=True))
+    engine.backward(engine(tokens, targets))
+    engine.step()
+    with pytest.raises(EngineStateError, match="without a backward"):
+        engine.step()
+    engine.close()
+    engine.close()
+    for call in (lambda: engine(tokens, targets), engine.step, engine.state_dict):
+        with pytest.raises(EngineStateError, match="after close"):
+            call()
+
+
+def test_parameters_left_out_of_model_parameters(start: Callable[..., Any]) -> None:
+    model = mixture()
+    with pytest.raises(ConfigError, match="not in model_parameters"):
+        start(model, model_parameters=[model.first.weight])
+    with pytest.raises(ConfigError, match="nothing to train"):
+        start(nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_initialize_returns_loader_and_scheduler() -> None:
+    data = TensorDataset(torch.arange(10))
+    config = {
+        "train_micro_batch_size_per_gpu": 5,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3},
+        "tiering": {"telemetry": {"enabled": False}},
+    }
+    parts = tiering.initialize(
+        model=nn.Linear(4, 4),
+        config=config,
+        training_data=data,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5),
+    )
+    engine, optimizer, loader, scheduler = parts
+    assert loader is not None
+    assert sorted(int(i) for (batch,) in loader for i in batch) == list(range(10))
+    assert next(iter(loader))[0].shape == (5,)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert scheduler is parts.lr_scheduler is engine.lr_scheduler
+    assert optimizer.param_groups[0]["lr"] == 5e-4
+    engine.close()
+
+
+def test_engines_leave_nothing_behind(start: Callable[..., Any], micro_batches: Any, nvme: Path) -> None:
+    def once() -> None:
+        engine = start(**STREAMED)
+        tokens, targets = next(micro_batches(1))
+        engine.backward(engine(tokens, targets))
+        engine.step()
+        assert list(nvme.iterdir()) == []
+        engine.close()
+
+    once()
+    gc.collect()
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    tasks = len(os.listdir("/proc/self/task"))
+    for _ in range(10):
+        once()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= files
+    assert threading.active_count() <= threads
+    assert len(os.listdir("/proc/self/task")) <= tasks
+
+
+def test_two_engines_share_a_directory(start: Callable[..., Any], train: Callable[..., Any],
+                                       micro_batches: Any) -> None:  # fmt: skip
+    alone = train(2, **STREAMED)
+    first, second = start(**STREAMED), start(**STREAMED)
+    for tokens, targets in micro_batches(4):
+        for engine in (first, second):
+            engine.backward(engine(tokens, targets))
+            engine.step()
+    for engine in (first, second):
+        masters = engine.master_state_dict()
+        assert all(torch.equal(masters[name], alone.masters[name]) for name in masters)
+
+
+def test_telemetry_shows_the_run(start: Callable[..., Any], micro_batches: Any, tmp_path: Path) -> None:
+    from tiering.telemetry import find_pages
+
+    pages = tmp_path / "run"
+    pages.mkdir(mode=0o700)
+    engine = start(run_name="seen", telemetry={"enabled": True, "dir": str(pages)}, **STREAMED)
+    for tokens, targets in micro_batches(4):
+        engine.backward(engine(tokens, targets))
+        engine.step()
+    engine._publisher.publish_now()
+    (page,) = find_pages(pages)
+    reading = page.read()
+    assert reading.state == "live"
+    assert reading.snapshot is not None
+    assert (reading.snapshot.run_name, reading.snapshot.step) == ("seen", 2)
+    assert reading.snapshot.io[0].written.bytes > 0
+    assert reading.snapshot.loss is not None
+    engine.close()
+    assert find_pages(pages) == []

@@ -1,0 +1,203 @@
+"""Prefetch and the pass schedule against every order of events, on groups that only remember what was asked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from zero3 import schedule as schedule_module
+from zero3.param_group import Residency
+from zero3.prefetch import Prefetcher
+from zero3.schedule import PassSchedule
+
+
+class Device:
+    """Room for so many groups at once."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.log: list[tuple[str, str]] = []
+
+
+class FakeGroup:
+    """Stands for a ParamGroup: counts against the room of the device, checks each transition."""
+
+    def __init__(self, name: str, device: Device, parent: int | None = None) -> None:
+        self.name = name
+        self.device = device
+        self.parent = parent
+        self.residency = Residency.SHARDED
+
+    def unshard(self, *, wait: bool = False) -> bool:
+        if self.residency is not Residency.SHARDED:
+            return True
+        if self.device.room == 0:
+            assert not wait, f"{self.name} can never get room"
+            return False
+        self.device.room -= 1
+        self.residency = Residency.FETCHING
+        self.device.log.append(("fetch", self.name))
+        return True
+
+    def wait_for_unshard(self) -> None:
+        assert self.residency is not Residency.SHARDED
+        self.residency = Residency.UNSHARDED
+
+    def reshard(self) -> None:
+        if self.residency is not Residency.SHARDED:
+            self.device.room += 1
+            self.device.log.append(("free", self.name))
+        self.residency = Residency.SHARDED
+
+    @property
+    def usable(self) -> bool:
+        return self.residency is Residency.UNSHARDED
+
+
+class FakeGradients:
+    def __init__(self) -> None:
+        self.closed: list[str] = []
+
+    def close(self, group: Any) -> None:
+        self.closed.append(group.name)
+
+    def close_all(self) -> None:
+        self.closed.append("all")
+
+
+@pytest.fixture
+def end_callbacks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    callbacks: list[Callable[[], None]] = []
+    monkeypatch.setattr(schedule_module, "call_at_end_of_backward", callbacks.append)
+    return callbacks
+
+
+def make(
+    count: int, room: int, *, root: bool = False
+) -> tuple[Device, list[FakeGroup], PassSchedule, FakeGradients]:
+    device = Device(room)
+    groups = [FakeGroup(f"g{i}", device, parent=count if root else None) for i in range(count)]
+    if root:
+        groups.append(FakeGroup("root", device))
+    gradients = FakeGradients()
+    passes = PassSchedule(groups, Prefetcher(), gradients, lambda: None, lambda: None)  # type: ignore[arg-type]
+    return device, groups, passes, gradients
+
+
+def call(passes: PassSchedule, group: FakeGroup) -> None:
+    passes.pre_forward(group)  # type: ignore[arg-type]
+    assert group.usable
+    passes.post_forward(group)  # type: ignore[arg-type]
+
+
+def backward(passes: PassSchedule, group: FakeGroup) -> None:
+    passes.pre_backward(group)  # type: ignore[arg-type]
+    assert group.usable
+
+
+def one_pass(passes: PassSchedule, groups: list[FakeGroup], end: list[Callable[[], None]]) -> None:
+    passes.begin_forward(True)
+    for group in groups:
+        call(passes, group)
+    for group in reversed(groups):
+        backward(passes, group)
+    end.pop()()
+
+
+def test_the_second_pass_fetches_ahead_in_the_recorded_order(end_callbacks: list[Callable[[], None]]) -> None:
+    device, groups, passes, _ = make(4, room=2)
+    one_pass(passes, groups, end_callbacks)
+    assert [name for what, name in device.log if what == "fetch"] == [
+        *("g0", "g1", "g2", "g3"),
+        *("g3", "g2", "g1", "g0"),
+    ]
+    device.log.clear()
+    passes.begin_forward(True)
+    passes.pre_forward(groups[0])  # type: ignore[arg-type]
+    assert device.log == [("fetch", "g0"), ("fetch", "g1")], "the next group is not on its way"
+    passes.post_forward(groups[0])  # type: ignore[arg-type]
+    assert device.log[2:] == [("free", "g0"), ("fetch", "g2")]
+
+
+def test_each_pass_fetches_every_group_twice_whatever_the_room(
+    end_callbacks: list[Callable[[], None]],
+) -> None:
+    for room in (1, 2, 3, 5):
+        device, groups, passes, gradients = make(4, room=room)
+        for _ in range(3):
+            device.log.clear()
+            one_pass(passes, groups, end_callbacks)
+            fetched = sorted(name for what, name in device.log if what == "fetch")
+            assert fetched == sorted(["g0", "g1", "g2", "g3"] * 2), f"room {room}"
+            assert device.room == room, "a group is still unsharded after backward"
+        assert gradients.closed[-5:] == ["g3", "g2", "g1", "g0", "all"]
+
+
+def test_an_enclosing_group_stays_until_backward_ends(end_callbacks: list[Callable[[], None]]) -> None:
+    _, groups, passes, gradients = make(2, room=2, root=True)
+    first, second, root = groups
+    passes.begin_forward(True)
+    passes.pre_forward(root)  # type: ignore[arg-type]
+    call(passes, first)
+    call(passes, second)
+    assert root.usable
+    passes.post_forward(root)  # type: ignore[arg-type]
+    backward(passes, root)
+    backward(passes, second)
+    assert root.usable
+    backward(passes, first)
+    assert root.usable
+    assert gradients.closed == ["g1"]
+    end_callbacks.pop()()
+    assert not root.usable
+    assert sorted(gradients.closed[1:]) == ["all", "g0", "root"]
+
+
+def test_a_changed_order_only_costs_prefetch(end_callbacks: list[Callable[[], None]]) -> None:
+    device, groups, passes, _ = make(5, room=3)
+    chosen = random.Random(4)
+    for _ in range(50):
+        one_pass(passes, [g for g in groups if chosen.random() < 0.6] or groups[:1], end_callbacks)
+        passes.begin_forward(False)
+        for group in chosen.sample(groups, 3):
+            call(passes, group)
+        passes._prefetcher.forget()
+        assert device.room == 3
+
+
+def test_recomputation_and_repeated_use_inside_backward(end_callbacks: list[Callable[[], None]]) -> None:
+    device, groups, passes, _ = make(3, room=2)
+    passes.begin_forward(True)
+    for group in (groups[0], groups[1], groups[0], groups[2]):
+        call(passes, group)
+    backward(passes, groups[2])
+    backward(passes, groups[0])
+    call(passes, groups[0])  # recomputed: the group is live and stays
+    assert groups[0].usable
+    call(passes, groups[1])  # recomputed before its own backward: freed again
+    assert not groups[1].usable
+    backward(passes, groups[1])
+    backward(passes, groups[0])
+    end_callbacks.pop()()
+    assert device.room == 2
+
+
+def test_an_abandoned_pass_frees_everything(end_callbacks: list[Callable[[], None]]) -> None:
+    device, groups, passes, _ = make(3, room=3)
+    one_pass(passes, groups, end_callbacks)
+    for stop in range(6):
+        passes.begin_forward(True)
+        events = [lambda g=g: call(passes, g) for g in groups]
+        events += [lambda g=g: backward(passes, g) for g in reversed(groups)]
+        for event in events[: stop + 1]:
+            event()
+        passes.pre_forward(groups[1])  # type: ignore[arg-type]
+        passes.abandon()
+        assert device.room == 3
+        assert not passes.in_backward
+        end_callbacks.clear()
+    one_pass(passes, groups, end_callbacks)
+    assert device.room == 3

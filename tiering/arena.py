@@ -12,11 +12,11 @@ cannot help, and says who holds what.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
@@ -45,7 +45,7 @@ class Completion(Protocol):
 class Lease:
     """A range of the arena. ``address`` and ``nbytes`` describe memory that is the holder's until ``release``."""
 
-    __slots__ = ("address", "arena", "kind", "nbytes", "offset")
+    __slots__ = ("address", "arena", "held", "kind", "nbytes", "offset")
 
     def __init__(self, arena: Arena, offset: int, nbytes: int, kind: str) -> None:
         self.arena = arena
@@ -53,6 +53,7 @@ class Lease:
         self.nbytes = nbytes
         self.kind = kind
         self.address = arena.address + offset
+        self.held = True
 
     @property
     def view(self) -> memoryview:
@@ -142,7 +143,7 @@ class Arena:
 
     def try_lease(self, nbytes: int, kind: str, *, from_top: bool = False) -> Lease | None:
         """A lease of ``nbytes`` (rounded up to pages) if there is room now, else None. Never waits."""
-        size = round_up(max(nbytes, 1))
+        size = round_up(nbytes)
         with self._lock:
             self._collect()
             return self._carve(size, kind, from_top)
@@ -150,16 +151,15 @@ class Arena:
     def lease(self, nbytes: int, kind: str, *, from_top: bool = False) -> Lease:
         """A lease of ``nbytes``; waits while others hold the room.
 
-        Raises ArenaError at once when ``nbytes`` exceeds the arena, and after two minutes without any progress.
-        An I/O error of a retiring lease is raised here, by the first caller that meets it.
+        Raises ArenaError at once when ``nbytes`` exceeds the arena, and after two minutes in which nothing was given
+        back. An I/O error of a retiring lease is raised here, by the first caller that meets it and by no other.
         """
-        size = round_up(max(nbytes, 1))
+        size = round_up(nbytes)
         if size > self.capacity:
             raise ArenaError(
                 f"a lease of {size} bytes for {kind!r} exceeds the whole {self.name} arena of {self.capacity} bytes;"
                 f" raise the {self.name} budget or lower sub_group_size"
             )
-        deadline = time.monotonic() + STARVED_AFTER_SECONDS
         while True:
             with self._lock:
                 self._collect()
@@ -167,15 +167,11 @@ class Arena:
                 if lease is not None:
                     return lease
                 oldest = self._retiring[0][1] if self._retiring else None
-                if oldest is None and not self._lock.wait(timeout=1.0) and time.monotonic() > deadline:
-                    raise ArenaError(
-                        f"no {size} bytes for {kind!r} came free in the {self.name} arena within"
-                        f" {STARVED_AFTER_SECONDS:.0f} s; capacity {self.capacity}, held: {dict(self._by_kind)},"
-                        f" largest free range {self._free.largest}. This is a defect of the"
-                        f" plan: please report it; a larger {self.name} budget works around it"
-                    )
+                if oldest is None and not self._lock.wait(timeout=STARVED_AFTER_SECONDS):
+                    raise self._starved(size, kind)
             if oldest is not None:
-                oldest.wait()
+                with contextlib.suppress(OSError):  # raised by _collect, which frees the room first
+                    oldest.wait()
 
     def give_back(self, lease: Lease) -> None:
         """Return a lease's range to the free list (see Lease.release)."""
@@ -214,6 +210,7 @@ class Arena:
                 waiting.append((lease, completion))
                 continue
             self._restore(lease)
+            self._lock.notify_all()
             try:
                 completion.wait()
             except BaseException:
@@ -222,8 +219,17 @@ class Arena:
                 raise
         self._retiring = waiting
 
+    def _starved(self, size: int, kind: str) -> ArenaError:
+        held = {holder: nbytes for holder, nbytes in self._by_kind.items() if nbytes}
+        return ArenaError(
+            f"no {size} bytes for {kind!r} came free in the {self.name} arena within {STARVED_AFTER_SECONDS:.0f} s;"
+            f" capacity {self.capacity}, held: {held}, largest free range {self._free.largest}. This is a defect of"
+            f" the plan: please report it; a larger {self.name} budget works around it"
+        )
+
     def _carve(self, size: int, kind: str, from_top: bool) -> Lease | None:
-        offset = self._free.take(size, from_top=from_top)
+        # Nothing is nobody's page: a group without gradients takes no more than the plan says, zero.
+        offset = self._free.take(size, from_top=from_top) if size else 0
         if offset is None:
             return None
         self._by_kind[kind] += size
@@ -232,8 +238,10 @@ class Arena:
         return Lease(self, offset, size, kind)
 
     def _restore(self, lease: Lease) -> None:
-        assert lease.nbytes, f"lease of {lease.kind!r} in the {self.name} arena was released twice"
-        self._by_kind[lease.kind] -= lease.nbytes
-        self.used -= lease.nbytes
-        self._free.give(lease.offset, lease.nbytes)
-        lease.nbytes = 0
+        assert lease.held, f"lease of {lease.kind!r} in the {self.name} arena was released twice"
+        lease.held = False
+        if lease.nbytes:
+            self._by_kind[lease.kind] -= lease.nbytes
+            self.used -= lease.nbytes
+            self._free.give(lease.offset, lease.nbytes)
+            lease.nbytes = 0

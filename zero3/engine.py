@@ -108,6 +108,7 @@ class Engine:
         self.micro_steps = 0
         self._closed = False
         self._norm: float | None = None
+        self._loss: Tensor | None = None
         self._pending_backward = False
         self._in_engine_backward = False
 
@@ -184,7 +185,7 @@ class Engine:
             raise EngineStateError(
                 f"backward needs a scalar loss, not shape {tuple(loss.shape)}; reduce it, as by .mean()"
             )
-        self._record.loss = float(loss.detach())
+        self._loss = loss.detach()
         scaled = loss / self.config.gradient_accumulation_steps
         self._in_engine_backward = True
         with self._record.phase("backward"):
@@ -215,6 +216,7 @@ class Engine:
         if boundary:
             with self._record.phase("step"):
                 self._update()
+            self._record.loss = float(self._loss) if self._loss is not None else None
             self.global_steps += 1
             self._record.end_step()
             self._say_progress()

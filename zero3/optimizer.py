@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from optim_cpu.kernels import AdamWBatch
+from optim_cpu.kernels import AdamWBatch, DType, cast
 from tiering.aio import Ticket
 from tiering.arena import Completion, Lease
 from tiering.placement import SubGroup
@@ -188,9 +188,12 @@ class TieredOptimizer(torch.optim.Optimizer):
         staged = _Staged(tile, lease)
         if tile.state.extent is not None:
             self._read(staged, tile.state, 0, 0, tile.state.extent.nbytes)
-        if self._master_is_param and tile.group.home.extent is not None:
-            itemsize = tile.group.dtype.itemsize
-            self._read(staged, tile.group.home, self._param_at, tile.start * itemsize, tile.numel * itemsize)
+        home, itemsize = tile.group.home, tile.group.dtype.itemsize
+        if self._master_is_param and home.extent is not None:
+            self._read(staged, home, self._param_at, tile.start * itemsize, tile.numel * itemsize)
+        elif self._master_is_param and home.tensor is not None and not home.on_host:
+            source = home.tensor[tile.start * itemsize : tile.end * itemsize]
+            as_tensor(lease)[self._param_at :][: source.numel()].copy_(source)
         return staged
 
     def _read(self, staged: _Staged, home: Home, slot_offset: int, offset: int, nbytes: int) -> None:
@@ -216,7 +219,25 @@ class TieredOptimizer(torch.optim.Optimizer):
         )
         touched = len(self._batch) > 0
         self._batch.run(grad_scale)
+        if touched:
+            self._complete_parameters(staged)
         lease.retire(_All(self._write_back(staged) if touched else []))
+
+    def _complete_parameters(self, staged: _Staged) -> None:
+        """Fill in the 16-bit parameters that were not stepped: a slot is written back whole, and held none of them.
+
+        They are their masters rounded, always.
+        """
+        tile, lease = staged.tile, staged.lease
+        if self._master_is_param or tile.group.home.on_host:
+            return
+        state = tile.state.address or lease.address
+        for segment in tile.segments:
+            if not self._gradients.received(segment.piece):
+                inside = segment.start - tile.start
+                target = lease.address + self._param_at + inside * tile.group.dtype.itemsize
+                dtype = KERNEL_DTYPES[tile.group.dtype]
+                cast(target, dtype, state + inside * FP32, DType.FP32, segment.numel)
 
     def _write_back(self, staged: _Staged) -> list[Completion]:
         """Start to write what the step changed and what lives elsewhere."""

@@ -181,19 +181,21 @@ class Plan:
         from rich.table import Table
 
         read, written = self.nvme_traffic()
+        moved = f"read {format_size(read)}\nwritten {format_size(written)}" if read or written else "-"
         table = Table(title="Placement plan", title_justify="left")
-        for heading in ("tier", "budget", "planned", "what lives there", "read per step", "written per step"):
-            left = heading in ("tier", "what lives there")
-            table.add_column(heading, justify="left" if left else "right", no_wrap=left)
+        table.add_column("tier")
+        table.add_column("budget", justify="right", no_wrap=True)
+        table.add_column("planned", justify="right", no_wrap=True)
+        table.add_column("what lives there", no_wrap=True)
+        table.add_column("per step", no_wrap=True)
         for tier in Tier:
-            moved = (format_size(read), format_size(written)) if tier is Tier.NVME else ("", "")
             what = "\n".join(f"{kind} {format_size(nbytes)}" for kind, nbytes in self.contents(tier).items())
             table.add_row(
                 tier.value,
                 format_size(self.budgets.of(tier)),
                 format_size(self.total(tier)),
                 what or "-",
-                *moved,
+                moved if tier is Tier.NVME else "-",
             )
         return table
 

@@ -123,7 +123,7 @@ class Tiers:
                 self.aio.close()
                 raise
         on_gpu = device.type == "cuda"
-        self.host = Arena.map(plan.total(Tier.HOST), "host", pin=_register if on_gpu else None)
+        self.host = Arena.map(plan.total(Tier.HOST), "host", pin=register_with_cuda if on_gpu else None)
         self._registered = self.host.address if on_gpu and self.host.capacity else 0
         self.staging = self.host.split(plan.staging.nbytes, "staging")
         self.grad_window = self.host.split(plan.grad_window_bytes, "gradient window")
@@ -246,7 +246,8 @@ def as_tensor(lease: Lease) -> Tensor:
     return torch.frombuffer(lease.view, dtype=torch.uint8)
 
 
-def _register(address: int, nbytes: int) -> None:
+def register_with_cuda(address: int, nbytes: int) -> None:
+    """Page-lock host memory for CUDA. Raises RuntimeError when the driver refuses."""
     result = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
     if int(result) != 0:
         raise RuntimeError(

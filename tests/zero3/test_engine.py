@@ -201,6 +201,18 @@ def test_evaluation_between_steps_changes_nothing(train: Callable[..., Any], sta
     assert losses == reference.losses
 
 
+def test_evaluation_right_after_training_with_room_for_few_groups(
+    start: Callable[..., Any], micro_batches: Any
+) -> None:
+    """What was fetched ahead for training is dropped while its reads are in flight: the room comes back a bit later."""
+    engine = start(device_budget="256KiB", **STREAMED)
+    for tokens, targets in micro_batches(4):
+        engine.backward(engine(tokens, targets))
+        engine.step()
+        with torch.no_grad():
+            assert torch.isfinite(engine(tokens, targets))
+
+
 def test_loss_backward_works_for_one_micro_batch_and_explains_itself_for_more(
     start: Callable[..., Any], train: Callable[..., Any], micro_batches: Any
 ) -> None:

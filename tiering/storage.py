@@ -13,10 +13,12 @@ written anew, reading it raises the write's error instead of returning stale byt
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
 import os
+import stat
 import threading
 import weakref
 from collections.abc import Iterator
@@ -95,9 +97,10 @@ class SlabFile:
         )
 
     def free(self, extent: Extent) -> None:
-        """Give an extent back; its transfers in flight are waited for."""
+        """Give an extent back; its transfers in flight are waited for, and what failed no longer matters."""
         for transfer in tuple(extent.in_flight):
-            transfer.ticket.wait()
+            with contextlib.suppress(SwapError):
+                transfer.ticket.wait()
         with self._lock:
             self._free.give(extent.offset, extent.nbytes)
             self.used -= extent.nbytes
@@ -133,10 +136,8 @@ class SlabFile:
         end = offset + length
         with self._lock:
             self._settle(extent)
-            if writes:
-                extent.failed = list(_without(extent.failed, offset, end))
             for start, stop, error in extent.failed:
-                if start < end and offset < stop:
+                if not writes and start < end and offset < stop:
                     raise error
             ticket = submit(
                 self._file,
@@ -147,6 +148,8 @@ class SlabFile:
                 after=[t.ticket for t in extent.in_flight if t.conflicts(offset, end, writes)],
                 names=extent.names,
             )
+            if writes:  # only now: a write that is refused replaces nothing
+                extent.failed = list(_without(extent.failed, offset, end))
             extent.in_flight.append(_Transfer(ticket, offset, end, writes))
             return ticket
 
@@ -166,17 +169,28 @@ class SlabFile:
 
 def check_directory(directory: Path, *, allow_memory_file_system: bool = False) -> Path:
     """``directory`` itself if swap space can be made in it, else SwapSpaceError with the reason and the remedy."""
-    if not directory.exists():
+    try:
+        mode = directory.stat().st_mode
+    except FileNotFoundError:
         raise SwapSpaceError(
             f"nvme_path {directory} does not exist; create it (mkdir -p {directory}) or name another"
-        )
-    if not directory.is_dir():
-        raise SwapSpaceError(f"nvme_path {directory} is not a directory")
+        ) from None
+    except OSError as error:
+        raise SwapSpaceError(
+            f"nvme_path {directory} cannot be reached: {error.strerror}; change the mode of the directories above it"
+            " or name another"
+        ) from error
+    if not stat.S_ISDIR(mode):
+        raise SwapSpaceError(f"nvme_path {directory} is not a directory; name one")
     kind = _file_system_type(directory)
     if kind in _MEMORY_FILE_SYSTEMS and not allow_memory_file_system:
         raise SwapSpaceError(
             f"nvme_path {directory} is on {kind}, which lives in RAM: state swapped there would use the memory it is"
             f" meant to save; name a directory on a disk"
+        )
+    if os.statvfs(directory).f_flag & os.ST_RDONLY:
+        raise SwapSpaceError(
+            f"nvme_path {directory} is on a file system that is mounted read-only; remount it or name another directory"
         )
     if not os.access(directory, os.W_OK | os.X_OK):
         raise SwapSpaceError(
@@ -195,24 +209,24 @@ def _open_anonymous(directory: Path) -> tuple[int, bool]:
     """A nameless file in ``directory``: (descriptor, whether O_DIRECT is in use)."""
     flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
     try:
-        return os.open(directory, flags | os.O_DIRECT, 0o600), True
+        try:
+            return os.open(directory, flags | os.O_DIRECT, 0o600), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        fd = os.open(directory, flags, 0o600)
     except OSError as error:
-        if error.errno == errno.EINVAL:
-            log.warning(
-                "%s refuses O_DIRECT: swapping through the page cache, which uses memory beyond the budgets",
-                directory,
-            )
-            return os.open(directory, flags, 0o600), False
-        raise SwapSpaceError(
-            f"cannot create a swap file in {directory}: {error.strerror}"
-            + (
-                " (the file system is mounted read-only); remount it or name another directory"
-                if error.errno == errno.EROFS
-                else " (its file system has no O_TMPFILE); name a directory on ext4, xfs or btrfs"
-                if error.errno in (errno.EOPNOTSUPP, errno.EISDIR)
-                else "; check its mode and owner"
-            )
-        ) from error
+        remedy = {
+            errno.EROFS: " (the file system is mounted read-only); remount it or name another directory",
+            errno.EOPNOTSUPP: " (its file system has no O_TMPFILE); name a directory on ext4, xfs or btrfs",
+            errno.EISDIR: " (its file system has no O_TMPFILE); name a directory on ext4, xfs or btrfs",
+        }.get(error.errno or 0, "; check its mode and owner")
+        raise SwapSpaceError(f"cannot create a swap file in {directory}: {error.strerror}{remedy}") from error
+    log.warning(
+        "%s refuses O_DIRECT: swapping through the page cache, which uses memory beyond the budgets",
+        directory,
+    )
+    return fd, False
 
 
 def _reserve(fd: int, nbytes: int, directory: Path) -> None:
@@ -232,7 +246,10 @@ def _reserve(fd: int, nbytes: int, directory: Path) -> None:
             )
             os.ftruncate(fd, nbytes)
             return
-        raise SwapSpaceError(f"cannot reserve {nbytes} bytes in {directory}: {os.strerror(code)}")
+        raise SwapSpaceError(
+            f"cannot reserve {nbytes} bytes in {directory}: {os.strerror(code)}; check the free space, quota and file"
+            " size limit there (ulimit -f), or name another nvme_path"
+        )
 
 
 def _file_system_type(directory: Path) -> str:

@@ -402,6 +402,21 @@ def test_initialize_returns_loader_and_scheduler() -> None:
     engine.close()
 
 
+def test_forked_data_workers_neither_disturb_nor_hang(start: Callable[..., Any], train: Callable[..., Any],
+                                                      micro_batches: Any) -> None:  # fmt: skip
+    reference = train(2, **STREAMED)
+    engine = start(**STREAMED)
+    samples = [(tokens[i], targets[i]) for tokens, targets in micro_batches(4) for i in range(2)]
+    workers = torch.utils.data.DataLoader(
+        samples, batch_size=2, num_workers=2, multiprocessing_context="fork"
+    )
+    for tokens, targets in workers:
+        engine.backward(engine(tokens, targets))
+        engine.step()
+    masters = engine.master_state_dict()
+    assert all(torch.equal(masters[name], reference.masters[name]) for name in masters)
+
+
 def test_engines_leave_nothing_behind(start: Callable[..., Any], micro_batches: Any, nvme: Path) -> None:
     def once() -> None:
         engine = start(**STREAMED)

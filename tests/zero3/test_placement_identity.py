@@ -10,8 +10,7 @@ import pytest
 from optim_cpu import kernels
 from tiering.errors import PlacementError
 from tiering.placement import FEWEST_SLOTS, Tier
-from zero3 import engine as engine_module
-from zero3 import param_group
+from zero3 import assembly, param_group
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "host": {"offload_param": "cpu", "offload_optimizer": "cpu"},
@@ -141,7 +140,7 @@ def test_copying_into_the_storage_gives_the_bits_of_exchanging_it(
 ) -> None:
     streamed = PLACEMENTS["all on nvme"]
     reference = train(**streamed)
-    monkeypatch.setattr(engine_module, "can_exchange", lambda: False)
+    monkeypatch.setattr(assembly, "can_exchange", lambda: False)
     copied: list[int] = []
     copy_in = param_group.CopiedStorage._copy_in
 

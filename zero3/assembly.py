@@ -1,0 +1,232 @@
+"""Assembly: from a model and a configuration to groups with storage, a plan, tiers, gradients and an optimizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiering.budgets import resolve_budgets
+from tiering.config import TieringConfig
+from tiering.errors import ConfigError
+from tiering.placement import GroupSizes, Plan, Tier, Workload, make_plan
+from zero3.grads import GradientStore
+from zero3.groups import GroupMembers, form_groups
+from zero3.init import fill
+from zero3.optimizer import TieredOptimizer, Tile, make_tiles
+from zero3.param_group import ParamGroup, Streams, can_exchange
+from zero3.partition import FlatLayout, lay_out
+from zero3.tiers import Home, Tiers
+
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+OFFLOAD_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+
+ModelParameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts of one rank's engine. ``tiers`` owns what has to be closed."""
+
+    device: torch.device
+    plan: Plan
+    tiers: Tiers
+    groups: list[ParamGroup]
+    tiles: list[Tile]
+    gradients: GradientStore
+    optimizer: TieredOptimizer
+
+
+def assemble(model: nn.Module, config: TieringConfig, model_parameters: ModelParameters | None) -> Assembly:
+    """Plan, make the tiers and move ``model`` onto them. What is refused is refused before anything moves."""
+    device = _device()
+    compute = COMPUTE_DTYPES[config.precision]
+    grad_dtype = _grad_dtype(config, compute)
+    param_groups = _param_groups(model, model_parameters)
+    members, layouts = _grouped(model, config, compute, param_groups)
+    nvme_path = _nvme_path(config)
+    plan = _plan(config, members, layouts, compute, grad_dtype, device, nvme_path)
+
+    tiers = Tiers(plan, device, config.tiering.io, nvme_path)
+    try:
+        streams = None if tiers.device_is_host else Streams()
+        groups = _make_groups(members, layouts, compute, tiers, streams)
+        tiles = make_tiles(plan.sub_groups, groups, tiers)
+        gradients = GradientStore(
+            groups, _gradient_homes(groups, grad_dtype, tiers), grad_dtype, tiers, streams
+        )
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(device, compute if buffer.is_floating_point() else buffer.dtype)
+        fill(model, groups, tiles, tiers)
+        chosen = config.optimizer
+        optimizer = TieredOptimizer(
+            param_groups,
+            {"lr": chosen.lr, "betas": chosen.betas, "eps": chosen.eps, "weight_decay": chosen.weight_decay},
+            tiles,
+            gradients,
+            tiers,
+            decoupled=chosen.decoupled,
+        )
+    except BaseException:
+        tiers.close()
+        raise
+    return Assembly(device, plan, tiers, groups, tiles, gradients, optimizer)
+
+
+def _device() -> torch.device:
+    """The GPU if there is one, else the CPU; TIERING_DEVICE=cpu insists."""
+    wanted = os.environ.get("TIERING_DEVICE", "")
+    if wanted not in ("", "cpu", "cuda"):
+        raise ConfigError(f"TIERING_DEVICE is {wanted!r}; use 'cpu' or 'cuda'")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "TIERING_DEVICE is 'cuda' but torch finds no GPU; install a CUDA build, or use 'cpu'"
+        )
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _grad_dtype(config: TieringConfig, compute: torch.dtype) -> torch.dtype:
+    """The dtype gradients accumulate in: the compute dtype for one micro-batch, else fp32, unless configured."""
+    chosen = config.tiering.grad_accum_dtype
+    if chosen == "auto":
+        return compute if config.gradient_accumulation_steps == 1 else torch.float32
+    return COMPUTE_DTYPES[chosen]
+
+
+def _nvme_path(config: TieringConfig) -> Path | None:
+    offloads = (config.zero.offload_param, config.zero.offload_optimizer)
+    paths = {offload.nvme_path for offload in offloads if offload.device == "nvme"}
+    if len(paths) > 1:
+        raise ConfigError(
+            f"offload_param and offload_optimizer name different nvme_path directories ({sorted(map(str, paths))});"
+            " several paths are not supported in this version: name the same one in both"
+        )
+    return paths.pop() if paths else None
+
+
+def _param_groups(model: nn.Module, given: ModelParameters | None) -> list[dict[str, Any]]:
+    """torch-style param groups of trainable parameters; every one of the model must be in them."""
+    listed = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    groups = [dict(item) if isinstance(item, Mapping) else None for item in listed]
+    if any(group is None for group in groups):
+        groups = [{"params": listed}]
+    chosen = []
+    for group in groups:
+        assert group is not None
+        params = group["params"]
+        params = [params] if isinstance(params, nn.Parameter) else list(params)
+        chosen.append({**group, "params": [p for p in params if p.requires_grad]})
+    inside = {param for group in chosen for param in group["params"]}
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and p not in inside]
+    if missing:
+        raise ConfigError(
+            f"{len(missing)} parameters require gradients but are not in model_parameters"
+            f" ({', '.join(missing[:3])}, ...):"
+            " add them, or freeze them with requires_grad_(False)"
+        )
+    if not inside:
+        raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
+    return chosen
+
+
+def _grouped(
+    model: nn.Module, config: TieringConfig, compute: torch.dtype, param_groups: list[dict[str, Any]]
+) -> tuple[list[GroupMembers], list[FlatLayout]]:
+    trainable = {param for group in param_groups for param in group["params"]}
+    members = form_groups(model, config.zero.persistence_threshold)
+    layouts = [
+        lay_out([(i, name, tuple(p.shape), p in trainable) for i, name, p in group.params], compute.itemsize)
+        for group in members
+    ]
+    return members, layouts
+
+
+def _plan(
+    config: TieringConfig,
+    members: list[GroupMembers],
+    layouts: list[FlatLayout],
+    compute: torch.dtype,
+    grad_dtype: torch.dtype,
+    device: torch.device,
+    nvme_path: Path | None,
+) -> Plan:
+    on_gpu = device.type == "cuda"
+    if on_gpu and config.zero.offload_optimizer.device == "none" != config.zero.offload_param.device:
+        raise ConfigError(
+            "offload_param without offload_optimizer is not supported in this version on a GPU: offload both"
+        )
+    load = Workload(
+        groups=tuple(
+            GroupSizes(
+                name=group.name,
+                param_bytes=layout.numel * compute.itemsize,
+                trainable_numel=layout.trainable_numel,
+                parent=group.parent,
+                persistent=group.persistent,
+                uses=len(group.entries),
+            )
+            for group, layout in zip(members, layouts, strict=True)
+        ),
+        micro_batches=config.gradient_accumulation_steps,
+        compute_itemsize=compute.itemsize,
+        grad_itemsize=grad_dtype.itemsize,
+        offload_param=OFFLOAD_TIERS[config.zero.offload_param.device],
+        offload_optimizer=OFFLOAD_TIERS[config.zero.offload_optimizer.device],
+        cache_in_host=config.tiering.cache_in_host,
+        sub_group_numel=config.zero.sub_group_size,
+        prefetch_bytes=config.zero.prefetch_elements * compute.itemsize,
+        device_is_host=not on_gpu,
+        fetch_by_copy=on_gpu or not can_exchange(),
+    )
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else None
+    return make_plan(load, resolve_budgets(config.tiering, device_memory=free, nvme_path=nvme_path))
+
+
+def _make_groups(
+    members: list[GroupMembers],
+    layouts: list[FlatLayout],
+    compute: torch.dtype,
+    tiers: Tiers,
+    streams: Streams | None,
+) -> list[ParamGroup]:
+    parents = {group.parent for group in members}
+    made = []
+    for index, (group, layout) in enumerate(zip(members, layouts, strict=True)):
+        by_index = {i: param for i, _, param in group.params}
+        names = tuple(piece.name for piece in layout.pieces)
+        home = tiers.home(tiers.plan.param_tiers[index], layout.numel * compute.itemsize, "parameters", names)
+        made.append(
+            ParamGroup(
+                index,
+                group.name,
+                layout,
+                [by_index[piece.index] for piece in layout.pieces],
+                group.entries,
+                group.parent,
+                dtype=compute,
+                home=home,
+                tiers=tiers,
+                streams=streams,
+                nested=index in parents,
+            )
+        )
+    return made
+
+
+def _gradient_homes(groups: list[ParamGroup], dtype: torch.dtype, tiers: Tiers) -> list[Home]:
+    return [
+        tiers.home(
+            tier,
+            group.layout.trainable_numel * dtype.itemsize,
+            "gradients",
+            tuple(piece.name for piece in group.layout.pieces if piece.trainable),
+        )
+        for group, tier in zip(groups, tiers.plan.grad_tiers, strict=True)
+    ]

@@ -15,11 +15,12 @@ from tiering.budgets import resolve_budgets
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
 from tiering.placement import GroupSizes, Plan, Tier, Workload, make_plan
+from zero3.flat_storage import Streams, can_exchange
 from zero3.grads import GradientStore
 from zero3.groups import GroupMembers, form_groups
 from zero3.init import fill
 from zero3.optimizer import TieredOptimizer, Tile, make_tiles
-from zero3.param_group import ParamGroup, Streams, can_exchange
+from zero3.param_group import ParamGroup
 from zero3.partition import FlatLayout, lay_out
 from zero3.tiers import Home, Tiers
 

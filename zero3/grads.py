@@ -21,7 +21,8 @@ from optim_cpu import kernels
 from optim_cpu.kernels import DType
 from tiering.arena import Lease
 from zero3 import device_kernels
-from zero3.param_group import ParamGroup, StreamEvent, Streams
+from zero3.flat_storage import StreamEvent, Streams
+from zero3.param_group import ParamGroup
 from zero3.partition import Piece
 from zero3.tiers import Home, Tiers, as_tensor
 

@@ -24,8 +24,9 @@ from tiering.arena import Completion, Lease
 from tiering.placement import SubGroup
 from zero3 import device_kernels
 from zero3.device_kernels import AdamWNumbers
+from zero3.flat_storage import StreamEvent
 from zero3.grads import KERNEL_DTYPES, GradientStore
-from zero3.param_group import ParamGroup, StreamEvent
+from zero3.param_group import ParamGroup
 from zero3.partition import Segment, segments
 from zero3.tiers import Home, Tiers, as_tensor
 

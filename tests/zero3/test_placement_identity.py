@@ -10,7 +10,7 @@ import pytest
 from optim_cpu import kernels
 from tiering.errors import PlacementError
 from tiering.placement import FEWEST_SLOTS, Tier
-from zero3 import assembly, param_group
+from zero3 import assembly, flat_storage
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "host": {"offload_param": "cpu", "offload_optimizer": "cpu"},
@@ -142,13 +142,13 @@ def test_copying_into_the_storage_gives_the_bits_of_exchanging_it(
     reference = train(**streamed)
     monkeypatch.setattr(assembly, "can_exchange", lambda: False)
     copied: list[int] = []
-    copy_in = param_group.CopiedStorage._copy_in
+    copy_in = flat_storage.CopiedStorage._copy_in
 
-    def counted(storage: param_group.CopiedStorage) -> None:
+    def counted(storage: flat_storage.CopiedStorage) -> None:
         copied.append(1)
         copy_in(storage)
 
-    monkeypatch.setattr(param_group.CopiedStorage, "_copy_in", counted)
+    monkeypatch.setattr(flat_storage.CopiedStorage, "_copy_in", counted)
     run = train(**streamed)
     assert copied
     assert run.losses == reference.losses

@@ -1,0 +1,230 @@
+"""Flat storages: one tensor whose bytes come and go.
+
+Note [One storage, bytes that come and go]
+    A group's parameters are views into one flat tensor. Tensors that autograd saved in forward alias its storage, so
+    it is enough to refill that storage before backward: nothing in the graph needs to know. Resharding takes the bytes
+    away, unsharding brings them back, and the views never change.
+
+    On a CPU the storage takes its bytes from an arena lease by exchanging data pointers (0.1 us), and NVMe reads land
+    in the lease directly. Elsewhere, and where torch lacks the exchange, the storage is resized to zero and back and
+    filled by a copy.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from tiering.aio import Ticket
+from tiering.arena import Arena, Lease
+from zero3.tiers import Entry, Home, Tiers, as_tensor
+
+log = logging.getLogger(__name__)
+
+FETCH_PRIORITY = 1  # a parameter that compute waits for goes before write-back
+
+
+class FlatStorage(ABC):
+    """A flat tensor whose bytes arrive with ``start``/``finish`` and go with ``drop``."""
+
+    flat: Tensor
+
+    @abstractmethod
+    def start(self, *, from_top: bool, wait: bool) -> bool:
+        """Begin to bring the bytes; False, and nothing begun, when there is no room now.
+
+        With ``wait``, wait for room that transfers still hold; ArenaError if that cannot help.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until the bytes are valid and attach them to ``flat``."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Take the bytes away, whether or not they have arrived."""
+
+
+class ExchangedStorage(FlatStorage):
+    """CPU: the storage exchanges its pointer with an arena lease that an NVMe read has filled."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers) -> None:
+        self.flat = torch.empty(numel, dtype=dtype)
+        self._home = home
+        self._tiers = tiers
+        self._lease: Lease | None = None
+        self._ticket: Ticket | None = None
+        self._bytes: Tensor | None = None  # the lease as a tensor; while attached, it holds the empty pointer
+
+    def start(self, *, from_top: bool, wait: bool) -> bool:
+        working, slab, extent = self._tiers.working, self._tiers.slab, self._home.extent
+        assert isinstance(working, Arena) and slab is not None and extent is not None
+        lease_from = working.lease if wait else working.try_lease
+        lease = lease_from(extent.nbytes, "unsharded groups", from_top=from_top)
+        if lease is None:
+            return False
+        try:
+            self._ticket = slab.swap_in(extent, lease, priority=FETCH_PRIORITY)
+        except BaseException:
+            lease.release()
+            raise
+        self._lease = lease
+        return True
+
+    def finish(self) -> None:
+        assert self._ticket is not None and self._lease is not None
+        self._ticket.wait()
+        self._ticket = None
+        self._bytes = as_tensor(self._lease)
+        self._exchange()
+
+    def drop(self) -> None:
+        lease, self._lease = self._lease, None
+        assert lease is not None
+        if self._ticket is not None:
+            ticket, self._ticket = self._ticket, None
+            lease.retire(ticket)
+            return
+        self._exchange()
+        self._bytes = None
+        lease.release()
+
+    def _exchange(self) -> None:
+        assert self._bytes is not None
+        exchange_pointers(self.flat, self._bytes)
+
+
+class CopiedStorage(FlatStorage):
+    """Device memory of its own: the storage is resized and filled by a copy from pinned host memory.
+
+    Bytes that live on NVMe pass through a pinned lease. On a GPU the copy runs on the fetch stream; ``finish`` makes
+    the compute stream wait for it, not the CPU, and ``drop`` makes the fetch stream wait for compute before the
+    memory is handed on.
+    """
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers, streams: Streams | None
+    ) -> None:
+        self.flat = torch.empty(numel, dtype=dtype, device=tiers.device)
+        self._nbytes = self.flat.untyped_storage().nbytes()
+        self._home = home
+        self._tiers = tiers
+        self._streams = streams
+        self._room: Lease | Entry | None = None
+        self._lease: Lease | None = None
+        self._ticket: Ticket | None = None
+        self._copying = False
+
+    def start(self, *, from_top: bool, wait: bool) -> bool:
+        working, transfer = self._tiers.working, self._tiers.transfer
+        room = (working.lease if wait else working.try_lease)(
+            self._nbytes, "unsharded groups", from_top=from_top
+        )
+        if room is None:
+            return False
+        extent = self._home.extent
+        if extent is not None:
+            assert self._tiers.slab is not None
+            lease = (transfer.lease if wait else transfer.try_lease)(extent.nbytes, "parameters")
+            if lease is None:
+                room.release()
+                return False
+            self._ticket = self._tiers.slab.swap_in(extent, lease, priority=FETCH_PRIORITY)
+            self._lease = lease
+        self._room = room
+        if extent is None:
+            self._copy_in()
+        return True
+
+    def finish(self) -> None:
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = None
+            self._copy_in()
+        if self._streams is not None:
+            torch.cuda.current_stream().wait_stream(self._streams.fetch)
+        self._copying = False
+
+    def drop(self) -> None:
+        assert self._room is not None
+        if self._ticket is not None:
+            assert self._lease is not None
+            self._lease.retire(self._ticket)
+            self._ticket = self._lease = None
+        if self._copying and self._streams is not None:
+            # Dropped before it was used: the memory goes back to the compute stream, so that one has to wait.
+            torch.cuda.current_stream().wait_stream(self._streams.fetch)
+            self._copying = False
+        self.flat.untyped_storage().resize_(0)
+        self._room.release()
+        self._room = None
+
+    def _copy_in(self) -> None:
+        source = self._home.tensor if self._lease is None else as_tensor(self._lease)
+        assert source is not None
+        self._copying = True
+        self.flat.untyped_storage().resize_(self._nbytes)
+        raw = self.flat.view(torch.uint8)
+        with _unsafe_preserve_version_counter(self.flat):
+            if self._streams is None:
+                raw.copy_(source[: self._nbytes])
+            else:
+                # The allocation was made for the compute stream: order the copy after its earlier users.
+                self._streams.fetch.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._streams.fetch):
+                    raw.copy_(source[: self._nbytes], non_blocking=True)
+        if self._lease is not None:
+            if self._streams is None:
+                self._lease.release()
+            else:
+                self._lease.retire(StreamEvent(self._streams.fetch))
+            self._lease = None
+
+
+class Streams:
+    """The side streams of a GPU: one per direction, so that copies run beside compute and beside each other."""
+
+    def __init__(self) -> None:
+        self.fetch = torch.cuda.Stream()
+        self.offload = torch.cuda.Stream()
+
+
+class StreamEvent:
+    """What was queued on a CUDA stream so far, as a completion that a lease can retire on."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._event.synchronize()
+        return 0
+
+
+def exchange_pointers(first: Tensor, second: Tensor) -> None:
+    """Let the storages of two CPU tensors trade their memory; every view of either follows."""
+    first.untyped_storage()._swap_data_ptr_(second.untyped_storage())  # type: ignore[attr-defined]
+
+
+@cache
+def can_exchange() -> bool:
+    """Whether this torch can exchange the data pointers of two storages (a private method, so it is tried)."""
+    try:
+        first, second = torch.zeros(2), torch.ones(2)
+        exchange_pointers(first, second)
+        works = first.tolist() == [1, 1] and second.tolist() == [0, 0]
+    except (AttributeError, RuntimeError, TypeError):
+        works = False
+    if not works:
+        log.warning(
+            "torch %s cannot exchange storage pointers: unsharding on a CPU copies", torch.__version__
+        )
+    return works

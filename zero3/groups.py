@@ -6,7 +6,9 @@ is a group of its own. What is left joins its nearest ancestor's group, in the e
 persistence threshold form one group that never leaves the device.
 
 A tied parameter belongs to the first group that meets it, and every module that uses it becomes an *entry* of that
-group: calling the module unshards the group.
+group: calling the module unshards the group. If its users sit in groups side by side (two blocks), it belongs to the
+group around them instead: a block that opened another block's group would need room for both, and backward could not
+tell from the order of calls when either is done.
 """
 
 from __future__ import annotations
@@ -37,14 +39,17 @@ def form_groups(model: nn.Module, persistence_threshold: int) -> list[GroupMembe
     ``persistence_threshold`` counts elements: smaller parameters go to the persistent group, whatever their module.
     """
     modules = dict(model.named_modules())
-    blocks = {name for container in _repeated_containers(model) for name in container}
+    users = _users(modules)
+    # A module that is registered twice goes by its first name.
+    blocks = {name for container in _repeated_containers(model) for name in container if name in modules}
     mean_block = _mean_block_size(modules, blocks)
     anchors = set(blocks) | {""}
     for name, module in modules.items():
-        if name and not _inside(name, blocks) and mean_block and _own_numel(module) > mean_block:
+        own = sum(p.numel() for p in _own(module) if users[p][0] == name)
+        if name and not _inside(name, blocks) and mean_block and own > mean_block:
             anchors.add(name)
 
-    groups: dict[str, GroupMembers] = {}
+    groups: dict[tuple[str, bool], GroupMembers] = {}
     owner: dict[nn.Parameter, GroupMembers] = {}
     index = 0
     for module_name, module in modules.items():
@@ -55,9 +60,9 @@ def form_groups(model: nn.Module, persistence_threshold: int) -> list[GroupMembe
                 _add_entry(owner[param], module, modules)
                 continue
             persistent = param.numel() < persistence_threshold
-            anchor = PERSISTENT if persistent else _nearest(module_name, anchors)
+            anchor = "" if persistent else _anchor_of(users[param], anchors)
             label = PERSISTENT if persistent else anchor or ROOT
-            group = groups.setdefault(label, GroupMembers(label, persistent=persistent))
+            group = groups.setdefault((anchor, persistent), GroupMembers(label, persistent=persistent))
             if not persistent and not group.entries:
                 group.entries.append(modules[anchor])
             group.params.append((index, f"{module_name}.{short}" if module_name else short, param))
@@ -92,8 +97,28 @@ def _mean_block_size(modules: dict[str, nn.Module], blocks: set[str]) -> float:
     return sum(sizes) / len(sizes) if sizes else 0.0
 
 
-def _own_numel(module: nn.Module) -> int:
-    return sum(p.numel() for p in module._parameters.values() if p is not None)
+def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (param for param in module._parameters.values() if param is not None)
+
+
+def _users(modules: dict[str, nn.Module]) -> dict[nn.Parameter, list[str]]:
+    """The names of the modules that hold each parameter, in model order: more than one if it is tied."""
+    users: dict[nn.Parameter, list[str]] = {}
+    for name, module in modules.items():
+        for param in _own(module):
+            users.setdefault(param, []).append(name)
+    return users
+
+
+def _anchor_of(users: list[str], anchors: set[str]) -> str:
+    """The anchor of the group of a parameter that ``users`` hold."""
+    first = _nearest(users[0], anchors)
+    for user in users[1:]:
+        other = _nearest(user, anchors)
+        if first not in _ancestors(other) and other not in _ancestors(first):
+            around = set.intersection(*(set(_ancestors(user)) for user in users))
+            return _nearest(users[0], anchors & around)
+    return first
 
 
 def _ancestors(name: str) -> Iterator[str]:

@@ -109,7 +109,7 @@ def _nvme_path(config: TieringConfig) -> Path | None:
             f"offload_param and offload_optimizer name different nvme_path directories ({sorted(map(str, paths))});"
             " several paths are not supported in this version: name the same one in both"
         )
-    return paths.pop() if paths else None
+    return paths.pop().resolve() if paths else None
 
 
 def _param_groups(model: nn.Module, given: ModelParameters | None) -> list[dict[str, Any]]:

@@ -80,6 +80,7 @@ def fill(model: nn.Module, groups: list[ParamGroup], optimizer_tiles: list[Tile]
             if missing[group] == 0:
                 _check_repeated(group, expected)
                 _store(group, optimizer_tiles, tiers)
+    tiers.staging.drain()
 
 
 def _check_repeated(group: ParamGroup, expected: dict[nn.Parameter, int]) -> None:

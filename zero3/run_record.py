@@ -34,7 +34,7 @@ class RunRecord:
         self._steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self._step_began = time.perf_counter()
         self._stalled_before = 0.0
-        self._moved_before = (0, 0)
+        self._moved_before = self.moved()  # filling the tiers is not part of the first step
         self._capacities = _capacities(tiers)
 
     @contextmanager

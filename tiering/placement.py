@@ -77,6 +77,12 @@ class Workload:
         """Whether the compute parameters are the fp32 master themselves."""
         return self.compute_itemsize == FP32
 
+    def param_traffic(self, group: GroupSizes) -> tuple[int, int]:
+        """Bytes (read, written) over NVMe in a step for the parameters of ``group``, if they live there."""
+        updated = group.trainable_numel * self.compute_itemsize
+        fetched = 2 * self.micro_batches * group.uses * group.param_bytes
+        return fetched + (updated if self.master_is_param else 0), updated
+
     @property
     def steps_copy_out(self) -> bool:
         """Whether the CPU steps parameters that the device keeps in memory of its own."""
@@ -167,9 +173,8 @@ class Plan:
         for group, param, grad in zip(load.groups, self.param_tiers, self.grad_tiers, strict=True):
             trained = group.trainable_numel
             if param is Tier.NVME:
-                read += 2 * load.micro_batches * group.uses * group.param_bytes
-                read += trained * load.compute_itemsize if load.master_is_param else 0
-                written += trained * load.compute_itemsize
+                moved = load.param_traffic(group)
+                read, written = read + moved[0], written + moved[1]
             if grad is Tier.NVME:
                 read += load.micro_batches * trained * load.grad_itemsize
                 written += load.micro_batches * trained * load.grad_itemsize
@@ -311,8 +316,12 @@ def _fill_host(
         whole = False
         return False
 
-    for index, group in enumerate(load.groups):
-        if params[index] is Tier.NVME and keep(group.param_bytes):
+    def saved_per_byte(index: int) -> float:
+        group = load.groups[index]
+        return sum(load.param_traffic(group)) / max(group.param_bytes, 1)
+
+    for index in sorted(range(len(params)), key=saved_per_byte, reverse=True):
+        if params[index] is Tier.NVME and keep(load.groups[index].param_bytes):
             params[index] = Tier.HOST
     waiting = [index for index, tier in enumerate(grads) if tier is Tier.NVME]
     sizes = {index: load.groups[index].trainable_numel * load.grad_itemsize for index in waiting}

@@ -1,0 +1,353 @@
+"""The plan: within every budget, everything placed once, windows large enough, traffic as counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiering.arena import PAGE
+from tiering.errors import PlacementError
+from tiering.placement import (
+    FEWEST_SLOTS,
+    SMALLEST_TILE,
+    Budgets,
+    GroupSizes,
+    Plan,
+    Staging,
+    Tier,
+    Workload,
+    make_plan,
+)
+
+DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
+PLENTY = 1 << 50
+MIB = 1 << 20
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    itemsize = draw(st.sampled_from([2, 4]))
+    groups = []
+    for index in range(draw(st.integers(1, 8))):
+        trained, frozen = draw(st.integers(0, 40)), draw(st.integers(0, 10))
+        numel = max(1, trained + frozen) * SMALLEST_TILE
+        parent = draw(st.none() | st.integers(0, index - 1)) if index else None
+        groups.append(
+            GroupSizes(
+                name=f"g{index}",
+                param_bytes=numel * itemsize,
+                trainable_numel=trained * SMALLEST_TILE,
+                parent=parent,
+                persistent=draw(st.integers(0, 7)) == 0,
+                uses=draw(st.integers(1, 3)),
+            )
+        )
+    device_is_host = draw(st.booleans())
+    return Workload(
+        groups=tuple(groups),
+        micro_batches=draw(st.integers(1, 3)),
+        compute_itemsize=itemsize,
+        grad_itemsize=draw(st.sampled_from([2, 4])),
+        offload_param=draw(st.sampled_from([DEVICE, HOST, NVME, NVME])),
+        offload_optimizer=draw(st.sampled_from([DEVICE, HOST, NVME, NVME])),
+        cache_in_host=draw(st.integers(0, 3)) > 0,
+        sub_group_numel=draw(st.integers(1, 50)) * 1000,
+        prefetch_bytes=draw(st.integers(0, 1 << 20)),
+        device_is_host=device_is_host,
+        fetch_by_copy=not device_is_host or draw(st.booleans()),
+    )
+
+
+# Budgets around what such workloads need, so that plans, spills and refusals all occur.
+budgets = st.builds(
+    Budgets,
+    st.integers(0, 3 * MIB) | st.just(PLENTY),
+    st.integers(0, 6 * MIB),
+    st.integers(0, 12 * MIB) | st.just(PLENTY),
+)
+
+
+def planned(load: Workload, limits: Budgets) -> Plan:
+    """A plan just within budgets: every refusal raises the budget that it names by a little."""
+    for _ in range(400):
+        try:
+            return make_plan(load, limits)
+        except PlacementError as refusal:
+            message = str(refusal)
+        assert message.startswith("[TIER-PLAN] ")
+        assert sum(character.isdigit() for character in message) >= 2
+        named = [tier for tier in Tier if f"raise {tier.value}_budget" in message]
+        assert len(named) == 1, message
+        limit = limits.of(named[0])
+        limits = replace(limits, **{named[0].value: limit + limit // 16 + PAGE})
+    raise AssertionError(f"raising what the messages name does not help: {message}")
+
+
+@settings(deadline=None, max_examples=300)
+@given(load=workloads(), limits=budgets)
+def test_no_tier_exceeds_its_budget(load: Workload, limits: Budgets) -> None:
+    plan = planned(load, limits)
+    for tier in Tier:
+        assert plan.total(tier) == sum(plan.contents(tier).values()) <= plan.budgets.of(tier)
+        assert all(nbytes > 0 for nbytes in plan.contents(tier).values())
+
+
+@settings(deadline=None, max_examples=300)
+@given(load=workloads(), limits=budgets)
+def test_everything_is_placed_exactly_once(load: Workload, limits: Budgets) -> None:
+    plan = planned(load, limits)
+    assert len(plan.param_tiers) == len(plan.grad_tiers) == len(load.groups)
+    for index, group in enumerate(load.groups):
+        tiles = [tile for tile in plan.sub_groups if tile.group == index]
+        edges = [0, *(tile.end for tile in tiles)]
+        assert [tile.start for tile in tiles] == edges[:-1]
+        assert edges[-1] == group.trainable_numel
+        assert all(tile.numel > 0 and tile.numel % SMALLEST_TILE == 0 for tile in tiles)
+    trained = sum(group.trainable_numel for group in load.groups)
+    per_element = load.grad_itemsize + load.state_itemsize
+    assert plan.state_bytes() == sum(group.param_bytes for group in load.groups) + trained * per_element
+
+
+@settings(deadline=None, max_examples=300)
+@given(load=workloads(), limits=budgets)
+def test_nothing_is_placed_where_the_configuration_does_not_allow_it(load: Workload, limits: Budgets) -> None:
+    plan = planned(load, limits)
+    order = list(Tier)
+    allowed = {DEVICE: {DEVICE}, HOST: {HOST}, NVME: {HOST, NVME}}
+    strictly = allowed if load.cache_in_host else {tier: {tier} for tier in order}
+    for group, tier in zip(load.groups, plan.param_tiers, strict=True):
+        assert tier in ({DEVICE} if group.persistent else strictly[load.offload_param])
+    assert {tile.tier for tile in plan.sub_groups} <= strictly[load.offload_optimizer]
+    assert set(plan.grad_tiers) <= allowed[load.offload_optimizer]
+    parents = {group.parent for group in load.groups}
+    for index, (group, tier) in enumerate(zip(load.groups, plan.grad_tiers, strict=True)):
+        if group.persistent or index in parents:
+            assert tier is not NVME  # it would hold the window open for the whole pass
+
+
+@settings(deadline=None, max_examples=300)
+@given(load=workloads(), limits=budgets)
+def test_the_windows_suffice(load: Workload, limits: Budgets) -> None:
+    plan = planned(load, limits)
+    staging = plan.staging
+    grads = [
+        group.trainable_numel * load.grad_itemsize
+        for group, tier in zip(load.groups, plan.grad_tiers, strict=True)
+        if tier is NVME
+    ]
+    streams = NVME in plan.param_tiers or bool(grads) or any(tile.tier is NVME for tile in plan.sub_groups)
+    if streams or (load.steps_copy_out and plan.sub_groups):
+        assert staging.slots >= FEWEST_SLOTS
+        assert staging.slot_bytes % PAGE == staging.param_offset % PAGE == staging.grad_offset % PAGE == 0
+    for tile in plan.sub_groups:  # every part of a tile fits its part of a slot
+        state = tile.numel * load.state_itemsize if tile.tier is NVME else 0
+        through = load.steps_copy_out or plan.param_tiers[tile.group] is NVME
+        param = tile.numel * load.compute_itemsize if through else 0
+        grad = tile.numel * load.grad_itemsize if plan.grad_tiers[tile.group] is NVME else 0
+        assert state <= staging.param_offset or not state
+        assert param <= staging.grad_offset - staging.param_offset or not param
+        assert grad <= staging.slot_bytes - staging.grad_offset or not grad
+    assert plan.grad_window_bytes == 2 * max(grads, default=0)
+    if load.fetch_by_copy and NVME in plan.param_tiers:
+        assert plan.transfer_bytes >= 2 * max(group.param_bytes for group in load.groups)
+
+
+@settings(deadline=None, max_examples=300)
+@given(load=workloads(), limits=budgets)
+def test_the_device_holds_the_deepest_chain(load: Workload, limits: Budgets) -> None:
+    plan = planned(load, limits)
+    stays = {DEVICE, HOST} if load.device_is_host else {DEVICE}
+    moving = [
+        0 if tier in stays else group.param_bytes
+        for group, tier in zip(load.groups, plan.param_tiers, strict=True)
+    ]
+    chains = []
+    for index in range(len(load.groups)):
+        chain, at = 0, index
+        while at is not None:
+            chain += moving[at]
+            at = load.groups[at].parent
+        chains.append(chain)
+    assert max(chains) <= plan.working_bytes <= sum(moving)
+    assert plan.working_bytes <= max(chains) + load.prefetch_bytes + PAGE
+
+
+@settings(deadline=None, max_examples=300)
+@given(load=workloads(), limits=budgets, more=st.integers(1, 4 * MIB))
+def test_more_memory_never_moves_more_bytes(load: Workload, limits: Budgets, more: int) -> None:
+    """With the windows as they are. They may grow with the budget, but then twice as much is never worse."""
+    limits = replace(limits, nvme=PLENTY)
+    less = planned(load, limits)
+    limits = less.budgets
+    larger = make_plan(load, replace(limits, host=limits.host + more))
+    if larger.staging in (less.staging, Staging()):
+        assert sum(larger.nvme_traffic()) <= sum(less.nvme_traffic())
+    twice = make_plan(load, replace(limits, host=2 * limits.host))
+    assert sum(twice.nvme_traffic()) <= sum(less.nvme_traffic())
+    everything = make_plan(load, replace(limits, host=PLENTY))
+    if load.cache_in_host:
+        assert everything.nvme_traffic() == (0, 0)
+
+
+# By hand
+
+NUMEL = 8 * SMALLEST_TILE
+
+
+def example(**changes: object) -> Workload:
+    """Three blocks of 8 x 2048 trainable elements in bf16, one micro-batch, bf16 gradients, all on NVMe."""
+    groups = tuple(GroupSizes(f"layers.{i}", 2 * NUMEL, NUMEL) for i in range(3))
+    load = Workload(
+        groups=groups,
+        micro_batches=1,
+        compute_itemsize=2,
+        grad_itemsize=2,
+        offload_param=NVME,
+        offload_optimizer=NVME,
+        cache_in_host=False,
+        sub_group_numel=SMALLEST_TILE,
+        prefetch_bytes=0,
+        device_is_host=True,
+    )
+    return replace(load, **changes)  # type: ignore[arg-type]
+
+
+def traffic_per_param(load: Workload, host: int = PLENTY) -> tuple[float, float]:
+    read, written = make_plan(load, Budgets(PLENTY, host, PLENTY)).nvme_traffic()
+    numel = sum(group.trainable_numel for group in load.groups)
+    return read / numel, written / numel
+
+
+def test_traffic_of_parameters_and_state() -> None:
+    # read: parameters twice, state of 12 bytes; written: the updated parameter and the state
+    assert traffic_per_param(example()) == (2 + 2 + 12, 2 + 12)  # 30 in all
+
+
+def test_traffic_of_state_only() -> None:
+    assert traffic_per_param(example(offload_param=HOST)) == (12, 12)  # 24 in all
+
+
+def test_traffic_of_parameters_only() -> None:
+    assert traffic_per_param(example(offload_optimizer=HOST)) == (4, 2)
+
+
+def test_traffic_grows_with_micro_batches_by_parameters_and_gradients_only() -> None:
+    assert traffic_per_param(example(micro_batches=3)) == (3 * 4 + 12, 2 + 12)
+
+
+def test_traffic_of_fp32_compute() -> None:
+    """The parameter is the master: read twice by compute and once by the step, and no second copy of it."""
+    load = example(compute_itemsize=4, groups=tuple(GroupSizes(f"g{i}", 4 * NUMEL, NUMEL) for i in range(3)))
+    assert load.state_itemsize == 8
+    assert traffic_per_param(load) == (4 + 4 + 4 + 8, 4 + 8)
+    assert traffic_per_param(replace(load, offload_param=HOST)) == (8, 8)
+
+
+def test_traffic_of_gradients_that_spill() -> None:
+    load = example(micro_batches=2)
+    staging = FEWEST_SLOTS * SMALLEST_TILE * (12 + 2 + 2)
+    tight = staging + 2 * 2 * NUMEL  # the windows and nothing else
+    assert traffic_per_param(load, tight) == (2 * 4 + 12 + 2 * 2, 2 + 12 + 2 * 2)
+    with pytest.raises(PlacementError) as caught:
+        make_plan(load, Budgets(PLENTY, tight - 1, PLENTY))
+    assert str(caught.value) == (
+        f"[TIER-PLAN] host needs at least {tight / 1024:.2f} KiB but its budget is {(tight - 1) / 1024:.2f} KiB"
+        " (staging 96.00 KiB, gradients on their way to NVMe 64.00 KiB); raise host_budget, or offload to nvme"
+    )
+
+
+def test_frozen_parameters_are_read_and_never_written() -> None:
+    frozen = (GroupSizes("frozen", 2 * NUMEL, 0),)
+    plan = make_plan(example(groups=frozen), Budgets(PLENTY, PLENTY, PLENTY))
+    assert plan.nvme_traffic() == (4 * NUMEL, 0)
+    assert plan.sub_groups == ()
+
+
+def test_a_group_used_twice_is_read_twice_and_is_kept_first() -> None:
+    groups = tuple(GroupSizes(f"g{i}", 2 * NUMEL, NUMEL, uses=uses) for i, uses in enumerate((1, 3, 2)))
+    load = example(groups=groups, offload_optimizer=HOST)
+    assert make_plan(load, Budgets(PLENTY, PLENTY, PLENTY)).nvme_traffic() == (4 * NUMEL * 6, 2 * NUMEL * 3)
+    needed = make_plan(load, Budgets(PLENTY, PLENTY, PLENTY)).total(HOST)
+    room = replace(load, cache_in_host=True)
+    kept = [make_plan(room, Budgets(PLENTY, needed + n * 2 * NUMEL, PLENTY)).param_tiers for n in (0, 1, 2)]
+    assert kept == [(NVME, NVME, NVME), (NVME, HOST, NVME), (NVME, HOST, HOST)]
+
+
+def test_a_trained_group_is_kept_before_a_frozen_one_that_saves_less() -> None:
+    groups = (GroupSizes("frozen", 2 * NUMEL, 0), GroupSizes("trained", 2 * NUMEL, NUMEL))
+    load = example(groups=groups, offload_optimizer=HOST)
+    needed = make_plan(load, Budgets(PLENTY, PLENTY, PLENTY)).total(HOST)
+    plan = make_plan(replace(load, cache_in_host=True), Budgets(PLENTY, needed + 2 * NUMEL, PLENTY))
+    assert plan.param_tiers == (NVME, HOST)
+
+
+def test_the_host_is_filled_with_what_saves_most() -> None:
+    """Parameters before gradients before state, and state by the tile."""
+    load = example(cache_in_host=True)
+    slots, window = 4 * SMALLEST_TILE * 16, 2 * 2 * NUMEL
+    params, grads, tile = 3 * 2 * NUMEL, 3 * 2 * NUMEL, SMALLEST_TILE * 12
+    steps = [
+        (slots + window + params, {"parameters": params}),
+        # once all gradients are in memory, their window is theirs too
+        (slots + params + grads, {"parameters": params, "gradients": grads}),
+        (
+            slots + params + grads + 5 * tile,
+            {"parameters": params, "gradients": grads, "optimizer state": 5 * tile},
+        ),
+    ]
+    for budget, expected in steps:
+        contents = make_plan(load, Budgets(PLENTY, budget, PLENTY)).contents(HOST)
+        contents.pop("staging")
+        assert contents == expected
+    everything = params + grads + 3 * NUMEL * 12
+    plan = make_plan(load, Budgets(PLENTY, everything, PLENTY))
+    assert (plan.total(HOST), plan.total(NVME), plan.staging) == (everything, 0, Staging())
+    assert make_plan(load, Budgets(PLENTY, everything - 1, PLENTY)).total(NVME) > 0
+
+
+def test_only_bytes_on_nvme_need_swap_space() -> None:
+    plan = make_plan(example(), Budgets(PLENTY, PLENTY, PLENTY))
+    assert plan.contents(NVME) == {"parameters": 3 * 2 * NUMEL, "optimizer state": 3 * 12 * NUMEL}
+    need = plan.total(NVME)
+    assert make_plan(example(), Budgets(PLENTY, PLENTY, need)).total(NVME) == need
+    with pytest.raises(
+        PlacementError, match=r"nvme needs 672\.00 KiB but its budget is .*; raise nvme_budget"
+    ):
+        make_plan(example(), Budgets(PLENTY, PLENTY, need - 1))
+
+
+def test_a_group_larger_than_the_device_is_refused_by_name() -> None:
+    groups = (GroupSizes("root", 2 * NUMEL, NUMEL), GroupSizes("layers.0", 4 * NUMEL, 2 * NUMEL, parent=0))
+    load, need = example(groups=groups), 6 * NUMEL
+    assert make_plan(load, Budgets(need, PLENTY, PLENTY)).working_bytes == need
+    with pytest.raises(PlacementError) as caught:
+        make_plan(load, Budgets(need - 1, PLENTY, PLENTY))
+    assert "the largest group, 'layers.0', needs 96.00 KiB on the device while it computes" in str(
+        caught.value
+    )
+    assert "raise device_budget to at least 96.00 KiB" in str(caught.value)
+
+
+def test_what_must_be_in_memory_is_refused_with_every_number() -> None:
+    load = example(offload_param=HOST, offload_optimizer=HOST)
+    need = 3 * NUMEL * (2 + 2 + 12)
+    assert make_plan(load, Budgets(0, need, 0)).total(HOST) == need
+    with pytest.raises(PlacementError) as caught:
+        make_plan(load, Budgets(0, need - 1, 0))
+    assert str(caught.value) == (
+        "[TIER-PLAN] host needs at least 768.00 KiB but its budget is 768.00 KiB (parameters 96.00 KiB, gradients"
+        " 96.00 KiB, optimizer state 576.00 KiB); raise host_budget, or offload to nvme"
+    )
+
+
+def test_the_table_shows_every_tier() -> None:
+    plan = make_plan(example(), Budgets(PLENTY, PLENTY, 1 << 30))
+    cells = [cell for column in plan.table().columns for cell in column.cells]
+    assert cells[:3] == ["device", "host", "nvme"]
+    for expected in ("1.00 GiB", "672.00 KiB", "parameters 96.00 KiB\noptimizer state 576.00 KiB"):
+        assert expected in cells
+    assert "768.00 KiB" in str(cells[-1])
+    assert "672.00 KiB" in str(cells[-1])

@@ -13,14 +13,17 @@ NVME_SHARE = 0.95  # of the free space, so that the file system is not filled to
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes of (limit, now in use): the cgroup's limit and use where it is the smaller, else the machine's."""
+    """Bytes of (limit, now in use): those of the cgroup with the least limit, if it is below the machine's memory.
+
+    Files that the kernel caches and would drop first are not in use: a cgroup counts them, but nobody needs them.
+    """
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, available = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     limit, in_use = total, total - available
     for directory, names in _cgroups():
         try:
             own_limit = int((directory / names[0]).read_text())
-            own_use = int((directory / names[1]).read_text())
+            own_use = int((directory / names[1]).read_text()) - _cached(directory / "memory.stat", names[2])
         except (OSError, ValueError):  # "max", or no such controller here
             continue
         if own_limit < limit:
@@ -53,15 +56,30 @@ def resolve_budgets(
     return Budgets(int(device) // ranks_on_node, int(host) // ranks_on_node, int(nvme) // ranks_on_node)
 
 
-def _cgroups() -> list[tuple[Path, tuple[str, str]]]:
-    """Directories that may hold a memory limit for this process, with the names of its two files."""
+def _cgroups() -> list[tuple[Path, tuple[str, str, str]]]:
+    """Directories that may hold a memory limit for this process: (directory, names of limit, use and cached files).
+
+    A limit may stand at any level above the process, and a container may see its own cgroup at the root of the mount
+    while /proc names it as the host does: every level is asked.
+    """
     found = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
-        relative = path.lstrip("/")
+        relative = Path(path.lstrip("/"))
         if number == "0":
-            found.append((Path("/sys/fs/cgroup") / relative, ("memory.max", "memory.current")))
+            base, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             base = Path("/sys/fs/cgroup/memory")
-            found.append((base / relative, ("memory.limit_in_bytes", "memory.usage_in_bytes")))
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        found += [(base / level, names) for level in (relative, *relative.parents)]
     return found
+
+
+def _cached(stat: Path, key: str) -> int:
+    try:
+        fields = dict(line.split() for line in stat.read_text().splitlines())
+    except OSError:
+        return 0
+    return int(fields.get(key, 0))

@@ -132,6 +132,11 @@ def _param_groups(model: nn.Module, given: ModelParameters | None) -> list[dict[
             f" ({', '.join(missing[:3])}, ...):"
             " add them, or freeze them with requires_grad_(False)"
         )
+    odd = [f"{name} ({p.dtype})" for name, p in model.named_parameters() if not p.is_floating_point()]
+    if odd:
+        raise ConfigError(
+            f"only floating-point parameters can be tiered, not {', '.join(odd[:3])}: register them as buffers"
+        )
     if not inside:
         raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
     return chosen

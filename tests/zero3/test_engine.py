@@ -376,6 +376,9 @@ def test_parameters_left_out_of_model_parameters(start: Callable[..., Any]) -> N
         start(model, model_parameters=[model.first.weight])
     with pytest.raises(ConfigError, match="nothing to train"):
         start(nn.Linear(2, 2).requires_grad_(False))
+    model.register_parameter("codes", nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False))
+    with pytest.raises(ConfigError, match=r"codes \(torch.int8\)"):
+        start(model)
 
 
 def test_initialize_returns_loader_and_scheduler() -> None:

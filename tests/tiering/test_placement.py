@@ -86,7 +86,7 @@ def planned(load: Workload, limits: Budgets) -> Plan:
     raise AssertionError(f"raising what the messages name does not help: {message}")
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(load=workloads(), limits=budgets)
 def test_no_tier_exceeds_its_budget(load: Workload, limits: Budgets) -> None:
     plan = planned(load, limits)
@@ -95,7 +95,7 @@ def test_no_tier_exceeds_its_budget(load: Workload, limits: Budgets) -> None:
         assert all(nbytes > 0 for nbytes in plan.contents(tier).values())
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(load=workloads(), limits=budgets)
 def test_everything_is_placed_exactly_once(load: Workload, limits: Budgets) -> None:
     plan = planned(load, limits)
@@ -111,7 +111,7 @@ def test_everything_is_placed_exactly_once(load: Workload, limits: Budgets) -> N
     assert plan.state_bytes() == sum(group.param_bytes for group in load.groups) + trained * per_element
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(load=workloads(), limits=budgets)
 def test_nothing_is_placed_where_the_configuration_does_not_allow_it(load: Workload, limits: Budgets) -> None:
     plan = planned(load, limits)
@@ -128,7 +128,7 @@ def test_nothing_is_placed_where_the_configuration_does_not_allow_it(load: Workl
             assert tier is not NVME  # it would hold the window open for the whole pass
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(load=workloads(), limits=budgets)
 def test_the_windows_suffice(load: Workload, limits: Budgets) -> None:
     plan = planned(load, limits)
@@ -155,7 +155,7 @@ def test_the_windows_suffice(load: Workload, limits: Budgets) -> None:
         assert plan.transfer_bytes >= 2 * max(group.param_bytes for group in load.groups)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(load=workloads(), limits=budgets)
 def test_the_device_holds_the_deepest_chain(load: Workload, limits: Budgets) -> None:
     plan = planned(load, limits)
@@ -175,7 +175,7 @@ def test_the_device_holds_the_deepest_chain(load: Workload, limits: Budgets) -> 
     assert plan.working_bytes <= max(chains) + load.prefetch_bytes + PAGE
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(load=workloads(), limits=budgets, more=st.integers(1, 4 * MIB))
 def test_more_memory_never_moves_more_bytes(load: Workload, limits: Budgets, more: int) -> None:
     """With the windows as they are. They may grow with the budget, but then twice as much is never worse."""
@@ -351,3 +351,14 @@ def test_the_table_shows_every_tier() -> None:
         assert expected in cells
     assert "768.00 KiB" in str(cells[-1])
     assert "672.00 KiB" in str(cells[-1])
+
+
+def test_slots_shrink_with_the_budget_to_leave_it_to_what_is_kept() -> None:
+    """Four slots take no more than a third of what is left, down to the smallest tile."""
+    groups = tuple(GroupSizes(f"g{i}", 2 * NUMEL, NUMEL) for i in range(20))
+    load = example(groups=groups, offload_param=HOST, cache_in_host=True, sub_group_numel=NUMEL)
+    fixed, window, slot = 20 * 2 * NUMEL, 2 * 2 * NUMEL, NUMEL * (12 + 2)
+    sizes = ((12 * slot, slot), (12 * slot - 1, slot // 2), (6 * slot - 1, slot // 4), (slot, slot // 8))
+    for room, expected in sizes:
+        staging = make_plan(load, Budgets(PLENTY, fixed + window + room, PLENTY)).staging
+        assert (staging.slots, staging.slot_bytes) == (4, expected)

@@ -183,16 +183,15 @@ class Plan:
 
     def table(self) -> Table:
         """The plan as people read it."""
+        from rich.box import SIMPLE_HEAD
         from rich.table import Table
 
         read, written = self.nvme_traffic()
-        moved = f"read {format_size(read)}\nwritten {format_size(written)}" if read or written else "-"
-        table = Table(title="Placement plan", title_justify="left")
-        table.add_column("tier")
-        table.add_column("budget", justify="right", no_wrap=True)
-        table.add_column("planned", justify="right", no_wrap=True)
-        table.add_column("what lives there", no_wrap=True)
-        table.add_column("per step", no_wrap=True)
+        moved = f"read {format_size(read)}\nwrite {format_size(written)}" if read or written else "-"
+        table = Table(title="Placement plan", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+        for heading in ("tier", "budget", "planned", "what lives there", "per step"):
+            right = heading in ("budget", "planned")
+            table.add_column(heading, justify="right" if right else "left", no_wrap=True)
         for tier in Tier:
             what = "\n".join(f"{kind} {format_size(nbytes)}" for kind, nbytes in self.contents(tier).items())
             table.add_row(

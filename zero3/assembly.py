@@ -103,13 +103,13 @@ def _grad_dtype(config: TieringConfig, compute: torch.dtype) -> torch.dtype:
 
 def _nvme_path(config: TieringConfig) -> Path | None:
     offloads = (config.zero.offload_param, config.zero.offload_optimizer)
-    paths = {offload.nvme_path for offload in offloads if offload.device == "nvme"}
+    paths = {o.nvme_path.resolve() for o in offloads if o.device == "nvme" and o.nvme_path is not None}
     if len(paths) > 1:
         raise ConfigError(
             f"offload_param and offload_optimizer name different nvme_path directories ({sorted(map(str, paths))});"
             " several paths are not supported in this version: name the same one in both"
         )
-    return paths.pop().resolve() if paths else None
+    return paths.pop() if paths else None
 
 
 def _param_groups(model: nn.Module, given: ModelParameters | None) -> list[dict[str, Any]]:

@@ -67,7 +67,16 @@ class _All:
         return all(part.done() for part in self._parts)
 
     def wait(self, timeout: float | None = None) -> int:
-        return sum(part.wait(timeout) for part in self._parts)
+        """Wait for all of them, then raise the first error if there is one: the memory is free only now."""
+        total, error = 0, None
+        for part in self._parts:
+            try:
+                total += part.wait(timeout)
+            except OSError as failed:
+                error = error or failed
+        if error is not None:
+            raise error
+        return total
 
 
 def make_tiles(sub_groups: Iterable[SubGroup], groups: list[ParamGroup], tiers: Tiers) -> list[Tile]:

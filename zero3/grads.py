@@ -131,19 +131,15 @@ class GradientStore:
         bad = [piece for piece, square in self._all_squares() if not math.isfinite(square)]
         return min(bad, key=lambda piece: piece.index).name
 
-    def read(self, group: ParamGroup, piece: Piece) -> Tensor:
-        """A copy of the accumulated gradient of one parameter, flat, in the accumulation dtype."""
-        itemsize = self.dtype.itemsize
-        raw = self._tiers.load(self.homes[group.index], piece.start * itemsize, piece.numel * itemsize)
-        return raw.view(self.dtype)
-
     def _all_squares(self) -> list[tuple[Piece, float]]:
-        return [
-            (piece, self._square(group, piece))
-            for group in self._groups
-            for piece in group.layout.pieces
-            if piece.index in self._received
-        ]
+        found = []
+        for group in self._groups:
+            pieces = [piece for piece in group.layout.pieces if piece.index in self._received]
+            found += [(piece, self._square(group, piece)) for piece in pieces]
+            window = self._windows.pop(group, None)
+            if window is not None:  # opened to look: nothing changed, so nothing is written
+                window.release()
+        return found
 
     def _square(self, group: ParamGroup, piece: Piece) -> float:
         """The sum of squares, computed now if the last micro-batch brought this parameter no gradient."""
@@ -153,9 +149,10 @@ class GradientStore:
                 flat = home.tensor.view(self.dtype)[piece.start : piece.end]
                 self._squares[piece.index] = device_kernels.sum_of_squares(flat)
             else:
-                grad = self.read(group, piece)
+                # Through the gradient window: backward is over, while the staging slots are read ahead already.
+                address = self._open(group) + piece.start * self.dtype.itemsize
                 self._squares[piece.index] = kernels.sum_of_squares(
-                    grad.data_ptr(), KERNEL_DTYPES[self.dtype], piece.numel
+                    address, KERNEL_DTYPES[self.dtype], piece.numel
                 )
         return self._squares[piece.index]
 
@@ -186,7 +183,7 @@ class GradientStore:
             with self._tiers.stalls.waiting_for("gradients"):
                 lease = self._tiers.grad_window.lease(home.extent.nbytes, "gradients")
                 if group in self._written:
-                    self._tiers.slab.swap_in(home.extent, lease, nbytes=home.extent.nbytes).wait()
+                    self._tiers.fetch(home.extent, lease)
             self._windows[group] = lease
         return lease.address
 

@@ -191,13 +191,25 @@ class Tiers:
         for at in range(offset // PAGE * PAGE, end, self.chunk_bytes):
             size = min(self.chunk_bytes, end - at)
             lease = self.staging.lease(size, "staging")
-            try:
-                self.slab.swap_in(home.extent, lease.part(0, size), offset=at).wait()
-                first, last = max(at, offset), min(at + size, offset + nbytes)
-                loaded[first - offset : last - offset] = as_tensor(lease)[first - at : last - at]
-            finally:
-                lease.release()
+            self.fetch(home.extent, lease, offset=at)
+            first, last = max(at, offset), min(at + size, offset + nbytes)
+            loaded[first - offset : last - offset] = as_tensor(lease)[first - at : last - at]
+            lease.release()
         return loaded
+
+    def fetch(self, extent: Extent, lease: Lease, *, offset: int = 0) -> None:
+        """Fill ``lease`` from ``offset`` of ``extent`` and wait for that. After an exception the lease is given up."""
+        assert self.slab is not None
+        ticket = None
+        try:
+            ticket = self.slab.swap_in(extent, lease, offset=offset)
+            ticket.wait()
+        except BaseException:
+            if ticket is None or ticket.done():
+                lease.release()
+            else:  # interrupted: the bytes are still coming
+                lease.retire(ticket)
+            raise
 
     def occupancy(self, tier: Tier) -> dict[str, int]:
         """Bytes that the engine owns on ``tier`` now, by kind. Windows count in full: what is not leased is idle."""

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import tiering
+from tiering import arena
 from tiering.errors import ConfigError, EngineStateError, PlacementError, SwapSpaceError
 from tiering.placement import Tier
 
@@ -86,6 +87,20 @@ def test_a_parameter_without_gradient_keeps_its_step_count(start: Callable[..., 
     moved = (engine.master_state_dict()["experts.3.weight"] - before).abs()
     # Adam's first step moves each element by lr, whatever its gradient; a third step would be 0.3 to 0.6 lr.
     assert float(moved.median()) == pytest.approx(1e-3, rel=0.02)
+
+
+def test_a_parameter_that_only_an_earlier_micro_batch_used_joins_the_norm(
+    start: Callable[..., Any], differing: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient is on NVMe by then, and the staging slots are read ahead: the norm must not wait for one."""
+    monkeypatch.setattr(arena, "STARVED_AFTER_SECONDS", 2.0)
+    kept = start(mixture(), threshold=0)
+    moved = start(mixture(), threshold=0, host_budget="140KiB", **STREAMED)
+    assert Tier.NVME in moved.plan.grad_tiers
+    for engine in (kept, moved):
+        train_mixture(engine, [0, 1, 1, 2])
+    assert moved.get_global_grad_norm() == kept.get_global_grad_norm()
+    assert differing(kept.master_state_dict(), moved.master_state_dict()) == []
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -97,6 +97,7 @@ class Engine:
         self.skipped_steps = 0
         self.micro_steps = 0
         self._closed = False
+        self._torn = ""  # why parameters and optimizer state are no longer of one step
         self._norm: float | None = None
         self._loss: Tensor | None = None
         self._pending_backward = False
@@ -161,7 +162,8 @@ class Engine:
     def step(self) -> None:
         """End a micro-batch; after gradient_accumulation_steps of them, update the parameters.
 
-        A step whose gradients are not finite is skipped with a warning and leaves all state as it was.
+        A step whose gradients are not finite is skipped with a warning and leaves all state as it was. A step that is
+        ended by an exception leaves some parameters updated and others not: then the engine can only be closed.
         """
         self._check_open("step")
         if not self._pending_backward:
@@ -237,21 +239,31 @@ class Engine:
         self.close()
 
     def _update(self) -> None:
-        self._prefetcher.forget()
-        self._norm = self._gradients.norm()
+        try:
+            self._prefetcher.forget()
+            self._norm = self._gradients.norm()
+            if math.isfinite(self._norm):
+                self._apply(self._norm)
+            else:
+                self.skipped_steps += 1
+                log.warning(
+                    "step %d skipped: the gradient of %r is not finite; parameters and optimizer state are unchanged",
+                    self.global_steps + 1,
+                    self._gradients.first_not_finite(),
+                )
+        finally:
+            self._gradients.reset()
+
+    def _apply(self, norm: float) -> None:
+        """Clip and step. What fails in between leaves state of two steps, which nobody may train on."""
         clip = self.config.gradient_clipping
-        if not math.isfinite(self._norm):
-            self.skipped_steps += 1
-            log.warning(
-                "step %d skipped: the gradient of %r is not finite; parameters and optimizer state are unchanged",
-                self.global_steps + 1,
-                self._gradients.first_not_finite(),
-            )
-        else:
-            self.optimizer.step(grad_scale=min(1.0, clip / (self._norm + CLIP_EPSILON)) if clip else 1.0)
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-        self._gradients.reset()
+        try:
+            self.optimizer.step(grad_scale=min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0)
+        except BaseException as error:
+            self._torn = f"step {self.global_steps + 1} was ended by {type(error).__name__}: {error}"
+            raise
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
 
     def _on_backward(self) -> None:
         """The first gradient of a backward pass has arrived."""
@@ -285,3 +297,8 @@ class Engine:
     def _check_open(self, what: str) -> None:
         if self._closed:
             raise EngineStateError(f"{what} was called after close(); initialize the model again")
+        if self._torn:
+            raise EngineStateError(
+                f"{what} was called on parameters that are partly updated ({self._torn}); close the engine, and"
+                " initialize the model again from a checkpoint"
+            )

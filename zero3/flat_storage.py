@@ -88,7 +88,10 @@ class ExchangedStorage(FlatStorage):
         assert lease is not None
         if self._ticket is not None:
             ticket, self._ticket = self._ticket, None
-            lease.retire(ticket)
+            if ticket.done():  # if it failed, who waited for it has been told
+                lease.release()
+            else:
+                lease.retire(ticket)
             return
         self._exchange()
         self._bytes = None

@@ -68,6 +68,12 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def in_backward_pass() -> bool:
+    """Whether this thread is inside autograd's backward (a recomputation under checkpointing is)."""
+    task: int = torch._C._current_graph_task_id()
+    return task != -1
+
+
 def _before(events: Events, group: ParamGroup) -> Callable[[nn.Module, Any], None]:
     def pre_forward(module: nn.Module, args: Any) -> None:
         events.pre_forward(group)

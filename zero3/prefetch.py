@@ -1,13 +1,14 @@
 """Prefetch: the order in which a pass uses groups is recorded once, then read ahead within the working room.
 
 A pass is one forward, with its backward when there is one; passes with and without gradients have orders of their own.
-Prefetch never waits and never fails: it takes room that is free. When compute needs a group and prefetched ones hold
-the room, they are dropped, the one needed last first. A pass that leaves the recorded order only stalls; the next one
-follows the new order.
+Prefetch never waits and never fails: it takes room that is free, and an I/O error that it meets is raised for the next
+group that compute asks for. When compute needs a group and prefetched ones hold the room, they are dropped, the one
+needed last first. A pass that leaves the recorded order only stalls; the next one follows the new order.
 """
 
 from __future__ import annotations
 
+from tiering.errors import SwapError
 from zero3.param_group import ParamGroup, Residency
 
 
@@ -20,6 +21,7 @@ class Prefetcher:
         self._cursor: int | None = 0  # position in the order; None: this pass has left it
         self._training = True
         self._ahead: list[ParamGroup] = []  # unsharded or on their way, not in use, soonest first
+        self._error: SwapError | None = None  # met while looking ahead, not raised yet
 
     def begin_pass(self, training: bool) -> None:
         """A forward begins. The trace of the pass before becomes the order of its kind."""
@@ -38,6 +40,9 @@ class Prefetcher:
 
     def acquire(self, group: ParamGroup) -> None:
         """Make ``group`` usable now, and start what comes after it."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
         self._trace.append(group)
         self._advance(group)
         if group in self._ahead:
@@ -61,7 +66,11 @@ class Prefetcher:
         for group in order[self._cursor :]:
             if group.residency is not Residency.SHARDED:
                 continue
-            if not group.unshard():
+            try:
+                if not group.unshard():
+                    return
+            except SwapError as error:
+                self._error = error
                 return
             self._ahead.append(group)
 

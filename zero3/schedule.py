@@ -15,7 +15,7 @@ from collections.abc import Callable
 from torch import nn
 
 from zero3.grads import GradientStore
-from zero3.hooks import call_at_end_of_backward
+from zero3.hooks import call_at_end_of_backward, in_backward_pass
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
 from zero3.prefetch import Prefetcher
@@ -43,6 +43,10 @@ class PassSchedule:
 
     def begin_forward(self, training: bool) -> None:
         """The whole model is about to be called."""
+        if self.in_backward and not in_backward_pass():
+            # A backward that nobody guarded (the user's loss.backward()) ended by an exception: start clean.
+            self.abandon()
+            self._gradients.reset()
         self._prefetcher.begin_pass(training)
 
     def pre_forward(self, group: ParamGroup) -> None:

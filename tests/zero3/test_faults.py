@@ -1,0 +1,113 @@
+"""What fails in mid-training is told where it shows, never trained on, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tiering import arena
+from tiering.aio import AioContext, Fault, FaultPlan
+from tiering.errors import EngineStateError, SwapError
+from zero3 import tiers
+from zero3.engine import Engine
+
+STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
+
+
+@pytest.fixture(autouse=True)
+def starve_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that nobody gives back shows as an ArenaError, not as a test that hangs."""
+    monkeypatch.setattr(arena, "STARVED_AFTER_SECONDS", 2.0)
+
+
+@pytest.fixture
+def plan_fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fault], None]:
+    """``plan_fault(fault)`` is what every I/O context made from here on will meet."""
+
+    def plan(fault: Fault) -> None:
+        def context(**options: Any) -> AioContext:
+            return AioContext(fault=FaultPlan((fault,)), **options)
+
+        monkeypatch.setattr(tiers, "AioContext", context)
+
+    return plan
+
+
+def update(engine: Engine, batch: Any) -> float:
+    loss = engine(*batch)
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def test_a_step_that_fails_half_way_is_never_trained_on(
+    start: Callable[..., Engine], plan_fault: Callable[[Fault], None], micro_batches: Any
+) -> None:
+    failed_in_step = 0
+    (batch,) = micro_batches(1)
+    for first in range(1, 60, 6):
+        plan_fault(Fault("read", first=first, error=errno.EIO))
+        engine = start(accumulation=1, **STREAMED)
+        in_step = False
+        with pytest.raises(SwapError, match="EIO"):  # noqa: PT012
+            while True:
+                in_step = False
+                engine.backward(engine(*batch))
+                in_step = True
+                engine.step()
+        if in_step:
+            failed_in_step += 1
+            for call in (partial(engine, *batch), engine.state_dict, engine.master_state_dict):
+                with pytest.raises(
+                    EngineStateError, match=r"partly updated \(step \d was ended by SwapError"
+                ):
+                    call()
+        engine.close()
+    assert failed_in_step > 0, "no fault met the step: this test shows nothing"
+
+
+def test_a_write_that_fails_is_told_by_the_next_use_or_by_close(
+    start: Callable[..., Engine], plan_fault: Callable[[Fault], None], micro_batches: Any
+) -> None:
+    for first in range(1, 80, 7):
+        plan_fault(Fault("write", first=first, error=errno.EIO))
+        with pytest.raises(SwapError, match=r"EIO|ECANCELED"):  # noqa: PT012
+            engine = start(accumulation=1, **STREAMED)
+            try:
+                for batch in micro_batches(12):
+                    update(engine, batch)
+                engine.master_state_dict()
+            finally:
+                engine.close()
+
+
+def test_a_failing_loss_backward_leaves_the_engine_usable(
+    start: Callable[..., Engine], micro_batches: Any
+) -> None:
+    disturbed, calm = start(accumulation=1, **STREAMED), start(accumulation=1, **STREAMED)
+    batches = list(micro_batches(3))
+
+    def stop(gradient: torch.Tensor) -> None:
+        raise ValueError("the user's own hook")
+
+    failing = disturbed(*batches[0])
+    for parameter in disturbed.module.blocks[1].parameters():  # type: ignore[index, union-attr]
+        handle = parameter.register_hook(stop)
+        break
+    with pytest.raises(ValueError, match="own hook"):
+        failing.backward()
+    handle.remove()
+    for batch in batches:
+        losses = []
+        for engine in (disturbed, calm):
+            loss = engine(*batch)
+            loss.backward()
+            engine.step()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    assert disturbed.get_global_grad_norm() == calm.get_global_grad_norm()

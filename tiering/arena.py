@@ -4,8 +4,8 @@ One mapping replaces thousands of pinned allocations: its size is the plan's num
 registered with CUDA by the caller when there is a GPU, and not inherited by forked children (``MADV_DONTFORK``), so
 that a data worker can neither keep it alive nor touch it.
 
-Free space is taken first fit from the bottom, or from the top for leases that outlive the ones
-around them (``from_top``), which keeps long and short lives from fragmenting each other. When a lease does not fit,
+Free space is taken first fit from the bottom. Leases that outlive the ones around them have a place of their own
+(``at``), so that long and short lives cannot fragment each other. When a lease does not fit,
 ``lease`` waits: first for transfers that own *retiring* leases, then for other threads. It fails only when waiting
 cannot help, and says who holds what.
 """
@@ -141,14 +141,17 @@ class Arena:
         with self._lock:
             return {kind: nbytes for kind, nbytes in self._by_kind.items() if nbytes}
 
-    def try_lease(self, nbytes: int, kind: str, *, from_top: bool = False) -> Lease | None:
-        """A lease of ``nbytes`` (rounded up to pages) if there is room now, else None. Never waits."""
+    def try_lease(self, nbytes: int, kind: str, *, at: int | None = None) -> Lease | None:
+        """A lease of ``nbytes`` (rounded up to pages) if there is room now, else None. Never waits.
+
+        ``at`` asks for the range at that offset (a multiple of 4096) and no other.
+        """
         size = round_up(nbytes)
         with self._lock:
             self._collect()
-            return self._carve(size, kind, from_top)
+            return self._carve(size, kind, at)
 
-    def lease(self, nbytes: int, kind: str, *, from_top: bool = False) -> Lease:
+    def lease(self, nbytes: int, kind: str, *, at: int | None = None) -> Lease:
         """A lease of ``nbytes``; waits while others hold the room.
 
         Raises ArenaError at once when ``nbytes`` exceeds the arena, and after two minutes in which nothing was given
@@ -163,7 +166,7 @@ class Arena:
         while True:
             with self._lock:
                 self._collect()
-                lease = self._carve(size, kind, from_top)
+                lease = self._carve(size, kind, at)
                 if lease is not None:
                     return lease
                 oldest = self._retiring[0][1] if self._retiring else None
@@ -227,9 +230,9 @@ class Arena:
             f" the plan: please report it; a larger {self.name} budget works around it"
         )
 
-    def _carve(self, size: int, kind: str, from_top: bool) -> Lease | None:
+    def _carve(self, size: int, kind: str, at: int | None) -> Lease | None:
         # Nothing is nobody's page: a group without gradients takes no more than the plan says, zero.
-        offset = self._free.take(size, from_top=from_top) if size else 0
+        offset = self._free.take(size, at=at) if size else 0
         if offset is None:
             return None
         self._by_kind[kind] += size

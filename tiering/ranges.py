@@ -11,16 +11,17 @@ class FreeRanges:
     def __init__(self, size: int) -> None:
         self._ranges: list[tuple[int, int]] = [(0, size)] if size else []  # sorted (start, end)
 
-    def take(self, size: int, *, from_top: bool = False) -> int | None:
-        """The start of a range of ``size`` that is free no longer, from the bottom or the top; None if none fits."""
-        order = range(len(self._ranges) - 1, -1, -1) if from_top else range(len(self._ranges))
-        for index in order:
-            start, end = self._ranges[index]
-            if end - start < size:
+    def take(self, size: int, *, at: int | None = None) -> int | None:
+        """The start of a range of ``size`` that is free no longer: the first that fits, or the one ``at`` that place.
+
+        None if there is none, or if that one is not free.
+        """
+        for index, (start, end) in enumerate(self._ranges):
+            taken = start if at is None else at
+            if taken < start or taken + size > end:
                 continue
-            taken = end - size if from_top else start
-            rest = (start, taken) if from_top else (taken + size, end)
-            self._ranges[index : index + 1] = [rest] if rest[0] < rest[1] else []
+            rest = [(start, taken), (taken + size, end)]
+            self._ranges[index : index + 1] = [part for part in rest if part[0] < part[1]]
             return taken
         return None
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiering.arena import round_up
 from tiering.budgets import resolve_budgets
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
@@ -202,7 +203,7 @@ def _make_groups(
     tiers: Tiers,
     streams: Streams | None,
 ) -> list[ParamGroup]:
-    parents = {group.parent for group in members}
+    places = _places(members, layouts, compute, tiers)
     made = []
     for index, (group, layout) in enumerate(zip(members, layouts, strict=True)):
         by_index = {i: param for i, _, param in group.params}
@@ -220,10 +221,32 @@ def _make_groups(
                 home=home,
                 tiers=tiers,
                 streams=streams,
-                nested=index in parents,
+                place=places.get(index),
             )
         )
     return made
+
+
+def _places(
+    members: list[GroupMembers], layouts: list[FlatLayout], compute: torch.dtype, tiers: Tiers
+) -> dict[int, int]:
+    """The offsets in the working arena of the groups that enclose others: stacked from its end, outermost first.
+
+    They stay while the groups inside them come and go. Wherever they were put, they could cut the room for those into
+    pieces that are too small, although the plan has counted enough of it.
+    """
+
+    stays = {Tier.DEVICE, Tier.HOST} if tiers.device_is_host else {Tier.DEVICE}
+
+    def stacked(index: int | None) -> int:
+        if index is None:
+            return 0
+        moves = tiers.plan.param_tiers[index] not in stays
+        nbytes = round_up(layouts[index].numel * compute.itemsize) if moves else 0
+        return nbytes + stacked(members[index].parent)
+
+    parents = {group.parent for group in members if group.parent is not None}
+    return {index: tiers.working.capacity - stacked(index) for index in parents}
 
 
 def _gradient_homes(groups: list[ParamGroup], dtype: torch.dtype, tiers: Tiers) -> list[Home]:

@@ -35,8 +35,8 @@ class FlatStorage(ABC):
     flat: Tensor
 
     @abstractmethod
-    def start(self, *, from_top: bool, wait: bool) -> bool:
-        """Begin to bring the bytes; False, and nothing begun, when there is no room now.
+    def start(self, *, at: int | None, wait: bool) -> bool:
+        """Begin to bring the bytes; False, and nothing begun, when there is no room now (``at`` a place, if given).
 
         With ``wait``, wait for room that transfers still hold; ArenaError if that cannot help.
         """
@@ -61,11 +61,11 @@ class ExchangedStorage(FlatStorage):
         self._ticket: Ticket | None = None
         self._bytes: Tensor | None = None  # the lease as a tensor; while attached, it holds the empty pointer
 
-    def start(self, *, from_top: bool, wait: bool) -> bool:
+    def start(self, *, at: int | None, wait: bool) -> bool:
         working, slab, extent = self._tiers.working, self._tiers.slab, self._home.extent
         assert isinstance(working, Arena) and slab is not None and extent is not None
         lease_from = working.lease if wait else working.try_lease
-        lease = lease_from(extent.nbytes, "unsharded groups", from_top=from_top)
+        lease = lease_from(extent.nbytes, "unsharded groups", at=at)
         if lease is None:
             return False
         try:
@@ -123,11 +123,9 @@ class CopiedStorage(FlatStorage):
         self._ticket: Ticket | None = None
         self._copying = False
 
-    def start(self, *, from_top: bool, wait: bool) -> bool:
+    def start(self, *, at: int | None, wait: bool) -> bool:
         working, transfer = self._tiers.working, self._tiers.transfer
-        room = (working.lease if wait else working.try_lease)(
-            self._nbytes, "unsharded groups", from_top=from_top
-        )
+        room = (working.lease if wait else working.try_lease)(self._nbytes, "unsharded groups", at=at)
         if room is None:
             return False
         extent = self._home.extent

@@ -28,7 +28,10 @@ class Residency(Enum):
 
 
 class ParamGroup:
-    """A group with storage. ``params`` follow ``layout.pieces``; ``entries`` are the modules that unshard it."""
+    """A group with storage. ``params`` follow ``layout.pieces``; ``entries`` are the modules that unshard it.
+
+    ``place`` is where in the working arena it is unsharded, None for wherever there is room.
+    """
 
     def __init__(
         self,
@@ -43,7 +46,7 @@ class ParamGroup:
         home: Home,
         tiers: Tiers,
         streams: Streams | None,
-        nested: bool,
+        place: int | None,
     ) -> None:
         self.index = index
         self.name = name
@@ -53,7 +56,7 @@ class ParamGroup:
         self.parent = parent
         self.dtype = dtype
         self.home = home
-        self._nested = nested
+        self._place = place
         self._stalls = tiers.stalls
         self._storage: FlatStorage | None = None
         if home.tensor is not None and home.tensor.device.type == tiers.device.type:
@@ -82,7 +85,7 @@ class ParamGroup:
         if self.residency is not Residency.SHARDED:
             return True
         assert self._storage is not None
-        if not self._storage.start(from_top=self._nested, wait=wait):
+        if not self._storage.start(at=self._place, wait=wait):
             return False
         self.residency = Residency.FETCHING
         return True

@@ -81,15 +81,15 @@ class Ledger:
         self.used = 0
         self.peak = 0
 
-    def try_lease(self, nbytes: int, kind: str, *, from_top: bool = False) -> Entry | None:
-        """Count ``nbytes`` if they fit; ``kind`` and ``from_top`` matter only where memory has addresses."""
+    def try_lease(self, nbytes: int, kind: str, *, at: int | None = None) -> Entry | None:
+        """Count ``nbytes`` if they fit; ``kind`` and ``at`` matter only where memory has addresses."""
         if self.used + nbytes > self.capacity:
             return None
         self.used += nbytes
         self.peak = max(self.peak, self.used)
         return Entry(self, nbytes)
 
-    def lease(self, nbytes: int, kind: str, *, from_top: bool = False) -> Entry:
+    def lease(self, nbytes: int, kind: str, *, at: int | None = None) -> Entry:
         """Count ``nbytes``; ArenaError if they do not fit: nothing here comes free by waiting."""
         entry = self.try_lease(nbytes, kind)
         if entry is None:

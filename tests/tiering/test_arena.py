@@ -120,8 +120,9 @@ def test_a_part_is_a_window_of_its_lease(arena: Arena) -> None:
 
 
 def test_long_lives_at_the_top_do_not_fragment_short_ones(arena: Arena) -> None:
-    outer = arena.lease(PAGE, "root", from_top=True)
+    outer = arena.lease(PAGE, "root", at=3 * PAGE)
     assert outer.offset == 3 * PAGE
+    assert arena.try_lease(PAGE, "root", at=3 * PAGE) is None
     short = [arena.lease(PAGE, "block") for _ in range(3)]
     assert [lease.offset for lease in short] == [0, PAGE, 2 * PAGE]
     for lease in short:

@@ -43,11 +43,12 @@ class Bitmap:
 def test_like_a_bitmap(size: int, moves: list[tuple[bool, int, bool, int]]) -> None:
     ranges, bitmap = FreeRanges(size), Bitmap(size)
     held: list[tuple[int, int]] = []
-    for take, amount, from_top, pick in moves:
+    for take, amount, placed, pick in moves:
         if take or not held:
             fits = bitmap.fits(amount)
-            start = ranges.take(amount, from_top=from_top)
-            assert start == ((fits[-1] if from_top else fits[0]) if fits else None)
+            at = pick % (size + 1) if placed else None
+            start = ranges.take(amount, at=at)
+            assert start == ((fits[0] if fits else None) if at is None else (at if at in fits else None))
             if start is not None:
                 bitmap.mark(start, amount, free=False)
                 held.append((start, amount))
@@ -69,16 +70,18 @@ def test_what_is_given_back_merges_in_any_order(order: tuple[int, ...]) -> None:
     assert ranges._ranges == [(0, 30)]
 
 
-def test_first_fit_from_the_bottom_last_fit_from_the_top() -> None:
+def test_first_fit_from_the_bottom_or_the_place_asked_for() -> None:
     ranges = FreeRanges(100)
     assert ranges.take(100) == 0
     for start in (10, 40, 70):
         ranges.give(start, 20)
-    assert ranges.take(5, from_top=True) == 85
+    assert ranges.take(5, at=85) == 85
     assert ranges.take(5) == 10
     assert ranges.take(16) == 40  # what is left of the first, [15, 30), is one too small
-    assert ranges.take(16, from_top=True) is None
-    assert ranges.take(15, from_top=True) == 70
+    assert ranges.take(16, at=70) is None
+    assert ranges.take(5, at=75) == 75
+    assert ranges.take(5, at=73) is None
+    assert ranges._ranges == [(15, 30), (56, 60), (70, 75), (80, 85)]
 
 
 @pytest.mark.parametrize(("start", "size"), [(0, 10), (5, 1), (0, 1), (9, 2), (0, 30), (15, 10)])

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from optim_cpu import kernels
+from tiering import arena
 from tiering.errors import PlacementError
 from tiering.placement import FEWEST_SLOTS, Tier
 from zero3 import assembly, flat_storage
@@ -165,3 +168,59 @@ def test_a_flipped_bit_on_nvme_is_found(train: Callable[..., Any], start: Callab
     assert len(changed) == 1
     assert repr(changed[0]) in where
     assert int((before[changed[0]] != after[changed[0]]).sum()) == 1
+
+
+class Staged(nn.Module):
+    """Two stages with tables of their own around their blocks: groups inside a group inside the root's."""
+
+    class Stage(nn.Module):
+        def __init__(self, rows: int, hidden: list[int]) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(rows, 32) / 8)
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(32, size), nn.Linear(size, 32)) for size in hidden
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.table[0]
+            for block in self.blocks:
+                x = x + block(torch.tanh(x))
+            return x * self.table[1]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64, 32))
+        self.first, self.second = self.Stage(600, [20, 20]), self.Stage(2000, [500, 500])
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.scale[tokens % 64]
+        return self.second(self.first(x)).float().pow(2).mean()
+
+
+@pytest.mark.parametrize("host_budget", ["64MiB", "900KiB"])
+@pytest.mark.parametrize("prefetch", [0, 3000])
+def test_enclosing_groups_do_not_cut_the_least_room_into_pieces(
+    train: Callable[..., Any],
+    differing: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    prefetch: int,
+    host_budget: str,
+) -> None:
+    monkeypatch.setattr(arena, "STARVED_AFTER_SECONDS", 2.0)
+
+    def run(**options: Any) -> Any:
+        torch.manual_seed(4)
+        return train(3, Staged(), accumulation=1, threshold=0, **options)
+
+    moved = run(
+        offload_param="nvme",
+        offload_optimizer="nvme",
+        prefetch=prefetch,
+        host_budget=host_budget,
+        cache_in_host=host_budget != "64MiB",
+    )
+    reference = run()
+    assert moved.losses == reference.losses
+    assert differing(moved.masters, reference.masters) == []
+    plan = moved.engine.plan
+    assert plan.working_bytes < sum(group.param_bytes for group in plan.workload.groups)

@@ -125,7 +125,16 @@ def _param_groups(model: nn.Module, given: ModelParameters | None) -> list[dict[
         params = group["params"]
         params = [params] if isinstance(params, nn.Parameter) else list(params)
         chosen.append({**group, "params": [p for p in params if p.requires_grad]})
-    inside = {param for group in chosen for param in group["params"]}
+    listed_once = [param for group in chosen for param in group["params"]]
+    inside = set(listed_once)
+    if len(inside) < len(listed_once):
+        raise ConfigError("model_parameters lists a parameter twice: each belongs to one param group")
+    foreign = len(inside - set(model.parameters()))
+    if foreign:
+        raise ConfigError(
+            f"model_parameters lists {foreign} parameters that are not the model's, which would never be trained:"
+            " make them part of the model, or step them with an optimizer of their own"
+        )
     missing = [name for name, p in model.named_parameters() if p.requires_grad and p not in inside]
     if missing:
         raise ConfigError(

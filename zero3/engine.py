@@ -262,6 +262,11 @@ class Engine:
         except BaseException as error:
             self._torn = f"step {self.global_steps + 1} was ended by {type(error).__name__}: {error}"
             raise
+        finally:
+            # As an in-place update does: a graph of before the step must not go backward with parameters of after it.
+            torch.autograd.graph.increment_version(
+                [param for group in self.optimizer.param_groups for param in group["params"]]
+            )
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 

@@ -59,7 +59,7 @@ def form_groups(model: nn.Module, persistence_threshold: int) -> list[GroupMembe
             if param in owner:
                 _add_entry(owner[param], module, modules)
                 continue
-            persistent = param.numel() < persistence_threshold
+            persistent = param.numel() < max(1, persistence_threshold)  # no element: nothing to move
             anchor = "" if persistent else _anchor_of(users[param], anchors)
             label = PERSISTENT if persistent else anchor or ROOT
             group = groups.setdefault((anchor, persistent), GroupMembers(label, persistent=persistent))

@@ -396,6 +396,56 @@ def test_parameters_left_out_of_model_parameters(start: Callable[..., Any]) -> N
         start(model)
 
 
+def test_parameters_that_are_not_the_models_or_listed_twice(
+    start: Callable[..., Any], differing: Callable[..., list[str]]
+) -> None:
+    model = mixture()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match="1 parameters that are not the model's"):
+        start(model, model_parameters=[*model.parameters(), nn.Parameter(torch.ones(2))], **STREAMED)
+    twice = [{"params": list(model.parameters())}, {"params": [model.first.weight]}]
+    with pytest.raises(ConfigError, match="twice"):
+        start(model, model_parameters=twice, **STREAMED)
+    assert differing(model.state_dict(), before) == [], "refused after the model was moved"
+
+
+def test_a_parameter_without_elements(start: Callable[..., Any]) -> None:
+    class Hollow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            self.nothing = nn.Parameter(torch.zeros(0, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.float().pow(2).mean() + self.nothing.float().sum()
+
+    engine = start(Hollow(), accumulation=1, threshold=0, **STREAMED)
+    before = engine.master_state_dict()
+    engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)))
+    engine.step()
+    assert engine.state_dict()["nothing"].shape == (0, 3)
+    assert not torch.equal(engine.master_state_dict()["blocks.0.weight"], before["blocks.0.weight"])
+
+
+@pytest.mark.parametrize("placement", [ON_DEVICE, STREAMED])
+def test_a_graph_of_before_the_step_is_refused_after_it(
+    start: Callable[..., Any], micro_batches: Any, placement: dict[str, Any]
+) -> None:
+    """As torch refuses it: its gradients would mix parameters of two steps."""
+    engine = start(accumulation=1, **placement)
+    tokens, targets = next(micro_batches(1))
+    loss, stale = engine(tokens, targets), engine(tokens, targets)
+    engine.backward(loss)
+    engine.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(stale)
+    engine.backward(engine(tokens, targets))
+    engine.step()
+    assert engine.global_steps == 2
+
+
 def test_initialize_returns_loader_and_scheduler() -> None:
     data = TensorDataset(torch.arange(10))
     config = {

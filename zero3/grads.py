@@ -92,6 +92,9 @@ class GradientStore:
     def close(self, group: ParamGroup) -> None:
         """The group gets no more gradients in this pass, as far as the schedule can tell: write its window out."""
         self._receive(group)
+        self._write_out(group)
+
+    def _write_out(self, group: ParamGroup) -> None:
         lease = self._windows.pop(group, None)
         if lease is None:
             return
@@ -181,7 +184,10 @@ class GradientStore:
         if lease is None:
             assert home.extent is not None and self._tiers.slab is not None
             with self._tiers.stalls.waiting_for("gradients"):
-                lease = self._tiers.grad_window.lease(home.extent.nbytes, "gradients")
+                window = self._tiers.grad_window
+                while (lease := window.try_lease(home.extent.nbytes, "gradients")) is None and self._windows:
+                    self._write_out(next(iter(self._windows)))  # more groups than the schedule foresaw
+                lease = lease or window.lease(home.extent.nbytes, "gradients")
                 if group in self._written:
                     self._tiers.fetch(home.extent, lease)
             self._windows[group] = lease

@@ -12,13 +12,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
+from tiering.errors import EngineStateError
 from zero3.grads import GradientStore
 from zero3.hooks import call_at_end_of_backward, in_backward_pass
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
 from zero3.prefetch import Prefetcher
+from zero3.saved_tensors import SavedTensors
 
 
 class PassSchedule:
@@ -39,6 +42,7 @@ class PassSchedule:
         self._enclosing = {group: _enclosing(group, groups) for group in groups}
         self._calls: Counter[ParamGroup] = Counter()  # forwards of entries that are running now
         self._live: list[ParamGroup] = []  # held for backward
+        self._saved = SavedTensors(groups, self.need)
         self.in_backward = False
 
     def begin_forward(self, training: bool) -> None:
@@ -51,17 +55,27 @@ class PassSchedule:
 
     def pre_forward(self, group: ParamGroup) -> None:
         self._calls[group] += 1
+        self._saved.enter()
         if self._calls[group] == 1 and group not in self._live:
+            if self.in_backward and self._saved.depth == 0:
+                # Checkpointing recomputes the group in a node of its own: nobody is in the middle of another group.
+                self._finish_unrelated(group)
             self._prefetcher.acquire(group)
 
     def post_forward(self, group: ParamGroup) -> None:
         self._calls[group] -= 1
+        self._saved.leave()
         if self._calls[group] == 0 and group not in self._live:
             self._prefetcher.release(group)
 
     def begin_backward(self) -> None:
         """A gradient has reached an output of the model or of a group. Further calls in the same pass do nothing."""
         if not self.in_backward:
+            if torch.is_grad_enabled() and self._saved.owners:
+                raise EngineStateError(
+                    "backward was called with create_graph=True: gradients of gradients are not supported in this"
+                    " version while parameters are offloaded; use offload_param: none"
+                )
             self.in_backward = True
             call_at_end_of_backward(self.end_of_backward)
             self._on_backward()
@@ -74,6 +88,20 @@ class PassSchedule:
             self._live.append(group)
             if self._calls[group] == 0:
                 self._prefetcher.acquire(group)
+
+    def need(self, group: ParamGroup) -> None:
+        """Backward is about to use a saved tensor of ``group``. See Note [Backward enters a group from anywhere]."""
+        if group in self._live or self._calls[group] > 0:
+            return
+        if not in_backward_pass():
+            raise EngineStateError(
+                f"a tensor that autograd saved from group {group.name!r} was asked for outside of backward, where the"
+                " group is not unsharded; read it inside of the module's forward"
+            )
+        self.begin_backward()
+        self._finish_unrelated(group)
+        self._live.append(group)
+        self._prefetcher.acquire(group)
 
     def gradient(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
         self._gradients.accumulate(group, piece, param)
@@ -95,8 +123,15 @@ class PassSchedule:
             group.reshard()
         self._live.clear()
         self._calls.clear()
+        self._saved.leave_all()
         self.in_backward = False
         self._prefetcher.forget()
+
+    def _finish_unrelated(self, group: ParamGroup) -> None:
+        """Finish the live groups that neither enclose ``group`` nor lie inside of it."""
+        around = self._enclosing[group]
+        for other in [g for g in self._live if g not in around and group not in self._enclosing[g]]:
+            self._finish(other)
 
     def _finish(self, group: ParamGroup) -> None:
         self._live.remove(group)

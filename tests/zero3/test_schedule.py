@@ -30,6 +30,7 @@ class FakeGroup:
         self.device = device
         self.parent = parent
         self.residency = Residency.SHARDED
+        self.moves = False  # saves no tensors
 
     def unshard(self, *, wait: bool = False) -> bool:
         if self.residency is not Residency.SHARDED:

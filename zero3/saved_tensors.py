@@ -1,0 +1,107 @@
+"""Tensors that autograd saved from a group's storage are handed out only when that storage has bytes.
+
+Note [Backward enters a group from anywhere]
+    The pre-backward event, a gradient at an output of the group, comes in time for nearly every graph, and brings the
+    bytes early. Not for all: an auxiliary loss kept on the module, an output inside an object that pytree does not
+    know, an activation caught by a user's hook, a second derivative, a module that another block calls. Backward then
+    reads a storage without bytes, which ends the process. So, while a module of a group that moves is running, what
+    autograd saves passes through here: tensors in a group's storage are marked with the group, and it is asked for
+    before they are handed out. All other tensors go to the hooks that were there before (activation checkpointing's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from zero3.param_group import ParamGroup
+
+
+class SavedTensors:
+    """Marks what autograd saves between ``enter`` and ``leave``; ``need`` is called with a group before its use."""
+
+    def __init__(self, groups: Iterable[ParamGroup], need: Callable[[ParamGroup], None]) -> None:
+        self.owners = {group.storage_key: group for group in groups if group.moves}
+        self.need = need
+        self.depth = 0
+        self._entered: list[saved_tensors_hooks | None] = []  # None: the hooks around were ours already
+
+    def enter(self) -> None:
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if not self.owners or (outer is not None and isinstance(getattr(outer[0], "__self__", None), _Hooks)):
+            self._entered.append(None)
+            return
+        ours = _Hooks(self, outer)
+        hooks = saved_tensors_hooks(ours.pack, ours.unpack)
+        hooks.__enter__()
+        self._entered.append(hooks)
+
+    def leave(self) -> None:
+        hooks = self._entered.pop()
+        if hooks is not None:
+            hooks.__exit__()
+
+    @contextmanager
+    def unpacking(self) -> Iterator[None]:
+        """Other hooks are at work, and what they do may be a recomputation inside of one autograd node."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+    def leave_all(self) -> None:
+        """After an exception that no module's hook has seen."""
+        while self._entered:
+            self.leave()
+
+
+class _Saved:
+    """A saved tensor, its version then, and the group whose bytes it shows (None: it has its own)."""
+
+    __slots__ = ("group", "tensor", "version")
+
+    def __init__(self, group: ParamGroup | None, tensor: Tensor) -> None:
+        self.group = group
+        self.tensor = tensor
+        self.version = tensor._version
+
+    def checked(self) -> Tensor:
+        """The tensor, if it is what was saved. Torch leaves this check to the hooks where there are any."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                f" [{self.tensor.dtype} {tuple(self.tensor.shape)}], at version {self.tensor._version}; expected"
+                f" version {self.version} instead"
+            )
+        return self.tensor
+
+
+class _Hooks:
+    def __init__(
+        self, saved: SavedTensors, outer: tuple[Callable[..., Any], Callable[..., Tensor]] | None
+    ) -> None:
+        self._saved = saved
+        self._outer_pack: Callable[[Tensor], Any] | None = outer and outer[0]
+        self._outer_unpack: Callable[[Any], Tensor] | None = outer and outer[1]
+
+    def pack(self, tensor: Tensor) -> Any:
+        strided = tensor.layout is torch.strided
+        group = self._saved.owners.get(tensor.untyped_storage()._cdata) if strided else None
+        if group is None and self._outer_pack is not None:
+            return self._outer_pack(tensor)
+        return _Saved(group, tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _Saved):
+            if packed.group is not None:
+                self._saved.need(packed.group)
+            return packed.checked()
+        assert self._outer_unpack is not None
+        with self._saved.unpacking():
+            return self._outer_unpack(packed)

@@ -11,8 +11,7 @@ Note [Backward enters a group from anywhere]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,8 +26,9 @@ class SavedTensors:
 
     def __init__(self, groups: Iterable[ParamGroup], need: Callable[[ParamGroup], None]) -> None:
         self.owners = {group.storage_key: group for group in groups if group.moves}
-        self.need = need
-        self.depth = 0
+        self._need = need
+        self._node: Any = None
+        self._handed_out: set[ParamGroup] = set()
         self._entered: list[saved_tensors_hooks | None] = []  # None: the hooks around were ours already
 
     def enter(self) -> None:
@@ -46,14 +46,21 @@ class SavedTensors:
         if hooks is not None:
             hooks.__exit__()
 
-    @contextmanager
-    def unpacking(self) -> Iterator[None]:
-        """Other hooks are at work, and what they do may be a recomputation inside of one autograd node."""
-        self.depth += 1
-        try:
-            yield
-        finally:
-            self.depth -= 1
+    def hand_out(self, group: ParamGroup) -> None:
+        """The autograd node that runs now is about to use a saved tensor of ``group``."""
+        node = torch._C._current_autograd_node()
+        if node is not self._node:
+            self._node, self._handed_out = node, set()
+        self._handed_out.add(group)
+        self._need(group)
+
+    def in_use(self) -> set[ParamGroup]:
+        """The groups whose bytes the node that runs now has been given: they must stay until it ends."""
+        running = torch._C._current_autograd_node()
+        return self._handed_out if running is not None and running is self._node else set()
+
+    def end_of_backward(self) -> None:
+        self._node, self._handed_out = None, set()
 
     def leave_all(self) -> None:
         """After an exception that no module's hook has seen."""
@@ -100,8 +107,7 @@ class _Hooks:
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _Saved):
             if packed.group is not None:
-                self._saved.need(packed.group)
+                self._saved.hand_out(packed.group)
             return packed.checked()
         assert self._outer_unpack is not None
-        with self._saved.unpacking():
-            return self._outer_unpack(packed)
+        return self._outer_unpack(packed)

@@ -57,8 +57,7 @@ class PassSchedule:
         self._calls[group] += 1
         self._saved.enter()
         if self._calls[group] == 1 and group not in self._live:
-            if self.in_backward and self._saved.depth == 0:
-                # Checkpointing recomputes the group in a node of its own: nobody is in the middle of another group.
+            if self.in_backward:  # recomputed under checkpointing
                 self._finish_unrelated(group)
             self._prefetcher.acquire(group)
 
@@ -113,6 +112,7 @@ class PassSchedule:
         for group in list(self._live):
             self._finish(group)
         self._gradients.close_all()
+        self._saved.end_of_backward()
         self.in_backward = False
         self._prefetcher.end_pass()
         self._on_end_of_backward()
@@ -124,12 +124,13 @@ class PassSchedule:
         self._live.clear()
         self._calls.clear()
         self._saved.leave_all()
+        self._saved.end_of_backward()
         self.in_backward = False
         self._prefetcher.forget()
 
     def _finish_unrelated(self, group: ParamGroup) -> None:
         """Finish the live groups that neither enclose ``group`` nor lie inside of it."""
-        around = self._enclosing[group]
+        around = self._enclosing[group] | self._saved.in_use()
         for other in [g for g in self._live if g not in around and group not in self._enclosing[g]]:
             self._finish(other)
 

@@ -129,10 +129,14 @@ def test_checkpointing_still_saves_no_activations(start: Callable[..., Any]) -> 
     assert len(ran) > calls, "nothing was recomputed: the activations were saved"
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_needs_no_more_room_than_the_plan_counts(
-    start: Callable[..., Any], differing: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Any],
+    differing: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    reentrant: bool,
 ) -> None:
-    """The head's group is live when a block is recomputed in a node of its own: it has to go first."""
+    """A later group is live when blocks are recomputed, several at once: it has to go first."""
     monkeypatch.setattr(arena, "STARVED_AFTER_SECONDS", 2.0)
 
     class Headed(nn.Module):
@@ -141,9 +145,13 @@ def test_recomputation_needs_no_more_room_than_the_plan_counts(
             self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
             self.head = nn.Linear(WIDTH, 3 * WIDTH)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def several(self, x: Tensor) -> Tensor:
             for block in self.blocks:
-                x = torch.tanh(checkpoint(block, x, use_reentrant=True))
+                x = torch.tanh(block(x)) * x
+            return x
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(self.several, x, use_reentrant=reentrant)
             logits: Tensor = self.head(x)
             return logits.float().pow(2).mean()
 

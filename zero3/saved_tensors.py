@@ -75,7 +75,8 @@ class _Saved:
 
     def __init__(self, group: ParamGroup | None, tensor: Tensor) -> None:
         self.group = group
-        self.tensor = tensor
+        # Detached, which shares the version: an output would hold the node that holds it, and nothing would free both.
+        self.tensor = tensor.detach()
         self.version = tensor._version
 
     def checked(self) -> Tensor:

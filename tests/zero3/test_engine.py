@@ -541,3 +541,18 @@ def test_telemetry_shows_the_run(start: Callable[..., Any], micro_batches: Any, 
     assert reading.snapshot.loss is not None
     engine.close()
     assert find_pages(pages) == []
+
+
+def test_a_forward_whose_graph_is_dropped_leaves_no_activations(start: Callable[..., Any]) -> None:
+    engine = start(mixture(), threshold=0, **STREAMED)
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+
+    x = torch.ones(4, 32, dtype=torch.bfloat16)
+    engine(x, 0)
+    before = tensors()
+    for _ in range(20):
+        engine(x, 0)
+    assert tensors() <= before

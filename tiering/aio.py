@@ -108,7 +108,7 @@ class FileStats:
 class _Request:
     """What the context remembers of a submission until its result is known, ticket or not."""
 
-    __slots__ = ("buffer", "file", "id", "kind", "names", "nbytes", "offset", "result", "seen")
+    __slots__ = ("after", "buffer", "file", "id", "kind", "names", "nbytes", "offset", "result", "seen")
 
     def __init__(
         self, kind: int, file: int, buffer: Buffer | None, offset: int, nbytes: int, names: tuple[str, ...]
@@ -120,6 +120,7 @@ class _Request:
         self.nbytes = nbytes
         self.names = names
         self.id = 0
+        self.after: tuple[_Request, ...] = ()  # kept until this one succeeds, to tell why it did not
         self.result: int | None = None
         self.seen = False
 
@@ -324,6 +325,7 @@ class AioContext:
         address = ffi.NULL if buffer is None else ffi.cast("void *", buffer.address)
         earlier = self._ids(after) if after else ffi.NULL
         request = _Request(kind, file, buffer, offset, nbytes, names)
+        request.after = tuple(ticket._request for ticket in after)
         # Before the call: an interrupt right after it must not free memory that is being transferred.
         self._live.add(request)
         code = lib.aio_submit(
@@ -350,6 +352,8 @@ class AioContext:
         if code == 0:
             request.result = result[0]  # before the release: who finds the ticket released reads it here
             request.buffer = None
+            if result[0] >= 0:
+                request.after = ()
             self._live.discard(request)
             lib.aio_release(self._handle, request.id)  # -ESTALE: another thread was here just now
         elif code != -errno.ESTALE:
@@ -397,9 +401,27 @@ class AioContext:
 
     def _error(self, request: _Request, code: int) -> SwapError:
         remedy = _REMEDIES.get(code, "see dmesg")
+        cause = self._cause(request) if code == errno.ECANCELED else None
+        if cause is not None:
+            remedy = f"it was never issued, because of this: {cause}"
         message = f"{self._describe(request)} failed: {_errno_text(code)}; {remedy}"
         name = self._files.get(request.file, ("", False))[0]
-        return SwapError(message, errno=code, filename=name, offset=request.offset, names=request.names)
+        error = SwapError(message, errno=code, filename=name, offset=request.offset, names=request.names)
+        error.__cause__ = cause
+        return error
+
+    def _cause(self, request: _Request) -> SwapError | None:
+        """The failure that cancelled ``request``, if it was ordered after one."""
+        suspects = list(request.after)
+        while suspects:
+            earlier = suspects.pop()
+            if earlier.result is None:
+                self._collect(earlier, 0)
+            if earlier.result == -errno.ECANCELED:
+                suspects.extend(earlier.after)
+            elif earlier.result is not None and earlier.result < 0:
+                return self._error(earlier, -earlier.result)
+        return None
 
     def _refused(self, request: _Request, code: int, priority: int) -> Exception:
         name, direct = self._files.get(request.file, ("", False))

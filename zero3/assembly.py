@@ -28,7 +28,7 @@ from zero3.tiers import Home, Tiers
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OFFLOAD_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
-ModelParameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+ModelParameters = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,15 @@ def _nvme_path(config: TieringConfig) -> Path | None:
 
 def _param_groups(model: nn.Module, given: ModelParameters | None) -> list[dict[str, Any]]:
     """torch-style param groups of trainable parameters; every one of the model must be in them."""
-    listed = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
-    groups = [dict(item) if isinstance(item, Mapping) else None for item in listed]
-    if any(group is None for group in groups):
-        groups = [{"params": listed}]
+    listed: list[Any] = (
+        list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    )
+    grouped = bool(listed) and all(isinstance(item, Mapping) for item in listed)
     chosen = []
-    for group in groups:
-        assert group is not None
+    for group in listed if grouped else [{"params": listed}]:
         params = group["params"]
         params = [params] if isinstance(params, nn.Parameter) else list(params)
+        params = [p[1] if isinstance(p, tuple) else p for p in params]  # named_parameters() gives pairs
         chosen.append({**group, "params": [p for p in params if p.requires_grad]})
     listed_once = [param for group in chosen for param in group["params"]]
     inside = set(listed_once)

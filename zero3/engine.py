@@ -171,6 +171,8 @@ class Engine:
                 "step was called without a backward since the last one; call engine.backward(loss) first"
             )
         boundary = self.is_gradient_accumulation_boundary()
+        if boundary:
+            self._check_unfrozen()
         self._pending_backward = False
         self.micro_steps += 1
         if boundary:
@@ -298,6 +300,15 @@ class Engine:
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
             log.info("step %d: loss %s, gradient norm %s", self.global_steps, self._record.loss, self._norm)
+
+    def _check_unfrozen(self) -> None:
+        for group in self._groups:
+            for piece, param in zip(group.layout.pieces, group.params, strict=True):
+                if param.requires_grad and not piece.trainable:
+                    raise EngineStateError(
+                        f"{piece.name!r} was frozen at initialize and requires a gradient now, but has no optimizer"
+                        " state: it would never be trained. Initialize with it unfrozen, or freeze it again"
+                    )
 
     def _check_open(self, what: str) -> None:
         if self._closed:

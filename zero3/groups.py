@@ -39,7 +39,7 @@ def form_groups(model: nn.Module, persistence_threshold: int) -> list[GroupMembe
     ``persistence_threshold`` counts elements: smaller parameters go to the persistent group, whatever their module.
     """
     modules = dict(model.named_modules())
-    users = _users(modules)
+    users = _users(model)
     # A module that is registered twice goes by its first name.
     blocks = {name for container in _repeated_containers(model) for name in container if name in modules}
     mean_block = _mean_block_size(modules, blocks)
@@ -101,10 +101,10 @@ def _own(module: nn.Module) -> Iterator[nn.Parameter]:
     return (param for param in module._parameters.values() if param is not None)
 
 
-def _users(modules: dict[str, nn.Module]) -> dict[nn.Parameter, list[str]]:
-    """The names of the modules that hold each parameter, in model order: more than one if it is tied."""
+def _users(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """The names of the modules that hold each parameter, in model order: several if it, or its module, is shared."""
     users: dict[nn.Parameter, list[str]] = {}
-    for name, module in modules.items():
+    for name, module in model.named_modules(remove_duplicate=False):
         for param in _own(module):
             users.setdefault(param, []).append(name)
     return users

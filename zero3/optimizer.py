@@ -21,6 +21,7 @@ import torch
 from optim_cpu.kernels import AdamWBatch, DType, cast
 from tiering.aio import Ticket
 from tiering.arena import Completion, Lease
+from tiering.errors import EngineStateError
 from tiering.placement import SubGroup
 from zero3 import device_kernels
 from zero3.device_kernels import AdamWNumbers
@@ -148,10 +149,17 @@ class TieredOptimizer(torch.optim.Optimizer):
             staged = self._ahead.popleft()
             staged.lease.retire(_All(list(staged.reads)))
 
-    def step(self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0) -> None:  # type: ignore[override]
-        """Update every parameter that got a gradient, gradients multiplied by ``grad_scale`` (unscale x clip)."""
-        if closure is not None:
-            raise TypeError("closures are not supported: the engine runs forward and backward itself")
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, grad_scale: float | None = None
+    ) -> None:
+        """Update every parameter that got a gradient, gradients multiplied by ``grad_scale`` (unscale x clip).
+
+        For the engine alone, which also clips, counts and drops what it has fetched: call ``engine.step()``.
+        """
+        if closure is not None or grad_scale is None:
+            raise EngineStateError(
+                "optimizer.step() would neither clip nor count this step; call engine.step()"
+            )
         self._options = {
             self._index_of[param]: group
             for group in self.param_groups

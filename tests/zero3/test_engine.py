@@ -556,3 +556,23 @@ def test_a_forward_whose_graph_is_dropped_leaves_no_activations(start: Callable[
     for _ in range(20):
         engine(x, 0)
     assert tensors() <= before
+
+
+def test_what_would_be_skipped_in_silence_is_refused(start: Callable[..., Any]) -> None:
+    engine = start(mixture(), accumulation=1, threshold=0, **STREAMED)
+    engine.backward(engine(torch.ones(4, 32, dtype=torch.bfloat16), 0))
+    with pytest.raises(EngineStateError, match=r"call engine\.step\(\)"):
+        engine.optimizer.step()
+    engine.module.frozen.requires_grad_(True)
+    with pytest.raises(EngineStateError, match=r"'frozen\.weight' was frozen at initialize"):
+        engine.step()
+    engine.module.frozen.requires_grad_(False)
+    engine.step()
+    assert engine.global_steps == 1
+
+
+def test_named_parameters_are_accepted(start: Callable[..., Any]) -> None:
+    model = mixture()
+    engine = start(model, model_parameters=model.named_parameters(), accumulation=1)
+    losses = train_mixture(engine, [0, 0, 0])
+    assert losses[-1] < losses[0]

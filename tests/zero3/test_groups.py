@@ -249,3 +249,19 @@ def test_a_module_may_have_a_name_of_ours(name: str) -> None:
     assert (False, ["norm.weight", "norm.bias"], [model]) in found
     assert (True, small, []) in found
     assert len(found) == 5
+
+
+def test_a_module_shared_by_blocks_belongs_to_the_group_around_them() -> None:
+    class Sharing(nn.Module):
+        def __init__(self, shared: nn.Module) -> None:
+            super().__init__()
+            self.own = nn.Linear(8, 8)
+            self.shared = shared
+
+    shared = nn.Linear(8, 8)
+    model = nn.Sequential(*(Sharing(shared) for _ in range(3)))
+    groups = {group.name: group for group in form_groups(model, 0)}
+    assert [name for _, name, _ in groups["root"].params] == ["0.shared.weight", "0.shared.bias"]
+    assert groups["root"].entries == [model]
+    for block in ("0", "1", "2"):
+        assert [name for _, name, _ in groups[block].params] == [f"{block}.own.weight", f"{block}.own.bias"]

@@ -11,6 +11,7 @@ its last parameter has a value; only groups in the making take memory. A paramet
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -83,6 +84,13 @@ def fill(model: nn.Module, groups: list[ParamGroup], optimizer_tiles: list[Tile]
     tiers.staging.drain()
 
 
+def _trim_heap() -> None:
+    """Give the memory of the original parameters back to the system, where the C library (glibc) keeps it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _check_repeated(group: ParamGroup, expected: dict[nn.Parameter, int]) -> None:
     """Every write of the ordinary build was repeated by a ``reset_parameters``; a tensor counts its writes."""
     for piece, param in zip(group.layout.pieces, group.params, strict=True):
@@ -120,6 +128,8 @@ def _store(group: ParamGroup, optimizer_tiles: list[Tile], tiers: Tiers) -> None
     for param in group.params:
         param.grad = None
     group.adopt_parameters()
+    del values
+    _trim_heap()  # after each group, or the originals of all of them would stay resident
 
 
 def _place(values: dict[int, Tensor], group: ParamGroup, start: int, end: int, into: Tensor) -> None:

@@ -189,6 +189,7 @@ class Plan:
         read, written = self.nvme_traffic()
         moved = f"read {format_size(read)}\nwrite {format_size(written)}" if read or written else "-"
         table = Table(title="Placement plan", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+        table.pad_edge, table.collapse_padding = False, True  # 80 columns hold any plan
         for heading in ("tier", "budget", "planned", "what lives there", "per step"):
             right = heading in ("budget", "planned")
             table.add_column(heading, justify="right" if right else "left", no_wrap=True)

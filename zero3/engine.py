@@ -21,6 +21,7 @@ from tiering.errors import EngineStateError
 from tiering.telemetry import PageWriter, Publisher, Snapshot
 from zero3 import hooks
 from zero3.assembly import ModelParameters, assemble
+from zero3.interrupts import deferred_interrupts
 from zero3.optimizer import TieredOptimizer
 from zero3.prefetch import Prefetcher
 from zero3.run_record import RunRecord
@@ -162,8 +163,9 @@ class Engine:
     def step(self) -> None:
         """End a micro-batch; after gradient_accumulation_steps of them, update the parameters.
 
-        A step whose gradients are not finite is skipped with a warning and leaves all state as it was. A step that is
-        ended by an exception leaves some parameters updated and others not: then the engine can only be closed.
+        A step whose gradients are not finite is skipped with a warning and leaves all state as it was. Ctrl-C waits for
+        the end of the step (a second one does not). A step that is ended by an exception leaves some parameters updated
+        and others not: then the engine can only be closed.
         """
         self._check_open("step")
         if not self._pending_backward:
@@ -173,16 +175,17 @@ class Engine:
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
             self._check_unfrozen()
-        self._pending_backward = False
-        self.micro_steps += 1
-        if boundary:
-            with self._record.phase("step"):
-                self._update()
-            self._record.loss = float(self._loss) if self._loss is not None else None
-            self.global_steps += 1
-            self._record.end_step()
-            self._say_progress()
-        self._prefetcher.look_ahead()
+        with deferred_interrupts():
+            self._pending_backward = False
+            self.micro_steps += 1
+            if boundary:
+                with self._record.phase("step"):
+                    self._update()
+                self._record.loss = float(self._loss) if self._loss is not None else None
+                self.global_steps += 1
+                self._record.end_step()
+                self._say_progress()
+            self._prefetcher.look_ahead()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last one before an update."""

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -52,24 +51,6 @@ def failure() -> Callable[[Callable[[], object]], tuple[int, str]]:
 @pytest.fixture
 def memory() -> type[Memory]:
     return Memory
-
-
-@functools.cache  # io_destroy waits for an RCU grace period: tens of milliseconds
-def cannot_start(engine: str) -> str | None:
-    try:
-        AioContext(engine=engine).close()
-    except SwapError as error:
-        return f"engine {engine} cannot start here: {error.args[0]}"
-    return None
-
-
-@pytest.fixture(params=["libaio", "threads"])
-def engine(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    why = cannot_start(name)
-    if why:
-        pytest.skip(why)
-    return name
 
 
 @pytest.fixture

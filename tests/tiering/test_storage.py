@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import os
 import random
 import resource
@@ -29,24 +28,6 @@ from tiering.storage import Extent, SlabFile, check_directory, free_bytes
 
 MIB = 1 << 20
 OpenSlab = Callable[..., SlabFile]
-
-
-@functools.cache
-def cannot_start(engine: str) -> str | None:
-    try:
-        AioContext(engine=engine).close()
-    except SwapError as error:
-        return f"engine {engine} cannot start here: {error.args[0]}"
-    return None
-
-
-@pytest.fixture(params=["libaio", "threads"])
-def engine(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    why = cannot_start(name)
-    if why:
-        pytest.skip(why)
-    return name
 
 
 @pytest.fixture

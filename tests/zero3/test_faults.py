@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,8 @@ from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.errors import EngineStateError, SwapError
 from zero3 import tiers
 from zero3.engine import Engine
+from zero3.interrupts import deferred_interrupts
+from zero3.optimizer import TieredOptimizer
 
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
 
@@ -111,3 +114,53 @@ def test_a_failing_loss_backward_leaves_the_engine_usable(
             losses.append(loss.item())
         assert losses[0] == losses[1]
     assert disturbed.get_global_grad_norm() == calm.get_global_grad_norm()
+
+
+@pytest.mark.parametrize("placement", [{}, STREAMED])
+def test_ctrl_c_in_a_step_waits_for_its_end(
+    start: Callable[..., Engine],
+    train: Callable[..., Any],
+    micro_batches: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    placement: dict[str, Any],
+) -> None:
+    reference = train(3, accumulation=1, **placement)
+    engine = start(accumulation=1, **placement)
+    add = TieredOptimizer._add_to_batch
+    armed = True
+
+    def interrupted(*args: Any) -> None:
+        nonlocal armed
+        if armed and engine.global_steps == 1:
+            armed = False
+            signal.raise_signal(signal.SIGINT)
+        add(*args)
+
+    monkeypatch.setattr(TieredOptimizer, "_add_to_batch", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    for number, (tokens, targets) in enumerate(micro_batches(3), start=1):
+        engine.backward(engine(tokens, targets))
+        if number == 2:
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        else:
+            engine.step()
+        assert engine.global_steps == number
+    assert not armed
+    assert signal.getsignal(signal.SIGINT) is before
+    masters = engine.master_state_dict()
+    assert all(torch.equal(masters[name], reference.masters[name]) for name in masters)
+
+
+def test_a_second_ctrl_c_goes_through_at_once() -> None:
+    reached: list[int] = []
+
+    def press_twice() -> None:
+        with deferred_interrupts():
+            for press in (1, 2):
+                signal.raise_signal(signal.SIGINT)
+                reached.append(press)
+
+    with pytest.raises(KeyboardInterrupt):
+        press_twice()
+    assert reached == [1]

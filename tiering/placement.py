@@ -141,7 +141,8 @@ class Plan:
     working_bytes: int  # device room for unsharded groups, prefetch included
     staging: Staging
     grad_window_bytes: int  # host room for gradients on their way to and from NVMe
-    transfer_bytes: int  # host room for copies to and from a device with memory of its own
+    fetch_window_bytes: int  # host room for parameters read from NVMe that compute cannot use where they land
+    offload_window_bytes: int  # host room for gradients that arrive from a device with memory of its own
 
     def contents(self, tier: Tier) -> dict[str, int]:
         """Bytes planned on ``tier``, by kind."""
@@ -154,7 +155,8 @@ class Plan:
         if tier is Tier.DEVICE:
             kinds["unsharded groups"] = self.working_bytes
         if tier is Tier.HOST:
-            kinds["staging"] = self.staging.nbytes + self.grad_window_bytes + self.transfer_bytes
+            windows = self.grad_window_bytes + self.fetch_window_bytes + self.offload_window_bytes
+            kinds["staging"] = self.staging.nbytes + windows
         return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
     def total(self, tier: Tier) -> int:
@@ -228,8 +230,11 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
         fixed.take(load.offload_optimizer, nbytes, "optimizer state")
     fixed.check()
 
-    transfer = _transfer_window(load, param_tiers)
-    fixed.take(Tier.HOST, transfer, "copies to and from the device")
+    # Apart from each other: each can be waited for without the other's leases being in the way.
+    largest = max((group.param_bytes for group in load.groups), default=0)
+    fetch_window = 2 * largest if load.fetch_by_copy and Tier.NVME in param_tiers else 0
+    offload_window = 2 * largest if load.steps_copy_out else 0
+    fixed.take(Tier.HOST, fetch_window + offload_window, "copies to and from the device")
     largest_tile = min(
         LARGEST_TILE, max(SMALLEST_TILE, load.sub_group_numel // SMALLEST_TILE * SMALLEST_TILE)
     )
@@ -251,7 +256,18 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
     window = _grad_window(load, grads)
 
     working = _working_set(load, params, fixed)
-    plan = Plan(load, budgets, tuple(params), tuple(grads), tuple(tiles), working, staging, window, transfer)
+    plan = Plan(
+        workload=load,
+        budgets=budgets,
+        param_tiers=tuple(params),
+        grad_tiers=tuple(grads),
+        sub_groups=tuple(tiles),
+        working_bytes=working,
+        staging=staging,
+        grad_window_bytes=window,
+        fetch_window_bytes=fetch_window,
+        offload_window_bytes=offload_window,
+    )
     for tier in Tier:
         if plan.total(tier) > budgets.of(tier):
             raise PlacementError(
@@ -372,14 +388,6 @@ def _grad_window(load: Workload, grad_tiers: Sequence[Tier]) -> int:
         ),
         default=0,
     )
-
-
-def _transfer_window(load: Workload, param_tiers: Sequence[Tier]) -> int:
-    """Pinned room for parameters read from NVMe on their way to a device, and for gradients coming back."""
-    largest = max((group.param_bytes for group in load.groups), default=0)
-    params = 2 * largest if load.fetch_by_copy and Tier.NVME in param_tiers else 0
-    grads = 2 * largest if not load.device_is_host and load.offload_optimizer is not Tier.DEVICE else 0
-    return params + grads
 
 
 def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> int:

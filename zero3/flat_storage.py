@@ -88,10 +88,7 @@ class ExchangedStorage(FlatStorage):
         assert lease is not None
         if self._ticket is not None:
             ticket, self._ticket = self._ticket, None
-            if ticket.done():  # if it failed, who waited for it has been told
-                lease.release()
-            else:
-                lease.retire(ticket)
+            retire_read(lease, ticket)
             return
         self._exchange()
         self._bytes = None
@@ -102,12 +99,19 @@ class ExchangedStorage(FlatStorage):
         exchange_pointers(self.flat, self._bytes)
 
 
+def retire_read(lease: Lease, ticket: Ticket) -> None:
+    """Give up a lease that ``ticket`` fills. If the read has failed already, who waited for it has been told."""
+    if ticket.done():
+        lease.release()
+    else:
+        lease.retire(ticket)
+
+
 class CopiedStorage(FlatStorage):
     """Device memory of its own: the storage is resized and filled by a copy from pinned host memory.
 
-    Bytes that live on NVMe pass through a pinned lease. On a GPU the copy runs on the fetch stream; ``finish`` makes
-    the compute stream wait for it, not the CPU, and ``drop`` makes the fetch stream wait for compute before the
-    memory is handed on.
+    Bytes that live on NVMe pass through a pinned lease. On a GPU the copy runs on the fetch stream, after the compute
+    that may still use the allocation's memory; ``finish`` makes the compute stream wait for it, not the CPU.
     """
 
     def __init__(
@@ -124,14 +128,14 @@ class CopiedStorage(FlatStorage):
         self._copying = False
 
     def start(self, *, at: int | None, wait: bool) -> bool:
-        working, transfer = self._tiers.working, self._tiers.transfer
+        working, window = self._tiers.working, self._tiers.fetch_window
         room = (working.lease if wait else working.try_lease)(self._nbytes, "unsharded groups", at=at)
         if room is None:
             return False
         extent = self._home.extent
         if extent is not None:
             assert self._tiers.slab is not None
-            lease = (transfer.lease if wait else transfer.try_lease)(extent.nbytes, "parameters")
+            lease = (window.lease if wait else window.try_lease)(extent.nbytes, "parameters")
             if lease is None:
                 room.release()
                 return False
@@ -155,7 +159,7 @@ class CopiedStorage(FlatStorage):
         assert self._room is not None
         if self._ticket is not None:
             assert self._lease is not None
-            self._lease.retire(self._ticket)
+            retire_read(self._lease, self._ticket)
             self._ticket = self._lease = None
         if self._copying and self._streams is not None:
             # Dropped before it was used: the memory goes back to the compute stream, so that one has to wait.

@@ -197,7 +197,7 @@ class GradientStore:
         """Start the copy to pinned memory behind compute; what arrived is added when the group closes."""
         assert self._streams is not None
         nbytes = grad.numel() * grad.element_size()
-        while (lease := self._tiers.transfer.try_lease(nbytes, "gradients")) is None:
+        while (lease := self._tiers.offload_window.try_lease(nbytes, "gradients")) is None:
             with self._tiers.stalls.waiting_for("gradients"):
                 self._receive_next()
         stream = self._streams.offload

@@ -111,23 +111,25 @@ class Tiers:
         self.slab: SlabFile | None = None
         self._on_gpu: Counter[str] = Counter()
         self._on_nvme: Counter[str] = Counter()
-        nvme = plan.total(Tier.NVME)
-        if nvme:
-            assert nvme_path is not None, (
-                "a plan puts bytes on NVMe only where the configuration names a path"
-            )
-            self.aio = AioContext(engine=io.engine, block_size=io.block_size, queue_depth=io.queue_depth)
-            try:
-                self.slab = SlabFile(nvme_path, nvme, self.aio)
-            except BaseException:
-                self.aio.close()
-                raise
-        on_gpu = device.type == "cuda"
+        self._registered = 0  # the address CUDA knows, to be unregistered
+        try:
+            if plan.total(Tier.NVME):
+                assert nvme_path is not None, "a plan uses NVMe only where the configuration names a path"
+                self.aio = AioContext(engine=io.engine, block_size=io.block_size, queue_depth=io.queue_depth)
+                self.slab = SlabFile(nvme_path, plan.total(Tier.NVME), self.aio)
+            self._map_arenas(plan)
+        except BaseException:
+            self.close()
+            raise
+
+    def _map_arenas(self, plan: Plan) -> None:
+        on_gpu = self.device.type == "cuda"
         self.host = Arena.map(plan.total(Tier.HOST), "host", pin=register_with_cuda if on_gpu else None)
         self._registered = self.host.address if on_gpu and self.host.capacity else 0
         self.staging = self.host.split(plan.staging.nbytes, "staging")
         self.grad_window = self.host.split(plan.grad_window_bytes, "gradient window")
-        self.transfer = self.host.split(plan.transfer_bytes, "transfer")
+        self.fetch_window = self.host.split(plan.fetch_window_bytes, "fetch window")
+        self.offload_window = self.host.split(plan.offload_window_bytes, "offload window")
         by_torch = plan.working_bytes if plan.workload.fetch_by_copy else 0
         self.device_arena = Arena.map(0 if on_gpu else plan.total(Tier.DEVICE) - by_torch, "device")
         self.working: Arena | Ledger = (
@@ -218,8 +220,8 @@ class Tiers:
         held = Counter(self.device_arena.by_kind if tier is Tier.DEVICE else self.host.by_kind)
         if tier is Tier.DEVICE:
             held.update(self._on_gpu)
-        windows = [self.working] if tier is Tier.DEVICE else [self.staging, self.grad_window, self.transfer]
-        for window in windows:
+        on_host = [self.staging, self.grad_window, self.fetch_window, self.offload_window]
+        for window in [self.working] if tier is Tier.DEVICE else on_host:
             if isinstance(window, Arena):
                 leased = window.by_kind
                 held[window.name] -= window.capacity
@@ -247,6 +249,7 @@ class Tiers:
             if self.slab is not None:
                 self.slab.close()
             if self._registered:
+                torch.cuda.synchronize(self.device)  # a copy may still be reading or filling the arena
                 torch.cuda.cudart().cudaHostUnregister(self._registered)
                 self._registered = 0
 

@@ -152,7 +152,7 @@ def test_the_windows_suffice(load: Workload, limits: Budgets) -> None:
         assert grad <= staging.slot_bytes - staging.grad_offset or not grad
     assert plan.grad_window_bytes == 2 * max(grads, default=0)
     if load.fetch_by_copy and NVME in plan.param_tiers:
-        assert plan.transfer_bytes >= 2 * max(group.param_bytes for group in load.groups)
+        assert plan.fetch_window_bytes >= 2 * max(group.param_bytes for group in load.groups)
 
 
 @settings(deadline=None, max_examples=150)

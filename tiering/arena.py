@@ -1,13 +1,13 @@
 """The pinned arena: one page-aligned slab of host memory, leased out in exact sizes.
 
 One mapping replaces thousands of pinned allocations: its size is the plan's number to the page, it is touched once,
-registered with CUDA by the caller when there is a GPU, and not inherited by forked children (``MADV_DONTFORK``), so
-that a data worker can neither keep it alive nor touch it.
+registered with CUDA by the caller when there is a GPU or else locked as far as the limits allow, and not inherited by
+forked children (``MADV_DONTFORK``), so that a data worker can neither keep it alive nor touch it.
 
 Free space is taken first fit from the bottom. Leases that outlive the ones around them have a place of their own
-(``at``), so that long and short lives cannot fragment each other. When a lease does not fit,
-``lease`` waits: first for transfers that own *retiring* leases, then for other threads. It fails only when waiting
-cannot help, and says who holds what.
+(``at``), so that long and short lives cannot fragment each other. When a lease does not fit, ``lease`` waits: first
+for transfers that own *retiring* leases, then for other threads. It fails only when waiting cannot help, and says who
+holds what.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
+from tiering.aio import lock_memory
 from tiering.errors import ArenaError
 from tiering.ranges import FreeRanges
 
@@ -120,12 +121,13 @@ class Arena:
             except OSError:
                 log.debug("%s arena: no transparent huge pages in this kernel", name)
         memory = memoryview(mapping)[: round_up(nbytes)]
-        memory[::PAGE] = bytes(
-            len(memory) // PAGE
-        )  # fault every page in now, so that the first step does not
+        # Fault every page in now, so that the first step does not.
+        memory[::PAGE] = bytes(len(memory) // PAGE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         if pin is not None and nbytes:
             pin(address, len(memory))
+        elif nbytes and not lock_memory(address, len(memory)):
+            log.debug("%s arena: not locked into RAM, RLIMIT_MEMLOCK is too low", name)
         return cls(memory, address, name)
 
     def split(self, nbytes: int, name: str) -> Arena:

@@ -84,6 +84,11 @@ class Workload:
         return fetched + (updated if self.master_is_param else 0), updated
 
     @property
+    def computed_in_place(self) -> frozenset[Tier]:
+        """The tiers whose parameters compute can use where they are."""
+        return frozenset({Tier.DEVICE, Tier.HOST} if self.device_is_host else {Tier.DEVICE})
+
+    @property
     def steps_copy_out(self) -> bool:
         """Whether the CPU steps parameters that the device keeps in memory of its own."""
         return not self.device_is_host and self.offload_optimizer is not Tier.DEVICE
@@ -183,6 +188,15 @@ class Plan:
         state = sum(t.numel for t in self.sub_groups if t.tier is Tier.NVME) * load.state_itemsize
         return read + state, written + state
 
+    def __str__(self) -> str:
+        """The table as plain text."""
+        from rich.console import Console
+
+        console = Console(width=100, color_system=None)
+        with console.capture() as captured:
+            console.print(self.table())
+        return captured.get()
+
     def table(self) -> Table:
         """The plan as people read it."""
         from rich.box import SIMPLE_HEAD
@@ -230,6 +244,8 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
         fixed.take(load.offload_optimizer, nbytes, "optimizer state")
     fixed.check()
 
+    _keep_what_cannot_move(load, fixed, param_tiers)
+
     # Apart from each other: each can be waited for without the other's leases being in the way.
     largest = max((group.param_bytes for group in load.groups), default=0)
     fetch_window = 2 * largest if load.fetch_by_copy and Tier.NVME in param_tiers else 0
@@ -275,6 +291,23 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
                 f" {format_size(budgets.of(tier))}: {_listed(plan.contents(tier))}; raise {tier.value}_budget"
             )
     return plan
+
+
+def _keep_what_cannot_move(load: Workload, fixed: _Room, param_tiers: list[Tier]) -> None:
+    """Groups too large for the device's room live in host memory if that is where they compute and it can hold them.
+
+    Before anything else is decided: whether a plan exists must not depend on what the rest of the budget is used for.
+    """
+    if not load.cache_in_host:
+        return
+    for index, group in enumerate(load.groups):
+        too_large = _chain_bytes(load, index, param_tiers) > fixed.left(Tier.DEVICE)
+        kept = (
+            too_large and Tier.HOST in load.computed_in_place and group.param_bytes <= fixed.left(Tier.HOST)
+        )
+        if kept and param_tiers[index] is Tier.NVME:
+            param_tiers[index] = Tier.HOST
+            fixed.take(Tier.HOST, group.param_bytes, f"parameters of {group.name}")
 
 
 class _Room:
@@ -390,16 +423,22 @@ def _grad_window(load: Workload, grad_tiers: Sequence[Tier]) -> int:
     )
 
 
+def _chain_bytes(load: Workload, index: int, param_tiers: Sequence[Tier]) -> int:
+    """Device room for a group and those around it, as far as they have to be unsharded to compute."""
+    chain = 0
+    at: int | None = index
+    while at is not None:
+        group = load.groups[at]
+        chain += round_up(group.param_bytes) if param_tiers[at] not in load.computed_in_place else 0
+        at = group.parent
+    return chain
+
+
 def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> int:
     """Device room for the groups that are unsharded at one time, plus as much prefetch as fits."""
-    in_place = {Tier.DEVICE, Tier.HOST} if load.device_is_host else {Tier.DEVICE}
-    moving = [tier not in in_place for tier in param_tiers]
     least, deepest = 0, ""
     for index, group in enumerate(load.groups):
-        chain, at = 0, index if moving[index] or group.parent is not None else None
-        while at is not None:
-            chain += round_up(load.groups[at].param_bytes) if moving[at] else 0
-            at = load.groups[at].parent
+        chain = _chain_bytes(load, index, param_tiers)
         if chain > least:
             least, deepest = chain, group.name
     if least > fixed.left(Tier.DEVICE):
@@ -409,7 +448,11 @@ def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> i
             f" ({_listed(fixed.taken[Tier.DEVICE]) or 'nothing else is planned there'}); raise device_budget to at"
             f" least {format_size(fixed.budgets.device - fixed.left(Tier.DEVICE) + least)}"
         )
-    everything = sum(round_up(g.param_bytes) for g, moves in zip(load.groups, moving, strict=True) if moves)
+    everything = sum(
+        round_up(group.param_bytes)
+        for group, tier in zip(load.groups, param_tiers, strict=True)
+        if tier not in load.computed_in_place
+    )
     room = fixed.left(Tier.DEVICE) // PAGE * PAGE
     return min(everything, room, least + round_up(load.prefetch_bytes))
 

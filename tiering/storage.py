@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiering.aio import AioContext, Buffer, Ticket
-from tiering.arena import PAGE, round_up
+from tiering.arena import round_up
 from tiering.errors import SwapError, SwapSpaceError
 from tiering.ranges import FreeRanges
 
@@ -288,5 +288,3 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-__all__ = ["PAGE", "Extent", "SlabFile", "check_directory", "free_bytes"]

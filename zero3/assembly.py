@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from zero3.optimizer import TieredOptimizer, Tile, make_tiles
 from zero3.param_group import ParamGroup
 from zero3.partition import FlatLayout, lay_out
 from zero3.tiers import Home, Tiers
+
+log = logging.getLogger(__name__)
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OFFLOAD_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
@@ -53,6 +56,7 @@ def assemble(model: nn.Module, config: TieringConfig, model_parameters: ModelPar
     members, layouts = _grouped(model, config, compute, param_groups)
     nvme_path = _nvme_path(config)
     plan = _plan(config, members, layouts, compute, grad_dtype, device, nvme_path)
+    log.info("%s", plan)
 
     tiers = Tiers(plan, device, config.tiering.io, nvme_path)
     try:
@@ -245,12 +249,12 @@ def _places(
     pieces that are too small, although the plan has counted enough of it.
     """
 
-    stays = {Tier.DEVICE, Tier.HOST} if tiers.device_is_host else {Tier.DEVICE}
+    plan = tiers.plan
 
     def stacked(index: int | None) -> int:
         if index is None:
             return 0
-        moves = tiers.plan.param_tiers[index] not in stays
+        moves = plan.param_tiers[index] not in plan.workload.computed_in_place
         nbytes = round_up(layouts[index].numel * compute.itemsize) if moves else 0
         return nbytes + stacked(members[index].parent)
 

@@ -7,7 +7,7 @@ so these give the bits that optim_cpu's kernels give: the formulas and their ord
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ LANES = 32
 BLOCKS_AT_ONCE = 1024  # bounds the float64 temporaries to 64 MiB
 
 
-@dataclass(frozen=True)
-class AdamWNumbers:
+class AdamWNumbers(NamedTuple):
     """One parameter's hyperparameters at one step; ``step`` counts from 1."""
 
     lr: float

@@ -139,7 +139,12 @@ class CopiedStorage(FlatStorage):
             if lease is None:
                 room.release()
                 return False
-            self._ticket = self._tiers.slab.swap_in(extent, lease, priority=FETCH_PRIORITY)
+            try:
+                self._ticket = self._tiers.slab.swap_in(extent, lease, priority=FETCH_PRIORITY)
+            except BaseException:
+                lease.release()
+                room.release()
+                raise
             self._lease = lease
         self._room = room
         if extent is None:

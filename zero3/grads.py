@@ -100,7 +100,12 @@ class GradientStore:
             return
         extent, slab = self.homes[group.index].extent, self._tiers.slab
         assert extent is not None and slab is not None
-        lease.retire(slab.swap_out(extent, lease, nbytes=extent.nbytes))
+        try:
+            ticket = slab.swap_out(extent, lease, nbytes=extent.nbytes)
+        except BaseException:
+            lease.release()
+            raise
+        lease.retire(ticket)
         self._written.add(group)
 
     def close_all(self) -> None:

@@ -117,13 +117,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._param_at = tiers.plan.staging.param_offset
         self._grad_at = tiers.plan.staging.grad_offset
         self._master_is_param = tiers.plan.workload.master_is_param
-        self._on_device = [tile for tile in tiles if tile.state.tensor is not None and not tile.state.on_host]
-        self._streamed = [
-            tile for tile in tiles if tile not in self._on_device and self._passes_staging(tile)
-        ]
-        self._in_place = [
-            tile for tile in tiles if tile not in self._on_device and tile not in self._streamed
-        ]
+        self._on_device: list[Tile] = []  # state on a GPU
+        self._streamed: list[Tile] = []  # a part of it is where the CPU cannot address it
+        self._in_place: list[Tile] = []
+        for tile in tiles:
+            self._way_of(tile).append(tile)
         self._pieces = {s.piece.index: s.piece for tile in tiles for s in tile.segments}
         self._index_of = {
             param: piece.index
@@ -188,11 +186,12 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._gradients.reset()
         super().zero_grad(set_to_none=True)
 
-    def _passes_staging(self, tile: Tile) -> bool:
-        """Whether a part of the tile is where the CPU cannot address it."""
-        return not (
-            tile.state.on_host and tile.group.home.on_host and self._gradients.homes[tile.group.index].on_host
-        )
+    def _way_of(self, tile: Tile) -> list[Tile]:
+        """The list of the tiles that are stepped as this one has to be."""
+        if tile.state.tensor is not None and not tile.state.on_host:
+            return self._on_device
+        homes = (tile.state, tile.group.home, self._gradients.homes[tile.group.index])
+        return self._in_place if all(home.on_host for home in homes) else self._streamed
 
     def _stage(self, tile: Tile, *, wait: bool) -> _Staged | None:
         """Lease a slot for ``tile`` and start to read what does not change before the step."""
@@ -204,15 +203,22 @@ class TieredOptimizer(torch.optim.Optimizer):
             with self._tiers.stalls.waiting_for("staging"):
                 lease = staging.lease(self._tiers.plan.staging.slot_bytes, "staging")
         staged = _Staged(tile, lease)
+        try:
+            self._start_reads(staged)
+        except BaseException:
+            lease.retire(_All(list(staged.reads)))
+            raise
+        return staged
+
+    def _start_reads(self, staged: _Staged) -> None:
+        tile, home, itemsize = staged.tile, staged.tile.group.home, staged.tile.group.dtype.itemsize
         if tile.state.extent is not None:
             self._read(staged, tile.state, 0, 0, tile.state.extent.nbytes)
-        home, itemsize = tile.group.home, tile.group.dtype.itemsize
         if self._master_is_param and home.extent is not None:
             self._read(staged, home, self._param_at, tile.start * itemsize, tile.numel * itemsize)
         elif self._master_is_param and home.tensor is not None and not home.on_host:
             source = home.tensor[tile.start * itemsize : tile.end * itemsize]
-            as_tensor(lease)[self._param_at :][: source.numel()].copy_(source)
-        return staged
+            as_tensor(staged.lease)[self._param_at :][: source.numel()].copy_(source)
 
     def _read(self, staged: _Staged, home: Home, slot_offset: int, offset: int, nbytes: int) -> None:
         assert home.extent is not None and self._tiers.slab is not None
@@ -287,7 +293,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         for segment in tile.segments:
             if not self._gradients.received(segment.piece):
                 continue
-            numbers = self._numbers(segment)
             inside = segment.start - tile.start
             self._batch.add(
                 segment.numel,
@@ -298,13 +303,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 grad_dtype=KERNEL_DTYPES[self._gradients.dtype],
                 out=0 if self._master_is_param else param + inside * itemsize,
                 out_dtype=KERNEL_DTYPES[tile.group.dtype],
-                lr=numbers.lr,
-                beta1=numbers.beta1,
-                beta2=numbers.beta2,
-                eps=numbers.eps,
-                weight_decay=numbers.weight_decay,
-                step=numbers.step,
-                decoupled=numbers.decoupled,
+                **self._numbers(segment)._asdict(),
             )
 
     def _numbers(self, segment: Segment) -> AdamWNumbers:

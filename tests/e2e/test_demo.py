@@ -268,6 +268,7 @@ def test_the_sidecar_answers_and_ends(tmp_path: Path, monkeypatch: pytest.Monkey
     with Sidecar(0) as sidecar:
         assert sidecar.rank("no such run") is None
     assert sidecar.process.returncode == 0
+    assert sidecar.rank("no such run") is None  # gone: training goes on without it
 
 
 # -- The whole -----------------------------------------------------------------------------------------------

@@ -390,3 +390,19 @@ print(os.waitstatus_to_exitcode(status))
 def test_a_forked_child_does_not_have_it(child: str, status: int) -> None:
     done = subprocess.run([sys.executable, "-c", FORKED, child], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{int(status)}\n", "")
+
+
+def test_an_arena_is_locked_into_memory_where_the_limits_allow() -> None:
+    def locked() -> int:
+        (line,) = [
+            row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith("VmLck")
+        ]
+        return int(line.split()[1]) * 1024
+
+    probe = Arena.map(PAGE, "probe")
+    if locked() == 0:
+        pytest.skip("not even a page can be locked here (RLIMIT_MEMLOCK)")
+    before = locked()
+    arena = Arena.map(16 * PAGE, "host")
+    assert locked() - before == arena.capacity
+    assert probe.capacity == PAGE

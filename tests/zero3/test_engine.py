@@ -18,6 +18,7 @@ import tiering
 from tiering import arena
 from tiering.errors import ConfigError, EngineStateError, PlacementError, SwapSpaceError
 from tiering.placement import Tier
+from zero3.param_group import Residency
 
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
 ON_DEVICE: dict[str, Any] = {}
@@ -576,3 +577,59 @@ def test_named_parameters_are_accepted(start: Callable[..., Any]) -> None:
     engine = start(model, model_parameters=model.named_parameters(), accumulation=1)
     losses = train_mixture(engine, [0, 0, 0])
     assert losses[-1] < losses[0]
+
+
+def test_what_was_fetched_ahead_in_vain_is_not_used_after_a_step(
+    start: Callable[..., Any], differing: Callable[..., list[str]]
+) -> None:
+    """Expert 0 is trained by the first micro-batch, fetched ahead in the second, not used there, and then updated."""
+    experts = [0, 0, 0, 1, 0, 1, 0, 1, 0, 0]
+    kept = start(mixture(), accumulation=2, threshold=0)
+    moved = start(mixture(), accumulation=2, threshold=0, **STREAMED)
+    assert train_mixture(kept, experts) == train_mixture(moved, experts)
+    assert differing(kept.master_state_dict(), moved.master_state_dict()) == []
+
+
+def test_the_next_forward_is_fetched_ahead_when_a_step_ends(
+    start: Callable[..., Any], micro_batches: Any
+) -> None:
+    engine = start(**STREAMED)
+    for tokens, targets in micro_batches(4):
+        engine.backward(engine(tokens, targets))
+        engine.step()
+    assert any(group.residency is Residency.FETCHING for group in engine._groups)
+
+
+def test_a_failed_backward_restarts_its_accumulation(
+    start: Callable[..., Any], train: Callable[..., Any], micro_batches: Any
+) -> None:
+    reference = train(1, **STREAMED)
+    engine = start(**STREAMED)
+    given = list(micro_batches(2))
+    engine.backward(engine(*given[1]))
+    engine.step()
+    with pytest.raises(RuntimeError):
+        engine.backward(torch.zeros(()))  # requires no gradient
+    for tokens, targets in given:
+        assert engine.global_steps == 0
+        engine.backward(engine(tokens, targets))
+        engine.step()
+    assert engine.global_steps == 1
+    masters = engine.master_state_dict()
+    assert all(torch.equal(masters[name], reference.masters[name]) for name in masters)
+
+
+def test_the_clip_factor_is_torchs(
+    start: Callable[..., Any], micro_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(accumulation=1, clip=0.25)
+    scales: list[float] = []
+    step = engine.optimizer.step
+    monkeypatch.setattr(
+        engine.optimizer, "step", lambda **options: (scales.append(options["grad_scale"]), step(**options))
+    )
+    for tokens, targets in micro_batches(2):
+        engine.backward(engine(tokens, targets))
+        engine.step()
+        assert scales[-1] == 0.25 / (engine.get_global_grad_norm() + 1e-6)
+    assert len(scales) == 2

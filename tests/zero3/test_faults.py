@@ -14,6 +14,7 @@ import torch
 from tiering import arena
 from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.errors import EngineStateError, SwapError
+from tiering.storage import Extent, SlabFile
 from zero3 import tiers
 from zero3.engine import Engine
 from zero3.interrupts import deferred_interrupts
@@ -164,3 +165,32 @@ def test_a_second_ctrl_c_goes_through_at_once() -> None:
     with pytest.raises(KeyboardInterrupt):
         press_twice()
     assert reached == [1]
+
+
+def test_a_read_ahead_that_fails_again_and_again_keeps_no_slot(
+    start: Callable[..., Engine],
+    train: Callable[..., Any],
+    micro_batches: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reference = train(1, accumulation=1, **STREAMED)
+    engine = start(accumulation=1, **STREAMED)
+    states = {tile.state.extent for tile in engine.optimizer._streamed}
+    swap_in = SlabFile.swap_in
+    failing = True
+
+    def refused(slab: SlabFile, extent: Extent, *args: Any, **options: Any) -> Any:
+        if failing and extent in states:
+            raise SwapError("planted", errno=errno.EIO, filename="swap", offset=0)
+        return swap_in(slab, extent, *args, **options)
+
+    monkeypatch.setattr(SlabFile, "swap_in", refused)
+    tokens, targets = next(micro_batches(1))
+    for _ in range(2 * engine.plan.staging.slots):
+        with pytest.raises(SwapError, match="planted"):
+            engine.backward(engine(tokens, targets))
+    failing = False
+    engine.backward(engine(tokens, targets))
+    engine.step()
+    masters = engine.master_state_dict()
+    assert all(torch.equal(masters[name], reference.masters[name]) for name in masters)

@@ -138,7 +138,10 @@ class Sidecar(Child):
 
     def rank(self, run_name: str) -> dict[str, Any] | None:
         """What ``GET /v1/status`` shows of rank 0 of a live run, or ``None``."""
-        with urllib.request.urlopen(f"{self.url}v1/status", timeout=5) as answer:  # noqa: S310 (loopback)
-            runs = json.load(answer)["runs"]
+        try:
+            with urllib.request.urlopen(f"{self.url}v1/status", timeout=5) as answer:  # noqa: S310 (loopback)
+                runs = json.load(answer)["runs"]
+        except OSError:  # it does not answer; the verdict says so in the end, and training goes on
+            return None
         ranks = [rank for run in runs if run["run_name"] == run_name for rank in run["ranks"]]
         return next((rank for rank in ranks if rank["state"] == "live"), None)

@@ -633,3 +633,16 @@ def test_the_clip_factor_is_torchs(
         engine.step()
         assert scales[-1] == 0.25 / (engine.get_global_grad_norm() + 1e-6)
     assert len(scales) == 2
+
+
+def test_filling_the_tiers_is_not_counted_to_the_first_step(
+    start: Callable[..., Any], micro_batches: Any
+) -> None:
+    engine = start(**STREAMED)
+    for tokens, targets in micro_batches(2):
+        engine.backward(engine(tokens, targets))
+        engine.step()
+    (first,) = engine.snapshot().steps
+    read, written = engine.plan.nvme_traffic()
+    assert 0 < first.written_bytes <= written
+    assert 0 < first.read_bytes <= read

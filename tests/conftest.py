@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from tiering.aio import AioContext
+from tiering.aio import ENGINES, AioContext
 from tiering.errors import SwapError
 
 
@@ -19,7 +24,7 @@ def cannot_start(engine: str) -> str | None:
     return None
 
 
-@pytest.fixture(params=["libaio", "threads"])
+@pytest.fixture(params=[name for name in ENGINES if name != "auto"])
 def engine(request: pytest.FixtureRequest) -> str:
     """Each I/O engine in turn."""
     name: str = request.param
@@ -27,3 +32,33 @@ def engine(request: pytest.FixtureRequest) -> str:
     if why:
         pytest.skip(why)
     return name
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts ext4 file systems of the given size in bytes, which nobody else fills or empties."""
+    with ExitStack() as stack:
+
+        def mount(nbytes: int) -> Path:
+            if os.geteuid() != 0:
+                pytest.skip("mounting a file system takes root")
+            image = tmp_path / "image"
+            image.touch()
+            os.truncate(image, nbytes)
+            where = tmp_path / "disk"
+            where.mkdir()
+            # Without a journal freed blocks are free at once; no share is held back for root.
+            for command in (
+                ["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", str(image)],
+                ["mount", "-o", "loop", str(image), str(where)],
+            ):
+                try:
+                    ran = subprocess.run(command, capture_output=True, text=True)
+                except FileNotFoundError:
+                    pytest.skip(f"there is no {command[0]} here")
+                if ran.returncode:
+                    pytest.skip(f"{command[0]} is not possible here: {ran.stderr.strip()}")
+            stack.callback(subprocess.run, ["umount", str(where)], check=True)
+            return where
+
+        yield mount

@@ -3,6 +3,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -82,3 +84,25 @@ def swap_file(tmp_path: Path) -> Iterator[SwapFile]:
     yield open_one
     for fd in fds:
         os.close(fd)
+
+
+@pytest.fixture
+def run_child() -> Callable[..., str]:
+    """Runs code in an interpreter of its own, which may import ``child``; returns what it printed."""
+
+    def run(code: str, *arguments: object) -> str:
+        here = str(Path(__file__).parent)
+        path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+        ran = subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        if ran.returncode == 77:
+            pytest.skip(ran.stdout.strip())
+        assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr
+        return ran.stdout
+
+    return run

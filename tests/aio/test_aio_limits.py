@@ -1,0 +1,216 @@
+"""What a machine may refuse: io_uring, libaio, locked memory, space. An engine falls back, or says so."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiering.aio import AioContext
+from tiering.errors import SwapError
+
+RunChild = Callable[..., str]
+MIB = 1 << 20
+
+PRELUDE = """
+import errno, json, os, resource, sys
+from child import Memory, deny, exhaust_aio, skip
+from tiering.aio import AioContext
+from tiering.errors import SwapError
+
+def refusal(engine):
+    try:
+        AioContext(engine=engine).close()
+    except SwapError as error:
+        return error.errno, str(error)
+
+def moves(context, fd, nbytes=300000):
+    "Whether what is written is read back."
+    out, back = Memory(nbytes), Memory(nbytes)
+    out.view[:] = os.urandom(nbytes)
+    file = context.add_file(fd, direct=True, name="swap")
+    write = context.write(file, out, 4096, nbytes)
+    return context.read(file, back, 4096, nbytes, after=[write]).wait() == nbytes and back.view[:] == out.view[:]
+
+fd = os.open(sys.argv[1], os.O_RDWR | os.O_TMPFILE | os.O_DIRECT)
+for engine in ("io_uring", "libaio"):
+    if engine in sys.argv[2:] and refusal(engine):
+        skip(f"{engine} cannot start here anyway: {refusal(engine)[1]}")
+"""
+
+DENIED = (
+    PRELUDE
+    + """
+deny(**json.loads(sys.argv[3]))
+with AioContext() as context:
+    print(json.dumps([context.engine, context.info.passed_over, moves(context, fd)]))
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("denied", "taken", "passed_over"),
+    [
+        ({"io_uring_setup": errno.EPERM}, "libaio", {"io_uring": "EPERM (Operation not permitted)"}),
+        ({"io_uring_setup": errno.ENOSYS}, "libaio", {"io_uring": "ENOSYS (Function not implemented)"}),
+        (
+            {"io_uring_setup": errno.EPERM, "io_setup": errno.ENOSYS},
+            "threads",
+            {"io_uring": "EPERM (Operation not permitted)", "libaio": "ENOSYS (Function not implemented)"},
+        ),
+    ],
+    ids=["EPERM", "ENOSYS", "libaio too"],
+)
+def test_auto_takes_the_next_engine_and_says_why(
+    run_child: RunChild, tmp_path: Path, denied: dict[str, int], taken: str, passed_over: dict[str, str]
+) -> None:
+    answer = json.loads(run_child(DENIED, tmp_path, "libaio", json.dumps(denied)))
+    assert answer == [taken, passed_over, True]
+
+
+NAMED = (
+    PRELUDE
+    + """
+deny(**json.loads(sys.argv[3]))
+print(json.dumps(refusal(sys.argv[2])))
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("engine_name", "call", "code"),
+    [
+        ("io_uring", "io_uring_setup", errno.EPERM),
+        ("io_uring", "io_uring_setup", errno.ENOSYS),
+        ("io_uring", "io_uring_setup", errno.ENOMEM),
+        ("libaio", "io_setup", errno.ENOSYS),
+    ],
+)
+def test_a_named_engine_that_is_denied_is_an_error(
+    run_child: RunChild, tmp_path: Path, engine_name: str, call: str, code: int
+) -> None:
+    got, message = json.loads(run_child(NAMED, tmp_path, engine_name, json.dumps({call: code})))
+    assert got == code
+    assert f"'{engine_name}' cannot start" in message
+    assert f"{errno.errorcode[code]} ({os.strerror(code)})" in message
+    assert "'threads' works everywhere" in message
+
+
+EXHAUSTED = (
+    PRELUDE
+    + """
+deny(io_uring_setup=errno.EPERM)
+exhaust_aio()
+named = refusal("libaio")
+with AioContext() as context:
+    print(json.dumps([named, context.engine, context.info.passed_over["libaio"], moves(context, fd)]))
+"""
+)
+
+
+def test_libaio_without_room_under_aio_max_nr(run_child: RunChild, tmp_path: Path) -> None:
+    """For real: the child holds all that fs.aio-max-nr allows, for the moment that it lives."""
+    limit = int(Path("/proc/sys/fs/aio-max-nr").read_text())
+    if limit > 1 << 20:
+        pytest.skip(f"fs.aio-max-nr is {limit}: using it up would take gigabytes of kernel memory")
+    named, engine, why, moved = json.loads(run_child(EXHAUSTED, tmp_path, "libaio"))
+    assert named[0] == errno.EAGAIN
+    assert "EAGAIN" in named[1] and "fs.aio-max-nr is used up" in named[1]
+    assert (engine, moved) == ("threads", True)
+    assert why.startswith("EAGAIN")
+
+
+UNLOCKED = (
+    PRELUDE
+    + """
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+if os.geteuid() == 0:
+    os.setresuid(65534, 65534, 65534)  # and CAP_IPC_LOCK, which ignores the limit, is gone
+with AioContext(engine="io_uring") as context:
+    file = context.add_file(fd, direct=True, name="swap")
+    out, back = Memory(1 << 20), Memory(1 << 20)
+    took = [context.register(out), context.register(back)]
+    out.view[:] = os.urandom(1 << 20)
+    context.write(file, out, 0, 1 << 20).wait()
+    context.read(file, back, 0, 1 << 20).wait()
+    info = context.info
+    why = info.passed_over.get("registered_buffers")
+    flagged = "registered_buffers" in info.flags
+    print(json.dumps([took, why, flagged, info.registered_bytes, back.view[:] == out.view[:]]))
+"""
+)
+
+
+def test_memory_that_may_not_be_locked_is_transferred_unregistered(
+    run_child: RunChild, tmp_path: Path
+) -> None:
+    took, why, flagged, registered, right = json.loads(run_child(UNLOCKED, tmp_path, "io_uring"))
+    assert took == [False, False]
+    assert why == f"ENOMEM ({os.strerror(errno.ENOMEM)})"
+    assert (flagged, registered, right) == (False, 0, True)
+
+
+MOVES_NOTHING = (
+    PRELUDE
+    + """
+deny(pwrite64=0)
+with AioContext(engine="threads") as context:
+    file = context.add_file(fd, direct=True, name="swap")
+    try:
+        context.write(file, Memory(4096), 0, 4096).wait()
+    except SwapError as error:
+        print(error.errno, context.stats()[file].write.bytes)
+"""
+)
+
+
+def test_a_write_that_moves_nothing_is_an_error(run_child: RunChild, tmp_path: Path) -> None:
+    """The kernel is made to answer 0 to every pwrite: not done, and no error either."""
+    assert run_child(MOVES_NOTHING, tmp_path).split() == [str(errno.EIO), "0"]
+
+
+def test_a_full_disk(engine: str, small_disk: Callable[[int], Path], memory: Any) -> None:
+    """A real one. The file is sparse, so that space runs out in the middle of a request of many blocks."""
+    disk = small_disk(24 * MIB)
+    filler = disk / "filler"
+    filler.write_bytes(bytes(4 * MIB))
+    fd = os.open(disk, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+    os.ftruncate(fd, 64 * MIB)
+    content: list[bytes] = []
+    try:
+        with AioContext(engine=engine, block_size=65536, queue_depth=4) as context:
+            file = context.add_file(fd, direct=True, name=str(disk))
+
+            def write(pieces: int) -> None:
+                for which in range(len(content), len(content) + pieces):
+                    piece = memory(os.urandom(MIB))
+                    context.write(file, piece, which * MIB, MIB, names=(f"layers.{which}.w",)).wait()
+                    content.append(piece.bytes())
+
+            def check() -> None:
+                for index, expected in enumerate(content):
+                    back = memory(MIB)
+                    context.read(file, back, index * MIB, MIB).wait()
+                    assert back.bytes() == expected, index
+
+            with pytest.raises(SwapError) as caught:
+                write(64)
+            error, stopped = caught.value, len(content)
+            assert 8 <= stopped < 24
+            assert (error.errno, error.filename) == (errno.ENOSPC, str(disk))
+            assert error.names == (f"layers.{stopped}.w",)
+            assert stopped * MIB <= error.offset < (stopped + 1) * MIB
+            assert error.offset % 4096 == 0
+            assert "free space there or choose another directory" in str(error)
+            check()
+            filler.unlink()
+            write(2)  # what could not be written before, by the same context
+            check()
+            assert context.stats()[file].write.errors >= 1
+    finally:
+        os.close(fd)

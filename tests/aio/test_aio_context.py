@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import gc
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -333,26 +331,6 @@ def test_tickets_are_told_apart_in_c(engine: str, swap_file: Any, memory: Any) -
             assert submit(never) == -errno.EINVAL
         assert lib.aio_stats(handle, 1, ffi.new("aio_file_stats *")) == -errno.EINVAL
         assert lib.aio_release(handle, second) == 0
-
-
-def test_nothing_leaks(engine: str, swap_file: Any, memory: Any) -> None:
-    fd, buffer = swap_file(), memory(4 * BLOCK)
-
-    def count() -> tuple[int, int, int]:
-        open_now, threads = Path("/proc/self/fd").iterdir(), Path("/proc/self/task").iterdir()
-        rings = Path("/proc/self/maps").read_text().count("[aio]")  # libaio's, which no descriptor shows
-        return len(list(open_now)), len(list(threads)), rings
-
-    before = count()
-    for i in range(100):
-        faults = FaultPlan((Fault("write", error=errno.EIO),)) if i % 2 else None
-        context = AioContext(engine=engine, block_size=BLOCK, fault=faults)
-        file = context.add_file(fd, direct=True, name="swap")
-        ticket = context.write(file, buffer, 0, buffer.nbytes)
-        with pytest.raises(SwapError) if faults else nullcontext():
-            ticket.wait()
-        context.close()
-    assert until(lambda: count() == before), (before, count())  # a joined thread leaves /proc a moment later
 
 
 FORK = """

@@ -1,0 +1,120 @@
+"""Our side as the benchmark sees it: a worker process that runs a load when told to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, get_args
+
+from tiering.arena import round_up
+
+from .load import Kind, Load, Reading
+
+_BENCH = Path(__file__).resolve().parents[1]
+
+
+class CannotStart(RuntimeError):  # noqa: N818
+    """The engine does not start on this machine; the message says why."""
+
+
+def request_blocks(load: Load) -> int:
+    """Blocks per request. Sequential requests fill the queue, as a layer's parameters do.
+
+    Mixed ones fill a quarter, so that half the blocks in flight are reads and half writes, as fio's are on
+    average; random ones are single blocks, because blocks of one request follow each other on disk.
+    """
+    if load.pattern == "random":
+        return 1
+    return max(load.depth // 4, 1) if load.kind == "mixed" else max(load.depth, 4)
+
+
+class Ours:
+    """A worker with a context for ``load``'s file, block and depth; loads that differ in kind may follow.
+
+    Memory is what fio has, ``depth`` blocks, which requests that follow one another use in turn. ``private`` gives
+    every request submitted memory of its own: checksums of a buffer need it to themselves.
+    """
+
+    def __init__(self, load: Load, engine: str, *, private: bool = False, verify: bool = False) -> None:
+        self.private = private
+        self.load = load
+        sizes = {1, *(request_blocks(replace(load, kind=kind)) for kind in get_args(Kind))}
+        memory = max(self._window(blocks, self._ahead(blocks)) for blocks in sizes)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "aio.worker"],
+            cwd=_BENCH,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        setup = {
+            "path": load.path,
+            "size": load.size,
+            "direct": load.direct,
+            "block": load.block,
+            "depth": load.depth,
+            "engine": engine,
+            "verify": verify,
+            "memory": memory,
+        }
+        told = self._ask(setup)
+        if "error" in told:
+            self.close()
+            raise CannotStart(told["error"])
+        self.engine: str = told["engine"]
+        self.flags: tuple[str, ...] = tuple(told["flags"])
+
+    def run(self, load: Load, seconds: float, *, blocks: int | None = None) -> Reading:
+        """Run ``load`` for ``seconds``, in requests of ``blocks`` blocks."""
+        blocks = blocks or request_blocks(load)
+        ahead = self._ahead(blocks)
+        told = self._ask(
+            {
+                "kind": load.kind,
+                "pattern": load.pattern,
+                "request": blocks * load.block,
+                "ahead": ahead,
+                "window": self._window(blocks, ahead),
+                "seconds": seconds,
+            }
+        )
+        return Reading(told["nbytes"], told["seconds"], told["cpu_seconds"], load.block)
+
+    def fill(self) -> None:
+        """Write the whole file once."""
+        self._ask({})
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ahead(self, blocks: int) -> int:
+        """Requests submitted at a time: the queue is full while the oldest of them is being handed back."""
+        return 2 + -(-2 * self.load.depth // blocks)
+
+    def _window(self, blocks: int, ahead: int) -> int:
+        shared = round_up(max(blocks, self.load.depth), blocks)
+        return self.load.block * (blocks * ahead if self.private else shared)
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(message), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the worker ended with status {self._process.wait()}; its message is above")
+        told: dict[str, Any] = json.loads(line)
+        return told

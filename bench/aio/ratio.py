@@ -1,0 +1,68 @@
+"""Paired ratios and how far they can be trusted: the bootstrap, in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES = 10_000
+SEED = 20261120
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A point estimate and the ends of its 95 % interval."""
+
+    point: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.point:.3f} ({self.low:.3f}-{self.high:.3f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Ratios ``ours / theirs`` of pairs: median, geometric mean, and the smallest and largest pair."""
+
+    median: Estimate
+    mean: Estimate
+    smallest: float
+    largest: float
+    pairs: int
+
+
+def bootstrap(values: Sequence[float] | NDArray[np.float64], statistic: Any) -> Estimate:
+    """``statistic`` of ``values`` with the percentile bootstrap's 95 % interval.
+
+    ``statistic(array, axis=1)`` reduces rows: np.median, np.mean. The seed is fixed, so the same values give the
+    same interval. Raises ValueError without values.
+    """
+    sample: NDArray[np.float64] = np.asarray(values, dtype=np.float64)
+    if sample.size == 0:
+        raise ValueError("there is nothing to resample: no pair was measured")
+    rows = np.random.default_rng(SEED).integers(0, sample.size, size=(RESAMPLES, sample.size))
+    low, high = np.quantile(statistic(sample[rows], axis=1), [0.025, 0.975])
+    return Estimate(float(statistic(sample[None, :], axis=1)[0]), float(low), float(high))
+
+
+def compare(ours: Sequence[float], theirs: Sequence[float]) -> Comparison:
+    """Pair by pair, ``ours[i] / theirs[i]``; all estimates are made of logarithms, so that 2 and 1/2 cancel out."""
+    logs = np.log(np.asarray(ours, dtype=np.float64) / np.asarray(theirs, dtype=np.float64))
+
+    def ratio(statistic: Any) -> Estimate:
+        found = bootstrap(logs, statistic)
+        return Estimate(*(float(np.exp(x)) for x in (found.point, found.low, found.high)))
+
+    return Comparison(
+        ratio(np.median), ratio(np.mean), float(np.exp(logs.min())), float(np.exp(logs.max())), len(logs)
+    )
+
+
+def as_fast(speed: Comparison) -> bool:
+    """The goal for bandwidth: parity cannot be ruled out, and nothing is lost that one would notice."""
+    return speed.median.high >= 1.0 and speed.median.point >= 0.98

@@ -1,0 +1,150 @@
+"""From cells to tables and verdicts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from .cells import Cell
+from .load import Reading
+from .ratio import Comparison, as_fast, compare
+from .report import Report, Table, Verdict, middle
+
+MOST_NS_RATIO = 1.2
+MOST_PYTHON_NS = 5000.0
+
+
+def speeds(readings: Sequence[Reading]) -> list[float]:
+    return [reading.gb_per_s for reading in readings]
+
+
+def costs(readings: Sequence[Reading]) -> list[float]:
+    return [reading.cpu_per_gb for reading in readings]
+
+
+def times(readings: Sequence[Reading]) -> list[float]:
+    return [reading.ns_per_op for reading in readings]
+
+
+def pairs_of(comparison: Comparison) -> str:
+    return f"{comparison.smallest:.3f}-{comparison.largest:.3f}"
+
+
+def bandwidth(cells: Sequence[Cell], report: Report) -> None:
+    """GB/s beside fio's, and the goal: the interval reaches 1.0 and the median is at least 0.98."""
+    columns = ("cell", "fio GB/s", "ours GB/s", "ours / fio, median", "geometric mean", "pairs")
+    table = Table(_disk_title("Bandwidth", cells), columns)
+    for cell in cells:
+        fio, ours = speeds(cell.sides["fio"]), speeds(cell.sides["ours"])
+        ratio = compare(ours, fio)
+        name = f"{cell.engine} {cell.load.kind}"
+        table.rows.append(
+            (name, middle(fio), middle(ours), str(ratio.median), str(ratio.mean), pairs_of(ratio))
+        )
+        goal = "at least 0.98, interval up to 1.0 or more"
+        report.verdicts.append(Verdict(f"{name}: GB/s, ours / fio", str(ratio.median), goal, as_fast(ratio)))
+    table.notes.append(
+        "Medians with the range of all runs; ratios per pair, with bootstrap 95 % intervals (seeded, 10,000 resamples)."
+    )
+    report.tables.append(table)
+
+
+def cpu(cells: Sequence[Cell], report: Report) -> None:
+    """CPU seconds per GB beside fio's, and the goal: at most fio's."""
+    columns = ("cell", "fio", "ours", "ours / fio, median", "fio: whole process less an idle one")
+    table = Table(_disk_title("CPU seconds per GB", cells), columns)
+    for cell in cells:
+        fio, ours = costs(cell.sides["fio"]), costs(cell.sides["ours"])
+        ratio = compare(ours, fio)
+        name = f"{cell.engine} {cell.load.kind}"
+        whole = statistics.median(
+            ((one.whole_cpu_seconds or 0.0) - cell.fio_idle_cpu) / (one.nbytes / 1e9)
+            for one in cell.sides["fio"]
+        )
+        table.rows.append((name, middle(fio, ".4f"), middle(ours, ".4f"), str(ratio.median), f"{whole:.4f}"))
+        report.verdicts.append(
+            Verdict(
+                f"{name}: CPU s/GB, ours / fio", str(ratio.median), "at most 1.0", ratio.median.point <= 1.0
+            )
+        )
+    table.notes.append(
+        "fio: its own account of its jobs, without start and end. The last column checks it: what the kernel charged"
+        " the whole process tree, less a fio that does one block per second. Kernel threads (kworkers, interrupts)"
+        " are charged to neither side."
+    )
+    report.tables.append(table)
+
+
+def overhead(cells: Sequence[Cell], report: Report) -> None:
+    """Nanoseconds per 64 KiB operation, and what Python adds to one."""
+    columns = ("cell", "fio", "fio, no latencies", "ours", "ours / fio", "a ticket each")
+    table = Table("Nanoseconds per 64 KiB operation on memory", (*columns, "Python adds", "of CPU"))
+    for cell in cells:
+        fio, lean, split, tickets = (times(cell.sides[side]) for side in ("fio", "lean", "split", "tickets"))
+        ratio = compare(split, fio)
+        added = [ticket - one for ticket, one in zip(tickets, split, strict=True)]
+        cpu_added = [
+            (ticket.cpu_per_gb - one.cpu_per_gb) * cell.load.block
+            for ticket, one in zip(cell.sides["tickets"], cell.sides["split"], strict=True)
+        ]
+        name = f"{cell.engine}, {cell.place}, depth {cell.load.depth}, {cell.load.kind}"
+        figures = (middle(side, ".0f") for side in (fio, lean, split))
+        rest = (middle(side, ".0f") for side in (tickets, added, cpu_added))
+        table.rows.append((name, *figures, str(ratio.median), *rest))
+        adds = statistics.median(added)
+        report.verdicts += [
+            Verdict(
+                f"{name}: ns per operation, ours / fio's io_uring",
+                str(ratio.median),
+                f"at most {MOST_NS_RATIO}",
+                ratio.median.point <= MOST_NS_RATIO,
+            ),
+            Verdict(
+                f"{name}: Python adds",
+                f"{adds / 1000:.2f} us",
+                f"below {MOST_PYTHON_NS / 1000:.0f} us",
+                adds < MOST_PYTHON_NS,
+            ),
+        ]
+    table.notes.append(
+        "fio is its io_uring in every row. Ours: requests of many blocks, split in C. A ticket each: one per operation,"
+        " submitted and waited for in Python; what that adds is the median of the rounds' differences, in time and in"
+        " CPU time (of which some passes beside the I/O)."
+    )
+    report.tables.append(table)
+
+
+def verify(cells: Sequence[Cell], report: Report) -> None:
+    """What checksums cost."""
+    columns = ("cell", "off GB/s", "on GB/s", "on / off", "CPU s/GB off", "CPU s/GB on")
+    table = Table("verify: a CRC32C of every 4 KiB page, 1 MiB blocks", columns)
+    for cell in cells:
+        plain, checked = cell.sides["plain"], cell.sides["verify"]
+        table.rows.append(
+            (
+                f"{cell.engine}, {cell.place}, {cell.load.kind}",
+                middle(speeds(plain)),
+                middle(speeds(checked)),
+                str(compare(speeds(checked), speeds(plain)).median),
+                middle(costs(plain), ".4f"),
+                middle(costs(checked), ".4f"),
+            )
+        )
+    report.tables.append(table)
+
+
+def fill(report: Report, cells: Sequence[Cell]) -> None:
+    """Add the tables of what was measured."""
+    makers = {"disk": (bandwidth, cpu), "overhead": (overhead,), "verify": (verify,)}
+    for experiment, tables in makers.items():
+        found = [cell for cell in cells if cell.experiment == experiment]
+        for make in tables if found else ():
+            make(found, report)
+
+
+def _disk_title(what: str, cells: Sequence[Cell]) -> str:
+    load = cells[0].load
+    return (
+        f"{what}: {load.block >> 10} KiB blocks, depth {load.depth}, {load.pattern},"
+        f" {len(cells[0].sides['fio'])} pairs"
+    )

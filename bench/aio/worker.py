@@ -1,0 +1,130 @@
+"""Our side, in a process that does nothing else: one AioContext over one file, driven from standard input.
+
+The first line of input describes the context, each further one a run, or with nothing in it asks to fill the file; each
+is answered by a line of JSON. Between runs every thread sleeps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tiering.aio import AioContext, Buffer, Ticket
+from tiering.arena import Arena
+from tiering.errors import TieringError
+
+
+def offsets(size: int, request: int, pattern: str) -> Iterator[int]:
+    """Where the requests of one direction go, for ever. Raises ValueError when not one fits."""
+    count = size // request
+    if count == 0:
+        raise ValueError(f"a file of {size} bytes has no room for a request of {request}")
+    if pattern == "random":
+        source = random.Random()
+        while True:
+            yield source.randrange(count) * request
+    yield from itertools.cycle(range(0, count * request, request))
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+class Worker:
+    """Keeps a context full of requests for a while, and counts."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self.size: int = setup["size"]
+        self.arena = Arena.map(setup["memory"], "bench")
+        self.lease = self.arena.lease(setup["memory"], "bench")
+        words = np.frombuffer(self.lease.view, dtype=np.uint64)
+        words[:] = np.random.default_rng(0).integers(0, 2**63, size=words.size, dtype=np.uint64)
+        flags = os.O_RDWR | (os.O_DIRECT if setup["direct"] else 0)
+        self.fd = os.open(setup["path"], flags)
+        options: dict[str, Any] = {"verify": True} if setup["verify"] else {}
+        self.context = AioContext(
+            engine=setup["engine"], block_size=setup["block"], queue_depth=setup["depth"], **options
+        )
+        if hasattr(self.context, "register"):
+            self.context.register(self.lease)
+        self.file = self.context.add_file(self.fd, direct=setup["direct"], name=setup["path"])
+
+    def describe(self) -> dict[str, Any]:
+        info = getattr(self.context, "info", None)
+        return {"engine": self.context.engine, "flags": list(info.flags) if info else []}
+
+    def fill(self) -> dict[str, Any]:
+        """Write the whole file, in requests of all the memory there is."""
+        tickets = [
+            self.context.write(self.file, self.lease, at, min(self.lease.nbytes, self.size - at))
+            for at in range(0, self.size, self.lease.nbytes)
+        ]
+        return {"nbytes": sum(ticket.wait() for ticket in tickets)}
+
+    def run(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Requests of ``request`` bytes, ``ahead`` of them submitted at a time, until ``seconds`` have passed.
+
+        Request i uses the bytes at i * request of a window of ``window`` bytes, cyclically.
+        """
+        request, kind = task["request"], task["kind"]
+        window = [
+            self.lease.part(at % task["window"], request) for at in range(0, request * task["ahead"], request)
+        ]
+        reads, writes = (
+            (way, offsets(self.size, request, task["pattern"]))
+            for way in (self.context.read, self.context.write)
+        )
+        ways = itertools.cycle({"read": [reads], "write": [writes]}.get(kind, [reads, writes]))
+
+        def submit(buffer: Buffer) -> tuple[Buffer, Ticket]:
+            way, places = next(ways)
+            return buffer, way(self.file, buffer, next(places), request)
+
+        moved = 0
+        cpu, start = cpu_seconds(), time.perf_counter()
+        deadline = start + task["seconds"]
+        under_way = deque(submit(buffer) for buffer in window)
+        while under_way:
+            buffer, ticket = under_way.popleft()
+            moved += ticket.wait()
+            if time.perf_counter() < deadline:
+                under_way.append(submit(buffer))
+        seconds = time.perf_counter() - start
+        return {"nbytes": moved, "seconds": seconds, "cpu_seconds": cpu_seconds() - cpu}
+
+    def close(self) -> None:
+        self.context.close()
+        os.close(self.fd)
+
+
+def answer(value: dict[str, Any]) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def main() -> None:
+    lines = iter(sys.stdin)
+    try:
+        worker = Worker(json.loads(next(lines)))
+    except (TieringError, OSError) as error:
+        answer({"error": str(error)})
+        return
+    answer(worker.describe())
+    for line in lines:
+        task = json.loads(line)
+        answer(worker.run(task) if task else worker.fill())
+    worker.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from tiering.config import TiersConfig
 from tiering.placement import Budgets
-from tiering.storage import check_directory, free_bytes
+from tiering.swap_file import check_directory, free_by_file_system
 
 AUTO_SHARE = 0.8  # of the memory limit, less what is in use
 NVME_SHARE = 0.95  # of the free space, so that the file system is not filled to the brim
@@ -32,12 +33,13 @@ def host_memory() -> tuple[int, int]:
 
 
 def resolve_budgets(
-    config: TiersConfig, *, device_memory: int | None, nvme_path: Path | None, ranks_on_node: int = 1
+    config: TiersConfig, *, device_memory: int | None, nvme_paths: Iterable[Path] = (), ranks_on_node: int = 1
 ) -> Budgets:
     """Bytes for one rank, ``"auto"`` replaced by what the machine has.
 
     ``device_memory`` is what a GPU has free, None when the CPU is the device: device and host then share memory, and
-    what is left of it is halved between those that are ``"auto"``. Half of a GPU is left to activations.
+    what is left of it is halved between those that are ``"auto"``. Half of a GPU is left to activations. Directories in
+    one file system share its free space.
     """
     limit, in_use = host_memory()
     spare = max(0, int(limit * AUTO_SHARE) - in_use)
@@ -52,7 +54,9 @@ def resolve_budgets(
     elif host == "auto":
         host = max(0, spare - device)
     if nvme == "auto":
-        nvme = int(free_bytes(check_directory(nvme_path)) * NVME_SHARE) if nvme_path is not None else 0
+        allowed = config.io.allow_memory_file_system
+        usable = [check_directory(path, allow_memory_file_system=allowed) for path in nvme_paths]
+        nvme = int(sum(free_by_file_system(usable).values()) * NVME_SHARE)
     return Budgets(int(device) // ranks_on_node, int(host) // ranks_on_node, int(nvme) // ranks_on_node)
 
 

@@ -89,6 +89,25 @@ def _size_or_auto(value: object) -> int | str:
     return "auto" if value == "auto" else parse_size(value)  # type: ignore[arg-type]
 
 
+def _paths(value: object) -> object:
+    if value is None:
+        return ()
+    if isinstance(value, str | Path):
+        return (value,)
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"a directory or a list of directories is needed, not {value!r}")
+    if not value:
+        raise ValueError("an empty list names no directory; give one or more, or leave it out")
+    return value
+
+
+def _named_once(paths: tuple[Path, ...]) -> tuple[Path, ...]:
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ValueError(f"{str(path)!r} is named twice; name each directory once")
+    return paths
+
+
 def _not_yet(*planned: object, instead: str) -> Callable[[object], object]:
     """A validator that refuses values this version does not do yet, and says what to use."""
 
@@ -124,13 +143,10 @@ Stage = Annotated[
     BeforeValidator(whole_number),
 ]
 OneProcess = Annotated[Literal[1], BeforeValidator(_one_process), BeforeValidator(whole_number)]
+Directories = Annotated[tuple[Path, ...], BeforeValidator(_paths), AfterValidator(_named_once)]
 Precision = Annotated[
     Literal["bf16", "fp32"],
     BeforeValidator(_not_yet("fp16", instead='use bf16: {"bf16": {"enabled": true}}')),
-]
-IoEngine = Annotated[
-    Literal["auto", "libaio", "threads"],
-    BeforeValidator(_not_yet("io_uring", instead="use 'auto', 'libaio' or 'threads'")),
 ]
 StateFormat = Annotated[
     Literal["fp32"], BeforeValidator(_not_yet("split", "bf16", "split+bf16", instead="use 'fp32'"))
@@ -171,11 +187,14 @@ class OffloadConfig(_Section):
     device: Literal["none", "cpu", "nvme"] = Field(
         default="none", description="Slowest tier this state may live on: none, cpu (host memory) or nvme."
     )
-    nvme_path: Path | None = Field(default=None, description="Directory of the swap space, for device nvme.")
+    nvme_path: Directories = Field(
+        default=(),
+        description="Directory of the swap space, or a list of them to stripe over, for device nvme.",
+    )
 
     @model_validator(mode="after")
     def _nvme_has_a_path(self) -> Self:
-        if self.device == "nvme" and self.nvme_path is None:
+        if self.device == "nvme" and not self.nvme_path:
             raise ValueError("device 'nvme' needs nvme_path, the directory that holds the swap space")
         return self
 
@@ -202,7 +221,9 @@ class ZeroConfig(_Section):
 class IoConfig(_Section):
     """How bytes travel between memory and NVMe."""
 
-    engine: IoEngine = Field(default="auto", description="I/O backend; auto takes the first that works here.")
+    engine: Literal["auto", "io_uring", "libaio", "threads"] = Field(
+        default="auto", description="I/O backend; auto takes the first that works here."
+    )
     block_size: Annotated[Bytes, Field(gt=0, multiple_of=ALIGNMENT)] = Field(
         default=1 << 20,
         description="Largest single request in bytes, a multiple of 4096; longer ones are split.",
@@ -211,6 +232,9 @@ class IoConfig(_Section):
         default=16, description="Requests in flight per path."
     )
     registered: StrictBool = Field(default=True, description="Register buffers where the backend can.")
+    allow_memory_file_system: StrictBool = Field(
+        default=False, description="Let nvme_path be on tmpfs, which takes the memory that swapping saves."
+    )
 
 
 class TelemetryConfig(_Section):
@@ -237,7 +261,9 @@ class TiersConfig(_Section):
         description="Gradient accumulation; auto: compute dtype for one micro-batch, else fp32.",
     )
     step_in_backward: AlwaysOff = Field(default=False, description="Step groups while backward still runs.")
-    verify: AlwaysOff = Field(default=False, description="Checksum every extent.")
+    verify: AlwaysOff = Field(
+        default=False, description="Checksum what is swapped; costs host memory, 1/1024 of what is on NVMe."
+    )
     io: IoConfig = Field(default=IoConfig(), description="How bytes travel between memory and NVMe.")
     telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="What the run publishes.")
     run_name: RunName | None = Field(

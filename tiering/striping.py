@@ -126,7 +126,7 @@ def apportion(
     """Bytes per path for each need, in proportion to ``weights`` where there is room; None if they do not fit.
 
     ``disks[path]`` is the file system of a path, ``room`` the bytes free in each. It finds a way whenever there is
-    one, as long as there are at most two needs.
+    one, as long as the needs have at most two different sets of paths.
     """
     free = {disk: nbytes // PAGE for disk, nbytes in room.items()}
     placed: list[Counter[int]] = [Counter() for _ in needs]

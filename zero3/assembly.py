@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from zero3.init import fill
 from zero3.optimizer import TieredOptimizer, Tile, make_tiles
 from zero3.param_group import ParamGroup
 from zero3.partition import FlatLayout, lay_out
-from zero3.tiers import Home, Tiers
+from zero3.tiers import Home, NvmePaths, Tiers
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +53,11 @@ def assemble(model: nn.Module, config: TieringConfig, model_parameters: ModelPar
     grad_dtype = _grad_dtype(config, compute)
     param_groups = _param_groups(model, model_parameters)
     members, layouts = _grouped(model, config, compute, param_groups)
-    nvme_path = _nvme_path(config)
-    plan = _plan(config, members, layouts, compute, grad_dtype, device, nvme_path)
+    nvme = _nvme_paths(config)
+    plan = _plan(config, members, layouts, compute, grad_dtype, device, nvme)
     log.info("%s", plan)
 
-    tiers = Tiers(plan, device, config.tiering.io, nvme_path)
+    tiers = Tiers(plan, device, config.tiering, nvme)
     try:
         streams = None if tiers.device_is_host else Streams()
         groups = _make_groups(members, layouts, compute, tiers, streams)
@@ -106,15 +105,12 @@ def _grad_dtype(config: TieringConfig, compute: torch.dtype) -> torch.dtype:
     return COMPUTE_DTYPES[chosen]
 
 
-def _nvme_path(config: TieringConfig) -> Path | None:
-    offloads = (config.zero.offload_param, config.zero.offload_optimizer)
-    paths = {o.nvme_path.resolve() for o in offloads if o.device == "nvme" and o.nvme_path is not None}
-    if len(paths) > 1:
-        raise ConfigError(
-            f"offload_param and offload_optimizer name different nvme_path directories ({sorted(map(str, paths))});"
-            " several paths are not supported in this version: name the same one in both"
-        )
-    return paths.pop() if paths else None
+def _nvme_paths(config: TieringConfig) -> NvmePaths:
+    param, optimizer = (
+        tuple(path.resolve() for path in section.nvme_path) if section.device == "nvme" else ()
+        for section in (config.zero.offload_param, config.zero.offload_optimizer)
+    )
+    return NvmePaths(param, optimizer)
 
 
 def _param_groups(model: nn.Module, given: ModelParameters | None) -> list[dict[str, Any]]:
@@ -175,7 +171,7 @@ def _plan(
     compute: torch.dtype,
     grad_dtype: torch.dtype,
     device: torch.device,
-    nvme_path: Path | None,
+    nvme: NvmePaths,
 ) -> Plan:
     on_gpu = device.type == "cuda"
     if on_gpu and config.zero.offload_optimizer.device == "none" != config.zero.offload_param.device:
@@ -206,7 +202,7 @@ def _plan(
         fetch_by_copy=on_gpu or not can_exchange(),
     )
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else None
-    return make_plan(load, resolve_budgets(config.tiering, device_memory=free, nvme_path=nvme_path))
+    return make_plan(load, resolve_budgets(config.tiering, device_memory=free, nvme_paths=nvme.all))
 
 
 def _make_groups(

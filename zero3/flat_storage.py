@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from tiering.aio import Ticket
 from tiering.arena import Arena, Lease
+from tiering.tickets import Transfer
 from zero3.tiers import Entry, Home, Tiers, as_tensor
 
 log = logging.getLogger(__name__)
@@ -58,18 +58,18 @@ class ExchangedStorage(FlatStorage):
         self._home = home
         self._tiers = tiers
         self._lease: Lease | None = None
-        self._ticket: Ticket | None = None
+        self._ticket: Transfer | None = None
         self._bytes: Tensor | None = None  # the lease as a tensor; while attached, it holds the empty pointer
 
     def start(self, *, at: int | None, wait: bool) -> bool:
-        working, slab, extent = self._tiers.working, self._tiers.slab, self._home.extent
-        assert isinstance(working, Arena) and slab is not None and extent is not None
+        working, swap, extent = self._tiers.working, self._tiers.swap, self._home.extent
+        assert isinstance(working, Arena) and swap is not None and extent is not None
         lease_from = working.lease if wait else working.try_lease
         lease = lease_from(extent.nbytes, "unsharded groups", at=at)
         if lease is None:
             return False
         try:
-            self._ticket = slab.swap_in(extent, lease, priority=FETCH_PRIORITY)
+            self._ticket = swap.swap_in(extent, lease, priority=FETCH_PRIORITY)
         except BaseException:
             lease.release()
             raise
@@ -99,7 +99,7 @@ class ExchangedStorage(FlatStorage):
         exchange_pointers(self.flat, self._bytes)
 
 
-def retire_read(lease: Lease, ticket: Ticket) -> None:
+def retire_read(lease: Lease, ticket: Transfer) -> None:
     """Give up a lease that ``ticket`` fills. If the read has failed already, who waited for it has been told."""
     if ticket.done():
         lease.release()
@@ -124,7 +124,7 @@ class CopiedStorage(FlatStorage):
         self._streams = streams
         self._room: Lease | Entry | None = None
         self._lease: Lease | None = None
-        self._ticket: Ticket | None = None
+        self._ticket: Transfer | None = None
         self._copying = False
 
     def start(self, *, at: int | None, wait: bool) -> bool:
@@ -134,13 +134,13 @@ class CopiedStorage(FlatStorage):
             return False
         extent = self._home.extent
         if extent is not None:
-            assert self._tiers.slab is not None
+            assert self._tiers.swap is not None
             lease = (window.lease if wait else window.try_lease)(extent.nbytes, "parameters")
             if lease is None:
                 room.release()
                 return False
             try:
-                self._ticket = self._tiers.slab.swap_in(extent, lease, priority=FETCH_PRIORITY)
+                self._ticket = self._tiers.swap.swap_in(extent, lease, priority=FETCH_PRIORITY)
             except BaseException:
                 lease.release()
                 room.release()

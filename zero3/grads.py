@@ -98,10 +98,10 @@ class GradientStore:
         lease = self._windows.pop(group, None)
         if lease is None:
             return
-        extent, slab = self.homes[group.index].extent, self._tiers.slab
-        assert extent is not None and slab is not None
+        extent, swap = self.homes[group.index].extent, self._tiers.swap
+        assert extent is not None and swap is not None
         try:
-            ticket = slab.swap_out(extent, lease, nbytes=extent.nbytes)
+            ticket = swap.swap_out(extent, lease, nbytes=extent.nbytes)
         except BaseException:
             lease.release()
             raise
@@ -187,7 +187,7 @@ class GradientStore:
             return home.address
         lease = self._windows.get(group)
         if lease is None:
-            assert home.extent is not None and self._tiers.slab is not None
+            assert home.extent is not None and self._tiers.swap is not None
             with self._tiers.stalls.waiting_for("gradients"):
                 window = self._tiers.grad_window
                 while (lease := window.try_lease(home.extent.nbytes, "gradients")) is None and self._windows:

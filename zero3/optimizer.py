@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from optim_cpu.kernels import AdamWBatch, DType, cast
-from tiering.aio import Ticket
 from tiering.arena import Completion, Lease
 from tiering.errors import EngineStateError
 from tiering.placement import SubGroup
+from tiering.tickets import AllOf, Transfer
 from zero3 import device_kernels
 from zero3.device_kernels import AdamWNumbers
 from zero3.flat_storage import StreamEvent
@@ -55,29 +55,7 @@ class _Staged:
 
     tile: Tile
     lease: Lease
-    reads: list[Ticket] = field(default_factory=list)
-
-
-class _All:
-    """Several completions as one: what a lease retires on when more than one transfer uses it."""
-
-    def __init__(self, parts: list[Completion]) -> None:
-        self._parts = parts
-
-    def done(self) -> bool:
-        return all(part.done() for part in self._parts)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for all of them, then raise the first error if there is one: the memory is free only now."""
-        total, error = 0, None
-        for part in self._parts:
-            try:
-                total += part.wait(timeout)
-            except OSError as failed:
-                error = error or failed
-        if error is not None:
-            raise error
-        return total
+    reads: list[Transfer] = field(default_factory=list)
 
 
 def make_tiles(sub_groups: Iterable[SubGroup], groups: list[ParamGroup], tiers: Tiers) -> list[Tile]:
@@ -145,7 +123,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Free the slots of ``read_ahead``, for others to use; the step reads again."""
         while self._ahead:
             staged = self._ahead.popleft()
-            staged.lease.retire(_All(list(staged.reads)))
+            staged.lease.retire(AllOf[Completion](list(staged.reads)))
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, grad_scale: float | None = None
@@ -206,7 +184,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         try:
             self._start_reads(staged)
         except BaseException:
-            lease.retire(_All(list(staged.reads)))
+            lease.retire(AllOf[Completion](list(staged.reads)))
             raise
         return staged
 
@@ -221,9 +199,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             as_tensor(staged.lease)[self._param_at :][: source.numel()].copy_(source)
 
     def _read(self, staged: _Staged, home: Home, slot_offset: int, offset: int, nbytes: int) -> None:
-        assert home.extent is not None and self._tiers.slab is not None
+        assert home.extent is not None and self._tiers.swap is not None
         part = staged.lease.part(slot_offset, nbytes)
-        staged.reads.append(self._tiers.slab.swap_in(home.extent, part, offset=offset))
+        staged.reads.append(self._tiers.swap.swap_in(home.extent, part, offset=offset))
 
     def _update(self, staged: _Staged, grad_scale: float) -> None:
         """Step one staged tile and start to write it back."""
@@ -245,7 +223,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._batch.run(grad_scale)
         if touched:
             self._complete_parameters(staged)
-        lease.retire(_All(self._write_back(staged) if touched else []))
+        lease.retire(AllOf[Completion](self._write_back(staged) if touched else []))
 
     def _complete_parameters(self, staged: _Staged) -> None:
         """Fill in the 16-bit parameters that were not stepped: a slot is written back whole, and held none of them.
@@ -265,17 +243,17 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _write_back(self, staged: _Staged) -> list[Completion]:
         """Start to write what the step changed and what lives elsewhere."""
-        tile, slab = staged.tile, self._tiers.slab
+        tile, swap = staged.tile, self._tiers.swap
         home, writes = tile.group.home, list[Completion]()
         itemsize = tile.group.dtype.itemsize
         if tile.state.extent is not None:
-            assert slab is not None
-            writes.append(slab.swap_out(tile.state.extent, staged.lease.part(0, tile.state.extent.nbytes)))
+            assert swap is not None
+            writes.append(swap.swap_out(tile.state.extent, staged.lease.part(0, tile.state.extent.nbytes)))
         if not home.on_host:
             part = staged.lease.part(self._param_at, tile.numel * itemsize)
             if home.extent is not None:
-                assert slab is not None
-                writes.append(slab.swap_out(home.extent, part, offset=tile.start * itemsize))
+                assert swap is not None
+                writes.append(swap.swap_out(home.extent, part, offset=tile.start * itemsize))
             else:
                 assert home.tensor is not None
                 source = as_tensor(staged.lease)[self._param_at : self._param_at + part.nbytes]

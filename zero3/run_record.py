@@ -13,7 +13,7 @@ import torch
 from tiering.aio import DirectionStats
 from tiering.budgets import host_memory
 from tiering.placement import Tier
-from tiering.storage import free_bytes
+from tiering.swap_file import free_by_file_system
 from tiering.telemetry import DirectionStatus, PathStatus, Snapshot, StepRecord, TierStatus
 from tiering.telemetry.page import RECENT_STEPS
 from tiering.telemetry.snapshot import Phase
@@ -103,8 +103,8 @@ class RunRecord:
         )
 
     def _paths(self) -> list[PathStatus]:
-        aio, slab = self._tiers.aio, self._tiers.slab
-        if aio is None or slab is None:
+        aio = self._tiers.aio
+        if aio is None:
             return []
         return [
             PathStatus(
@@ -132,5 +132,7 @@ def _direction(stats: DirectionStats) -> DirectionStatus:
 def _capacities(tiers: Tiers) -> dict[Tier, int]:
     memory = host_memory()[0]
     device = memory if tiers.device_is_host else torch.cuda.get_device_properties(tiers.device).total_memory
-    nvme = free_bytes(tiers.slab.directory) + tiers.slab.capacity if tiers.slab is not None else 0
+    nvme = 0
+    if tiers.swap is not None:
+        nvme = sum(free_by_file_system(tiers.swap.directories).values()) + tiers.swap.capacity
     return {Tier.DEVICE: device, Tier.HOST: memory, Tier.NVME: nvme}

@@ -79,7 +79,7 @@ class TieredState:
             with self._tiers.writing(home, page, PAGE) as raw:
                 raw.copy_(held)
                 raw[offset - page + 2] ^= 1 << 4
-            return f"bit 20 of a master of {segment.piece.name!r}, byte {home.extent.offset + offset} of the swap file"
+            return f"bit 20 of a master of {segment.piece.name!r}, {home.extent.where(offset)}"
         raise EngineStateError("flip_bit needs a master on NVMe, and the plan keeps none there")
 
     def _weight(self, group: ParamGroup, piece: Piece) -> Tensor:

@@ -19,10 +19,23 @@ from torch import Tensor
 
 from tiering.aio import AioContext
 from tiering.arena import PAGE, Arena, Lease, round_up
-from tiering.config import IoConfig
+from tiering.config import TiersConfig
 from tiering.errors import ArenaError
 from tiering.placement import Plan, Tier
-from tiering.storage import Extent, SlabFile
+from tiering.swap_space import Section, StripedExtent, SwapSpace
+
+
+@dataclass(frozen=True)
+class NvmePaths:
+    """Directories of the swap space: those of offload_param for parameters, of offload_optimizer for all else."""
+
+    param: tuple[Path, ...] = ()
+    optimizer: tuple[Path, ...] = ()
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        """Each of them once."""
+        return tuple(dict.fromkeys((*self.param, *self.optimizer)))
 
 
 class StallClock:
@@ -49,7 +62,7 @@ class Home:
     """Where a flat array of bytes lives: in memory (a uint8 tensor), or on NVMe (an extent)."""
 
     tensor: Tensor | None = None
-    extent: Extent | None = None
+    extent: StripedExtent | None = None
 
     @property
     def address(self) -> int:
@@ -103,20 +116,21 @@ class Ledger:
 class Tiers:
     """Memory and swap space for ``plan`` on ``device``. ``close`` waits for transfers and gives everything back."""
 
-    def __init__(self, plan: Plan, device: torch.device, io: IoConfig, nvme_path: Path | None) -> None:
+    def __init__(self, plan: Plan, device: torch.device, config: TiersConfig, nvme: NvmePaths) -> None:
         self.plan = plan
         self.device = device
         self.stalls = StallClock()
         self.aio: AioContext | None = None
-        self.slab: SlabFile | None = None
+        self.swap: SwapSpace | None = None
         self._on_gpu: Counter[str] = Counter()
         self._on_nvme: Counter[str] = Counter()
         self._registered = 0  # the address CUDA knows, to be unregistered
         try:
             if plan.total(Tier.NVME):
-                assert nvme_path is not None, "a plan uses NVMe only where the configuration names a path"
+                io = config.io
                 self.aio = AioContext(engine=io.engine, block_size=io.block_size, queue_depth=io.queue_depth)
-                self.slab = SlabFile(nvme_path, plan.total(Tier.NVME), self.aio)
+                allowed = io.allow_memory_file_system
+                self.swap = SwapSpace(_sections(plan, nvme), self.aio, allow_memory_file_system=allowed)
             self._map_arenas(plan)
         except BaseException:
             self.close()
@@ -143,11 +157,13 @@ class Tiers:
         return self.device.type == "cpu"
 
     def home(self, tier: Tier, nbytes: int, kind: str, names: tuple[str, ...]) -> Home:
-        """A place of ``nbytes`` on ``tier`` for as long as the engine lives. ``kind`` is counted in telemetry."""
-        if tier is Tier.NVME:
-            assert self.slab is not None
+        """A place of ``nbytes`` on ``tier`` for as long as the engine lives. ``kind`` is one of the plan's."""
+        if tier is Tier.NVME and nbytes:
+            assert self.swap is not None
             self._on_nvme[kind] += nbytes
-            return Home(extent=self.slab.allocate(nbytes, names))
+            return Home(extent=self.swap.allocate(nbytes, names, kind))
+        if not nbytes:  # a group without gradients: nowhere, which the CPU can address
+            return Home(tensor=torch.empty(0, dtype=torch.uint8))
         if tier is Tier.DEVICE and not self.device_is_host:
             self._on_gpu[kind] += nbytes
             return Home(tensor=torch.empty(nbytes, dtype=torch.uint8, device=self.device))
@@ -173,11 +189,11 @@ class Tiers:
             if local is not target:
                 target.copy_(local)
             return
-        assert home.extent is not None and self.slab is not None
+        assert home.extent is not None and self.swap is not None
         lease = self.staging.lease(nbytes, "staging")
         try:
             yield as_tensor(lease)[:nbytes]
-            ticket = self.slab.swap_out(home.extent, lease.part(0, nbytes), offset=offset)
+            ticket = self.swap.swap_out(home.extent, lease.part(0, nbytes), offset=offset)
         except BaseException:
             lease.release()
             raise
@@ -187,7 +203,7 @@ class Tiers:
         """A copy, in host memory, of bytes [offset, offset + nbytes) of ``home``; any offset and length."""
         if home.tensor is not None:
             return home.tensor[offset : offset + nbytes].to("cpu", copy=True)
-        assert home.extent is not None and self.slab is not None
+        assert home.extent is not None and self.swap is not None
         loaded = torch.empty(nbytes, dtype=torch.uint8)
         end = round_up(offset + nbytes)
         for at in range(offset // PAGE * PAGE, end, self.chunk_bytes):
@@ -199,12 +215,12 @@ class Tiers:
             lease.release()
         return loaded
 
-    def fetch(self, extent: Extent, lease: Lease, *, offset: int = 0) -> None:
+    def fetch(self, extent: StripedExtent, lease: Lease, *, offset: int = 0) -> None:
         """Fill ``lease`` from ``offset`` of ``extent`` and wait for that. After an exception the lease is given up."""
-        assert self.slab is not None
+        assert self.swap is not None
         ticket = None
         try:
-            ticket = self.slab.swap_in(extent, lease, offset=offset)
+            ticket = self.swap.swap_in(extent, lease, offset=offset)
             ticket.wait()
         except BaseException:
             if ticket is None or ticket.done():
@@ -234,7 +250,7 @@ class Tiers:
     def peak(self, tier: Tier) -> int:
         """The most bytes that the engine owned on ``tier`` at one time."""
         if tier is Tier.NVME:
-            return self.slab.used if self.slab is not None else 0
+            return self.swap.used if self.swap is not None else 0
         if tier is Tier.HOST:
             return self.host.peak
         ledger = self.working.peak if isinstance(self.working, Ledger) else 0
@@ -246,12 +262,22 @@ class Tiers:
             if self.aio is not None:
                 self.aio.close()
         finally:
-            if self.slab is not None:
-                self.slab.close()
+            if self.swap is not None:
+                self.swap.close()
             if self._registered:
                 torch.cuda.synchronize(self.device)  # a copy may still be reading or filling the arena
                 torch.cuda.cudart().cudaHostUnregister(self._registered)
                 self._registered = 0
+
+
+def _sections(plan: Plan, nvme: NvmePaths) -> dict[str, Section]:
+    """What each kind of state needs on NVMe, and where."""
+    sections = {}
+    for kind, nbytes in plan.contents(Tier.NVME).items():
+        paths = nvme.param if kind == "parameters" else nvme.optimizer
+        assert paths, "a plan uses NVMe only where the configuration names a path"
+        sections[kind] = Section(nbytes, paths)
+    return sections
 
 
 def as_tensor(lease: Lease) -> Tensor:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tiering import budgets
+from tiering import budgets, swap_file
 from tiering.budgets import host_memory, resolve_budgets
 from tiering.config import TiersConfig
 from tiering.errors import SwapSpaceError
 from tiering.placement import Budgets
+from tiering.swap_file import memory_file_system
 
 GIB = 1 << 30
 Machine = Callable[..., None]
@@ -119,7 +120,7 @@ def test_on_a_cpu_device_and_host_share(
     spare: int, device: str, host: str, expected: tuple[int, int]
 ) -> None:
     config = TiersConfig(device_budget=device, host_budget=host, nvme_budget="3GiB")
-    resolved = resolve_budgets(config, device_memory=None, nvme_path=None)
+    resolved = resolve_budgets(config, device_memory=None, nvme_paths=())
     assert resolved == Budgets(expected[0] * GIB, expected[1] * GIB, 3 * GIB)
 
 
@@ -136,35 +137,56 @@ def test_on_a_gpu_half_is_left_to_activations(
     spare: int, device: str, host: str, ranks: int, expected: tuple[int, int]
 ) -> None:
     config = TiersConfig(device_budget=device, host_budget=host)
-    resolved = resolve_budgets(config, device_memory=40 * GIB, nvme_path=None, ranks_on_node=ranks)
+    resolved = resolve_budgets(config, device_memory=40 * GIB, nvme_paths=(), ranks_on_node=ranks)
     assert resolved == Budgets(expected[0] * GIB, expected[1] * GIB, 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5, 7])
 def test_ranks_share_a_node(spare: int, ranks: int) -> None:
     config = TiersConfig(nvme_budget="7GiB")
-    resolved = resolve_budgets(config, device_memory=None, nvme_path=None, ranks_on_node=ranks)
+    resolved = resolve_budgets(config, device_memory=None, nvme_paths=(), ranks_on_node=ranks)
     assert resolved == Budgets(25 * GIB // ranks, 25 * GIB // ranks, 7 * GIB // ranks)
 
 
 def test_with_no_memory_to_spare_it_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "host_memory", lambda: (100 * GIB, 90 * GIB))
-    assert resolve_budgets(TiersConfig(), device_memory=None, nvme_path=None) == Budgets(0, 0, 0)
+    assert resolve_budgets(TiersConfig(), device_memory=None, nvme_paths=()) == Budgets(0, 0, 0)
 
 
-def test_swap_space_is_what_is_free_in_a_directory_that_will_do(
-    spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """100 GiB are free everywhere; the list says where it was asked."""
     asked: list[Path] = []
 
     def free_bytes(directory: Path) -> int:
         asked.append(directory)
         return 100 * GIB
 
-    monkeypatch.setattr(budgets, "free_bytes", free_bytes)
-    resolved = resolve_budgets(TiersConfig(), device_memory=None, nvme_path=tmp_path, ranks_on_node=2)
-    assert (resolved.nvme, asked) == (95 * GIB // 2, [tmp_path])
+    monkeypatch.setattr(swap_file, "free_bytes", free_bytes)
+    return asked
+
+
+def test_swap_space_is_what_is_free_in_a_directory_that_will_do(
+    spare: int, tmp_path: Path, free: list[Path]
+) -> None:
+    resolved = resolve_budgets(TiersConfig(), device_memory=None, nvme_paths=[tmp_path], ranks_on_node=2)
+    assert (resolved.nvme, free) == (95 * GIB // 2, [tmp_path])
     with pytest.raises(SwapSpaceError, match="does not exist"):
-        resolve_budgets(TiersConfig(), device_memory=None, nvme_path=tmp_path / "missing")
+        resolve_budgets(TiersConfig(), device_memory=None, nvme_paths=[tmp_path, tmp_path / "missing"])
     fixed = TiersConfig(nvme_budget="1GiB")
-    assert resolve_budgets(fixed, device_memory=None, nvme_path=tmp_path / "missing").nvme == GIB
+    assert resolve_budgets(fixed, device_memory=None, nvme_paths=[tmp_path / "missing"]).nvme == GIB
+
+
+def test_a_file_system_is_counted_once(spare: int, tmp_path: Path, free: list[Path]) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    assert resolve_budgets(TiersConfig(), device_memory=None, nvme_paths=paths).nvme == 95 * GIB
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or shm.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("/dev/shm is no other file system here")
+    allowed = TiersConfig.model_validate({"io": {"allow_memory_file_system": True}})
+    assert resolve_budgets(allowed, device_memory=None, nvme_paths=[*paths, shm]).nvme == 190 * GIB
+    if memory_file_system(shm):
+        with pytest.raises(SwapSpaceError, match="lives in RAM"):
+            resolve_budgets(TiersConfig(), device_memory=None, nvme_paths=[*paths, shm])

@@ -193,7 +193,6 @@ def test_every_field_is_described() -> None:
         (TiersConfig, {"step_in_backward": True}),
         (TiersConfig, {"verify": True}),
         (TiersConfig, {"grad_accum_dtype": "fp16"}),
-        (TiersConfig, {"io": {"engine": "io_uring"}}),
         (ZeroConfig, {"stage": 0}),
         (ZeroConfig, {"stage": 2}),
         (OptimizerConfig, {"type": "Lion"}),
@@ -214,6 +213,16 @@ def test_what_is_planned_is_refused_by_name(section: type[BaseModel], values: di
         (ZeroConfig, {"sub_group_size": 0}, "greater than 0"),
         (ZeroConfig, {"prefetch_elements": -1}, "greater than or equal to 0"),
         (OffloadConfig, {"device": "nvme"}, "needs nvme_path"),
+        (OffloadConfig, {"device": "nvme", "nvme_path": []}, "an empty list names no directory"),
+        (OffloadConfig, {"device": "nvme", "nvme_path": ["/x", "/y", "/x/"]}, "'/x' is named twice"),
+        (
+            OffloadConfig,
+            {"device": "nvme", "nvme_path": 3},
+            "a directory or a list of directories is needed, not 3",
+        ),
+        (OffloadConfig, {"device": "nvme", "nvme_path": ["/x", 3]}, "not a valid path"),
+        (IoConfig, {"engine": "uring"}, "'auto', 'io_uring', 'libaio' or 'threads'"),
+        (IoConfig, {"allow_memory_file_system": 1}, "valid boolean"),
         (OffloadConfig, {"device": "disk"}, "'none', 'cpu' or 'nvme'"),
         (OptimizerConfig, {"lr": float("nan")}, "finite"),
         (OptimizerConfig, {"lr": "0.1"}, "valid number"),
@@ -244,7 +253,25 @@ def test_values_are_read_as_written_in_files() -> None:
         {"host_budget": "1.5GiB", "nvme_budget": "auto", "io": {"block_size": "64K"}}
     )
     assert (tiers.host_budget, tiers.nvme_budget, tiers.io.block_size) == (3 * 2**29, "auto", 65536)
-    assert OffloadConfig.model_validate({"device": "nvme", "nvme_path": "/x"}).nvme_path == Path("/x")
+    assert tiers.io.engine == "auto"
+    assert IoConfig.model_validate({"engine": "io_uring", "registered": False}).engine == "io_uring"
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("/x", (Path("/x"),)),
+        (["/x"], (Path("/x"),)),
+        (["/x", "y/z"], (Path("/x"), Path("y/z"))),
+        (Path("/x"), (Path("/x"),)),
+    ],
+)
+def test_nvme_path_is_one_directory_or_several(given: object, read: tuple[Path, ...]) -> None:
+    assert OffloadConfig.model_validate({"device": "nvme", "nvme_path": given}).nvme_path == read
+
+
+def test_no_nvme_path() -> None:
+    assert OffloadConfig.model_validate({"device": "cpu", "nvme_path": None}).nvme_path == ()
 
 
 def test_reading_configuration_loads_no_torch() -> None:

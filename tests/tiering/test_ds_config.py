@@ -248,7 +248,6 @@ def test_all_problems_come_together() -> None:
         ("tiering.verify", True),
         ("tiering.step_in_backward", True),
         ("tiering.state", "split"),
-        ("tiering.io.engine", "io_uring"),
         ("data_types.grad_accum_dtype", "fp16"),
         ("elasticity", {"enabled": True}),
         ("amp", {"opt_level": "O1"}),

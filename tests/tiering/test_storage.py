@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import random
-import resource
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tiering import storage
 from tiering.aio import AioContext, Fault, FaultPlan, Ticket
 from tiering.arena import PAGE, Arena, Lease
 from tiering.errors import SwapError, SwapSpaceError
-from tiering.storage import Extent, SlabFile, check_directory, free_bytes
+from tiering.storage import Extent, SlabFile
+from tiering.swap_file import free_bytes
 
 MIB = 1 << 20
 OpenSlab = Callable[..., SlabFile]
@@ -162,6 +157,14 @@ def test_extents_are_exact_disjoint_and_reused(open_slab: OpenSlab) -> None:
     assert slab.allocate(PAGE, ("d",)).offset == PAGE
 
 
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_an_extent_has_at_least_a_byte(open_slab: OpenSlab, nbytes: int) -> None:
+    slab = open_slab(4 * PAGE)
+    with pytest.raises(ValueError, match=rf"at least one byte, not {nbytes} \(layers\.0\.w\)"):
+        slab.allocate(nbytes, ("layers.0.w",))
+    assert slab.used == 0
+
+
 def test_two_slabs_in_one_directory_never_meet(engine: str, open_slab: OpenSlab, arena: Arena) -> None:
     slabs = [open_slab(8 * PAGE), open_slab(8 * PAGE)]
     assert os.fstat(slabs[0].fd).st_ino != os.fstat(slabs[1].fd).st_ino
@@ -173,214 +176,6 @@ def test_two_slabs_in_one_directory_never_meet(engine: str, open_slab: OpenSlab,
             out.release()
     for slab, extent, letter in zip(slabs, extents, (b"a", b"b"), strict=True):
         assert read(slab, extent, arena) == (letter + b"2") * (4 * PAGE)
-
-
-# Directories
-
-
-@contextmanager
-def unprivileged() -> Iterator[None]:
-    """Root may do everything: be nobody for a moment."""
-    if os.getuid() != 0:
-        yield
-        return
-    os.setresuid(65534, 65534, 0)
-    try:
-        yield
-    finally:
-        os.setresuid(0, 0, 0)
-
-
-@pytest.fixture
-def public() -> Iterator[Path]:
-    """A directory that others can reach."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
-
-
-def test_a_missing_directory(tmp_path: Path) -> None:
-    missing = tmp_path / "swap"
-    with pytest.raises(SwapSpaceError) as caught:
-        check_directory(missing)
-    assert str(caught.value) == (
-        f"[TIER-SPACE] nvme_path {missing} does not exist; create it (mkdir -p {missing}) or name another"
-    )
-    assert not missing.exists()
-
-
-@pytest.mark.parametrize("below", [".", "swap"])
-def test_a_file_is_no_directory(tmp_path: Path, below: str) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(SwapSpaceError, match=r"is not a directory|cannot be reached: Not a directory"):
-        check_directory(file / below)
-
-
-def test_a_directory_that_this_user_may_not_write(public: Path) -> None:
-    (public / "swap").mkdir(mode=0o555)
-    with unprivileged(), pytest.raises(SwapSpaceError, match="not writable by this user; change its mode"):
-        check_directory(public / "swap")
-
-
-def test_a_directory_that_this_user_cannot_reach(public: Path) -> None:
-    (public / "closed").mkdir()
-    (public / "closed" / "swap").mkdir()
-    (public / "closed").chmod(0)
-    with unprivileged(), pytest.raises(SwapSpaceError, match="cannot be reached: Permission denied; change"):
-        check_directory(public / "closed" / "swap")
-
-
-READ_ONLY = """
-import sys
-from pathlib import Path
-from tiering.errors import SwapSpaceError
-from tiering.storage import check_directory
-try:
-    check_directory(Path(sys.argv[1]))
-except SwapSpaceError as error:
-    print(error)
-"""
-
-
-def test_a_read_only_file_system(tmp_path: Path) -> None:
-    mount = (
-        'mount --bind "$0" "$0" 2>/dev/null && mount -o remount,bind,ro "$0" 2>/dev/null || exit 77;'
-        ' exec "$@" "$0"'
-    )
-    if shutil.which("unshare") is None:
-        pytest.skip("no unshare command")
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", mount, str(tmp_path), sys.executable, "-c", READ_ONLY],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    if done.returncode == 77 or "unshare" in done.stderr:
-        pytest.skip(f"a private read-only mount is not allowed here: {done.stderr.strip()}")
-    assert done.stdout == (
-        f"[TIER-SPACE] nvme_path {tmp_path} is on a file system that is mounted read-only; remount it or name another"
-        " directory\n"
-    )
-
-
-def test_memory_is_no_swap_space(arena: Arena) -> None:
-    shm = Path("/dev/shm")
-    if not shm.is_dir() or storage._file_system_type(shm) != "tmpfs":
-        pytest.skip("/dev/shm is not a tmpfs here")
-    with pytest.raises(
-        SwapSpaceError, match=r"is on tmpfs, which lives in RAM: .*; name a directory on a disk"
-    ):
-        check_directory(shm)
-    with AioContext(engine="threads") as aio:
-        with pytest.raises(SwapSpaceError, match="is on tmpfs"):
-            SlabFile(shm, PAGE, aio)
-        slab = SlabFile(shm, PAGE, aio, allow_memory_file_system=True)
-        extent = slab.allocate(PAGE, ("w",))
-        slab.swap_out(extent, filled(arena, b"w" * PAGE)).wait()
-        assert read(slab, extent, arena) == b"w" * PAGE
-    slab.close()
-
-
-def test_a_disk_that_is_too_full(
-    open_slab: OpenSlab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(SwapSpaceError, match=r"has [0-9]+ free; free [0-9]+ bytes"):
-        open_slab(4 * shutil.disk_usage(tmp_path).total)  # for real
-    monkeypatch.setattr(storage, "free_bytes", lambda _: 10 * PAGE)
-    with pytest.raises(SwapSpaceError) as caught:
-        open_slab(10 * PAGE + 1)
-    assert str(caught.value) == (
-        f"[TIER-SPACE] the swap file needs {11 * PAGE} bytes but {tmp_path} has {10 * PAGE} free; free {PAGE} bytes,"
-        " name another nvme_path, or raise host_budget so that less is swapped"
-    )
-    assert open_slab(10 * PAGE).capacity == 10 * PAGE
-
-
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def test_a_reservation_that_the_kernel_refuses(tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with AioContext(engine="threads") as aio:
-        before = open_descriptors()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * MIB, limits[1]))
-        try:
-            with pytest.raises(SwapSpaceError) as caught:
-                SlabFile(tmp_path, 65 * MIB, aio)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert open_descriptors() == before
-    assert f"cannot reserve {65 * MIB} bytes in {tmp_path}: File too large; check" in str(caught.value)
-
-
-def test_a_file_system_that_cannot_reserve(
-    open_slab: OpenSlab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Libc:
-        def fallocate(self, *_: object) -> int:
-            ctypes.set_errno(errno.EOPNOTSUPP)
-            return -1
-
-    monkeypatch.setattr(storage.ctypes, "CDLL", lambda *_, **__: Libc())
-    slab = open_slab(3 * PAGE)
-    assert os.fstat(slab.fd).st_size == 3 * PAGE
-    assert "cannot reserve space (no fallocate): a full disk will show only when written" in caplog.text
-
-
-def refuse(monkeypatch: pytest.MonkeyPatch, refused: Callable[[int], int]) -> None:
-    """Make os.open of an anonymous file fail with the errno that ``refused`` gives for its flags, unless it is 0."""
-    real = os.open
-
-    def fake(path: Any, flags: int, *rest: Any, **options: Any) -> int:
-        code = refused(flags) if flags & os.O_TMPFILE == os.O_TMPFILE else 0
-        if code:
-            raise OSError(code, os.strerror(code))
-        return real(path, flags, *rest, **options)
-
-    monkeypatch.setattr(os, "open", fake)
-
-
-def test_without_o_direct_it_is_buffered_and_says_so(
-    engine: str,
-    open_slab: OpenSlab,
-    arena: Arena,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    refuse(monkeypatch, lambda flags: errno.EINVAL if flags & os.O_DIRECT else 0)
-    slab = open_slab(4 * PAGE)
-    assert slab.direct is False
-    assert [file.direct for file in slab.aio.stats()] == [False]
-    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        (
-            "WARNING",
-            f"{tmp_path} refuses O_DIRECT: swapping through the page cache, which uses memory beyond the budgets",
-        )
-    ]
-    extent = slab.allocate(2 * PAGE, ("w",))
-    content = random.Random(1).randbytes(2 * PAGE)
-    slab.swap_out(extent, filled(arena, content))
-    assert read(slab, extent, arena) == content
-
-
-@pytest.mark.parametrize(
-    ("direct", "buffered", "message"),
-    [
-        (errno.EROFS, 0, r"mounted read-only\); remount it or name another directory"),
-        (errno.EOPNOTSUPP, 0, r"no O_TMPFILE\); name a directory on ext4, xfs or btrfs"),
-        (errno.EINVAL, errno.EISDIR, r"no O_TMPFILE\); name a directory on ext4, xfs or btrfs"),
-        (errno.EACCES, 0, r"Permission denied; check its mode and owner"),
-    ],
-)
-def test_a_file_that_cannot_be_made(
-    open_slab: OpenSlab, monkeypatch: pytest.MonkeyPatch, direct: int, buffered: int, message: str
-) -> None:
-    refuse(monkeypatch, lambda flags: direct if flags & os.O_DIRECT else buffered)
-    with pytest.raises(SwapSpaceError, match=message):
-        open_slab(PAGE)
 
 
 FORKED = """

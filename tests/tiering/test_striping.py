@@ -168,27 +168,27 @@ SUBSETS = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True).map(t
 
 
 @given(
-    st.tuples(st.integers(0, 100), st.integers(0, 100)),
+    st.tuples(st.integers(0, 100), st.integers(0, 100), st.integers(0, 30)),
     st.tuples(SUBSETS, SUBSETS),
     st.lists(st.integers(1, 100), min_size=4, max_size=4),
     st.lists(st.integers(0, 3), min_size=4, max_size=4),
     ROOMS,
 )
 def test_what_fits_in_sum_is_placed(
-    pages: tuple[int, int],
+    pages: tuple[int, int, int],
     paths: tuple[tuple[int, ...], tuple[int, ...]],
     weights: list[int],
     disks: list[int],
     rooms: list[int],
 ) -> None:
-    """Two needs fit exactly when each fits its own disks and both fit all of theirs (Hall's condition)."""
-    needs = [Need(n * PAGE, p) for n, p in zip(pages, paths, strict=True)]
+    """Needs on two sets of paths fit exactly when those of each fit its disks, and all fit all (Hall's condition)."""
+    needs = [Need(n * PAGE, p) for n, p in zip(pages, (*paths, paths[1]), strict=True)]
     room = {disk: nbytes * PAGE + 17 for disk, nbytes in enumerate(rooms)}
 
     def on(*some: tuple[int, ...]) -> int:
         return sum(rooms[disk] for disk in {disks[path] for paths in some for path in paths})
 
-    fits = pages[0] <= on(paths[0]) and pages[1] <= on(paths[1]) and sum(pages) <= on(*paths)
+    fits = pages[0] <= on(paths[0]) and sum(pages[1:]) <= on(paths[1]) and sum(pages) <= on(*paths)
     placed = apportion(needs, weights, disks, room)
     assert (placed is not None) == fits
     if placed is None:

@@ -312,8 +312,9 @@ def test_bytes_moved_in_a_steady_step_are_the_planned_ones(
     def moved_when_quiet() -> tuple[int, int]:
         engine._tiers.staging.drain()
         for extent in [group.home.extent for group in engine._groups if group.home.extent is not None]:
-            for transfer in extent.in_flight:
-                transfer.ticket.wait()
+            for part in extent.parts:
+                for transfer in part.extent.in_flight:
+                    transfer.ticket.wait()
         (path,) = engine.snapshot().io
         return path.read.bytes, path.written.bytes
 

@@ -14,7 +14,7 @@ import torch
 from tiering import arena
 from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.errors import EngineStateError, SwapError
-from tiering.storage import Extent, SlabFile
+from tiering.swap_space import StripedExtent, SwapSpace
 from zero3 import tiers
 from zero3.engine import Engine
 from zero3.interrupts import deferred_interrupts
@@ -176,15 +176,15 @@ def test_a_read_ahead_that_fails_again_and_again_keeps_no_slot(
     reference = train(1, accumulation=1, **STREAMED)
     engine = start(accumulation=1, **STREAMED)
     states = {tile.state.extent for tile in engine.optimizer._streamed}
-    swap_in = SlabFile.swap_in
+    swap_in = SwapSpace.swap_in
     failing = True
 
-    def refused(slab: SlabFile, extent: Extent, *args: Any, **options: Any) -> Any:
+    def refused(swap: SwapSpace, extent: StripedExtent, *args: Any, **options: Any) -> Any:
         if failing and extent in states:
             raise SwapError("planted", errno=errno.EIO, filename="swap", offset=0)
-        return swap_in(slab, extent, *args, **options)
+        return swap_in(swap, extent, *args, **options)
 
-    monkeypatch.setattr(SlabFile, "swap_in", refused)
+    monkeypatch.setattr(SwapSpace, "swap_in", refused)
     tokens, targets = next(micro_batches(1))
     for _ in range(2 * engine.plan.staging.slots):
         with pytest.raises(SwapError, match="planted"):

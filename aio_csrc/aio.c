@@ -12,7 +12,6 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
@@ -21,7 +20,8 @@ enum {
     MAX_QUEUE_DEPTH = 512,
     FULL_DEPTH_FILES = 8, /* so many files reach their depth at the same time; more share what that makes */
 };
-static const uint64_t MAX_BLOCK_SIZE = UINT64_C(1) << 30; /* one kernel transfer ends at 2 GiB - 4 KiB */
+static const uint64_t MAX_BLOCK_SIZE = UINT64_C(1) << 30;  /* one kernel transfer ends at 2 GiB - 4 KiB */
+static const uint64_t MAX_REGION_SIZE = UINT64_C(1) << 30; /* io_uring's limit for one buffer */
 
 int aio_thread_start(pthread_t *thread, void *(*run)(void *), void *argument)
 {
@@ -37,20 +37,34 @@ int aio_thread_start(pthread_t *thread, void *(*run)(void *), void *argument)
 
 static int start_backend(aio_context *context, const char *engine)
 {
-    static const struct aio_backend_ops *const known[] = {&aio_backend_libaio, &aio_backend_threads};
-    int probing = strcmp(engine, "auto") == 0;
+    static const struct aio_backend_ops *const known[] = {&aio_backend_uring, &aio_backend_libaio,
+                                                          &aio_backend_threads};
+    int32_t *const passed_over[] = {&context->info.io_uring_error, &context->info.libaio_error, NULL};
+    bool probing = strcmp(engine, "auto") == 0;
     int error = -EINVAL;
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
         if (!probing && strcmp(engine, known[i]->name) != 0)
             continue;
-        context->backend.ops = known[i];
-        context->engine = known[i]->name;
-        error = known[i]->init(&context->backend, context->capacity);
-        if (error == 0)
+        context->backend = (struct aio_backend){.ops = known[i]};
+        error = known[i]->init(&context->backend, context->capacity, context->registered);
+        if (error == 0) {
+            context->info.engine = known[i]->name;
+            context->info.flags = context->backend.flags | (context->verify ? AIO_USES_VERIFY : 0);
             return 0;
+        }
+        if (probing && passed_over[i])
+            *passed_over[i] = error;
     }
     context->backend.ops = NULL;
     return error;
+}
+
+static int allocate_regions(aio_context *context)
+{
+    if (!context->registered || !context->backend.ops->register_buffer)
+        return 0;
+    context->regions = calloc(AIO_MAX_BUFFERS, sizeof context->regions[0]);
+    return context->regions ? 0 : -ENOMEM;
 }
 
 static int allocate_blocks(aio_context *context)
@@ -77,8 +91,11 @@ static int allocate_blocks(aio_context *context)
 static void free_context(aio_context *context)
 {
     aio_requests_free(context);
-    for (unsigned i = 0; i < context->n_files; i++)
+    for (unsigned i = 0; i < context->n_files; i++) {
+        aio_checksums_free(&context->files[i]->checksums);
         free(context->files[i]);
+    }
+    free(context->regions);
     free(context->files);
     free(context->blocks);
     free(context->free_blocks);
@@ -94,7 +111,9 @@ static void init_lock(aio_context *context)
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_mutex_init(&context->lock, NULL);
-    pthread_cond_init(&context->done, &monotonic);
+    pthread_cond_init(&context->any, &monotonic);
+    for (int i = 0; i < WAIT_SHARDS; i++)
+        pthread_cond_init(&context->done[i], &monotonic);
     pthread_condattr_destroy(&monotonic);
 }
 
@@ -111,10 +130,13 @@ int aio_open(aio_context **out, const aio_options *options)
     context->block_size = options->block_size;
     context->queue_depth = options->queue_depth;
     context->capacity = options->queue_depth * FULL_DEPTH_FILES;
-    context->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    int error = context->wake_fd < 0 ? -errno : allocate_blocks(context);
+    context->registered = options->registered != 0;
+    context->verify = options->verify != 0;
+    int error = allocate_blocks(context);
     if (!error)
         error = start_backend(context, options->engine);
+    if (!error)
+        error = allocate_regions(context);
     if (!error && options->n_faults)
         error =
             aio_backend_add_faults(&context->backend, options->faults, options->n_faults, context->capacity);
@@ -125,8 +147,6 @@ int aio_open(aio_context **out, const aio_options *options)
     if (error) {
         if (context->backend.ops)
             context->backend.ops->exit(&context->backend, 0);
-        if (context->wake_fd >= 0)
-            close(context->wake_fd);
         free_context(context);
         return error;
     }
@@ -134,9 +154,17 @@ int aio_open(aio_context **out, const aio_options *options)
     return 0;
 }
 
-const char *aio_engine_name(const aio_context *context) { return context->engine; }
-
 static bool is_foreign(const aio_context *context) { return context->pid != getpid(); }
+
+int aio_describe(aio_context *context, aio_info *out)
+{
+    if (is_foreign(context))
+        return -ECHILD;
+    pthread_mutex_lock(&context->lock);
+    *out = context->info;
+    pthread_mutex_unlock(&context->lock);
+    return 0;
+}
 
 int aio_add_file(aio_context *context, int fd, int direct)
 {
@@ -155,13 +183,44 @@ int aio_add_file(aio_context *context, int fd, int direct)
     struct file **files = realloc(context->files, (context->n_files + 1) * sizeof *files);
     if (files) {
         context->files = files;
-        index = (int)context->n_files++;
+        file->index = index = (int)context->n_files++;
         files[index] = file;
     }
     pthread_mutex_unlock(&context->lock);
     if (index < 0)
         free(file);
     return index;
+}
+
+int aio_register_buffer(aio_context *context, void *address, uint64_t nbytes)
+{
+    if (is_foreign(context))
+        return -ECHILD;
+    if (!address || nbytes == 0)
+        return -EINVAL;
+    if (!context->regions)
+        return -EOPNOTSUPP;
+    uint64_t n = (nbytes + MAX_REGION_SIZE - 1) / MAX_REGION_SIZE;
+    int error = 0;
+    pthread_mutex_lock(&context->lock);
+    unsigned first = context->n_regions;
+    if (context->closing) {
+        error = -ESHUTDOWN;
+    } else if (n > AIO_MAX_BUFFERS - first) {
+        error = -ENOSPC;
+    } else {
+        for (uint64_t at = 0; at < nbytes; at += MAX_REGION_SIZE)
+            context->regions[context->n_regions++] =
+                (struct region){.address = (char *)address + at,
+                                .nbytes = nbytes - at < MAX_REGION_SIZE ? nbytes - at : MAX_REGION_SIZE};
+        aio_wake_driver(context);
+        while (context->n_tried < first + n)
+            pthread_cond_wait(&context->any, &context->lock);
+        for (uint64_t i = first; i < first + n; i++)
+            error = error ? error : context->regions[i].error;
+    }
+    pthread_mutex_unlock(&context->lock);
+    return error;
 }
 
 static bool is_valid(const struct request *request)
@@ -207,7 +266,14 @@ static struct timespec deadline_after(int64_t timeout_ns)
     return (struct timespec){.tv_sec = (time_t)(at / 1000000000u), .tv_nsec = (long)(at % 1000000000u)};
 }
 
-int aio_wait(aio_context *context, int64_t ticket, int64_t timeout_ns, int64_t *result)
+/* The request if the ticket is done; else NULL with the reason why it cannot be waited for, or 0. */
+static struct request *find_done(aio_context *context, int64_t ticket, int *error)
+{
+    struct request *request = aio_request_find(context, ticket, error);
+    return request && !*error && request->state == REQUEST_DONE ? request : NULL;
+}
+
+int aio_wait(aio_context *context, int64_t ticket, int64_t timeout_ns, aio_result *result)
 {
     if (is_foreign(context))
         return -ECHILD;
@@ -219,18 +285,66 @@ int aio_wait(aio_context *context, int64_t ticket, int64_t timeout_ns, int64_t *
     pthread_mutex_lock(&context->lock);
     /* Looked up anew after every sleep: another thread may have released it, and its slot may serve another
      * ticket. */
-    while ((request = aio_request_find(context, ticket, &error)) && !error &&
-           request->state != REQUEST_DONE) {
+    while (!(request = find_done(context, ticket, &error)) && !error) {
         if (timeout_ns == 0 || waited == ETIMEDOUT) {
             error = -ETIMEDOUT;
             break;
         }
-        request->watched = true;
-        waited = timeout_ns < 0 ? pthread_cond_wait(&context->done, &context->lock)
-                                : pthread_cond_timedwait(&context->done, &context->lock, &deadline);
+        request = aio_request_find(context, ticket, &error);
+        request->watched |= WATCHED_ALONE;
+        pthread_cond_t *done = aio_request_signal(context, request);
+        waited = timeout_ns < 0 ? pthread_cond_wait(done, &context->lock)
+                                : pthread_cond_timedwait(done, &context->lock, &deadline);
     }
     if (!error)
-        *result = request->result;
+        *result = (aio_result){.bytes = request->result,
+                               .offset = request->result < 0 ? request->failed_at : request->offset};
+    pthread_mutex_unlock(&context->lock);
+    return error;
+}
+
+/* The place of the first done ticket, -ETIMEDOUT if there is none, or what is wrong with one of them. */
+static int64_t find_any(aio_context *context, const int64_t *tickets, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        int error;
+        if (find_done(context, tickets[i], &error))
+            return (int64_t)i;
+        if (error)
+            return error;
+        aio_request_find(context, tickets[i], &error)->watched |= WATCHED_AMONG_OTHERS;
+    }
+    return -ETIMEDOUT;
+}
+
+int64_t aio_wait_any(aio_context *context, const int64_t *tickets, size_t n, int64_t timeout_ns)
+{
+    if (is_foreign(context))
+        return -ECHILD;
+    if (n == 0 || !tickets)
+        return -EINVAL;
+    struct timespec deadline = {0};
+    if (timeout_ns > 0)
+        deadline = deadline_after(timeout_ns);
+    int waited = 0;
+    int64_t found;
+    pthread_mutex_lock(&context->lock);
+    while ((found = find_any(context, tickets, n)) == -ETIMEDOUT && timeout_ns != 0 && waited != ETIMEDOUT)
+        waited = timeout_ns < 0 ? pthread_cond_wait(&context->any, &context->lock)
+                                : pthread_cond_timedwait(&context->any, &context->lock, &deadline);
+    pthread_mutex_unlock(&context->lock);
+    return found;
+}
+
+int aio_cancel(aio_context *context, int64_t ticket)
+{
+    if (is_foreign(context))
+        return -ECHILD;
+    int error;
+    pthread_mutex_lock(&context->lock);
+    struct request *request = aio_request_find(context, ticket, &error);
+    if (!error)
+        error = aio_request_cancel(context, request);
     pthread_mutex_unlock(&context->lock);
     return error;
 }
@@ -260,6 +374,8 @@ int aio_stats(aio_context *context, int file, aio_file_stats *out)
         const struct file *counted = context->files[file];
         uint64_t now = aio_now_ns();
         *out = counted->stats;
+        if (counted->full_since && now > counted->full_since)
+            out->queue_full_ns += now - counted->full_since;
         for (int kind = 0; kind < AIO_KINDS; kind++)
             if (out->kind[kind].in_flight && now > counted->busy_since[kind])
                 out->kind[kind].busy_ns += now - counted->busy_since[kind];
@@ -275,16 +391,16 @@ int aio_close(aio_context *context)
     if (context->closed)
         return 0;
     context->closed = true;
-    if (!forked) {
-        pthread_mutex_lock(&context->lock);
-        context->closing = true;
-        aio_requests_cancel(context);
-        aio_wake_driver(context);
-        pthread_mutex_unlock(&context->lock);
-        pthread_join(context->driver, NULL);
+    if (forked) {
+        context->backend.ops->exit(&context->backend, 1);
+        return 0;
     }
-    context->backend.ops->exit(&context->backend, forked);
-    close(context->wake_fd);
+    pthread_mutex_lock(&context->lock);
+    context->closing = true;
+    aio_requests_cancel(context);
+    aio_wake_driver(context);
+    pthread_mutex_unlock(&context->lock);
+    pthread_join(context->driver, NULL); /* it takes the backend down */
     return 0;
 }
 
@@ -294,10 +410,23 @@ void aio_free(aio_context *context)
         return;
     aio_close(context);
     if (!is_foreign(context)) { /* in a child the lock may be held by a thread that does not exist here */
-        pthread_cond_destroy(&context->done);
+        pthread_cond_destroy(&context->any);
+        for (int i = 0; i < WAIT_SHARDS; i++)
+            pthread_cond_destroy(&context->done[i]);
         pthread_mutex_destroy(&context->lock);
     }
     free_context(context);
 }
 
 int aio_lock_memory(void *address, size_t nbytes) { return mlock(address, nbytes) < 0 ? -errno : 0; }
+
+int aio_reserve(int fd, uint64_t nbytes)
+{
+    if (nbytes == 0 || nbytes > INT64_MAX)
+        return nbytes ? -EFBIG : 0;
+    int failed;
+    do
+        failed = fallocate(fd, 0, 0, (off_t)nbytes); /* glibc's is the bare system call */
+    while (failed && errno == EINTR);
+    return failed ? -errno : 0;
+}

@@ -26,8 +26,9 @@
 #define AIO_READ 0
 #define AIO_WRITE 1
 #define AIO_FLUSH 2 /* fdatasync */
-#define AIO_ANY 3   /* in a fault only */
 #define AIO_KINDS 3
+#define AIO_ANY 3      /* in a fault only: each of the three */
+#define AIO_REGISTER 4 /* in a fault only: the registration of a buffer */
 
 #define AIO_ALIGNMENT 4096 /* of address and offset on a direct file, and of block_size */
 #define AIO_PRIORITIES 3   /* 0, 1, 2; a higher one is issued first */
@@ -41,7 +42,8 @@ typedef struct aio_context aio_context;
  * its kind, in the order the backend receives them; count 0: for ever). The first fault that matches an
  * operation decides. */
 typedef struct {
-    int kind;             /* AIO_READ, AIO_WRITE, AIO_FLUSH or AIO_ANY */
+    int kind;             /* AIO_READ, AIO_WRITE, AIO_FLUSH, AIO_ANY or AIO_REGISTER */
+    int file;             /* index of the one file it meets; < 0: any */
     int error;            /* errno to answer instead of doing it; 0: do it */
     uint64_t first;       /* from 1 */
     uint64_t count;       /* 0: every one from first on */
@@ -50,12 +52,38 @@ typedef struct {
 } aio_fault;
 
 typedef struct {
-    const char *engine;      /* "auto", "libaio" or "threads" */
+    const char *engine;      /* "auto", "io_uring", "libaio" or "threads" */
     uint64_t block_size;     /* bytes per operation, a multiple of AIO_ALIGNMENT, at most 1 GiB */
     uint32_t queue_depth;    /* operations in flight per file, 1 .. 512 */
+    uint32_t registered;     /* register buffers and files with the kernel where that is possible */
+    uint32_t verify;         /* keep a CRC32C of every page written and check it when the page is read */
     uint32_t n_faults;       /* 0 outside tests */
     const aio_fault *faults; /* copied */
 } aio_options;
+
+/* What a context really uses. */
+#define AIO_USES_REGISTERED_BUFFERS 1u
+#define AIO_USES_REGISTERED_FILES 2u
+#define AIO_USES_SINGLE_ISSUER                                                                               \
+    4u /* io_uring: one task submits, so the kernel needs fewer locks (Linux 6.0) */
+#define AIO_USES_DEFER_TASKRUN 8u /* io_uring: completions are processed when the driver asks (6.1) */
+#define AIO_USES_COOP_TASKRUN 16u /* io_uring: and without interrupting it (5.19) */
+#define AIO_USES_VERIFY 32u
+
+typedef struct {
+    const char *engine;                   /* the one in use; lives as long as the context */
+    uint32_t flags;                       /* AIO_USES_* */
+    int32_t io_uring_error, libaio_error; /* "auto" only: why it was passed over, -errno; 0: it was not */
+    int32_t buffers_error, files_error;   /* why the last registration that failed did, -errno; 0: none did */
+    uint64_t registered_bytes;
+} aio_info;
+
+#define AIO_ERRNOS 8 /* different errnos told apart per direction; the last entry counts all further ones */
+
+typedef struct {
+    int32_t error; /* errno, 0: nothing here (or, in the last entry, any other) */
+    uint64_t count;
+} aio_error_count;
 
 typedef struct {
     uint64_t bytes;     /* asked for and moved; padding is not counted */
@@ -65,23 +93,36 @@ typedef struct {
     uint64_t in_flight; /* operations now */
     uint64_t busy_ns;   /* time with at least one operation in flight: bytes / busy_ns is the bandwidth */
     uint64_t latency[AIO_LATENCY_BUCKETS]; /* of ops, from issue to the last continuation */
+    aio_error_count by_errno[AIO_ERRNOS];  /* of errors */
 } aio_direction_stats;
 
 typedef struct {
     aio_direction_stats kind[AIO_KINDS];
+    uint64_t queue_full_ns; /* time in which requests waited because the queue was at its depth */
 } aio_file_stats;
 
-/* Open a context. "auto" takes libaio, or threads where the kernel or its aio-max-nr limit says no; a named
- * engine that cannot start is an error, as the kernel gave it. -EINVAL: an option out of range or an unknown
- * engine. */
+/* How a request ended. */
+typedef struct {
+    int64_t bytes;   /* moved: always all that were asked for; or -errno */
+    uint64_t offset; /* in the file: of the block that failed first, else of the request */
+} aio_result;
+
+/* Open a context. "auto" takes the first of io_uring, libaio and threads that starts here: containers and
+ * sysctls forbid io_uring, fs.aio-max-nr limits libaio. A named engine that cannot start is an error, as the
+ * kernel gave it. -EINVAL: an option out of range or an unknown engine. */
 int aio_open(aio_context **out, const aio_options *options);
 
-/* The name of the engine in use; it lives as long as the context. */
-const char *aio_engine_name(const aio_context *context);
+int aio_describe(aio_context *context, aio_info *out);
 
 /* Add an open descriptor; returns its file index. direct: opened with O_DIRECT, so alignment is enforced and
  * tails are padded. -EBADF: not an open descriptor. */
 int aio_add_file(aio_context *context, int fd, int direct);
+
+/* Tell the kernel of memory that many requests will use, so that it need not look up and pin its pages for
+ * each. It must stay mapped until aio_close: the kernel goes on using these pages, whatever is mapped at the
+ * address later. Returns once that is done, which touches every page. -EOPNOTSUPP: this engine has no such
+ * thing, or options.registered is 0; -ENOMEM: RLIMIT_MEMLOCK. All requests work without it, too. */
+int aio_register_buffer(aio_context *context, void *address, uint64_t nbytes);
 
 /* Queue one request and return its ticket (> 0) at once. Any length is taken: it is split into blocks, and
  * what the kernel transfers short is continued.
@@ -93,7 +134,7 @@ int aio_add_file(aio_context *context, int fd, int direct);
  * after: tickets that must be done before this one is issued. If one of them failed, this one fails with
  * -ECANCELED: a read ordered behind a failed write never returns stale bytes. That holds for a failed ticket
  * already released, too; a released ticket that succeeded is no obstacle. A number that was never a ticket is
- * -EINVAL.
+ * -EINVAL. A priority never overtakes an order: what an urgent request waits for becomes as urgent.
  *
  * AIO_FLUSH ignores data, offset and nbytes; it covers the writes that were done when it was issued, so name
  * the others in after. -ESHUTDOWN: the context is closed. -ENOMEM, -EAGAIN: out of memory, or a million
@@ -101,13 +142,22 @@ int aio_add_file(aio_context *context, int fd, int direct);
 int64_t aio_submit(aio_context *context, int kind, int file, void *data, uint64_t offset, uint64_t nbytes,
                    int priority, const int64_t *after, size_t n_after);
 
-/* Wait until the ticket is done, at most timeout_ns (0: just look; < 0: for ever), and store its result: the
- * bytes it moved, always all of them, or -errno. -ENODATA is a read behind the end of the file (the block
- * layer answers it for a medium error as well), -EIO also a write that makes no progress, -ECANCELED a
- * request never issued. Returns 0 when done, -ETIMEDOUT when not, -ESTALE after release, -EINVAL for what was
- * never a ticket. The result stays until aio_release, for any number of waiters; a closed context still
- * answers. */
-int aio_wait(aio_context *context, int64_t ticket, int64_t timeout_ns, int64_t *result);
+/* Wait until the ticket is done, at most timeout_ns (0: just look; < 0: for ever), and store its result.
+ * Errors are the kernel's; besides, -ENODATA is a read behind the end of the file (the block layer answers it
+ * for a medium error as well), -EIO also a write that makes no progress, -EBADMSG a page that is not what was
+ * written (options.verify), -ECANCELED a request never issued. Returns 0 when done, -ETIMEDOUT when not,
+ * -ESTALE after release, -EINVAL for what was never a ticket. The result stays until aio_release, for any
+ * number of waiters; a closed context still answers. */
+int aio_wait(aio_context *context, int64_t ticket, int64_t timeout_ns, aio_result *result);
+
+/* Wait until one of n tickets is done and return its place among them, the first if several are. Errors as
+ * aio_wait; -EINVAL also for n = 0. */
+int64_t aio_wait_any(aio_context *context, const int64_t *tickets, size_t n, int64_t timeout_ns);
+
+/* Take a request back of which nothing was issued yet: it will not be, and is done with -ECANCELED once what
+ * it was ordered after is. What was ordered after it goes on if it was a read, and fails if it was a write or
+ * a flush. -EBUSY: too late, the request goes on; -EALREADY: done. */
+int aio_cancel(aio_context *context, int64_t ticket);
 
 /* Give a done ticket back; its result is forgotten, except that a failure goes on failing those that come
  * after it. -EBUSY: not done yet. -ESTALE: released before. */
@@ -124,6 +174,13 @@ void aio_free(aio_context *context);
 
 /* Keep a range in RAM, best effort: 0, or -errno (RLIMIT_MEMLOCK). Unmapping it undoes it. */
 int aio_lock_memory(void *address, size_t nbytes);
+
+/* Allocate the blocks of the file's first nbytes and make it that long, with the system call itself: where
+ * the file system has none (-EOPNOTSUPP) nothing is written in its place. */
+int aio_reserve(int fd, uint64_t nbytes);
+
+/* CRC32C (Castagnoli) of each of n_pages pages of AIO_ALIGNMENT bytes. */
+void aio_checksum(const void *pages, size_t n_pages, uint32_t *out);
 /* CDEF end */
 
 #endif

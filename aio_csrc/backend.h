@@ -2,7 +2,7 @@
  *
  * A backend is told one thing at a time: begin these operations, or hand back those that ended. It keeps no
  * queue of its own beyond what it accepted, retries nothing and judges nothing: result is what the kernel
- * said. Only the driver thread calls it, so it needs no lock towards its caller.
+ * said. Only the driver thread calls it (wake excepted), so it needs no lock towards its caller.
  */
 #ifndef TIERING_AIO_BACKEND_H
 #define TIERING_AIO_BACKEND_H
@@ -16,7 +16,9 @@
 /* One operation for the kernel. The driver owns it and leaves it alone from submit until reap returns it. */
 struct aio_op {
     int kind; /* AIO_READ, AIO_WRITE, AIO_FLUSH */
+    int file; /* index of the file */
     int fd;
+    int buffer; /* number of the registered buffer that holds all of data, or -1 */
     void *data;
     uint64_t offset;
     size_t nbytes;
@@ -25,33 +27,50 @@ struct aio_op {
     struct aio_op *next; /* for the backend's lists, while it holds the operation */
 };
 
+enum { AIO_MAX_BUFFERS = 1024 };
+
 struct aio_backend;
 
 struct aio_backend_ops {
     const char *name; /* fio's */
 
-    /* Set state and event_fd; at most capacity operations will be in flight. 0 or -errno with nothing left
-     * behind. */
-    int (*init)(struct aio_backend *backend, unsigned capacity);
+    /* Set state, max_in_flight and flags; at most capacity operations will be in flight. 0 or -errno with
+     * nothing left behind. Runs in the thread that opens the context, all else in the driver. */
+    int (*init)(struct aio_backend *backend, unsigned capacity, int registered);
 
-    /* Begin ops[0 .. k) and return k >= 1. -EAGAIN: nothing now, ask again after a completion or a moment.
-     * Another -errno is the result of ops[0], which was not begun. */
+    /* Take ops[0 .. k) and return k >= 1; what was taken is begun by the next await at the latest. -EAGAIN:
+     * nothing now, ask again after a completion or a moment. Another -errno is the result of ops[0], which
+     * was not taken. */
     int (*submit)(struct aio_backend *backend, struct aio_op **ops, unsigned n);
 
-    /* Quiet event_fd, then store up to max ended operations and return how many; never blocks. */
+    /* Begin what was taken, then sleep until reap has something to return, wake was called since the last
+     * await, or timeout_ns is over (0: do not sleep; < 0: for ever). May return early. */
+    void (*await)(struct aio_backend *backend, int64_t timeout_ns);
+
+    /* Store up to max ended operations and return how many; never blocks. */
     unsigned (*reap)(struct aio_backend *backend, struct aio_op **ended, unsigned max);
 
-    /* Nothing is in flight. In a forked child only close descriptors and free memory: the threads are the
-     * parent's. */
+    /* End the await that runs, or else the next one. From any thread, also at the same time as any other. */
+    void (*wake)(struct aio_backend *backend);
+
+    /* Make memory known to the kernel as buffer `number`, below AIO_MAX_BUFFERS and not used before. 0 or
+     * -errno: then no operation names it. NULL where there is no such thing. */
+    int (*register_buffer)(struct aio_backend *backend, unsigned number, void *address, size_t nbytes);
+
+    /* Nothing is in flight. In a forked child only close descriptors and free memory: the threads and what
+     * the kernel holds are the parent's. */
     void (*exit)(struct aio_backend *backend, int forked);
 };
 
 struct aio_backend {
     const struct aio_backend_ops *ops;
     void *state;
-    int event_fd; /* polls readable while reap has something to return */
+    unsigned max_in_flight; /* operations that it really does at once, shared by the files; 0: capacity */
+    unsigned flags;         /* AIO_USES_*, what is in use; grows */
+    int files_error;        /* why files could not be registered, -errno */
 };
 
+extern const struct aio_backend_ops aio_backend_uring;
 extern const struct aio_backend_ops aio_backend_libaio;
 extern const struct aio_backend_ops aio_backend_threads;
 
@@ -62,5 +81,7 @@ int aio_backend_add_faults(struct aio_backend *backend, const aio_fault *faults,
 
 /* A thread that receives no signal: SIGXFSZ (a write past RLIMIT_FSIZE) would otherwise end the process. */
 int aio_thread_start(pthread_t *thread, void *(*run)(void *), void *argument);
+
+uint64_t aio_now_ns(void);
 
 #endif

@@ -1,83 +1,91 @@
 /* Linux native AIO, by its system calls: no libaio to link, whose soname differs between distributions.
  *
- * Asynchronous for direct files only; on a buffered one io_submit does the transfer before it returns.
- * Completions are announced on an eventfd (IOCB_FLAG_RESFD), which the driver polls beside its own wake-up,
- * and fetched without waiting. The ring belongs to the address space, not to a descriptor: a forked child has
- * none, and nothing to give back.
+ * Asynchronous for direct files only; on a buffered one io_submit does the transfer before it returns. The
+ * driver sleeps in io_getevents; what wakes it is a completion like any other, of a poll of an eventfd that is
+ * kept armed in the same ring (Linux 4.18). The ring belongs to the address space, not to a descriptor: a
+ * forked child has none, and nothing to give back.
  */
 #define _GNU_SOURCE
 #include "backend.h"
 
 #include <errno.h>
 #include <linux/aio_abi.h>
+#include <poll.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
+enum { CMD_POLL = 5 }; /* IOCB_CMD_POLL, which older headers lack */
+
 struct ring {
     aio_context_t id;
-    int event_fd;
+    int wake_fd;
+    bool armed; /* the poll of wake_fd is with the kernel */
     unsigned capacity;
-    struct iocb **batch;     /* capacity pointers, scratch of submit */
-    struct io_event *events; /* capacity, scratch of reap */
-    struct aio_op *ended;    /* flushes done in place */
-    struct iocb iocbs[];     /* by op index */
+    struct iocb wake;
+    struct iocb **batch;     /* capacity + 1 pointers, scratch of submit */
+    struct io_event *events; /* capacity + 1, fetched by await */
+    unsigned n_events;
+    struct aio_op *ended; /* flushes done in place */
+    struct iocb iocbs[];  /* by op index */
 };
 
 static void libaio_exit(struct aio_backend *backend, int forked)
 {
     struct ring *ring = backend->state;
-    if (!forked)
+    if (ring->id && !forked)
         syscall(SYS_io_destroy, ring->id);
-    close(ring->event_fd);
+    if (ring->wake_fd >= 0)
+        close(ring->wake_fd);
     free(ring->batch);
     free(ring->events);
     free(ring);
 }
 
-static int libaio_init(struct aio_backend *backend, unsigned capacity)
+static int arm(struct ring *ring)
 {
-    int error = -ENOMEM;
+    if (ring->armed)
+        return 0;
+    struct iocb *wake = &ring->wake;
+    if (syscall(SYS_io_submit, ring->id, 1L, &wake) != 1)
+        return -errno;
+    ring->armed = true;
+    return 0;
+}
+
+static int libaio_init(struct aio_backend *backend, unsigned capacity, int registered)
+{
+    (void)registered; /* has no such thing */
     struct ring *ring = calloc(1, sizeof *ring + capacity * sizeof ring->iocbs[0]);
     if (!ring)
-        return error;
-    ring->capacity = capacity;
-    ring->batch = calloc(capacity, sizeof ring->batch[0]);
-    ring->events = calloc(capacity, sizeof ring->events[0]);
-    if (!ring->batch || !ring->events)
-        goto no_memory;
-    ring->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (ring->event_fd < 0) {
-        error = -errno;
-        goto no_memory;
-    }
-    if (syscall(SYS_io_setup, capacity, &ring->id) < 0) {
-        error = -errno; /* EAGAIN: fs.aio-max-nr is used up; ENOSYS, EPERM: not here */
-        close(ring->event_fd);
-        goto no_memory;
-    }
+        return -ENOMEM;
     backend->state = ring;
-    backend->event_fd = ring->event_fd;
-    return 0;
-
-no_memory:
-    free(ring->batch);
-    free(ring->events);
-    free(ring);
+    ring->capacity = capacity;
+    ring->batch = calloc(capacity + 1, sizeof ring->batch[0]);
+    ring->events = calloc(capacity + 1, sizeof ring->events[0]);
+    ring->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    ring->wake =
+        (struct iocb){.aio_lio_opcode = CMD_POLL, .aio_fildes = (uint32_t)ring->wake_fd, .aio_buf = POLLIN};
+    int error = ring->wake_fd < 0 ? -errno : ring->batch && ring->events ? 0 : -ENOMEM;
+    if (!error && syscall(SYS_io_setup, capacity + 1, &ring->id) < 0)
+        error = -errno; /* EAGAIN: fs.aio-max-nr is used up; ENOSYS, EPERM: not here */
+    if (!error)
+        error = arm(ring); /* EINVAL: before Linux 4.18 */
+    if (error)
+        libaio_exit(backend, 0);
     return error;
 }
 
-static void fill(struct iocb *iocb, const struct ring *ring, struct aio_op *op)
+static void fill(struct iocb *iocb, struct aio_op *op)
 {
     static const uint16_t opcodes[AIO_KINDS] = {IOCB_CMD_PREAD, IOCB_CMD_PWRITE, IOCB_CMD_FDSYNC};
     *iocb = (struct iocb){
         .aio_data = (uintptr_t)op,
         .aio_lio_opcode = opcodes[op->kind],
         .aio_fildes = (uint32_t)op->fd,
-        .aio_flags = IOCB_FLAG_RESFD,
-        .aio_resfd = (uint32_t)ring->event_fd,
     };
     if (op->kind != AIO_FLUSH) {
         iocb->aio_buf = (uintptr_t)op->data;
@@ -91,47 +99,74 @@ static int libaio_submit(struct aio_backend *backend, struct aio_op **ops, unsig
     struct ring *ring = backend->state;
     for (unsigned i = 0; i < n; i++) {
         ring->batch[i] = &ring->iocbs[ops[i]->index];
-        fill(ring->batch[i], ring, ops[i]);
+        fill(ring->batch[i], ops[i]);
     }
-    long accepted = syscall(SYS_io_submit, ring->id, (long)n, ring->batch);
+    ring->batch[n] = &ring->wake; /* last, so that an error is an operation's */
+    long accepted = syscall(SYS_io_submit, ring->id, (long)n + !ring->armed, ring->batch);
+    if (accepted > (long)n) {
+        ring->armed = true;
+        return (int)n;
+    }
     if (accepted > 0)
         return (int)accepted;
     if (accepted == 0)
         return -EAGAIN;
-    if (errno == EINVAL && ops[0]->kind == AIO_FLUSH) { /* before Linux 4.18, or a file system without it */
+    if (errno == EINVAL && ops[0]->kind == AIO_FLUSH) { /* a file system without it */
         ops[0]->result = fdatasync(ops[0]->fd) < 0 ? -errno : 0;
         ops[0]->next = ring->ended;
         ring->ended = ops[0];
-        eventfd_write(ring->event_fd, 1);
         return 1;
     }
     return errno == EINTR ? -EAGAIN : -errno;
 }
 
+static void libaio_await(struct aio_backend *backend, int64_t timeout_ns)
+{
+    struct ring *ring = backend->state;
+    struct timespec limit = {.tv_sec = (time_t)(timeout_ns / 1000000000),
+                             .tv_nsec = (long)(timeout_ns % 1000000000)};
+    if (arm(ring) && (timeout_ns < 0 || timeout_ns > 1000000))
+        timeout_ns = limit.tv_nsec = 1000000, limit.tv_sec = 0; /* nothing could wake us: look now and then */
+    long at_least = ring->ended || ring->n_events || timeout_ns == 0 ? 0 : 1;
+    if (ring->n_events == 0) {
+        long fetched = syscall(SYS_io_getevents, ring->id, at_least, (long)ring->capacity + 1, ring->events,
+                               at_least && timeout_ns < 0 ? NULL : &limit);
+        ring->n_events = fetched > 0 ? (unsigned)fetched : 0;
+    }
+}
+
 static unsigned libaio_reap(struct aio_backend *backend, struct aio_op **ended, unsigned max)
 {
     struct ring *ring = backend->state;
-    eventfd_t count;
-    struct timespec now = {0, 0};
     unsigned n = 0;
-    eventfd_read(ring->event_fd, &count); /* first: what ends after this line sets it again */
     for (; ring->ended && n < max; ring->ended = ring->ended->next)
         ended[n++] = ring->ended;
-    unsigned room = max - n < ring->capacity ? max - n : ring->capacity;
-    long fetched = room ? syscall(SYS_io_getevents, ring->id, 0L, (long)room, ring->events, &now) : 0;
-    for (long i = 0; i < fetched; i++) {
-        ended[n] = (struct aio_op *)(uintptr_t)ring->events[i].data;
-        ended[n++]->result = ring->events[i].res;
+    for (; ring->n_events && n < max; ring->n_events--) {
+        const struct io_event *event = &ring->events[ring->n_events - 1];
+        if (event->obj == (uintptr_t)&ring->wake) {
+            eventfd_t count;
+            eventfd_read(ring->wake_fd, &count);
+            ring->armed = false;
+            continue;
+        }
+        ended[n] = (struct aio_op *)(uintptr_t)event->data;
+        ended[n++]->result = event->res;
     }
-    if (n == max || (fetched < 0 && errno == EINTR))
-        eventfd_write(ring->event_fd, 1); /* there may be more, or a signal cut in: look again */
     return n;
+}
+
+static void libaio_wake(struct aio_backend *backend)
+{
+    const struct ring *ring = backend->state;
+    eventfd_write(ring->wake_fd, 1);
 }
 
 const struct aio_backend_ops aio_backend_libaio = {
     .name = "libaio",
     .init = libaio_init,
     .submit = libaio_submit,
+    .await = libaio_await,
     .reap = libaio_reap,
+    .wake = libaio_wake,
     .exit = libaio_exit,
 };

@@ -1,27 +1,28 @@
 /* Workers that call pread and pwrite: runs everywhere, on every file system, buffered or direct.
  *
  * Workers start when an operation finds none idle, up to MAX_WORKERS, and stay. Two lists under one lock:
- * `waiting` (driver to workers, first in first out) and `ended` (workers to driver). The eventfd is written
- * only when `ended` turns non-empty, since one wake-up of the driver empties it.
+ * `waiting` (driver to workers, first in first out) and `ended` (workers to driver). The driver is signalled
+ * only when `ended` turns non-empty, since it then takes all of it.
  */
 #define _GNU_SOURCE
 #include "backend.h"
 
 #include <errno.h>
+#include <stdbool.h>
 #include <stdlib.h>
-#include <sys/eventfd.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { MAX_WORKERS = 64 };
 
 struct pool {
-    pthread_mutex_t lock; /* guards all below but event_fd and limit, which never change */
-    pthread_cond_t work;
+    pthread_mutex_t lock; /* guards all below but limit, which never changes */
+    pthread_cond_t work;  /* for the workers */
+    pthread_cond_t news;  /* for the driver */
     struct aio_op *waiting, **waiting_tail;
     struct aio_op *ended;
     unsigned n_idle, n_waiting, n_workers;
-    int stopping;
-    int event_fd;
+    bool stopping, woken;
     unsigned limit;
     pthread_t workers[MAX_WORKERS];
 };
@@ -60,11 +61,10 @@ static void *work(void *argument)
         op->result = transfer(op);
 
         pthread_mutex_lock(&pool->lock);
-        int quiet = pool->ended == NULL;
+        if (!pool->ended)
+            pthread_cond_signal(&pool->news);
         op->next = pool->ended;
         pool->ended = op;
-        if (quiet)
-            eventfd_write(pool->event_fd, 1);
     }
     pthread_mutex_unlock(&pool->lock);
     return NULL;
@@ -75,15 +75,15 @@ static void threads_exit(struct aio_backend *backend, int forked)
     struct pool *pool = backend->state;
     if (!forked) {
         pthread_mutex_lock(&pool->lock);
-        pool->stopping = 1;
+        pool->stopping = true;
         pthread_cond_broadcast(&pool->work);
         pthread_mutex_unlock(&pool->lock);
         for (unsigned i = 0; i < pool->n_workers; i++)
             pthread_join(pool->workers[i], NULL);
         pthread_cond_destroy(&pool->work);
+        pthread_cond_destroy(&pool->news);
         pthread_mutex_destroy(&pool->lock);
     }
-    close(pool->event_fd);
     free(pool);
 }
 
@@ -95,23 +95,23 @@ static int add_worker(struct pool *pool)
     return error;
 }
 
-static int threads_init(struct aio_backend *backend, unsigned capacity)
+static int threads_init(struct aio_backend *backend, unsigned capacity, int registered)
 {
+    (void)registered; /* has no such thing */
     struct pool *pool = calloc(1, sizeof *pool);
     if (!pool)
         return -ENOMEM;
-    pool->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (pool->event_fd < 0) {
-        int error = -errno;
-        free(pool);
-        return error;
-    }
     pool->limit = capacity < MAX_WORKERS ? capacity : MAX_WORKERS;
     pool->waiting_tail = &pool->waiting;
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->work, NULL);
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&pool->news, &monotonic);
+    pthread_condattr_destroy(&monotonic);
     backend->state = pool;
-    backend->event_fd = pool->event_fd;
+    backend->max_in_flight = pool->limit;
     pthread_mutex_lock(&pool->lock);
     int error = add_worker(
         pool); /* the first one here, so that a process without threads to spare hears it at open */
@@ -141,27 +141,46 @@ static int threads_submit(struct aio_backend *backend, struct aio_op **ops, unsi
     return (int)n;
 }
 
+static void threads_await(struct aio_backend *backend, int64_t timeout_ns)
+{
+    struct pool *pool = backend->state;
+    uint64_t at = aio_now_ns() + (uint64_t)(timeout_ns > 0 ? timeout_ns : 0);
+    struct timespec limit = {.tv_sec = (time_t)(at / 1000000000u), .tv_nsec = (long)(at % 1000000000u)};
+    int late = timeout_ns == 0;
+    pthread_mutex_lock(&pool->lock);
+    while (!pool->ended && !pool->woken && !late)
+        late = timeout_ns < 0 ? pthread_cond_wait(&pool->news, &pool->lock)
+                              : pthread_cond_timedwait(&pool->news, &pool->lock, &limit);
+    pool->woken = false;
+    pthread_mutex_unlock(&pool->lock);
+}
+
 static unsigned threads_reap(struct aio_backend *backend, struct aio_op **ended, unsigned max)
 {
     struct pool *pool = backend->state;
     unsigned n = 0;
-    eventfd_t count;
     pthread_mutex_lock(&pool->lock);
-    eventfd_read(pool->event_fd, &count);
-    while (pool->ended && n < max) {
+    for (; pool->ended && n < max; pool->ended = pool->ended->next)
         ended[n++] = pool->ended;
-        pool->ended = pool->ended->next;
-    }
-    if (pool->ended)
-        eventfd_write(pool->event_fd, 1);
     pthread_mutex_unlock(&pool->lock);
     return n;
+}
+
+static void threads_wake(struct aio_backend *backend)
+{
+    struct pool *pool = backend->state;
+    pthread_mutex_lock(&pool->lock);
+    pool->woken = true;
+    pthread_cond_signal(&pool->news);
+    pthread_mutex_unlock(&pool->lock);
 }
 
 const struct aio_backend_ops aio_backend_threads = {
     .name = "threads",
     .init = threads_init,
     .submit = threads_submit,
+    .await = threads_await,
     .reap = threads_reap,
+    .wake = threads_wake,
     .exit = threads_exit,
 };

@@ -17,8 +17,17 @@ from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
 MODULE = "tiering._aio"
-SOURCES = ["aio.c", "requests.c", "driver.c", "backend_libaio.c", "backend_threads.c", "backend_fault.c"]
-HEADERS = ["aio.h", "backend.h", "context.h"]
+SOURCES = [
+    "aio.c",
+    "requests.c",
+    "driver.c",
+    "verify.c",
+    "backend_uring.c",
+    "backend_libaio.c",
+    "backend_threads.c",
+    "backend_fault.c",
+]
+HEADERS = ["aio.h", "backend.h", "context.h", "uring_abi.h", "uring_abi_check.h", "verify.h"]
 
 
 def read_cdef(header: Path) -> str:

@@ -3,9 +3,11 @@
  *   aio.c       opening and closing, and the entry points
  *   requests.c  tickets and what waits for what
  *   driver.c    the driver thread: splitting, judging, counting
+ *   verify.c    checksums of pages, when asked for
  *
  * Fields marked (lock) are guarded by context->lock; (driver) belong to the driver thread; the others are
- * constant after aio_open. The lock is never held across a system call that may block.
+ * constant after aio_open. The lock is never held across a system call that may block, nor while bytes are
+ * copied or summed.
  */
 #ifndef TIERING_AIO_CONTEXT_H
 #define TIERING_AIO_CONTEXT_H
@@ -16,9 +18,10 @@
 #include <sys/types.h>
 
 #include "backend.h"
+#include "verify.h"
 
 enum request_state {
-    REQUEST_FREE,    /* on the free list; id is the last ticket's, which succeeded */
+    REQUEST_FREE,    /* on the free list; id is the last ticket's, which holds nobody up */
     REQUEST_BLOCKED, /* waits for the requests it was ordered after */
     REQUEST_QUEUED,  /* in its file's queue, with blocks still to be issued */
     REQUEST_ISSUED,  /* every block is with the backend */
@@ -27,17 +30,23 @@ enum request_state {
                         successors */
 };
 
-struct edge { /* `dependent` waits for the request whose list this edge is in */
-    struct edge *next;
-    struct request *dependent;
+/* `dependent` waits for `earlier`. In two lists: what earlier holds up, and what dependent waits for; from the
+ * second one it must be taken out of the middle. */
+struct edge {
+    struct request *earlier, *dependent;
+    struct edge *next_dependent;
+    struct edge *next_earlier, **link;
 };
+
+enum watched { WATCHED_ALONE = 1, WATCHED_AMONG_OTHERS = 2 };
 
 struct request { /* (lock) */
     int64_t id;
     enum request_state state;
     int kind, priority;
-    bool poisoned; /* something before it failed, or the context closes: it must not be issued */
-    bool watched;  /* somebody sleeps until it is done */
+    bool poisoned;    /* something before it failed, or the context closes: it must not be issued */
+    bool canceled;    /* by aio_cancel */
+    unsigned watched; /* somebody sleeps until it is done */
     struct file *file;
     char *data;
     uint64_t offset, nbytes;
@@ -45,8 +54,9 @@ struct request { /* (lock) */
     unsigned in_flight; /* blocks with the backend or on their way there */
     unsigned n_pending; /* requests it still waits for */
     int64_t result;     /* first error, or 0 until done */
-    struct edge *dependents;
-    struct request *next; /* in a file's queue, on the free list, or on a work list */
+    uint64_t failed_at; /* offset of the block whose error that is */
+    struct edge *dependents, *earlier;
+    struct request *next, *previous; /* in a file's queue; next alone: on the free list or a work list */
 };
 
 struct queue {
@@ -54,49 +64,65 @@ struct queue {
 };
 
 struct file {
-    int fd;
+    int fd, index;
     bool direct;
+    struct checksums checksums;          /* (driver) */
     unsigned in_flight;                  /* (lock) blocks */
     struct queue queues[AIO_PRIORITIES]; /* (lock) */
-    aio_file_stats stats;                /* (lock) busy_ns without the stretch that runs now */
+    aio_file_stats stats;                /* (lock) times without the stretch that runs now */
     uint64_t busy_since[AIO_KINDS];      /* (lock) */
+    uint64_t full_since;                 /* (lock) 0: it is not */
 };
 
 /* One block of a request on its way: what is left to transfer, and where its bytes belong. */
 struct block {
     struct aio_op op;
-    struct request *request; /* NULL: free */
-    uint64_t nbytes; /* of the request's bytes; op.nbytes may be more (padding) or less (the rest of it) */
-    char *bounce;    /* AIO_ALIGNMENT bytes of its own, for a padded tail */
-    char *tail;      /* where a padded read's bytes go; NULL: op.data is the caller's memory */
+    struct request *request;
+    struct file *file;
+    char *data;              /* the caller's memory, nbytes of it */
+    uint64_t offset, nbytes; /* op.nbytes may be more (padding) or less (the rest of it) */
+    char *bounce;            /* AIO_ALIGNMENT bytes of its own, for a padded tail */
+    bool padded;             /* the bytes go through bounce */
     uint64_t issued_ns;
     unsigned stalls; /* submissions in a row that moved nothing */
+    int verdict;
 };
 
-enum { REQUESTS_PER_CHUNK = 256 };
+/* Memory registered with the backend; its place in context->regions is its number there. */
+struct region {
+    char *address;
+    uint64_t nbytes;
+    enum { REGION_PENDING, REGION_READY, REGION_REFUSED } state; /* (lock) */
+    int error;                                                   /* (lock) */
+};
+
+enum { REQUESTS_PER_CHUNK = 256, WAIT_SHARDS = 16 };
 
 struct aio_context {
     pid_t pid;
     uint64_t block_size;
     unsigned queue_depth, capacity; /* blocks in flight: per file, together */
-    const char *engine;
-    struct aio_backend backend; /* (driver) */
-    int wake_fd;
+    bool registered, verify;
+    struct aio_backend backend; /* (driver), but its ops and state are constant */
     pthread_t driver;
 
     pthread_mutex_t lock;
-    pthread_cond_t done;           /* a watched request is done */
-    bool asleep;                   /* (lock) the driver will not look again before wake_fd is written */
-    bool closing;                  /* (lock) */
-    bool closed;                   /* of the one thread that closes */
-    struct file **files;           /* (lock) the array; the files themselves do not move */
-    unsigned n_files, next_file;   /* (lock) next_file: whose turn it is */
-    struct request **chunks;       /* (lock) likewise */
-    unsigned n_chunks;             /* (lock) */
-    struct request *free_requests; /* (lock) */
-    uint64_t n_live;               /* (lock) requests not yet done */
+    pthread_cond_t done[WAIT_SHARDS]; /* a request watched alone is done: by slot */
+    pthread_cond_t any;               /* one watched among others is */
+    bool asleep;                      /* (lock) the driver will not look again before it is woken */
+    bool closing;                     /* (lock) */
+    bool closed;                      /* of the one thread that closes */
+    aio_info info;                    /* (lock) */
+    struct file **files;              /* (lock) the array; the files themselves do not move */
+    unsigned n_files, next_file;      /* (lock) next_file: whose turn it is */
+    struct request **chunks;          /* (lock) likewise */
+    unsigned n_chunks;                /* (lock) */
+    struct request *free_requests;    /* (lock) */
+    uint64_t n_live;                  /* (lock) requests not yet done */
+    struct region *regions;           /* (lock) AIO_MAX_BUFFERS of them, or NULL */
+    unsigned n_regions, n_tried;      /* (lock) those below n_tried are no longer pending */
 
-    struct block *blocks;       /* (lock) capacity of them */
+    struct block *blocks;       /* capacity of them: on free_blocks (lock), or the driver's */
     struct block **free_blocks; /* (lock) */
     unsigned n_free_blocks;     /* (lock) */
     char *bounces;
@@ -109,7 +135,10 @@ struct aio_context {
 int64_t aio_request_add(aio_context *context, const struct request *wanted, const int64_t *after,
                         size_t n_after);
 struct request *aio_request_find(aio_context *context, int64_t ticket, int *error);
+pthread_cond_t *aio_request_signal(aio_context *context, const struct request *request);
+void aio_request_dequeue(struct request *request);
 void aio_request_settle(aio_context *context, struct request *request, int64_t result);
+int aio_request_cancel(aio_context *context, struct request *request);
 void aio_request_release(aio_context *context, struct request *request);
 void aio_requests_cancel(aio_context *context);
 void aio_requests_free(aio_context *context);
@@ -117,6 +146,5 @@ void aio_wake_driver(aio_context *context);
 
 /* driver.c */
 void *aio_drive(void *context);
-uint64_t aio_now_ns(void);
 
 #endif

@@ -5,9 +5,11 @@
  *
  *     gather     under the lock: cut blocks off the requests at the heads of the queues, high priority first,
  *                while the file is below its depth and there are free blocks
- *     hand over  give them, and the blocks to be continued, to the backend
- *     await      a completion or aio_submit, in one poll
- *     absorb     under the lock: complete, continue or fail each block that ended; settle requests
+ *     prepare    fill padded tails, note checksums
+ *     hand over  give the new blocks, and those to be continued, to the backend
+ *     await      a completion or a new request, in one system call
+ *     judge      complete, continue or fail each block that ended; compare checksums
+ *     absorb     under the lock: count them, settle requests
  *
  * Nothing of a completion is taken on trust: an error fails the request, a short transfer is continued from
  * where it stopped (on a direct file from the last aligned byte before), and one that no longer moves is an
@@ -18,14 +20,14 @@
 #include "context.h"
 
 #include <errno.h>
-#include <poll.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <time.h>
 
 enum {
-    MAX_STALLS =
-        100, /* EINTR, EAGAIN or no aligned progress so often in a row: the end of the file, or hopeless */
+    MAX_STALLS = 100,     /* no aligned progress so often in a row: the end of the file, or hopeless */
+    PATIENT_STALLS = 10,  /* EINTR or EAGAIN so often in a row: give the kernel a moment before each more */
+    MAX_REFUSALS = 10000, /* and after so many moments, some ten seconds, take it for the answer */
+    MOMENT_NS = 1000000,
     COMPLETE = 0,
     CONTINUE = 1,
 };
@@ -37,12 +39,22 @@ uint64_t aio_now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-static void pop(struct request *head)
+static void pop(struct request *request)
 {
-    struct queue *queue = &head->file->queues[head->priority];
-    queue->head = head->next;
-    head->next = NULL;
-    head->state = REQUEST_ISSUED;
+    aio_request_dequeue(request);
+    request->state = REQUEST_ISSUED;
+}
+
+/* The number of the registered buffer that holds all of the range, or -1. */
+static int find_buffer(const aio_context *context, const char *data, uint64_t nbytes)
+{
+    for (unsigned i = 0; i < context->n_tried; i++) {
+        const struct region *region = &context->regions[i];
+        if (region->state == REGION_READY && data >= region->address &&
+            (uint64_t)(data - region->address) + nbytes <= region->nbytes)
+            return (int)i;
+    }
+    return -1;
 }
 
 static struct block *carve(aio_context *context, struct request *request, uint64_t now)
@@ -51,26 +63,24 @@ static struct block *carve(aio_context *context, struct request *request, uint64
     struct file *file = request->file;
     uint64_t left = request->nbytes - request->carved;
     uint64_t size = left < context->block_size ? left : context->block_size;
-    bool padded = false;
-    if (file->direct && size % AIO_ALIGNMENT) {
-        padded = size < AIO_ALIGNMENT; /* a block by itself; what is before it needs no copy */
-        size -= padded ? 0 : size % AIO_ALIGNMENT;
-    }
-    char *data = request->data ? request->data + request->carved : NULL;
+    block->padded = file->direct && size < AIO_ALIGNMENT && request->kind != AIO_FLUSH;
+    if (file->direct && !block->padded)
+        size -=
+            size % AIO_ALIGNMENT; /* an unaligned tail is a block by itself; what is before needs no copy */
     block->request = request;
+    block->file = file;
+    block->data = request->data ? request->data + request->carved : NULL;
+    block->offset = request->offset + request->carved;
     block->nbytes = size;
     block->stalls = 0;
     block->issued_ns = now;
-    block->tail = padded && request->kind == AIO_READ ? data : NULL;
-    if (padded && request->kind == AIO_WRITE) {
-        memcpy(block->bounce, data, size);
-        memset(block->bounce + size, 0, AIO_ALIGNMENT - size);
-    }
     block->op.kind = request->kind;
+    block->op.file = file->index;
     block->op.fd = file->fd;
-    block->op.data = padded ? block->bounce : data;
-    block->op.offset = request->offset + request->carved;
-    block->op.nbytes = padded ? AIO_ALIGNMENT : size;
+    block->op.data = block->padded ? block->bounce : block->data;
+    block->op.offset = block->offset;
+    block->op.nbytes = block->padded ? AIO_ALIGNMENT : size;
+    block->op.buffer = find_buffer(context, block->op.data, block->op.nbytes);
 
     request->carved += size;
     request->in_flight++;
@@ -90,40 +100,86 @@ static struct request *next_request(struct file *file)
     return NULL;
 }
 
+/* Blocks that one file may have in flight: a backend that does few at once shares them out, so that a slow
+ * file cannot take them all. */
+static unsigned depth_of(const aio_context *context)
+{
+    if (context->backend.max_in_flight == 0)
+        return context->queue_depth;
+    unsigned share = context->backend.max_in_flight / context->n_files;
+    share = share ? share : 1;
+    return share < context->queue_depth ? share : context->queue_depth;
+}
+
 static void gather(aio_context *context)
 {
     uint64_t now = aio_now_ns();
     for (unsigned i = 0; i < context->n_files; i++) {
         struct file *file = context->files[(context->next_file + i) % context->n_files];
+        unsigned depth = depth_of(context);
         struct request *request;
-        while (context->n_free_blocks && file->in_flight < context->queue_depth &&
-               (request = next_request(file)))
+        while ((request = next_request(file)) && context->n_free_blocks && file->in_flight < depth)
             context->batch[context->n_batch++] = &carve(context, request, now)->op;
+        if (request && !file->full_since) {
+            file->full_since = now;
+        } else if (!request && file->full_since) {
+            file->stats.queue_full_ns += now - file->full_since;
+            file->full_since = 0;
+        }
     }
     if (context->n_files)
         context->next_file = (context->next_file + 1) % context->n_files;
 }
 
+/* Ready the new blocks of the batch, those from `first` on. Returns how many could not be: they are in `ended`
+ * and no longer in the batch. */
+static unsigned prepare(aio_context *context, unsigned first)
+{
+    unsigned n_ended = 0, kept = first;
+    for (unsigned i = first; i < context->n_batch; i++) {
+        struct block *block = (struct block *)context->batch[i];
+        int error = 0;
+        if (block->op.kind == AIO_WRITE) {
+            if (block->padded) {
+                memcpy(block->bounce, block->data, block->nbytes);
+                memset(block->bounce + block->nbytes, 0, AIO_ALIGNMENT - block->nbytes);
+            }
+            if (context->verify)
+                error = aio_checksums_note(&block->file->checksums, block->op.data, block->offset,
+                                           block->op.nbytes);
+        }
+        if (error) {
+            block->op.result = error;
+            context->ended[n_ended++] = &block->op;
+        } else {
+            context->batch[kept++] = &block->op;
+        }
+    }
+    context->n_batch = kept;
+    return n_ended;
+}
+
 /* COMPLETE, CONTINUE (op then describes the rest), or -errno. */
-static int judge(struct block *block, bool direct)
+static int judge_transfer(struct block *block)
 {
     struct aio_op *op = &block->op;
     int64_t moved = op->result;
     if (moved == -EINTR || moved == -EAGAIN)
-        return ++block->stalls < MAX_STALLS ? CONTINUE : (int)moved;
+        return ++block->stalls < MAX_REFUSALS ? CONTINUE : (int)moved;
     if (moved < 0)
         return (int)moved;
     if (op->kind == AIO_FLUSH || (uint64_t)moved == op->nbytes)
         return COMPLETE;
     if ((uint64_t)moved > op->nbytes)
         return -EIO;
-    bool padded = op->data == block->bounce;
-    if (padded && (uint64_t)moved >= block->nbytes)
-        return COMPLETE; /* a read that met the end of the file in the padding */
+    if (block->padded && op->kind == AIO_READ && (uint64_t)moved >= block->nbytes) {
+        memset(block->bounce + moved, 0, AIO_ALIGNMENT - (size_t)moved);
+        return COMPLETE; /* it met the end of the file in the padding */
+    }
     int stuck = op->kind == AIO_READ ? -ENODATA : -EIO;
     if (moved == 0)
         return stuck;
-    moved -= direct ? moved % AIO_ALIGNMENT : 0;
+    moved -= block->file->direct ? moved % AIO_ALIGNMENT : 0;
     if (moved == 0)
         return ++block->stalls < MAX_STALLS ? CONTINUE : stuck;
     block->stalls = 0;
@@ -133,23 +189,49 @@ static int judge(struct block *block, bool direct)
     return CONTINUE;
 }
 
+/* The verdict on a block that ended; without the lock, since its bytes are touched. */
+static void judge(aio_context *context, struct block *block)
+{
+    block->verdict = judge_transfer(block);
+    if (block->verdict != COMPLETE || block->op.kind != AIO_READ)
+        return;
+    char *read = block->padded ? block->bounce : block->data;
+    if (context->verify) {
+        uint64_t nbytes = block->padded ? AIO_ALIGNMENT : block->nbytes;
+        block->verdict =
+            aio_checksums_check(&block->file->checksums, read, block->offset, nbytes, &block->op.offset);
+    }
+    if (block->padded && block->verdict == COMPLETE)
+        memcpy(block->data, read, block->nbytes);
+}
+
 static unsigned bucket_of(uint64_t ns)
 {
     unsigned bucket = ns ? 63u - (unsigned)__builtin_clzll(ns) : 0;
     return bucket < AIO_LATENCY_BUCKETS ? bucket : AIO_LATENCY_BUCKETS - 1;
 }
 
-static void count(struct block *block, int verdict, uint64_t now)
+static void count_error(aio_direction_stats *stats, int error)
 {
-    struct file *file = block->request->file;
+    aio_error_count *place = stats->by_errno, *last = place + AIO_ERRNOS - 1;
+    while (place < last && place->count && place->error != error)
+        place++;
+    place->error = place < last ? error : 0;
+    place->count++;
+    stats->errors++;
+}
+
+static void count(const struct block *block, uint64_t now)
+{
+    struct file *file = block->file;
     int kind = block->op.kind;
     aio_direction_stats *stats = &file->stats.kind[kind];
-    if (verdict == CONTINUE) {
+    if (block->verdict == CONTINUE) {
         stats->retries++;
         return;
     }
-    if (verdict < 0) {
-        stats->errors++;
+    if (block->verdict < 0) {
+        count_error(stats, -block->verdict);
     } else {
         stats->ops++;
         stats->bytes += block->nbytes;
@@ -162,33 +244,31 @@ static void count(struct block *block, int verdict, uint64_t now)
 static void absorb(aio_context *context, struct block *block, uint64_t now)
 {
     struct request *request = block->request;
-    int verdict = judge(block, request->file->direct);
-    count(block, verdict, now);
-    if (verdict == CONTINUE) {
+    count(block, now);
+    if (block->verdict == CONTINUE) {
         context->batch[context->n_batch++] = &block->op;
         return;
     }
-    if (verdict < 0) {
-        if (request->result == 0)
-            request->result = verdict;
+    if (block->verdict < 0) {
+        if (request->result == 0) {
+            request->result = block->verdict;
+            request->failed_at = block->op.offset;
+        }
         if (request->state == REQUEST_QUEUED)
-            pop(request); /* it was begun, so it is the head: issue no more of it */
-    } else if (block->tail) {
-        memcpy(block->tail, block->bounce, block->nbytes);
+            pop(request); /* issue no more of it */
     }
-    block->request = NULL;
     context->free_blocks[context->n_free_blocks++] = block;
-    request->file->in_flight--;
+    block->file->in_flight--;
     if (--request->in_flight == 0 && request->state == REQUEST_ISSUED)
         aio_request_settle(context, request, request->result ? request->result : (int64_t)request->nbytes);
 }
 
-/* Returns how many operations the backend refused; they are in `ended`, and *busy says that it took less than
- * all. */
-static unsigned hand_over(aio_context *context, bool *busy)
+/* Returns how many are now in `ended`, with what the backend refused; *busy says that it took less than all.
+ */
+static unsigned hand_over(aio_context *context, unsigned n_ended, bool *busy)
 {
     struct aio_backend *backend = &context->backend;
-    unsigned first = 0, n_refused = 0;
+    unsigned first = 0;
     *busy = false;
     while (first < context->n_batch) {
         int taken = backend->ops->submit(backend, context->batch + first, context->n_batch - first);
@@ -199,7 +279,7 @@ static unsigned hand_over(aio_context *context, bool *busy)
         if (taken < 0) {
             struct aio_op *op = context->batch[first++];
             op->result = taken;
-            context->ended[n_refused++] = op;
+            context->ended[n_ended++] = op;
         } else {
             first += (unsigned)taken;
             context->n_begun += (unsigned)taken;
@@ -207,28 +287,52 @@ static unsigned hand_over(aio_context *context, bool *busy)
     }
     context->n_batch -= first;
     memmove(context->batch, context->batch + first, context->n_batch * sizeof context->batch[0]);
-    return n_refused;
+    return n_ended;
 }
 
 /* Sleep until something ended or was submitted, and add what ended. */
 static unsigned await(aio_context *context, unsigned n_ended, bool busy)
 {
     struct aio_backend *backend = &context->backend;
-    struct pollfd sources[2] = {{.fd = context->wake_fd, .events = POLLIN},
-                                {.fd = backend->event_fd, .events = POLLIN}};
-    int timeout_ms = n_ended                         ? 0
-                     : busy && context->n_begun == 0 ? 1
-                                                     : -1; /* busy: no completion of ours will tell */
-    if (poll(sources, 2, timeout_ms) <= 0)
-        return n_ended;
-    eventfd_t count;
-    if (sources[0].revents)
-        eventfd_read(context->wake_fd, &count);
-    if (!sources[1].revents)
-        return n_ended;
+    int64_t timeout_ns = n_ended                         ? 0
+                         : busy && context->n_begun == 0 ? MOMENT_NS /* no completion of ours will tell */
+                                                         : -1;
+    backend->ops->await(backend, timeout_ns);
     unsigned n = backend->ops->reap(backend, context->ended + n_ended, context->capacity - n_ended);
     context->n_begun -= n;
     return n_ended + n;
+}
+
+/* Whether a block of the batch was turned away again and again: then a moment's rest may help. */
+static bool needs_patience(const aio_context *context)
+{
+    for (unsigned i = 0; i < context->n_batch; i++)
+        if (((const struct block *)context->batch[i])->stalls > PATIENT_STALLS)
+            return true;
+    return false;
+}
+
+/* Hand new memory to the backend; lets go of the lock meanwhile. */
+static void register_buffers(aio_context *context)
+{
+    struct aio_backend *backend = &context->backend;
+    while (context->n_tried < context->n_regions) {
+        unsigned number = context->n_tried;
+        struct region *region = &context->regions[number];
+        pthread_mutex_unlock(&context->lock);
+        int error = backend->ops->register_buffer(backend, number, region->address, region->nbytes);
+        pthread_mutex_lock(&context->lock);
+        region->state = error ? REGION_REFUSED : REGION_READY;
+        region->error = error;
+        if (error)
+            context->info.buffers_error = error;
+        else
+            context->info.registered_bytes += region->nbytes;
+        context->n_tried++;
+        pthread_cond_broadcast(&context->any);
+    }
+    context->info.flags |= backend->flags;
+    context->info.files_error = backend->files_error;
 }
 
 void *aio_drive(void *argument)
@@ -236,15 +340,22 @@ void *aio_drive(void *argument)
     aio_context *context = argument;
     pthread_mutex_lock(&context->lock);
     for (;;) {
+        register_buffers(context);
+        unsigned n_old = context->n_batch;
         gather(context);
         if (context->closing && context->n_live == 0)
             break;
-        context->asleep = true; /* from here on a submission must write wake_fd, or poll would miss it */
+        context->asleep = true; /* from here on a submission must wake the backend, or await would miss it */
         pthread_mutex_unlock(&context->lock);
 
         bool busy;
-        unsigned n_ended = hand_over(context, &busy);
+        unsigned n_ended = prepare(context, n_old);
+        if (needs_patience(context))
+            nanosleep(&(struct timespec){.tv_nsec = MOMENT_NS}, NULL);
+        n_ended = hand_over(context, n_ended, &busy);
         n_ended = await(context, n_ended, busy);
+        for (unsigned i = 0; i < n_ended; i++)
+            judge(context, (struct block *)context->ended[i]);
 
         pthread_mutex_lock(&context->lock);
         context->asleep = false;
@@ -253,5 +364,6 @@ void *aio_drive(void *argument)
             absorb(context, (struct block *)context->ended[i], now);
     }
     pthread_mutex_unlock(&context->lock);
+    context->backend.ops->exit(&context->backend, 0);
     return NULL;
 }

@@ -13,17 +13,19 @@
  * therefore retired, not reused: a tombstone of some hundred bytes. Failures are rare, and a run that has
  * many has other troubles.
  *
- * Ordering is a count: a request knows how many others it waits for, and each of those keeps a list of edges
- * to whom it holds up. A request is settled only when all it waits for are, failed or not, so a settled
- * ticket means that all before it are over too. Chains may be long; they are walked with a list, not by
- * recursion.
+ * A read that its owner cancelled is no failure: what comes after it goes on.
+ *
+ * Ordering is a graph of edges, each in the list of the request that holds another one up and in the list of
+ * the one held up. A request is settled only when all it waits for are, failed, cancelled or not, so a settled
+ * ticket means that all before it are over too. What an urgent request waits for inherits its priority, or a
+ * parameter's fetch would stand behind a whole queue of write-backs. Chains may be long; they are walked with
+ * a list, not by recursion.
  */
 #define _GNU_SOURCE
 #include "context.h"
 
 #include <errno.h>
 #include <stdlib.h>
-#include <sys/eventfd.h>
 
 enum { SLOT_BITS = 20 };
 #define SLOT_MASK ((INT64_C(1) << SLOT_BITS) - 1)
@@ -32,7 +34,7 @@ void aio_wake_driver(aio_context *context)
 {
     if (context->asleep) {
         context->asleep = false;
-        eventfd_write(context->wake_fd, 1);
+        context->backend.ops->wake(&context->backend);
     }
 }
 
@@ -76,17 +78,51 @@ struct request *aio_request_find(aio_context *context, int64_t ticket, int *erro
     return request;
 }
 
-static void enqueue(aio_context *context, struct request *request)
+/* Threads that wait for one ticket sleep in shards, so that a completion wakes few of the others. */
+pthread_cond_t *aio_request_signal(aio_context *context, const struct request *request)
+{
+    return &context->done[(request->id & SLOT_MASK) % WAIT_SHARDS];
+}
+
+static void append(struct request *request)
 {
     struct queue *queue = &request->file->queues[request->priority];
-    request->state = REQUEST_QUEUED;
     request->next = NULL;
-    if (queue->head)
+    request->previous = queue->tail;
+    if (queue->tail)
         queue->tail->next = request;
     else
         queue->head = request;
     queue->tail = request;
-    aio_wake_driver(context);
+}
+
+void aio_request_dequeue(struct request *request)
+{
+    struct queue *queue = &request->file->queues[request->priority];
+    if (request->previous)
+        request->previous->next = request->next;
+    else
+        queue->head = request->next;
+    if (request->next)
+        request->next->previous = request->previous;
+    else
+        queue->tail = request->previous;
+    request->next = request->previous = NULL;
+}
+
+/* Whether what comes after a finished request may go on. */
+static bool is_harmless(const struct request *request)
+{
+    bool never_asked = request->canceled && request->kind == AIO_READ && !request->poisoned;
+    return request->result >= 0 || never_asked;
+}
+
+/* Take the edge from the list of whom it holds up. */
+static void unlink_edge(struct edge *edge)
+{
+    *edge->link = edge->next_earlier;
+    if (edge->next_earlier)
+        edge->next_earlier->link = edge->link;
 }
 
 /* Make the result final and move those that waited for this one alone to the work list, the earliest on top.
@@ -96,13 +132,16 @@ static void finish(aio_context *context, struct request *request, int64_t result
     request->state = REQUEST_DONE;
     request->result = result;
     context->n_live--;
-    if (request->watched)
-        pthread_cond_broadcast(&context->done);
+    if (request->watched & WATCHED_ALONE)
+        pthread_cond_broadcast(aio_request_signal(context, request));
+    if (request->watched & WATCHED_AMONG_OTHERS)
+        pthread_cond_broadcast(&context->any);
     for (struct edge *edge = request->dependents, *next; edge; edge = next) {
         struct request *dependent = edge->dependent;
-        next = edge->next;
+        next = edge->next_dependent;
+        unlink_edge(edge);
         free(edge);
-        dependent->poisoned |= result < 0;
+        dependent->poisoned |= !is_harmless(request);
         if (--dependent->n_pending == 0) {
             dependent->next = *work;
             *work = dependent;
@@ -117,12 +156,15 @@ static void start(aio_context *context, struct request *work)
     while (work) {
         struct request *request = work;
         work = request->next;
-        if (request->poisoned)
+        if (request->poisoned || request->canceled) {
             finish(context, request, -ECANCELED, &work);
-        else if (request->nbytes == 0 && request->kind != AIO_FLUSH)
+        } else if (request->nbytes == 0 && request->kind != AIO_FLUSH) {
             finish(context, request, 0, &work);
-        else
-            enqueue(context, request);
+        } else {
+            request->state = REQUEST_QUEUED;
+            append(request);
+            aio_wake_driver(context);
+        }
     }
 }
 
@@ -133,10 +175,49 @@ void aio_request_settle(aio_context *context, struct request *request, int64_t r
     start(context, work);
 }
 
+int aio_request_cancel(aio_context *context, struct request *request)
+{
+    if (request->state == REQUEST_DONE)
+        return -EALREADY;
+    if (request->state == REQUEST_ISSUED || request->carved > 0)
+        return -EBUSY;
+    request->canceled = true;
+    if (request->state == REQUEST_QUEUED) {
+        aio_request_dequeue(request);
+        aio_request_settle(context, request, -ECANCELED);
+    }
+    return 0;
+}
+
+/* Give what `request` waits for, directly or not, at least its priority. */
+static void urge(struct request *request)
+{
+    struct request *work = request;
+    request->next = NULL;
+    while (work) {
+        request = work;
+        work = request->next;
+        for (struct edge *edge = request->earlier; edge; edge = edge->next_earlier) {
+            struct request *earlier = edge->earlier;
+            if (earlier->priority >= request->priority)
+                continue; /* and so is all that it waits for */
+            if (earlier->state == REQUEST_QUEUED) {
+                aio_request_dequeue(earlier);
+                earlier->priority = request->priority;
+                append(earlier);
+            } else if (earlier->state == REQUEST_BLOCKED) {
+                earlier->priority = request->priority;
+                earlier->next = work;
+                work = earlier;
+            }
+        }
+    }
+}
+
 static void free_edges(struct edge *edges)
 {
     for (struct edge *next; edges; edges = next) {
-        next = edges->next;
+        next = edges->next_dependent;
         free(edges);
     }
 }
@@ -149,7 +230,7 @@ static int order_after(aio_context *context, struct request *request, const int6
     for (size_t i = 0; i < n_after; i++) {
         struct edge *edge = malloc(sizeof *edge);
         if (edge) {
-            edge->next = spare;
+            edge->next_dependent = spare;
             spare = edge;
         }
         error = -ENOMEM;
@@ -163,14 +244,20 @@ static int order_after(aio_context *context, struct request *request, const int6
         if (!earlier)
             continue;
         if (earlier->state == REQUEST_DONE || earlier->state == REQUEST_RETIRED) {
-            request->poisoned |= earlier->result < 0;
+            request->poisoned |= !is_harmless(earlier);
             continue;
         }
         struct edge *edge = spare;
-        spare = edge->next;
+        spare = edge->next_dependent;
+        edge->earlier = earlier;
         edge->dependent = request;
-        edge->next = earlier->dependents;
+        edge->next_dependent = earlier->dependents;
         earlier->dependents = edge;
+        edge->next_earlier = request->earlier;
+        if (edge->next_earlier)
+            edge->next_earlier->link = &edge->next_earlier;
+        edge->link = &request->earlier;
+        request->earlier = edge;
         request->n_pending++;
     }
     free_edges(spare);
@@ -202,12 +289,14 @@ int64_t aio_request_add(aio_context *context, const struct request *wanted, cons
     context->n_live++;
     if (request->n_pending == 0)
         start(context, request);
+    else
+        urge(request);
     return request->id;
 }
 
 void aio_request_release(aio_context *context, struct request *request)
 {
-    if (request->result < 0) {
+    if (!is_harmless(request)) {
         request->state = REQUEST_RETIRED;
         return;
     }
@@ -222,20 +311,18 @@ void aio_requests_cancel(aio_context *context)
 {
     for (unsigned i = 0; i < context->n_chunks; i++)
         for (unsigned j = 0; j < REQUESTS_PER_CHUNK; j++)
-            context->chunks[i][j].poisoned = true; /* of those done already nobody asks any more */
+            if (context->chunks[i][j].state < REQUEST_DONE)
+                context->chunks[i][j].poisoned = true;
     for (unsigned i = 0; i < context->n_files; i++)
-        for (int priority = 0; priority < AIO_PRIORITIES; priority++) {
-            struct queue *queue = &context->files[i]->queues[priority];
-            struct request *head = queue->head, *unissued = head;
-            if (head && head->carved > 0) { /* only a head can have been begun */
-                unissued = head->next;
-                head->next = NULL;
-                queue->tail = head;
-            } else {
-                queue->head = queue->tail = NULL;
+        for (int priority = 0; priority < AIO_PRIORITIES; priority++)
+            for (struct request *request = context->files[i]->queues[priority].head, *next; request;
+                 request = next) {
+                next = request->next; /* settling this one queues nothing: all is poisoned */
+                if (request->carved > 0)
+                    continue;
+                aio_request_dequeue(request);
+                aio_request_settle(context, request, -ECANCELED);
             }
-            start(context, unissued); /* all poisoned: settles them and whatever waits for them alone */
-        }
 }
 
 void aio_requests_free(aio_context *context)

@@ -12,6 +12,7 @@ import math
 import os
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,13 +21,20 @@ from typing import Literal, Protocol, Self
 
 from tiering._aio import ffi, lib
 from tiering.errors import ConfigError, EngineStateError, SwapError
+from tiering.io_stats import EngineInfo, FileStats, engine_info, errno_text, file_stats
 
 ALIGNMENT: int = lib.AIO_ALIGNMENT
 """Bytes: addresses and offsets on a file opened with O_DIRECT are multiples of it."""
 
-ENGINES = ("auto", "libaio", "threads")
+ENGINES = ("auto", "io_uring", "libaio", "threads")
 
-_KINDS = {"read": lib.AIO_READ, "write": lib.AIO_WRITE, "flush": lib.AIO_FLUSH, "any": lib.AIO_ANY}
+_KINDS = {
+    "read": lib.AIO_READ,
+    "write": lib.AIO_WRITE,
+    "flush": lib.AIO_FLUSH,
+    "any": lib.AIO_ANY,
+    "register": lib.AIO_REGISTER,
+}
 _KIND_NAMES = {number: name for name, number in _KINDS.items()}
 
 # A wait returns to the interpreter this often, so that Ctrl-C is heard.
@@ -39,9 +47,24 @@ _REMEDIES = {
     errno.EDQUOT: "the disk quota is used up: raise it or choose another directory",
     errno.EFBIG: "the file would pass the process's file size limit: raise it with `ulimit -f`",
     errno.ECANCELED: "it was never issued: what it was ordered after failed, or the context was closed",
+    errno.EBADMSG: "what was read is not what was written there (CRC32C): the disk, its cable or the memory is bad;"
+    " see dmesg and the drive's SMART log, and go back to a checkpoint",
     errno.EBADF: "the descriptor was closed, or opened for the other direction",
     errno.ENOMEM: "the system is out of memory",
 }
+
+
+_START_HINTS = {
+    (
+        "io_uring",
+        errno.EPERM,
+    ): " (forbidden here: a container's seccomp profile, or kernel.io_uring_disabled)",
+    ("io_uring", errno.ENOSYS): " (this kernel has no io_uring, or a seccomp profile hides it)",
+    ("io_uring", errno.EOPNOTSUPP): " (it needs Linux 5.11)",
+    ("libaio", errno.EAGAIN): " (fs.aio-max-nr is used up: raise it with sysctl)",
+}
+
+_OPEN_CONTEXTS: weakref.WeakSet[AioContext] = weakref.WeakSet()
 
 
 class Buffer(Protocol):
@@ -56,19 +79,20 @@ class Buffer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A planned misfortune of operations ``first .. first + count - 1`` of a kind.
+    """A planned misfortune of operations ``first .. first + count - 1`` of a kind, of one file or of any.
 
     They are counted from 1; ``count=0`` is for ever. An operation is a block of a request, or a continuation
-    of one. ``error`` is an errno to fail with, ``short`` the most bytes it may transfer (0: all), ``delay``
-    the seconds it begins late.
+    of one; "register" is the registration of a buffer, which "any" does not cover. ``error`` is an errno to
+    fail with, ``short`` the most bytes it may transfer (0: all), ``delay`` the seconds it begins late.
     """
 
-    kind: Literal["read", "write", "flush", "any"] = "any"
+    kind: Literal["read", "write", "flush", "any", "register"] = "any"
     first: int = 1
     count: int = 1
     error: int = 0
     short: int = 0
     delay: float = 0.0
+    file: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,37 +102,22 @@ class FaultPlan:
     faults: tuple[Fault, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DirectionStats:
-    """Counted in C. ``latency[i]`` counts the operations that took [2^i, 2^(i+1)) ns.
-
-    ``bytes`` is what was asked for and moved, without padding; ``busy_ns`` the time with an operation in
-    flight, so ``bytes / busy_ns`` is the bandwidth in GB/s; ``retries`` the continuations of short or
-    interrupted transfers.
-    """
-
-    bytes: int
-    ops: int
-    retries: int
-    errors: int
-    in_flight: int
-    busy_ns: int
-    latency: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FileStats:
-    name: str
-    direct: bool
-    read: DirectionStats
-    write: DirectionStats
-    flush: DirectionStats
-
-
 class _Request:
     """What the context remembers of a submission until its result is known, ticket or not."""
 
-    __slots__ = ("after", "buffer", "file", "id", "kind", "names", "nbytes", "offset", "result", "seen")
+    __slots__ = (
+        "after",
+        "buffer",
+        "failed_at",
+        "file",
+        "id",
+        "kind",
+        "names",
+        "nbytes",
+        "offset",
+        "result",
+        "seen",
+    )
 
     def __init__(
         self, kind: int, file: int, buffer: Buffer | None, offset: int, nbytes: int, names: tuple[str, ...]
@@ -122,6 +131,7 @@ class _Request:
         self.id = 0
         self.after: tuple[_Request, ...] = ()  # kept until this one succeeds, to tell why it did not
         self.result: int | None = None
+        self.failed_at = offset
         self.seen = False
 
 
@@ -157,6 +167,14 @@ class Ticket:
         """True once ``wait`` would return, or raise, at once."""
         return self._request.result is not None or self._context._collect(self._request, 0) is not None
 
+    def cancel(self) -> bool:
+        """Take it back if nothing of it was begun; True if so, and ``wait`` then raises ECANCELED.
+
+        It is done once what it was ordered after is. What comes after a cancelled read goes on; what comes
+        after a cancelled write fails, or it might read what was never written.
+        """
+        return self._context._cancel(self._request)
+
     def __del__(self) -> None:
         request = self._request
         if not request.seen and (request.result is None or request.result < 0):
@@ -171,9 +189,10 @@ class Ticket:
 class AioContext:
     """Reads and writes files in the background. All methods but ``close`` may be called from any thread.
 
-    ``engine`` is "auto", "libaio" or "threads"; the attribute of that name says which one is in use. Requests
+    ``engine`` is one of ENGINES; the attribute of that name, and ``info``, say what is really in use. Requests
     are split into blocks of ``block_size`` bytes (a multiple of 4096), of which ``queue_depth`` are in flight
-    per file.
+    per file. ``registered`` lets the kernel keep buffers and files at hand (see ``register``). ``verify`` keeps
+    a CRC32C of every 4 KiB page that is written, four bytes each, and compares it when the page is read.
 
     Raises ConfigError for values out of range, SwapError if a named engine cannot start here.
     """
@@ -187,16 +206,49 @@ class AioContext:
         engine: str = "auto",
         block_size: int = 1 << 20,
         queue_depth: int = 16,
+        registered: bool = True,
+        verify: bool = False,
         fault: FaultPlan | None = None,
     ) -> None:
         _check_options(engine, block_size, queue_depth)
-        self._handle = ffi.gc(_open(engine, block_size, queue_depth, fault), lib.aio_free)
+        options = {
+            "block_size": block_size,
+            "queue_depth": queue_depth,
+            "registered": registered,
+            "verify": verify,
+        }
+        self._handle = ffi.gc(_open(engine, options, fault), lib.aio_free)
         self._closed = False
         self._pid = os.getpid()
-        self.engine = ffi.string(lib.aio_engine_name(self._handle)).decode()
+        self.engine = self.info.engine
+        self._registered: list[Buffer] = []
+        _OPEN_CONTEXTS.add(self)
         self._files: dict[int, tuple[str, bool]] = {}
         self._live: set[_Request] = set()
         self._orphans: deque[_Request] = deque()
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine and what it really uses, as of now: files are registered when they are first used."""
+        raw = ffi.new("aio_info *")
+        code = lib.aio_describe(self._handle, raw)
+        if code < 0:
+            raise self._refusal(-code, "info", "", 0, ())
+        return engine_info(raw)
+
+    def register(self, buffer: Buffer) -> bool:
+        """Tell the kernel of memory that many transfers will use, so that each costs less CPU time.
+
+        Touches and locks every page. True if it took; transfers work without it, and ``info`` says why it did
+        not. The buffer is kept alive until ``close``.
+        """
+        if buffer.nbytes == 0:
+            return False
+        self._registered.append(buffer)  # whatever is answered, some of it may be known to the kernel
+        code: int = lib.aio_register_buffer(self._handle, ffi.cast("void *", buffer.address), buffer.nbytes)
+        if code in (-errno.ECHILD, -errno.ESHUTDOWN, -errno.EINVAL):
+            raise self._refusal(-code, f"register of {buffer.nbytes} bytes at {buffer.address:#x}", "", 0, ())
+        return code == 0
 
     def add_file(self, fd: int, *, direct: bool, name: str) -> int:
         """Add an open descriptor, which must stay open until ``close``, and return its index.
@@ -253,6 +305,29 @@ class AioContext:
         """fdatasync: covers the writes done when it is issued; name those still under way in ``after``."""
         return self._submit(lib.AIO_FLUSH, file, None, 0, 0, 0, after, ())
 
+    def wait_any(self, tickets: Sequence[Ticket], timeout: float | None = None) -> Ticket:
+        """One of ``tickets`` that is done, successful or not, the first if several are; its ``wait`` tells.
+
+        Raises TimeoutError after ``timeout`` seconds, ValueError if there are no tickets.
+        """
+        if not tickets:
+            raise ValueError("wait_any needs at least one ticket")
+        ids = ffi.new("int64_t[]", self._ids(tickets))
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            for ticket in tickets:
+                if ticket._request.result is not None:
+                    return ticket
+            left = deadline - time.monotonic()
+            slice_ns = int(max(0.0, min(left * 1e9, _SLICE_NS)))
+            place = lib.aio_wait_any(self._handle, ids, len(tickets), slice_ns)
+            if place >= 0:
+                return tickets[place]
+            if place not in (-errno.ETIMEDOUT, -errno.ESTALE):  # ESTALE: another thread collects one just now
+                raise self._refusal(-place, "wait_any", "", 0, ())
+            if left <= 0:
+                raise TimeoutError(f"none of {len(tickets)} transfers is done after {timeout} s")
+
     def stats(self) -> list[FileStats]:
         """The counters of every file, in the order of their indices. Raises no transfer's error."""
         raw = ffi.new("aio_file_stats *")
@@ -261,9 +336,7 @@ class AioContext:
             code = lib.aio_stats(self._handle, index, raw)
             if code < 0:
                 raise self._refusal(-code, f"stats of {name!r}", name, 0, ())
-            result.append(
-                FileStats(name, direct, *(_direction(raw.kind[kind]) for kind in range(lib.AIO_KINDS)))
-            )
+            result.append(file_stats(name, direct, raw))
         return result
 
     def close(self) -> None:
@@ -276,6 +349,7 @@ class AioContext:
             return
         self._closed = True
         lib.aio_close(self._handle)
+        self._registered.clear()
         if os.getpid() != self._pid:
             return  # a child has no transfers: the parent's tickets are the parent's to judge
         unseen = sorted({*self._live, *self._orphans}, key=lambda request: request.id)
@@ -345,14 +419,15 @@ class AioContext:
 
     def _collect(self, request: _Request, timeout_ns: int) -> int | None:
         """The result, or None when it is not there in time; then C forgets it and the buffer is let go."""
-        result = ffi.new("int64_t *")
+        result = ffi.new("aio_result *")
         code = lib.aio_wait(self._handle, request.id, timeout_ns, result)
         if code == -errno.ETIMEDOUT:
             return None
         if code == 0:
-            request.result = result[0]  # before the release: who finds the ticket released reads it here
+            request.failed_at = result.offset
+            request.result = result.bytes  # before the release: who finds the ticket released reads it here
             request.buffer = None
-            if result[0] >= 0:
+            if result.bytes >= 0:
                 request.after = ()
             self._live.discard(request)
             lib.aio_release(self._handle, request.id)  # -ESTALE: another thread was here just now
@@ -369,6 +444,14 @@ class AioContext:
                 return result
             if left <= 0:
                 raise TimeoutError(f"{self._describe(request)} is not done after {timeout} s")
+
+    def _cancel(self, request: _Request) -> bool:
+        code = lib.aio_cancel(self._handle, request.id)
+        if code in (-errno.EBUSY, -errno.EALREADY, -errno.ESTALE):
+            return False
+        if code < 0:
+            raise self._refused(request, -code, 0)
+        return True
 
     def _surface(self) -> None:
         """Raise the failure of a ticket that was dropped. Looks only up to the first one still under way."""
@@ -404,9 +487,10 @@ class AioContext:
         cause = self._cause(request) if code == errno.ECANCELED else None
         if cause is not None:
             remedy = f"it was never issued, because of this: {cause}"
-        message = f"{self._describe(request)} failed: {_errno_text(code)}; {remedy}"
+        where = "" if request.failed_at == request.offset else f" at byte {request.failed_at} of it"
+        message = f"{self._describe(request)} failed: {errno_text(code)}{where}; {remedy}"
         name = self._files.get(request.file, ("", False))[0]
-        error = SwapError(message, errno=code, filename=name, offset=request.offset, names=request.names)
+        error = SwapError(message, errno=code, filename=name, offset=request.failed_at, names=request.names)
         error.__cause__ = cause
         return error
 
@@ -448,17 +532,13 @@ class AioContext:
         if code == errno.ESHUTDOWN:
             return EngineStateError(f"{what}: the AioContext is closed; open a new one")
         return SwapError(
-            f"{what} was refused: {_errno_text(code)}", errno=code, filename=name, offset=offset, names=names
+            f"{what} was refused: {errno_text(code)}", errno=code, filename=name, offset=offset, names=names
         )
 
 
 def lock_memory(address: int, nbytes: int) -> bool:
     """Keep a range of memory in RAM (mlock), best effort: False if RLIMIT_MEMLOCK or the system says no."""
     return bool(lib.aio_lock_memory(ffi.cast("void *", address), nbytes) == 0)
-
-
-def _errno_text(code: int) -> str:
-    return f"{errno.errorcode.get(code, code)} ({os.strerror(code)})"
 
 
 def _check_options(engine: str, block_size: int, queue_depth: int) -> None:
@@ -470,10 +550,11 @@ def _check_options(engine: str, block_size: int, queue_depth: int) -> None:
         raise ConfigError(f"io.queue_depth is {queue_depth}; choose 1 .. 512")
 
 
-def _open(engine: str, block_size: int, queue_depth: int, fault: FaultPlan | None) -> object:
+def _open(engine: str, options: dict[str, int], fault: FaultPlan | None) -> object:
     planned = [
         {
             "kind": _KINDS[fault.kind],
+            "file": -1 if fault.file is None else fault.file,
             "error": fault.error,
             "first": fault.first,
             "count": fault.count,
@@ -482,24 +563,16 @@ def _open(engine: str, block_size: int, queue_depth: int, fault: FaultPlan | Non
         }
         for fault in (fault.faults if fault else ())
     ]
-    engine_name = ffi.new("char[]", engine.encode())
+    name = ffi.new("char[]", engine.encode())
     faults = ffi.new("aio_fault[]", planned)
-    options = ffi.new(
-        "aio_options *",
-        {
-            "engine": engine_name,
-            "block_size": block_size,
-            "queue_depth": queue_depth,
-            "n_faults": len(planned),
-            "faults": faults,
-        },
-    )
+    raw = ffi.new("aio_options *", {**options, "engine": name, "n_faults": len(planned), "faults": faults})
     out = ffi.new("aio_context **")
-    code = lib.aio_open(out, options)
+    code = lib.aio_open(out, raw)
     if code < 0:
+        hint = _START_HINTS.get((engine, -code), "")
         raise SwapError(
-            f"I/O engine {engine!r} cannot start: {_errno_text(-code)}; EAGAIN from libaio means that"
-            " fs.aio-max-nr is used up; 'threads' works everywhere",
+            f"I/O engine {engine!r} cannot start: {errno_text(-code)}{hint};"
+            " 'threads' works everywhere, and 'auto' takes the first that does",
             errno=-code,
             filename="",
             offset=0,
@@ -507,14 +580,10 @@ def _open(engine: str, block_size: int, queue_depth: int, fault: FaultPlan | Non
     return out[0]
 
 
-def _direction(raw: object) -> DirectionStats:
-    counted = ffi.addressof(raw)
-    return DirectionStats(
-        counted.bytes,
-        counted.ops,
-        counted.retries,
-        counted.errors,
-        counted.in_flight,
-        counted.busy_ns,
-        tuple(counted.latency),
-    )
+def _close_in_child() -> None:
+    # A forked data worker must not keep the swap space alive: io_uring holds the files it has registered.
+    for context in list(_OPEN_CONTEXTS):
+        lib.aio_close(context._handle)
+
+
+os.register_at_fork(after_in_child=_close_in_child)

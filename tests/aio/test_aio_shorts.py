@@ -65,7 +65,6 @@ def test_short_transfers_around_every_edge(
         assert (stats.errors, stats.in_flight) == (0, 0)
 
 
-@pytest.mark.xfail(reason="judge() takes a write that stops within the padding for complete", strict=True)
 @pytest.mark.parametrize("short", [512, PAGE - 512])
 def test_padding_is_written_to_its_end(open_context: Any, swap_file: Any, memory: Any, short: int) -> None:
     """Else the rest of the block keeps what an earlier, longer write left there."""

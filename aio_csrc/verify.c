@@ -1,0 +1,206 @@
+/* Checksums of pages: CRC32C by the CPU's own instruction, four bytes of memory per page of the file.
+ *
+ * A page is the unit because every transfer on a direct file covers whole pages, however a caller splits what
+ * it wrote into what it reads. The instruction has a latency of three cycles and a throughput of one, so three
+ * pages are summed side by side: that needs no arithmetic to join partial sums, and reads 24 bytes a cycle.
+ *
+ * The driver notes a block just before it hands it to the kernel and checks one as soon as it is there, both
+ * times in pieces of one block, so that the bytes are in a cache on the way from or to their user. The
+ * remembered sum 0 means that nothing is known of a page; a page whose sum is 0 counts as 1.
+ */
+#define _GNU_SOURCE
+#include "verify.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "aio.h"
+
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#ifndef HWCAP_CRC32
+#define HWCAP_CRC32 (1 << 7)
+#endif
+#endif
+
+typedef void sum_pages(const char *data, size_t n_pages, uint32_t *out);
+
+static uint32_t table[8][256]; /* table[k][b]: the sum of byte b followed by k zero bytes */
+
+static void fill_table(void)
+{
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        uint32_t sum = byte;
+        for (int bit = 0; bit < 8; bit++)
+            sum = sum >> 1 ^ (sum & 1 ? 0x82f63b78u : 0); /* Castagnoli's polynomial, bits reversed */
+        table[0][byte] = sum;
+    }
+    for (int k = 1; k < 8; k++)
+        for (int byte = 0; byte < 256; byte++)
+            table[k][byte] = table[k - 1][byte] >> 8 ^ table[0][table[k - 1][byte] & 255];
+}
+
+static uint64_t load(const char *at)
+{
+    uint64_t word;
+    memcpy(&word, at, sizeof word);
+    return word;
+}
+
+static void sum_by_table(const char *data, size_t n_pages, uint32_t *out)
+{
+    for (size_t page = 0; page < n_pages; page++, data += AIO_ALIGNMENT) {
+        uint32_t sum = ~0u;
+        for (int i = 0; i < AIO_ALIGNMENT; i += 8) {
+            uint64_t word = load(data + i) ^ sum; /* little endian, as every machine here */
+            sum = 0;
+            for (int k = 0; k < 8; k++)
+                sum ^= table[7 - k][word >> 8 * k & 255];
+        }
+        out[page] = ~sum;
+    }
+}
+
+/* The loop over three pages at once, for an instruction that adds eight bytes to a sum. */
+#define SUM_PAGES(add)                                                                                       \
+    while (n_pages >= 3) {                                                                                   \
+        uint64_t a = ~0u, b = ~0u, c = ~0u;                                                                  \
+        for (int i = 0; i < AIO_ALIGNMENT; i += 8) {                                                         \
+            a = add(a, load(data + i));                                                                      \
+            b = add(b, load(data + AIO_ALIGNMENT + i));                                                      \
+            c = add(c, load(data + 2 * AIO_ALIGNMENT + i));                                                  \
+        }                                                                                                    \
+        out[0] = ~(uint32_t)a, out[1] = ~(uint32_t)b, out[2] = ~(uint32_t)c;                                 \
+        data += 3 * AIO_ALIGNMENT, out += 3, n_pages -= 3;                                                   \
+    }                                                                                                        \
+    for (; n_pages; data += AIO_ALIGNMENT, out++, n_pages--) {                                               \
+        uint64_t a = ~0u;                                                                                    \
+        for (int i = 0; i < AIO_ALIGNMENT; i += 8)                                                           \
+            a = add(a, load(data + i));                                                                      \
+        *out = ~(uint32_t)a;                                                                                 \
+    }
+
+#if defined(__x86_64__)
+__attribute__((target("sse4.2"))) static void sum_by_instruction(const char *data, size_t n_pages,
+                                                                 uint32_t *out)
+{
+    SUM_PAGES(__builtin_ia32_crc32di)
+}
+
+static bool has_instruction(void) { return __builtin_cpu_supports("sse4.2"); }
+#elif defined(__aarch64__)
+static inline uint64_t add_word(uint64_t sum, uint64_t word)
+{
+    uint32_t result;
+    __asm__(".arch_extension crc\n\tcrc32cx %w0, %w1, %2" : "=r"(result) : "r"((uint32_t)sum), "r"(word));
+    return result;
+}
+
+static void sum_by_instruction(const char *data, size_t n_pages, uint32_t *out) { SUM_PAGES(add_word) }
+
+static bool has_instruction(void) { return getauxval(AT_HWCAP) & HWCAP_CRC32; }
+#else
+static bool has_instruction(void) { return false; }
+#define sum_by_instruction sum_by_table
+#endif
+
+static sum_pages *chosen;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static void choose(void)
+{
+    const char *forced = getenv("TIERING_CRC32C"); /* "portable": what other machines run, for tests */
+    chosen =
+        has_instruction() && !(forced && strcmp(forced, "portable") == 0) ? sum_by_instruction : sum_by_table;
+    fill_table();
+}
+
+void aio_checksum(const void *pages, size_t n_pages, uint32_t *out)
+{
+    pthread_once(&once, choose);
+    chosen(pages, n_pages, out);
+}
+
+static uint32_t *chunk_of(struct checksums *known, uint64_t page)
+{
+    uint64_t index = page / CHECKSUMS_PER_CHUNK;
+    if (index >= known->n_chunks) {
+        uint64_t n = index + 1 + known->n_chunks / 2;
+        uint32_t **chunks = realloc(known->chunks, n * sizeof *chunks);
+        if (!chunks)
+            return NULL;
+        memset(chunks + known->n_chunks, 0, (n - known->n_chunks) * sizeof *chunks);
+        known->chunks = chunks;
+        known->n_chunks = n;
+    }
+    if (!known->chunks[index])
+        known->chunks[index] = calloc(CHECKSUMS_PER_CHUNK, sizeof(uint32_t));
+    return known->chunks[index];
+}
+
+static uint32_t remembered(const struct checksums *known, uint64_t page)
+{
+    uint64_t index = page / CHECKSUMS_PER_CHUNK;
+    const uint32_t *chunk = index < known->n_chunks ? known->chunks[index] : NULL;
+    return chunk ? chunk[page % CHECKSUMS_PER_CHUNK] : 0;
+}
+
+static void forget(struct checksums *known, uint64_t page)
+{
+    if (remembered(known, page))
+        known->chunks[page / CHECKSUMS_PER_CHUNK][page % CHECKSUMS_PER_CHUNK] = 0;
+}
+
+enum { PAGES_AT_ONCE = 48 }; /* a multiple of three; 192 KiB */
+
+int aio_checksums_note(struct checksums *known, const char *data, uint64_t offset, uint64_t nbytes)
+{
+    uint64_t end = offset + nbytes;
+    if (offset % AIO_ALIGNMENT)
+        forget(known, offset / AIO_ALIGNMENT);
+    if (end % AIO_ALIGNMENT)
+        forget(known, end / AIO_ALIGNMENT);
+    uint64_t page = (offset + AIO_ALIGNMENT - 1) / AIO_ALIGNMENT;
+    uint32_t sums[PAGES_AT_ONCE];
+    while (page < end / AIO_ALIGNMENT) {
+        uint64_t n = end / AIO_ALIGNMENT - page;
+        n = n < PAGES_AT_ONCE ? n : PAGES_AT_ONCE;
+        aio_checksum(data + (page * AIO_ALIGNMENT - offset), n, sums);
+        for (uint64_t i = 0; i < n; i++, page++) {
+            uint32_t *chunk = chunk_of(known, page);
+            if (!chunk)
+                return -ENOMEM;
+            chunk[page % CHECKSUMS_PER_CHUNK] = sums[i] ? sums[i] : 1;
+        }
+    }
+    return 0;
+}
+
+int aio_checksums_check(const struct checksums *known, const char *data, uint64_t offset, uint64_t nbytes,
+                        uint64_t *bad)
+{
+    uint64_t last = (offset + nbytes) / AIO_ALIGNMENT;
+    uint32_t sums[PAGES_AT_ONCE];
+    for (uint64_t page = (offset + AIO_ALIGNMENT - 1) / AIO_ALIGNMENT; page < last;) {
+        uint64_t n = last - page < PAGES_AT_ONCE ? last - page : PAGES_AT_ONCE;
+        aio_checksum(data + (page * AIO_ALIGNMENT - offset), n, sums);
+        for (uint64_t i = 0; i < n; i++, page++) {
+            uint32_t expected = remembered(known, page);
+            if (expected && expected != (sums[i] ? sums[i] : 1)) {
+                *bad = page * AIO_ALIGNMENT;
+                return -EBADMSG;
+            }
+        }
+    }
+    return 0;
+}
+
+void aio_checksums_free(struct checksums *known)
+{
+    for (uint64_t i = 0; i < known->n_chunks; i++)
+        free(known->chunks[i]);
+    free(known->chunks);
+}

@@ -1,0 +1,105 @@
+"""What an I/O context counts and uses: frozen records of the C structures, and how to read them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from tiering._aio import ffi, lib
+
+_FLAGS = {
+    lib.AIO_USES_REGISTERED_BUFFERS: "registered_buffers",
+    lib.AIO_USES_REGISTERED_FILES: "registered_files",
+    lib.AIO_USES_SINGLE_ISSUER: "single_issuer",
+    lib.AIO_USES_DEFER_TASKRUN: "defer_taskrun",
+    lib.AIO_USES_COOP_TASKRUN: "coop_taskrun",
+    lib.AIO_USES_VERIFY: "verify",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an I/O context really uses.
+
+    ``flags`` are names such as "registered_buffers" or "verify"; ``registered_bytes`` is memory that the kernel
+    keeps pinned for it. ``passed_over`` says why something is not in use: the engines that "auto" tried first,
+    and "registered_buffers" or "registered_files" where that was refused.
+    """
+
+    engine: str
+    flags: tuple[str, ...]
+    registered_bytes: int
+    passed_over: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectionStats:
+    """Counted in C. ``latency[i]`` counts the operations that took [2^i, 2^(i+1)) ns.
+
+    ``bytes`` is what was asked for and moved, without padding; ``busy_ns`` the time with an operation in
+    flight, so ``bytes / busy_ns`` is the bandwidth in GB/s; ``retries`` the continuations of short or
+    interrupted transfers; ``errors_by_errno`` splits ``errors`` (0: those beyond the first few kinds).
+    """
+
+    bytes: int
+    ops: int
+    retries: int
+    errors: int
+    in_flight: int
+    busy_ns: int
+    latency: tuple[int, ...]
+    errors_by_errno: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FileStats:
+    """One file of a context. ``queue_full_ns`` is the time in which requests waited because the queue was full."""
+
+    name: str
+    direct: bool
+    read: DirectionStats
+    write: DirectionStats
+    flush: DirectionStats
+    queue_full_ns: int
+
+
+def engine_info(raw: Any) -> EngineInfo:
+    """An ``aio_info`` as a record."""
+    refused = {
+        "io_uring": raw.io_uring_error,
+        "libaio": raw.libaio_error,
+        "registered_buffers": raw.buffers_error,
+        "registered_files": raw.files_error,
+    }
+    return EngineInfo(
+        engine=ffi.string(raw.engine).decode(),
+        flags=tuple(name for flag, name in _FLAGS.items() if raw.flags & flag),
+        registered_bytes=raw.registered_bytes,
+        passed_over={what: errno_text(-code) for what, code in refused.items() if code},
+    )
+
+
+def file_stats(name: str, direct: bool, raw: Any) -> FileStats:
+    """An ``aio_file_stats`` as a record."""
+    directions = [_direction(raw.kind[kind]) for kind in (lib.AIO_READ, lib.AIO_WRITE, lib.AIO_FLUSH)]
+    return FileStats(name, direct, *directions, queue_full_ns=raw.queue_full_ns)
+
+
+def errno_text(code: int) -> str:
+    """An errno as people know it: "EIO (Input/output error)"."""
+    return f"{errno.errorcode.get(code, code)} ({os.strerror(code)})"
+
+
+def _direction(raw: Any) -> DirectionStats:
+    return DirectionStats(
+        bytes=raw.bytes,
+        ops=raw.ops,
+        retries=raw.retries,
+        errors=raw.errors,
+        in_flight=raw.in_flight,
+        busy_ns=raw.busy_ns,
+        latency=tuple(raw.latency),
+        errors_by_errno={counted.error: counted.count for counted in raw.by_errno if counted.count},
+    )

@@ -19,6 +19,8 @@ by us in turn; who goes first alternates. What makes the two sides the same:
 - Clocks: fio keeps latencies, as our histograms do.
 - Mixed: fio draws lots for each block; we alternate requests of a quarter of the depth, so that half of what is in
   flight is of either kind. Sequential requests of ours are `depth` blocks, random ones single blocks.
+- Waiting: we submit two batches of 64 blocks and wait for one as a whole, as for a layer's tensors, before the next is
+  submitted; fio reaps blocks one by one. Of either side `depth` blocks are with the kernel.
 - Processes: each side is its own. CPU seconds are user and system time of ours, all threads, against what fio says
   its jobs took; neither contains start and end, nor kernel threads.
 
@@ -53,7 +55,7 @@ from aio.report import Report
 from rich.console import Console
 
 RAM_FILE = 256 * MIB
-QUICK = {"pairs": 2, "seconds": 0.25, "rounds": 2, "size": 512}
+QUICK = {"pairs": 2, "seconds": 0.2, "rounds": 2, "size": 512}
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -223,6 +223,8 @@ def test_the_report_of_known_readings() -> None:
         ),
         "libaio, tmpfs, depth 16, read: Python adds": ("11.00 us", False),
     }
+    assert report.facts["our libaio (disk)"] == "no flags"
+    assert report.facts["our libaio (verify)"] == "verify"
     text = report.markdown()
     assert "| libaio read | 2.000 (2.000-2.000) | 1.900 (1.800-1.900) | 0.950 (0.900-0.950) |" in text
     assert "| 2.000 (2.000-2.000) | 0.0200 |\n" in text  # (0.2 + 0.02 - 0.18 idle) / 2 GB

@@ -88,10 +88,10 @@ def run(load: Load, engine: str, flags: tuple[str, ...], seconds: float, *, lean
     return dataclasses.replace(parse(output, load.block), whole_cpu_seconds=cpu)
 
 
-def idle_cpu(load: Load, engine: str, flags: tuple[str, ...], seconds: float) -> float:
-    """CPU seconds of a fio that does everything but the I/O: median of five runs at one block per second."""
+def idle_cpu(load: Load, engine: str, flags: tuple[str, ...], seconds: float, runs: int) -> float:
+    """CPU seconds of a fio that does everything but the I/O: median of ``runs`` at one block per second."""
     return statistics.median(
-        _execute([*command(load, engine, flags, seconds), "--rate_iops=1"])[1] for _ in range(5)
+        _execute([*command(load, engine, flags, seconds), "--rate_iops=1"])[1] for _ in range(runs)
     )
 
 

@@ -32,6 +32,10 @@ def request_blocks(load: Load) -> int:
     return max(load.depth // 4, 1) if load.kind == "mixed" else max(load.depth, 4)
 
 
+BATCH = 64
+"""Blocks waited for at a time, as a layer's tensors are; two batches are submitted, so the queue stays full."""
+
+
 class Ours:
     """A worker with a context for ``load``'s file, block and depth; loads that differ in kind may follow.
 
@@ -43,7 +47,7 @@ class Ours:
         self.private = private
         self.load = load
         sizes = {1, *(request_blocks(replace(load, kind=kind)) for kind in get_args(Kind))}
-        memory = max(self._window(blocks, self._ahead(blocks)) for blocks in sizes)
+        memory = max(self._window(blocks) for blocks in sizes)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "aio.worker"],
             cwd=_BENCH,
@@ -71,14 +75,13 @@ class Ours:
     def run(self, load: Load, seconds: float, *, blocks: int | None = None) -> Reading:
         """Run ``load`` for ``seconds``, in requests of ``blocks`` blocks."""
         blocks = blocks or request_blocks(load)
-        ahead = self._ahead(blocks)
         told = self._ask(
             {
                 "kind": load.kind,
                 "pattern": load.pattern,
                 "request": blocks * load.block,
-                "ahead": ahead,
-                "window": self._window(blocks, ahead),
+                "batch": self._batch(blocks),
+                "window": self._window(blocks),
                 "seconds": seconds,
             }
         )
@@ -102,13 +105,14 @@ class Ours:
     ) -> None:
         self.close()
 
-    def _ahead(self, blocks: int) -> int:
-        """Requests submitted at a time: the queue is full while the oldest of them is being handed back."""
-        return 2 + -(-2 * self.load.depth // blocks)
+    def _batch(self, blocks: int) -> int:
+        """Requests of ``blocks`` blocks per batch; a batch is never less than the queue."""
+        return -(-max(BATCH, self.load.depth) // blocks)
 
-    def _window(self, blocks: int, ahead: int) -> int:
-        shared = round_up(max(blocks, self.load.depth), blocks)
-        return self.load.block * (blocks * ahead if self.private else shared)
+    def _window(self, blocks: int) -> int:
+        """Bytes of memory in use by requests of ``blocks`` blocks."""
+        wanted = 2 * blocks * self._batch(blocks) if self.private else max(blocks, self.load.depth)
+        return self.load.block * round_up(wanted, blocks)
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None

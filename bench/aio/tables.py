@@ -134,7 +134,9 @@ def verify(cells: Sequence[Cell], report: Report) -> None:
 
 
 def fill(report: Report, cells: Sequence[Cell]) -> None:
-    """Add the tables of what was measured."""
+    """Add the tables of what was measured, and which flags each engine really had."""
+    for cell in cells:
+        report.facts[f"our {cell.engine} ({cell.experiment})"] = ", ".join(cell.flags) or "no flags"
     makers = {"disk": (bandwidth, cpu), "overhead": (overhead,), "verify": (verify,)}
     for experiment, tables in makers.items():
         found = [cell for cell in cells if cell.experiment == experiment]

@@ -58,8 +58,12 @@ class Request:
 
     @property
     def poisons(self) -> bool:
-        """Whether what is ordered behind it must not be issued. A read that was cancelled leaves no stale bytes."""
-        return self.result < 0 and not (self.cancelled and self.kind == "read")
+        """Whether what is ordered behind it must not be issued: not for a read that was merely taken back."""
+        return self.result < 0 and not (self.cancelled and self.kind == "read" and not self.poisoned)
+
+    @property
+    def poisoned(self) -> bool:
+        return any(earlier.poisons for earlier in self.after)
 
 
 class Run:
@@ -133,8 +137,7 @@ class Run:
         self.judge_counters()
 
     def judge_result(self, request: Request, faults: Sequence[Fault]) -> None:
-        poisoned = any(earlier.poisons for earlier in request.after)
-        if request.cancelled or poisoned:
+        if request.cancelled or request.poisoned:
             assert request.result == -errno.ECANCELED
         elif request.result < 0:
             planned = {fault.error for fault in faults if fault.kind in (request.kind, "any")}
@@ -238,10 +241,10 @@ def misfortunes(direct: bool) -> st.SearchStrategy[Fault]:
     kinds = st.sampled_from(["read", "write", "flush", "any"])
     shorts = st.sampled_from([512, PAGE, PAGE + 512]) if direct else st.integers(1, BLOCK)
     errors = st.sampled_from([errno.EIO, errno.ENOSPC, *RETRIED])
-    first, count = st.integers(1, 12), st.integers(1, 3)
+    first, count, many = st.integers(1, 12), st.integers(1, 3), st.integers(1, 9)
     return st.one_of(
         st.builds(Fault, kind=kinds, first=first, count=count, error=errors),
-        st.builds(Fault, kind=kinds, first=first, count=count, short=shorts),
+        st.builds(Fault, kind=kinds, first=first, count=many, short=shorts),
         st.builds(Fault, kind=kinds, first=first, count=count, delay=st.sampled_from([0.001, 0.003])),
         st.builds(Fault, kind=kinds, first=first, count=count, error=errors, delay=st.just(0.002)),
     )
@@ -294,7 +297,7 @@ def check(engine: str, swap_file: Any, direct: bool, examples: int) -> None:
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 def test_any_interleaving_agrees_with_the_model(engine: str, swap_file: Any, direct: bool) -> None:
-    check(engine, swap_file, direct, 40)
+    check(engine, swap_file, direct, 50 if engine == "libaio" else 80)  # its contexts close slowly
 
 
 @pytest.mark.slow

@@ -117,6 +117,15 @@ static void init_lock(aio_context *context)
     pthread_condattr_destroy(&monotonic);
 }
 
+/* Counted instead of asking for the process id each time, which is a system call. */
+static unsigned forks;
+
+static void count_fork(void) { forks++; }
+
+static void watch_forks(void) { pthread_atfork(NULL, NULL, count_fork); }
+
+static bool is_foreign(const aio_context *context) { return context->forks != forks; }
+
 int aio_open(aio_context **out, const aio_options *options)
 {
     if (!options->engine || (options->n_faults && !options->faults) || options->block_size == 0 ||
@@ -126,7 +135,9 @@ int aio_open(aio_context **out, const aio_options *options)
     aio_context *context = calloc(1, sizeof *context);
     if (!context)
         return -ENOMEM;
-    context->pid = getpid();
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, watch_forks);
+    context->forks = forks;
     context->block_size = options->block_size;
     context->queue_depth = options->queue_depth;
     context->capacity = options->queue_depth * FULL_DEPTH_FILES;
@@ -153,8 +164,6 @@ int aio_open(aio_context **out, const aio_options *options)
     *out = context;
     return 0;
 }
-
-static bool is_foreign(const aio_context *context) { return context->pid != getpid(); }
 
 int aio_describe(aio_context *context, aio_info *out)
 {

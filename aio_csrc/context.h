@@ -15,7 +15,6 @@
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
-#include <sys/types.h>
 
 #include "backend.h"
 #include "verify.h"
@@ -66,12 +65,13 @@ struct queue {
 struct file {
     int fd, index;
     bool direct;
-    struct checksums checksums;          /* (driver) */
-    unsigned in_flight;                  /* (lock) blocks */
-    struct queue queues[AIO_PRIORITIES]; /* (lock) */
-    aio_file_stats stats;                /* (lock) times without the stretch that runs now */
-    uint64_t busy_since[AIO_KINDS];      /* (lock) */
-    uint64_t full_since;                 /* (lock) 0: it is not */
+    struct checksums checksums;             /* (driver) */
+    unsigned in_flight;                     /* (lock) blocks */
+    struct queue queues[AIO_PRIORITIES][2]; /* (lock) what reads, and what writes or flushes */
+    int turn;                               /* (lock) which of the two goes first */
+    aio_file_stats stats;                   /* (lock) times without the stretch that runs now */
+    uint64_t busy_since[AIO_KINDS];         /* (lock) */
+    uint64_t full_since;                    /* (lock) 0: it is not */
 };
 
 /* One block of a request on its way: what is left to transfer, and where its bytes belong. */
@@ -99,7 +99,7 @@ struct region {
 enum { REQUESTS_PER_CHUNK = 256, WAIT_SHARDS = 16 };
 
 struct aio_context {
-    pid_t pid;
+    unsigned forks; /* how many this process had behind it */
     uint64_t block_size;
     unsigned queue_depth, capacity; /* blocks in flight: per file, together */
     bool registered, verify;

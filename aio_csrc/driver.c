@@ -82,6 +82,7 @@ static struct block *carve(aio_context *context, struct request *request, uint64
     block->op.nbytes = block->padded ? AIO_ALIGNMENT : size;
     block->op.buffer = find_buffer(context, block->op.data, block->op.nbytes);
 
+    file->turn = request->kind == AIO_READ;
     request->carved += size;
     request->in_flight++;
     file->in_flight++;
@@ -92,11 +93,16 @@ static struct block *carve(aio_context *context, struct request *request, uint64
     return block;
 }
 
-static struct request *next_request(struct file *file)
+/* Within a priority reads and writes take turns, block by block: a long request of one kind does not hold up
+ * the other, and a disk does both at once as fast as in bursts. */
+static struct request *next_request(const struct file *file)
 {
-    for (int priority = AIO_PRIORITIES; priority-- > 0;)
-        if (file->queues[priority].head)
-            return file->queues[priority].head;
+    for (int priority = AIO_PRIORITIES; priority-- > 0;) {
+        const struct queue *queues = file->queues[priority];
+        struct request *first = queues[file->turn].head;
+        if (first || (first = queues[!file->turn].head))
+            return first;
+    }
     return NULL;
 }
 

@@ -84,9 +84,14 @@ pthread_cond_t *aio_request_signal(aio_context *context, const struct request *r
     return &context->done[(request->id & SLOT_MASK) % WAIT_SHARDS];
 }
 
+static struct queue *queue_of(struct request *request)
+{
+    return &request->file->queues[request->priority][request->kind != AIO_READ];
+}
+
 static void append(struct request *request)
 {
-    struct queue *queue = &request->file->queues[request->priority];
+    struct queue *queue = queue_of(request);
     request->next = NULL;
     request->previous = queue->tail;
     if (queue->tail)
@@ -98,7 +103,7 @@ static void append(struct request *request)
 
 void aio_request_dequeue(struct request *request)
 {
-    struct queue *queue = &request->file->queues[request->priority];
+    struct queue *queue = queue_of(request);
     if (request->previous)
         request->previous->next = request->next;
     else
@@ -305,6 +310,17 @@ void aio_request_release(aio_context *context, struct request *request)
     context->free_requests = request;
 }
 
+static void cancel_queue(aio_context *context, const struct queue *queue)
+{
+    for (struct request *request = queue->head, *next; request; request = next) {
+        next = request->next; /* settling this one queues nothing: all is poisoned */
+        if (request->carved > 0)
+            continue;
+        aio_request_dequeue(request);
+        aio_request_settle(context, request, -ECANCELED);
+    }
+}
+
 /* Settle with -ECANCELED whatever has no block in flight and none behind it; what was begun goes on to its
  * end. */
 void aio_requests_cancel(aio_context *context)
@@ -314,15 +330,8 @@ void aio_requests_cancel(aio_context *context)
             if (context->chunks[i][j].state < REQUEST_DONE)
                 context->chunks[i][j].poisoned = true;
     for (unsigned i = 0; i < context->n_files; i++)
-        for (int priority = 0; priority < AIO_PRIORITIES; priority++)
-            for (struct request *request = context->files[i]->queues[priority].head, *next; request;
-                 request = next) {
-                next = request->next; /* settling this one queues nothing: all is poisoned */
-                if (request->carved > 0)
-                    continue;
-                aio_request_dequeue(request);
-                aio_request_settle(context, request, -ECANCELED);
-            }
+        for (int queue = 0; queue < 2 * AIO_PRIORITIES; queue++)
+            cancel_queue(context, &context->files[i]->queues[queue / 2][queue % 2]);
 }
 
 void aio_requests_free(aio_context *context)

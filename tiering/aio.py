@@ -37,6 +37,9 @@ _KINDS = {
 }
 _KIND_NAMES = {number: name for name, number in _KINDS.items()}
 
+_POINTER = ffi.typeof("void *")
+_RESULT = ffi.typeof("aio_result *")
+
 # A wait returns to the interpreter this often, so that Ctrl-C is heard.
 _SLICE_NS = 100_000_000
 
@@ -105,19 +108,12 @@ class FaultPlan:
 class _Request:
     """What the context remembers of a submission until its result is known, ticket or not."""
 
-    __slots__ = (
-        "after",
-        "buffer",
-        "failed_at",
-        "file",
-        "id",
-        "kind",
-        "names",
-        "nbytes",
-        "offset",
-        "result",
-        "seen",
-    )
+    # Defaults, so that the usual request sets few attributes: this is made for every transfer.
+    id = 0
+    after: tuple[_Request, ...] = ()  # kept until this one succeeds, to tell why it did not
+    result: int | None = None
+    failed_at = 0
+    seen = False
 
     def __init__(
         self, kind: int, file: int, buffer: Buffer | None, offset: int, nbytes: int, names: tuple[str, ...]
@@ -128,11 +124,6 @@ class _Request:
         self.offset = offset
         self.nbytes = nbytes
         self.names = names
-        self.id = 0
-        self.after: tuple[_Request, ...] = ()  # kept until this one succeeds, to tell why it did not
-        self.result: int | None = None
-        self.failed_at = offset
-        self.seen = False
 
 
 class Ticket:
@@ -142,12 +133,16 @@ class Ticket:
     later read, write or flush, at the latest by ``close``.
     """
 
-    __slots__ = ("_context", "_request", "nbytes")
+    __slots__ = ("_context", "_request")
 
     def __init__(self, context: AioContext, request: _Request) -> None:
         self._context = context
         self._request = request
-        self.nbytes = request.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes asked for."""
+        return self._request.nbytes
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait, at most ``timeout`` seconds, and return the bytes moved: all that were asked for.
@@ -396,10 +391,12 @@ class AioContext:
             raise ValueError(
                 f"cannot transfer {nbytes} bytes at offset {offset} with a buffer of {buffer.nbytes}"
             )
-        address = ffi.NULL if buffer is None else ffi.cast("void *", buffer.address)
-        earlier = self._ids(after) if after else ffi.NULL
+        address = ffi.NULL if buffer is None else ffi.cast(_POINTER, buffer.address)
         request = _Request(kind, file, buffer, offset, nbytes, names)
-        request.after = tuple(ticket._request for ticket in after)
+        earlier = ffi.NULL
+        if after:
+            earlier = self._ids(after)
+            request.after = tuple(ticket._request for ticket in after)
         # Before the call: an interrupt right after it must not free memory that is being transferred.
         self._live.add(request)
         code = lib.aio_submit(
@@ -419,16 +416,17 @@ class AioContext:
 
     def _collect(self, request: _Request, timeout_ns: int) -> int | None:
         """The result, or None when it is not there in time; then C forgets it and the buffer is let go."""
-        result = ffi.new("aio_result *")
+        result = ffi.new(_RESULT)
         code = lib.aio_wait(self._handle, request.id, timeout_ns, result)
         if code == -errno.ETIMEDOUT:
             return None
         if code == 0:
-            request.failed_at = result.offset
+            if result.bytes < 0:
+                request.failed_at = result.offset
+            elif request.after:
+                request.after = ()
             request.result = result.bytes  # before the release: who finds the ticket released reads it here
             request.buffer = None
-            if result.bytes >= 0:
-                request.after = ()
             self._live.discard(request)
             lib.aio_release(self._handle, request.id)  # -ESTALE: another thread was here just now
         elif code != -errno.ESTALE:
@@ -436,7 +434,12 @@ class AioContext:
         return request.result
 
     def _await(self, request: _Request, timeout: float | None) -> int:
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        result = None
+        if timeout is None:
+            while result is None:
+                result = self._collect(request, _SLICE_NS)
+            return result
+        deadline = time.monotonic() + timeout
         while True:
             left = deadline - time.monotonic()
             result = self._collect(request, int(max(0.0, min(left * 1e9, _SLICE_NS))))

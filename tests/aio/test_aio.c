@@ -32,7 +32,13 @@ static int file;
 static aio_context *open_on(const char *engine, const aio_fault *faults, unsigned n_faults)
 {
     aio_context *opened;
-    aio_options options = {engine, BLOCK, 4, n_faults, faults};
+    aio_options options = {.engine = engine,
+                           .block_size = BLOCK,
+                           .queue_depth = 4,
+                           .registered = 1,
+                           .verify = 1,
+                           .n_faults = n_faults,
+                           .faults = faults};
     CHECK(aio_open(&opened, &options) == 0);
     return opened;
 }
@@ -46,10 +52,10 @@ static int64_t submit(int kind, char *data, uint64_t offset, uint64_t nbytes, in
 
 static int64_t finish(int64_t ticket)
 {
-    int64_t result;
+    aio_result result;
     CHECK(aio_wait(context, ticket, -1, &result) == 0);
     CHECK(aio_release(context, ticket) == 0);
-    return result;
+    return result.bytes;
 }
 
 static char *buffer_of(size_t nbytes, int fill)
@@ -96,10 +102,10 @@ static void run_threads(void)
 static void check_round_trips(const char *engine, int fd)
 {
     const aio_fault troubles[] = {
-        {.kind = AIO_READ, .first = 3, .count = 40, .short_bytes = 4096},
-        {.kind = AIO_WRITE, .first = 5, .count = 40, .short_bytes = 8192},
-        {.kind = AIO_ANY, .first = 60, .count = 20, .error = EAGAIN},
-        {.kind = AIO_ANY, .first = 100, .count = 30, .delay_ns = 2000000},
+        {.file = -1, .kind = AIO_READ, .first = 3, .count = 40, .short_bytes = 4096},
+        {.file = -1, .kind = AIO_WRITE, .first = 5, .count = 40, .short_bytes = 8192},
+        {.file = -1, .kind = AIO_ANY, .first = 60, .count = 20, .error = EAGAIN},
+        {.file = -1, .kind = AIO_ANY, .first = 100, .count = 30, .delay_ns = 2000000},
     };
     for (unsigned n_faults = 0; n_faults <= 4; n_faults += 4) {
         context = open_on(engine, troubles, n_faults);
@@ -120,12 +126,13 @@ static void check_round_trips(const char *engine, int fd)
 static void check_failures(const char *engine, int fd)
 {
     const aio_fault faults[] = {
-        {.kind = AIO_WRITE, .error = EIO, .first = 1, .count = 1, .delay_ns = 20000000},
-        {.kind = AIO_WRITE, .first = 2, .count = 4, .delay_ns = 50000000}};
+        {.file = -1, .kind = AIO_WRITE, .error = EIO, .first = 1, .count = 1, .delay_ns = 20000000},
+        {.file = -1, .kind = AIO_WRITE, .first = 2, .count = 4, .delay_ns = 50000000}};
     char *memory = buffer_of(REGION, 1);
     context = open_on(engine, faults, 2);
     file = aio_add_file(context, fd, 1);
-    int64_t first = submit(AIO_WRITE, memory, 0, BLOCK, 0, 0), last = first, result = 0;
+    int64_t first = submit(AIO_WRITE, memory, 0, BLOCK, 0, 0), last = first;
+    aio_result result;
     for (int i = 0; i < 2000; i++)
         last = submit(AIO_READ, memory, 0, 4096, i % AIO_PRIORITIES, last);
     CHECK(aio_wait(context, last, 1000, &result) == -ETIMEDOUT);
@@ -159,25 +166,25 @@ static void check_failures(const char *engine, int fd)
 static void check_refusals(void)
 {
     aio_context *opened;
-    aio_options options = {"posix", BLOCK, 4, 0, NULL};
+    aio_options options = {.engine = "posix", .block_size = BLOCK, .queue_depth = 4};
     CHECK(aio_open(&opened, &options) == -EINVAL);
-    options = (aio_options){"threads", BLOCK + 1, 4, 0, NULL};
+    options = (aio_options){.engine = "threads", .block_size = BLOCK + 1, .queue_depth = 4};
     CHECK(aio_open(&opened, &options) == -EINVAL);
-    options = (aio_options){"threads", BLOCK, 0, 0, NULL};
+    options = (aio_options){.engine = "threads", .block_size = BLOCK};
     CHECK(aio_open(&opened, &options) == -EINVAL);
     aio_free(NULL);
 }
 
 int main(int argc, char **argv)
 {
-    const char *const engines[] = {"libaio", "threads"};
+    const char *const engines[] = {"io_uring", "libaio", "threads"};
     int fd = open(argc > 1 ? argv[1] : ".", O_RDWR | O_TMPFILE | O_DIRECT | O_CLOEXEC, 0600);
     if (fd < 0) {
         perror("no anonymous O_DIRECT file here: give another directory");
         return 1;
     }
     check_refusals();
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 3; i++) {
         check_round_trips(engines[i], fd);
         check_failures(engines[i], fd);
         printf("%s: sound\n", engines[i]);

@@ -148,11 +148,11 @@ def test_higher_priorities_are_issued_first(open_context: Any, swap_file: Any, m
     order = [(0, b"0"), (0, b"1"), (2, b"2"), (1, b"3"), (2, b"4")]
     queued = [context.write(file, memory(mark * BLOCK), 0, BLOCK, priority=p) for p, mark in order]
     probe = memory(BLOCK)
-    middle = context.read(file, probe, 0, BLOCK, priority=1)  # behind "3", before "0"
+    middle = context.read(file, probe, 0, BLOCK, priority=1)  # behind "4", in turn with "3", before "0"
     assert not blocker.done()
     for ticket in [blocker, middle, *queued]:
         assert ticket.wait() == BLOCK
-    assert probe.bytes()[:1] == b"3"
+    assert probe.bytes()[:1] == b"4"
     last = memory(BLOCK)
     context.read(file, last, 0, BLOCK).wait()
     assert last.bytes() == b"1" * BLOCK

@@ -55,7 +55,7 @@ from aio.report import Report
 from rich.console import Console
 
 RAM_FILE = 256 * MIB
-QUICK = {"pairs": 2, "seconds": 0.2, "rounds": 2, "size": 512}
+QUICK = {"pairs": 2, "seconds": 0.2, "rounds": 2, "size": 256}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -84,6 +84,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="every reading, for later")
     parser.add_argument("--markdown", type=Path, help="the report")
     arguments = parser.parse_args()
+    for directory in (arguments.dir, arguments.ram_dir):
+        if not directory.is_dir():
+            parser.error(f"{directory} is not a directory")
     if arguments.quick:
         vars(arguments).update(QUICK)
     return arguments

@@ -85,7 +85,7 @@ def against_fio(base: Load, engine: str, pairs: int, seconds: float) -> Iterator
                     },
                 ),
                 " ".join(fio.command(load, engine, ours.flags, seconds)),
-                fio.idle_cpu(load, engine, ours.flags, seconds, min(pairs, 5)),
+                fio.idle_cpu(load, engine, ours.flags, seconds, max(1, min(pairs // 2, 5))),
             )
 
 

@@ -130,6 +130,11 @@ class Arena:
             log.debug("%s arena: not locked into RAM, RLIMIT_MEMLOCK is too low", name)
         return cls(memory, address, name)
 
+    @property
+    def nbytes(self) -> int:
+        """The capacity: an arena is a buffer to the I/O context, which may register it as a whole."""
+        return self.capacity
+
     def split(self, nbytes: int, name: str) -> Arena:
         """An arena of its own over ``nbytes`` of this one, for leases that must not compete with the others."""
         if nbytes == 0:

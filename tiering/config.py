@@ -261,7 +261,7 @@ class TiersConfig(_Section):
         description="Gradient accumulation; auto: compute dtype for one micro-batch, else fp32.",
     )
     step_in_backward: AlwaysOff = Field(default=False, description="Step groups while backward still runs.")
-    verify: AlwaysOff = Field(
+    verify: StrictBool = Field(
         default=False, description="Checksum what is swapped; costs host memory, 1/1024 of what is on NVMe."
     )
     io: IoConfig = Field(default=IoConfig(), description="How bytes travel between memory and NVMe.")

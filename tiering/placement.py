@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 STATE_ITEMS = 2  # exp_avg and exp_avg_sq
 FP32 = 4
+CHECKSUM_SHARE = PAGE // 4  # bytes on NVMe per byte of checksums: four for each page
+CHECKSUM_CHUNK = 16 << 20  # bytes of a file whose checksums are allocated together
+CHECKSUM_SPARE = 5  # chunks per file: its last one, and what measuring writes beyond the file's later size
 FEWEST_SLOTS = 3  # one read, one stepped, one written
 USUAL_SLOTS = 4
 STAGING_SHARE = 3  # staging takes at most this fraction (1/n) of the host budget when there is a choice
@@ -65,6 +68,7 @@ class Workload:
     sub_group_numel: int
     prefetch_bytes: int
     device_is_host: bool  # training on the CPU: host memory is the device's memory
+    verified_files: int = 0  # swap files whose pages have checksums in host memory
     fetch_by_copy: bool = False  # NVMe reads cannot land where compute uses them: they pass through a window
 
     @property
@@ -162,7 +166,13 @@ class Plan:
         if tier is Tier.HOST:
             windows = self.grad_window_bytes + self.fetch_window_bytes + self.offload_window_bytes
             kinds["staging"] = self.staging.nbytes + windows
+            kinds["checksums"] = self.checksum_bytes
         return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
+
+    @property
+    def checksum_bytes(self) -> int:
+        """Host memory for the checksums of what is on NVMe: the I/O engine's, not the arena's."""
+        return _checksum_bytes(self.workload, self.total(Tier.NVME))
 
     def total(self, tier: Tier) -> int:
         """Bytes planned on ``tier``."""
@@ -261,6 +271,10 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
         None if load.steps_copy_out else _fill_host(load, fixed, param_tiers, grad_tiers, largest_tile, None)
     )
     if filled is None:
+        # Of all that might go to NVMe: what stays in host memory after all needs none, so this is enough.
+        fixed.take(
+            Tier.HOST, _checksum_bytes(load, _most_on_nvme(load, param_tiers, grad_tiers)), "checksums"
+        )
         tile, staging = _staging(load, fixed, param_tiers, grad_tiers, largest_tile)
         fixed.take(Tier.HOST, staging.nbytes, "staging")
         window = _grad_window(load, grad_tiers)
@@ -421,6 +435,23 @@ def _grad_window(load: Workload, grad_tiers: Sequence[Tier]) -> int:
         ),
         default=0,
     )
+
+
+def _most_on_nvme(load: Workload, param_tiers: Sequence[Tier], grad_tiers: Sequence[Tier]) -> int:
+    """Bytes on NVMe if nothing that may live there were kept in host memory."""
+    total = 0
+    for group, param, grad in zip(load.groups, param_tiers, grad_tiers, strict=True):
+        total += group.param_bytes if param is Tier.NVME else 0
+        total += group.trainable_numel * load.grad_itemsize if grad is Tier.NVME else 0
+        total += group.trainable_numel * load.state_itemsize if load.offload_optimizer is Tier.NVME else 0
+    return total
+
+
+def _checksum_bytes(load: Workload, on_nvme: int) -> int:
+    if not load.verified_files or not on_nvme:
+        return 0
+    chunks = on_nvme // CHECKSUM_CHUNK + load.verified_files * CHECKSUM_SPARE
+    return chunks * CHECKSUM_CHUNK // CHECKSUM_SHARE
 
 
 def _chain_bytes(load: Workload, index: int, param_tiers: Sequence[Tier]) -> int:

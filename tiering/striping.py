@@ -66,8 +66,9 @@ class StripeMap:
             yield last
 
     def _cut(self, offset: int, end: int) -> Iterator[Piece]:
-        row = self._row_of(offset)
-        at = self._start(row)
+        # Rounding lets rows start up to a page per path early, never late: this is offset's row or the one before.
+        row = offset * self.rows // max(self.nbytes, 1)
+        at = sum(pages * row // self.rows for pages in self._pages) * PAGE
         while at < end:
             for path, pages in enumerate(self._pages):
                 before = pages * row // self.rows * PAGE
@@ -77,16 +78,6 @@ class StripeMap:
                     yield Piece(path, before + first - at, first, stop - first)
                 at = after
             row += 1
-
-    def _start(self, row: int) -> int:
-        return sum(pages * row // self.rows for pages in self._pages) * PAGE
-
-    def _row_of(self, offset: int) -> int:
-        # Rounding lets rows start up to a page per path early, never late: this is the row or one before it.
-        row = offset * self.rows // max(self.nbytes, 1)
-        while row + 1 < self.rows and self._start(row + 1) <= offset:
-            row += 1
-        return row
 
 
 def row_bytes(weights: Sequence[int]) -> int:

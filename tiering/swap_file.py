@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
+from tiering._aio import lib
 from tiering.arena import PAGE
 from tiering.config import format_size
 from tiering.errors import SwapSpaceError
@@ -243,13 +244,8 @@ def _open_once(directory: Path, flags: int) -> int:
 
 
 def _fallocate(fd: int, nbytes: int) -> int:
-    """Allocate blocks with the system call itself: glibc's posix_fallocate would fall back to writing zeros."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    while libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
-        code = ctypes.get_errno()
-        if code != errno.EINTR:
-            return code
-    return 0
+    """The errno of the system call, 0 if it did it: glibc's posix_fallocate would fall back to writing zeros."""
+    return -int(lib.aio_reserve(fd, nbytes))
 
 
 def _takes_direct_transfers(fd: int, directory: Path) -> bool:

@@ -52,5 +52,13 @@ class StripedTicket(AllOf[Ticket]):
         super().__init__(parts)
         self.nbytes = sum(part.nbytes for part in parts)
 
+    def cancel(self) -> bool:
+        """Take back the parts that were not begun, from the last; True if there is one, and ``wait`` then raises
+        ECANCELED. It is done once the parts that had begun are over."""
+        for part in reversed(self.parts):
+            if not part.cancel():
+                return part is not self.parts[-1]
+        return bool(self.parts)
+
 
 Transfer = Ticket | StripedTicket

@@ -199,6 +199,7 @@ def _plan(
         sub_group_numel=config.zero.sub_group_size,
         prefetch_bytes=config.zero.prefetch_elements * compute.itemsize,
         device_is_host=not on_gpu,
+        verified_files=len(nvme.all) if config.tiering.verify else 0,
         fetch_by_copy=on_gpu or not can_exchange(),
     )
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else None

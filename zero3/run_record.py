@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
-from tiering.aio import DirectionStats
 from tiering.budgets import host_memory
+from tiering.io_stats import DirectionStats
 from tiering.placement import Tier
 from tiering.swap_file import free_by_file_system
 from tiering.telemetry import DirectionStatus, PathStatus, Snapshot, StepRecord, TierStatus

@@ -7,6 +7,7 @@ with CUDA as one slab.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from tiering.config import TiersConfig
 from tiering.errors import ArenaError
 from tiering.placement import Plan, Tier
 from tiering.swap_space import Section, StripedExtent, SwapSpace
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -126,19 +129,30 @@ class Tiers:
         self._on_nvme: Counter[str] = Counter()
         self._registered = 0  # the address CUDA knows, to be unregistered
         try:
+            io = config.io
             if plan.total(Tier.NVME):
-                io = config.io
-                self.aio = AioContext(engine=io.engine, block_size=io.block_size, queue_depth=io.queue_depth)
+                self.aio = AioContext(
+                    engine=io.engine,
+                    block_size=io.block_size,
+                    queue_depth=io.queue_depth,
+                    registered=io.registered,
+                    verify=config.verify,
+                )
                 allowed = io.allow_memory_file_system
                 self.swap = SwapSpace(_sections(plan, nvme), self.aio, allow_memory_file_system=allowed)
             self._map_arenas(plan)
+            if self.aio is not None and io.registered:
+                for arena in (self.host, self.device_arena):
+                    self.aio.register(arena)
+                log.info("I/O engine: %s", self.aio.info)
         except BaseException:
             self.close()
             raise
 
     def _map_arenas(self, plan: Plan) -> None:
         on_gpu = self.device.type == "cuda"
-        self.host = Arena.map(plan.total(Tier.HOST), "host", pin=register_with_cuda if on_gpu else None)
+        in_arena = plan.total(Tier.HOST) - plan.checksum_bytes
+        self.host = Arena.map(in_arena, "host", pin=register_with_cuda if on_gpu else None)
         self._registered = self.host.address if on_gpu and self.host.capacity else 0
         self.staging = self.host.split(plan.staging.nbytes, "staging")
         self.grad_window = self.host.split(plan.grad_window_bytes, "gradient window")
@@ -234,6 +248,8 @@ class Tiers:
         if tier is Tier.NVME:
             return dict(self._on_nvme)
         held = Counter(self.device_arena.by_kind if tier is Tier.DEVICE else self.host.by_kind)
+        if tier is Tier.HOST:
+            held["checksums"] = self.plan.checksum_bytes
         if tier is Tier.DEVICE:
             held.update(self._on_gpu)
         on_host = [self.staging, self.grad_window, self.fetch_window, self.offload_window]
@@ -252,7 +268,7 @@ class Tiers:
         if tier is Tier.NVME:
             return self.swap.used if self.swap is not None else 0
         if tier is Tier.HOST:
-            return self.host.peak
+            return self.host.peak + self.plan.checksum_bytes
         ledger = self.working.peak if isinstance(self.working, Ledger) else 0
         return self.device_arena.peak + sum(self._on_gpu.values()) + ledger
 

@@ -191,7 +191,6 @@ def test_every_field_is_described() -> None:
         (TiersConfig, {"state": "bf16"}),
         (TiersConfig, {"state": "split+bf16"}),
         (TiersConfig, {"step_in_backward": True}),
-        (TiersConfig, {"verify": True}),
         (TiersConfig, {"grad_accum_dtype": "fp16"}),
         (ZeroConfig, {"stage": 0}),
         (ZeroConfig, {"stage": 2}),

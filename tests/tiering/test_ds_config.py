@@ -245,7 +245,6 @@ def test_all_problems_come_together() -> None:
         ("optimizer.params.amsgrad", True),
         ("zero_optimization.zero_quantized_weights", True),
         ("zero_optimization.offload_optimizer.ratio", 0.5),
-        ("tiering.verify", True),
         ("tiering.step_in_backward", True),
         ("tiering.state", "split"),
         ("data_types.grad_accum_dtype", "fp16"),
@@ -358,9 +357,9 @@ def test_sections_must_be_sections() -> None:
 
 
 def test_examine_reports_what_load_refuses() -> None:
-    config, report = examine(changed("tiering.verify", True, ZERO3_NVME))
+    config, report = examine(changed("tiering.step_in_backward", True, ZERO3_NVME))
     assert config is None
-    assert [entry.key for entry in report.refused] == ["tiering.verify"]
+    assert [entry.key for entry in report.refused] == ["tiering.step_in_backward"]
 
 
 ATOMS = [

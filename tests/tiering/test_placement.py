@@ -57,6 +57,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         sub_group_numel=draw(st.integers(1, 50)) * 1000,
         prefetch_bytes=draw(st.integers(0, 1 << 20)),
         device_is_host=device_is_host,
+        verified_files=draw(st.sampled_from([0, 0, 1, 2])),
         fetch_by_copy=not device_is_host or draw(st.booleans()),
     )
 
@@ -387,3 +388,20 @@ def test_a_group_larger_than_the_devices_room_is_kept_whatever_the_host_budget()
     for host in range(40 * NUMEL, 200 * NUMEL, 4 * NUMEL):
         plan = make_plan(load, Budgets(device, host + 16 * NUMEL, PLENTY))
         assert plan.param_tiers[-1] is HOST
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_checksums_are_part_of_the_host_budget(files: int) -> None:
+    groups = tuple(GroupSizes(f"g{i}", 4 * MIB, 2 * MIB) for i in range(8))
+    load = example(groups=groups, offload_param=NVME, offload_optimizer=NVME, cache_in_host=False)
+    plain = make_plan(load, Budgets(PLENTY, PLENTY, PLENTY))
+    plan = make_plan(replace(load, verified_files=files), Budgets(PLENTY, PLENTY, PLENTY))
+    on_nvme = plan.total(NVME)
+    assert on_nvme == plain.total(NVME)
+    expected = on_nvme // (16 * MIB) * 16 * 1024 + files * 5 * 16 * 1024
+    assert plan.checksum_bytes == plan.contents(HOST)["checksums"] == expected
+    assert plan.total(HOST) == plain.total(HOST) + expected
+    assert f"checksums {expected / 1024:.2f} KiB" in str(plan)
+    assert plain.checksum_bytes == 0 and "checksums" not in plain.contents(HOST)
+    kept = make_plan(replace(load, verified_files=files, cache_in_host=True), Budgets(PLENTY, PLENTY, PLENTY))
+    assert (kept.total(NVME), kept.checksum_bytes) == (0, 0)

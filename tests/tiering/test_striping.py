@@ -100,6 +100,23 @@ def test_the_rows_of_two_unequal_paths() -> None:
     ]
 
 
+def test_a_path_with_less_than_a_page_per_row_cuts_only_the_rows_that_it_is_in() -> None:
+    stripes = StripeMap([400 * MIB, PAGE])
+    assert stripes.rows == 6
+    assert list(stripes.pieces(0, stripes.nbytes)) == [
+        Piece(0, 0, 0, 400 * MIB),
+        Piece(1, 0, 400 * MIB, PAGE),
+    ]
+    stripes = StripeMap([PAGE, 400 * MIB, PAGE])
+    last = 400 * MIB * 5 // 6 // PAGE * PAGE
+    assert list(stripes.pieces(0, stripes.nbytes)) == [
+        Piece(1, 0, 0, last),
+        Piece(0, 0, last, PAGE),
+        Piece(1, last, last + PAGE, 400 * MIB - last),
+        Piece(2, 0, 400 * MIB + PAGE, PAGE),
+    ]
+
+
 @given(WEIGHTS)
 def test_a_row_is_long_enough_for_the_slowest_but_not_endless(weights: list[int]) -> None:
     row = row_bytes(weights)
@@ -201,6 +218,16 @@ def test_what_fits_in_sum_is_placed(
             assert nbytes >= 0 and nbytes % PAGE == 0
             used[disks[path]] += nbytes
     assert all(used[disk] <= room[disk] for disk in room)
+
+
+def test_who_has_another_place_makes_way() -> None:
+    needs = [Need(10 * PAGE, (0, 1)), Need(18 * PAGE, (1, 2))]
+    room = dict.fromkeys(range(3), 10 * PAGE)
+    assert apportion(needs, [1, 9, 1], [0, 1, 2], room) == [
+        {0: 8 * PAGE, 1: 2 * PAGE},  # by weight it would be 1 and 9
+        {1: 8 * PAGE, 2: 10 * PAGE},
+    ]
+    assert apportion([needs[0], Need(21 * PAGE, (1, 2))], [1, 9, 1], [0, 1, 2], room) is None
 
 
 def test_a_full_path_gives_its_share_to_the_others() -> None:

@@ -311,6 +311,23 @@ def test_a_smaller_disk_gets_less_and_the_plan_still_fits(
     space.close()  # before the disk goes
 
 
+def test_directories_on_one_full_disk_trade_their_room(
+    small_disk: Callable[[int], Path], rates: Callable[..., None], open_space: OpenSpace
+) -> None:
+    disk = small_disk(16 * MIB)
+    halves = [disk / "one", disk / "two", disk / "three"]
+    for half in halves:
+        half.mkdir()
+    room = (free_bytes(disk) - 16 * PAGE) // PAGE * PAGE
+    rates(8, 1, 1)
+    space = open_space({"state": (room, halves)})
+    capacities = [slab.capacity for slab in space.slabs]
+    assert sum(capacities) == room
+    assert capacities == pytest.approx([0.8 * room, 0.1 * room, 0.1 * room], abs=PAGE)
+    space.slabs[0].aio.close()
+    space.close()  # before the disk goes
+
+
 # Order
 
 
@@ -376,6 +393,70 @@ def test_transfers_must_fit_extent_and_buffer(
         space.swap_out(extent, lease.part(0, PAGE), nbytes=2 * PAGE)
     assert space.swap_out(extent, lease).wait() == 4 * PAGE  # by default: what fits
     assert space.swap_in(extent, lease, offset=PAGE).wait() == 3 * PAGE
+
+
+def test_a_slow_path_delays_only_what_lies_on_it(
+    engine: str,
+    open_space: OpenSpace,
+    arena: Arena,
+    paths: list[Path],
+    rates: Callable[..., None],
+    small_rows: None,
+) -> None:
+    rates(1, 1)
+    space = open_space({"state": (64 * PAGE, paths[:2])}, Fault(count=0, delay=1.0, file=1))
+    striped = space.allocate(16 * PAGE, ("striped",), "state")
+    others = [space.allocate(PAGE, (f"small{index}",), "state") for index in range(20)]
+    fast = [extent for extent in others if extent.parts[0].slab is space.slabs[0]]
+    assert len(fast) == 10
+    ticket = write(space, striped, arena, b"s" * (16 * PAGE))
+    assert isinstance(ticket, StripedTicket)
+    quick = [
+        part
+        for part, piece in zip(ticket.parts, striped.stripes.pieces(0, striped.nbytes), strict=True)
+        if piece.path == 0
+    ]
+    assert len(quick) == 8
+    for part in quick:
+        part.wait()
+    for extent in fast:
+        write(space, extent, arena, b"f" * PAGE).wait()
+        assert read(space, extent, arena, 0, PAGE) == b"f" * PAGE
+    ahead = [stats.write.ops for stats in space.slabs[0].aio.stats()]
+    concurrent = not ticket.done()
+    ticket.wait()
+    assert read(space, striped, arena, 0, PAGE) == b"s" * PAGE
+    if not concurrent:
+        pytest.skip("this machine slept through the delay of a second: this proves nothing")
+    assert ahead == [18, 0]
+
+
+def test_a_cancelled_transfer_ends_with_all_its_parts_over(
+    engine: str,
+    open_space: OpenSpace,
+    arena: Arena,
+    paths: list[Path],
+    rates: Callable[..., None],
+    small_rows: None,
+) -> None:
+    rates(1, 1)
+    space = open_space({"state": (64 * PAGE, paths[:2])}, Fault("write", first=65, count=0, delay=0.02))
+    extent = space.allocate(64 * PAGE, ("w",), "state")
+    write(space, extent, arena, b"o" * (64 * PAGE)).wait()
+    first = write(space, extent, arena, b"1" * (64 * PAGE))
+    lease = filled(arena, b"2" * (64 * PAGE))
+    second = space.swap_out(extent, lease)
+    assert second.cancel()
+    with pytest.raises(SwapError) as caught:
+        second.wait()
+    assert caught.value.errno == errno.ECANCELED
+    assert first.wait() == 64 * PAGE
+    assert second.done()
+    assert not first.cancel()
+    with pytest.raises(SwapError):  # nobody knows which bytes are there
+        read(space, extent, arena, 0, 64 * PAGE)
+    write(space, extent, arena, b"3" * (64 * PAGE)).wait()
+    assert read(space, extent, arena, 0, 64 * PAGE) == b"3" * (64 * PAGE)
 
 
 # Failures
@@ -477,6 +558,19 @@ def test_a_read_that_is_submitted_in_part_spoils_nothing(
 
 
 # Bandwidth
+
+
+def test_a_slow_path_is_given_less(
+    open_space: OpenSpace, paths: list[Path], small_rows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured for real, by counters: every transfer of the second path begins 50 ms late."""
+    space = open_space({"state": (32 * MIB, paths[:2])}, Fault(count=0, delay=0.05, file=1))
+    fast, slow = space.slabs
+    assert space.weights[paths[0]] > 2 * space.weights[paths[1]]
+    assert fast.capacity > 2 * slow.capacity > 0
+    assert fast.capacity + slow.capacity == 32 * MIB
+    moved = [stats.write.bytes + stats.read.bytes for stats in fast.aio.stats()]
+    assert moved[0] > 2 * moved[1] > 0  # and it was not waited for: each had the same time
 
 
 def test_measuring_stays_within_the_span_and_its_bounds(engine: str, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def batches(count: int, seed: int = 7) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def config(
-    nvme: Path,
+    nvme: Path | list[Path] | dict[str, Path | list[Path]],
     *,
     precision: str = "bf16",
     accumulation: int = 2,
@@ -87,10 +87,15 @@ def config(
     optimizer: dict[str, Any] | None = None,
     **tiers: Any,
 ) -> dict[str, Any]:
-    """A configuration as a user writes it; keyword arguments left over go to the ``tiering`` block."""
+    """A configuration as a user writes it; keyword arguments left over go to the ``tiering`` block.
 
-    def section(device: str) -> dict[str, Any]:
-        return {"device": device} | ({"nvme_path": str(nvme)} if device == "nvme" else {})
+    ``nvme`` is a directory, a list of them, or either for each of "param" and "optimizer".
+    """
+
+    def section(kind: str, device: str) -> dict[str, Any]:
+        where = nvme[kind] if isinstance(nvme, dict) else nvme
+        given = [str(path) for path in where] if isinstance(where, list) else str(where)
+        return {"device": device} | ({"nvme_path": given} if device == "nvme" else {})
 
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -100,8 +105,8 @@ def config(
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1} | (optimizer or {})},
         "zero_optimization": {
             "stage": 3,
-            "offload_param": section(offload_param),
-            "offload_optimizer": section(offload_optimizer),
+            "offload_param": section("param", offload_param),
+            "offload_optimizer": section("optimizer", offload_optimizer),
             "sub_group_size": sub_group_size,
             "stage3_prefetch_bucket_size": prefetch,
             "stage3_param_persistence_threshold": threshold,
@@ -128,11 +133,13 @@ def start(nvme: Path) -> Iterator[Callable[..., Engine]]:
     """``start(model=None, **config)`` makes an engine; it is closed after the test."""
     engines: list[Engine] = []
 
-    def make(model: nn.Module | None = None, *, model_parameters: Any = None, **options: Any) -> Engine:
+    def make(
+        model: nn.Module | None = None, *, model_parameters: Any = None, paths: Any = None, **options: Any
+    ) -> Engine:
         if model is None:
             torch.manual_seed(3)
             model = SmallModel()
-        settings = config(nvme, **options)
+        settings = config(paths or nvme, **options)
         engine = tiering.initialize(model=model, config=settings, model_parameters=model_parameters).engine
         engines.append(engine)
         return engine

@@ -228,7 +228,7 @@ class IoConfig(_Section):
         default=1 << 20,
         description="Largest single request in bytes, a multiple of 4096; longer ones are split.",
     )
-    queue_depth: Annotated[Count, Field(le=4096)] = Field(
+    queue_depth: Annotated[Count, Field(le=512)] = Field(
         default=16, description="Requests in flight per path."
     )
     registered: StrictBool = Field(default=True, description="Register buffers where the backend can.")

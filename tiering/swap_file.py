@@ -189,7 +189,7 @@ def _refused(directory: Path, nbytes: int, code: int) -> SwapSpaceError:
             directory, nbytes, available, " (ENOSPC: others are filling it, or blocks are set aside)"
         )
     reason, remedy = {
-        errno.EDQUOT: ("the disk quota is used up (EDQUOT)", "raise the quota"),
+        errno.EDQUOT: ("the disk quota does not allow them (EDQUOT)", "raise the quota"),
         errno.EFBIG: (f"a file may not be that large (EFBIG; {_largest_file()})", "raise the limit"),
     }.get(code, (f"{errno.errorcode.get(code, code)}, {os.strerror(code)}", "see dmesg"))
     return SwapSpaceError(

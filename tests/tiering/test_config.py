@@ -237,6 +237,7 @@ def test_what_is_planned_is_refused_by_name(section: type[BaseModel], values: di
         (IoConfig, {"block_size": "3K"}, "multiple of 4096"),
         (IoConfig, {"block_size": 0}, "greater than 0"),
         (IoConfig, {"queue_depth": 0}, "greater than 0"),
+        (IoConfig, {"queue_depth": 513}, "less than or equal to 512"),
     ],
 )
 def test_wrong_values_are_refused(section: type[BaseModel], values: dict[str, object], message: str) -> None:

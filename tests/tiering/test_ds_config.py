@@ -350,6 +350,36 @@ def test_two_keys_for_one_setting_must_agree() -> None:
     assert "tiering.io.block_size: '1MiB' contradicts aio.block_size, which says 65536" in message
 
 
+def test_what_the_io_engine_can_do_is_honoured() -> None:
+    given: dict[str, Any] = json.loads(json.dumps(ZERO3_NVME))
+    given["zero_optimization"]["offload_param"]["nvme_path"] = ["/nvme0", "/nvme1"]
+    given["zero_optimization"]["offload_optimizer"]["nvme_path"] = "/nvme2"
+    given["tiering"] = {"verify": True, "io": {"engine": "io_uring", "registered": False}}
+    config, report = load(given)
+    assert config.zero.offload_param.nvme_path == (Path("/nvme0"), Path("/nvme1"))
+    assert config.zero.offload_optimizer.nvme_path == (Path("/nvme2"),)
+    assert (config.tiering.verify, config.tiering.io.engine, config.tiering.io.registered) == (
+        True,
+        "io_uring",
+        False,
+    )
+    verdicts = {entry.key: entry.verdict for entry in report.entries}
+    for key in (
+        "zero_optimization.offload_param.nvme_path",
+        "zero_optimization.offload_optimizer.nvme_path",
+        "tiering.verify",
+        "tiering.io.engine",
+        "tiering.io.registered",
+    ):
+        assert verdicts[key] is Verdict.HONOURED
+
+
+def test_a_wrong_path_in_a_list_is_told_by_its_key() -> None:
+    for wrong in (["/a", 3], [], ["/a", "/a"], {"a": "b"}):
+        message = refusal(changed("zero_optimization.offload_param.nvme_path", wrong, ZERO3_NVME))
+        assert "zero_optimization.offload_param.nvme_path: " in message
+
+
 def test_sections_must_be_sections() -> None:
     assert "zero_optimization: a section {...} is needed, not True" in refusal(
         MINIMAL | {"zero_optimization": True}

@@ -51,6 +51,18 @@ def swap_file_in() -> Iterator[Callable[[Path, int], SwapFile]]:
         yield make
 
 
+EXT4 = ("mkfs.ext4", "-q", "-F", "-m", "0")
+
+
+def run_or_skip(*command: str) -> None:
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip(f"there is no {command[0]} here")
+    if ran.returncode:
+        pytest.skip(f"{' '.join(command)} is not possible here: {ran.stderr.strip()}")
+
+
 def unmount(where: Path) -> None:
     if subprocess.run(["umount", str(where)]).returncode:
         subprocess.run(["umount", "--lazy", str(where)], check=True)
@@ -62,23 +74,15 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """``mounted("-t", "ext2")`` mounts a new 16 MiB image made by ``mkfs.ext4`` with these options."""
     with ExitStack() as stack:
 
-        def run(*command: str) -> None:
-            try:
-                ran = subprocess.run(command, capture_output=True, text=True)
-            except FileNotFoundError:
-                pytest.skip(f"there is no {command[0]} here")
-            if ran.returncode:
-                pytest.skip(f"{' '.join(command)} is not possible here: {ran.stderr.strip()}")
-
-        def mount(*options: str) -> Path:
+        def mount(*options: str, mkfs: tuple[str, ...] = EXT4, nbytes: int = 16 * MIB) -> Path:
             if os.geteuid() != 0:
                 pytest.skip("mounting a file system takes root")
-            image, where = tmp_path / "image.16M", tmp_path / "mounted"
+            image, where = tmp_path / "image.to.mount", tmp_path / "mounted"
             image.touch()
-            os.truncate(image, 16 * MIB)
+            os.truncate(image, nbytes)
             where.mkdir()
-            run("mkfs.ext4", "-q", "-F", "-m", "0", *options, str(image))
-            run("mount", "-o", "loop", str(image), str(where))
+            run_or_skip(*mkfs, *options, str(image))
+            run_or_skip("mount", "-o", "loop", str(image), str(where))
             stack.callback(unmount, where)
             return where
 
@@ -296,7 +300,10 @@ def test_a_disk_that_fills_between_asking_and_reserving(
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        (errno.EDQUOT, "the disk quota is used up (EDQUOT); raise the quota, name another nvme_path"),
+        (
+            errno.EDQUOT,
+            "the disk quota does not allow them (EDQUOT); raise the quota, name another nvme_path",
+        ),
         (
             errno.EFBIG,
             "a file may not be that large (EFBIG; a limit of the file system); raise the limit, name",
@@ -320,6 +327,22 @@ def test_a_reservation_that_is_refused(
     assert "raise host_budget so that less is swapped" in str(caught.value)
     assert open_descriptors() == descriptors
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_real_quota(mounted: Callable[..., Path]) -> None:
+    disk = mounted(mkfs=("mkfs.btrfs", "-q"), nbytes=200 * MIB)
+    home = disk / "home"
+    run_or_skip("btrfs", "quota", "enable", str(disk))
+    run_or_skip("btrfs", "subvolume", "create", str(home))
+    run_or_skip("btrfs", "qgroup", "limit", "20M", str(home))
+    assert free_bytes(home) > 40 * MIB
+    with pytest.raises(SwapSpaceError) as caught:
+        SwapFile(home, 40 * MIB)
+    assert "but the disk quota does not allow them (EDQUOT); raise the quota" in str(caught.value)
+    assert list(home.iterdir()) == []
+    made = SwapFile(home, 10 * MIB)
+    assert os.fstat(made.fd).st_blocks * 512 >= 10 * MIB
+    made.close()
 
 
 def test_the_limit_of_a_file(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ rates is what a path can be relied on for: a training step reads and writes the 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections import deque
@@ -92,22 +91,34 @@ class _Lane:
         began = time.monotonic()
         idle, in_flight = self._buffers[:], deque[tuple[Lease, Ticket]]()
         at = submitted = moved = 0
-        while not submitted or (submitted < most and time.monotonic() - began < SECONDS):
-            if idle and len(in_flight) * self._block <= moved:
-                buffer = idle.pop()
-                in_flight.append((buffer, submit(self._file, buffer, at, self._block)))
-                submitted += self._block
-                at = (at + self._block) % span
-            else:
-                buffer, ticket = in_flight.popleft()
-                moved += ticket.wait()
-                idle.append(buffer)
-        left = [ticket for _, ticket in in_flight]
-        taken_back = [
-            ticket for ticket in reversed(left[1:]) if ticket.cancel()
-        ]  # one is the least that tells
-        moved += sum(ticket.wait() for ticket in left if ticket not in taken_back)
-        for ticket in taken_back:
-            with contextlib.suppress(SwapError):
-                ticket.wait()
+        try:
+            while not submitted or (submitted < most and time.monotonic() - began < SECONDS):
+                if idle and len(in_flight) * self._block <= moved:
+                    buffer = idle.pop()
+                    in_flight.append((buffer, submit(self._file, buffer, at, self._block)))
+                    submitted += self._block
+                    at = (at + self._block) % span
+                else:
+                    buffer, ticket = in_flight.popleft()
+                    moved += ticket.wait()
+                    idle.append(buffer)
+            if in_flight:
+                moved += in_flight.popleft()[1].wait()  # one is the least that tells
+        finally:
+            moved += _end([ticket for _, ticket in in_flight])
         return moved, time.monotonic() - began
+
+
+def _end(tickets: Sequence[Ticket]) -> int:
+    """Take back what was not begun, from the last, and wait for the rest. Returns the bytes moved."""
+    moved = 0
+    taken_back = {ticket for ticket in reversed(tickets) if ticket.cancel()}
+    failed: SwapError | None = None
+    for ticket in tickets:
+        try:
+            moved += ticket.wait()
+        except SwapError as error:
+            failed = failed or (None if ticket in taken_back else error)
+    if failed is not None:
+        raise failed
+    return moved

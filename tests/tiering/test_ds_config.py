@@ -374,6 +374,16 @@ def test_what_the_io_engine_can_do_is_honoured() -> None:
         assert verdicts[key] is Verdict.HONOURED
 
 
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_are_sound(path: Path) -> None:
+    config, report = load(path)
+    assert report.refused == ()
+    assert config.zero.offload_param.device == "nvme"
+
+
 def test_a_wrong_path_in_a_list_is_told_by_its_key() -> None:
     for wrong in (["/a", 3], [], ["/a", "/a"], {"a": "b"}):
         message = refusal(changed("zero_optimization.offload_param.nvme_path", wrong, ZERO3_NVME))

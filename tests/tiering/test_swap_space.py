@@ -592,6 +592,20 @@ def test_measuring_stays_within_the_span_and_its_bounds(engine: str, tmp_path: P
         os.close(fd)
 
 
+@pytest.mark.parametrize("first", [1, 2, 30, 100])
+def test_measuring_that_fails_has_nothing_in_flight_any_more(engine: str, tmp_path: Path, first: int) -> None:
+    """The files are closed next: what is still under way would go to whatever gets their numbers."""
+    fault = FaultPlan((Fault("write", first=first, count=3, error=errno.EIO), Fault(count=0, delay=0.002)))
+    with AioContext(engine=engine, block_size=64 << 10, fault=fault) as aio:
+        fds = [os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600) for _ in range(2)]
+        files = [(aio.add_file(fd, direct=True, name="x"), 4 * MIB) for fd in fds]
+        with pytest.raises(SwapError, match="EIO"):
+            bandwidth.measure(aio, files)
+        assert [stats.write.in_flight for stats in aio.stats()] == [0, 0]
+    for fd in fds:
+        os.close(fd)
+
+
 def test_absurd_ratios_are_cut_off() -> None:
     assert bandwidth.weights([6400, 3200, 101, 99, 0]) == [6400, 3200, 101, 100, 100]
     assert bandwidth.weights([0, 0]) == [1, 1]

@@ -17,10 +17,10 @@ by us in turn; who goes first alternates. What makes the two sides the same:
   it is far slower on some disks). Ours is touched before; what fio reads into is not, a millisecond or two per run.
   Neither changes the data between writes (scramble_buffers=0).
 - Clocks: fio keeps latencies, as our histograms do.
-- Mixed: fio draws lots for each block; we alternate requests of a quarter of the depth, so that half of what is in
-  flight is of either kind. Sequential requests of ours are `depth` blocks, random ones single blocks.
-- Waiting: we submit two batches of 64 blocks and wait for one as a whole, as for a layer's tensors, before the next is
-  submitted; fio reaps blocks one by one. Of either side `depth` blocks are with the kernel.
+- Mixed: fio draws lots for each block; we alternate requests of half the depth, of which the engine issues the blocks
+  of reads and writes in turn. Sequential requests of ours are `depth` blocks, random ones single blocks.
+- Waiting: we submit two batches of 256 blocks and wait for one as a whole before the next is submitted; fio reaps
+  blocks one by one. Of either side `depth` blocks are with the kernel.
 - Processes: each side is its own. CPU seconds are user and system time of ours, all threads, against what fio says
   its jobs took; neither contains start and end, nor kernel threads.
 

@@ -75,6 +75,7 @@ def assemble(model: nn.Module, config: TieringConfig, model_parameters: ModelPar
             tiles,
             gradients,
             tiers,
+            streams,
             decoupled=chosen.decoupled,
         )
     except BaseException:

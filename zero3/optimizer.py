@@ -25,7 +25,7 @@ from tiering.placement import SubGroup
 from tiering.tickets import AllOf, Transfer
 from zero3 import device_kernels
 from zero3.device_kernels import AdamWNumbers
-from zero3.flat_storage import StreamEvent
+from zero3.flat_storage import StreamEvent, Streams
 from zero3.grads import KERNEL_DTYPES, GradientStore
 from zero3.param_group import ParamGroup
 from zero3.partition import Segment, segments
@@ -85,11 +85,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         tiles: list[Tile],
         gradients: GradientStore,
         tiers: Tiers,
+        streams: Streams | None,
         *,
         decoupled: bool,
     ) -> None:
         super().__init__(param_groups, defaults)
         self._tiers = tiers
+        self._streams = streams
         self._gradients = gradients
         self._decoupled = decoupled
         self._param_at = tiers.plan.staging.param_offset
@@ -136,6 +138,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise EngineStateError(
                 "optimizer.step() would neither clip nor count this step; call engine.step()"
             )
+        if self._streams is not None:
+            # Nothing has waited for a forward without gradients: it may still read what changes in host memory now.
+            self._streams.fetch.synchronize()
         self._options = {
             self._index_of[param]: group
             for group in self.param_groups

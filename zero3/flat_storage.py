@@ -54,7 +54,7 @@ class ExchangedStorage(FlatStorage):
     """CPU: the storage exchanges its pointer with an arena lease that an NVMe read has filled."""
 
     def __init__(self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers) -> None:
-        self.flat = torch.empty(numel, dtype=dtype)
+        self.flat = torch.empty(numel, dtype=dtype, device="cpu")
         self._home = home
         self._tiers = tiers
         self._lease: Lease | None = None
@@ -125,7 +125,7 @@ class CopiedStorage(FlatStorage):
         self._room: Lease | Entry | None = None
         self._lease: Lease | None = None
         self._ticket: Transfer | None = None
-        self._copying = False
+        self._arrived: torch.cuda.Event | None = None  # the copy in flight
 
     def start(self, *, at: int | None, wait: bool) -> bool:
         working, window = self._tiers.working, self._tiers.fetch_window
@@ -156,9 +156,7 @@ class CopiedStorage(FlatStorage):
             self._ticket.wait()
             self._ticket = None
             self._copy_in()
-        if self._streams is not None:
-            torch.cuda.current_stream().wait_stream(self._streams.fetch)
-        self._copying = False
+        self._wait_on_stream()
 
     def drop(self) -> None:
         assert self._room is not None
@@ -166,18 +164,21 @@ class CopiedStorage(FlatStorage):
             assert self._lease is not None
             retire_read(self._lease, self._ticket)
             self._ticket = self._lease = None
-        if self._copying and self._streams is not None:
-            # Dropped before it was used: the memory goes back to the compute stream, so that one has to wait.
-            torch.cuda.current_stream().wait_stream(self._streams.fetch)
-            self._copying = False
+        # If it is dropped before it was used: the memory goes back to the compute stream, so that one has to wait.
+        self._wait_on_stream()
         self.flat.untyped_storage().resize_(0)
         self._room.release()
         self._room = None
 
+    def _wait_on_stream(self) -> None:
+        """Let the compute stream wait for this copy, not for those of groups that are fetched ahead after it."""
+        if self._arrived is not None:
+            torch.cuda.current_stream().wait_event(self._arrived)
+            self._arrived = None
+
     def _copy_in(self) -> None:
         source = self._home.tensor if self._lease is None else as_tensor(self._lease)
         assert source is not None
-        self._copying = True
         self.flat.untyped_storage().resize_(self._nbytes)
         raw = self.flat.view(torch.uint8)
         with _unsafe_preserve_version_counter(self.flat):
@@ -188,6 +189,8 @@ class CopiedStorage(FlatStorage):
                 self._streams.fetch.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self._streams.fetch):
                     raw.copy_(source[: self._nbytes], non_blocking=True)
+                self._arrived = torch.cuda.Event()
+                self._arrived.record(self._streams.fetch)
         if self._lease is not None:
             if self._streams is None:
                 self._lease.release()
@@ -228,7 +231,7 @@ def exchange_pointers(first: Tensor, second: Tensor) -> None:
 def can_exchange() -> bool:
     """Whether this torch can exchange the data pointers of two storages (a private method, so it is tried)."""
     try:
-        first, second = torch.zeros(2), torch.ones(2)
+        first, second = torch.zeros(2, device="cpu"), torch.ones(2, device="cpu")
         exchange_pointers(first, second)
         works = first.tolist() == [1, 1] and second.tolist() == [0, 0]
     except (AttributeError, RuntimeError, TypeError):

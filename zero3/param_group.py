@@ -71,6 +71,7 @@ class ParamGroup:
             flat = self._storage.flat
             self.residency = Residency.SHARDED
         self.moves = self._storage is not None
+        self.through_window = home.extent is not None and isinstance(self._storage, CopiedStorage)
         self.storage_key: int = flat.untyped_storage()._cdata  # the same whether or not the storage has bytes
         self._views = [flat[p.start : p.end].view(p.shape) for p in layout.pieces]
         nan = torch.full((), torch.nan, dtype=dtype, device=tiers.device)

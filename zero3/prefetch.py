@@ -64,6 +64,9 @@ class Prefetcher:
         if order is None or self._cursor is None:
             return
         for group in order[self._cursor :]:
+            in_use = group.residency is not Residency.SHARDED and group not in self._ahead
+            if in_use and group.through_window:
+                return  # it will pass the window once more: what comes after that must not be in its way
             if group.residency is not Residency.SHARDED:
                 continue
             try:

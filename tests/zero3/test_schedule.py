@@ -15,10 +15,11 @@ from zero3.schedule import PassSchedule
 
 
 class Device:
-    """Room for so many groups at once."""
+    """Room for so many groups at once, of which so many may be on their way (None: any number)."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, window: int | None = None) -> None:
         self.room = room
+        self.window = window
         self.log: list[tuple[str, str]] = []
 
 
@@ -31,27 +32,36 @@ class FakeGroup:
         self.parent = parent
         self.residency = Residency.SHARDED
         self.moves = False  # saves no tensors
+        self.through_window = device.window is not None
 
     def unshard(self, *, wait: bool = False) -> bool:
         if self.residency is not Residency.SHARDED:
             return True
-        if self.device.room == 0:
+        if self.device.room == 0 or self.device.window == 0:
             assert not wait, f"{self.name} can never get room"
             return False
         self.device.room -= 1
+        if self.device.window is not None:
+            self.device.window -= 1
         self.residency = Residency.FETCHING
         self.device.log.append(("fetch", self.name))
         return True
 
     def wait_for_unshard(self) -> None:
         assert self.residency is not Residency.SHARDED
+        self._leave_window()
         self.residency = Residency.UNSHARDED
 
     def reshard(self) -> None:
         if self.residency is not Residency.SHARDED:
+            self._leave_window()
             self.device.room += 1
             self.device.log.append(("free", self.name))
         self.residency = Residency.SHARDED
+
+    def _leave_window(self) -> None:
+        if self.residency is Residency.FETCHING and self.device.window is not None:
+            self.device.window += 1
 
     @property
     def usable(self) -> bool:
@@ -77,9 +87,9 @@ def end_callbacks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
 
 
 def make(
-    count: int, room: int, *, root: bool = False
+    count: int, room: int, *, root: bool = False, window: int | None = None
 ) -> tuple[Device, list[FakeGroup], PassSchedule, FakeGradients]:
-    device = Device(room)
+    device = Device(room, window)
     groups = [FakeGroup(f"g{i}", device, parent=count if root else None) for i in range(count)]
     if root:
         groups.append(FakeGroup("root", device))
@@ -108,8 +118,11 @@ def one_pass(passes: PassSchedule, groups: list[FakeGroup], end: list[Callable[[
     end.pop()()
 
 
-def test_the_second_pass_fetches_ahead_in_the_recorded_order(end_callbacks: list[Callable[[], None]]) -> None:
-    device, groups, passes, _ = make(4, room=2)
+@pytest.mark.parametrize("window", [None, 2])
+def test_the_second_pass_fetches_ahead_in_the_recorded_order(
+    end_callbacks: list[Callable[[], None]], window: int | None
+) -> None:
+    device, groups, passes, _ = make(4, room=2, window=window)
     one_pass(passes, groups, end_callbacks)
     assert [name for what, name in device.log if what == "fetch"] == [
         *("g0", "g1", "g2", "g3"),
@@ -135,6 +148,29 @@ def test_each_pass_fetches_every_group_twice_whatever_the_room(
             assert fetched == sorted(["g0", "g1", "g2", "g3"] * 2), f"room {room}"
             assert device.room == room, "a group is still unsharded after backward"
         assert gradients.closed[-5:] == ["g3", "g2", "g1", "g0", "all"]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_what_passes_a_window_is_never_fetched_in_vain(
+    end_callbacks: list[Callable[[], None]], window: int
+) -> None:
+    """A group in use holds none of it, but needs it again in backward: what comes later must not be there then."""
+    for room in (2, 3, 5, 10):
+        device, groups, passes, _ = make(4, room=room, root=True, window=window)
+        *blocks, root = groups
+        for _ in range(3):
+            device.log.clear()
+            passes.begin_forward(True)
+            passes.pre_forward(root)  # type: ignore[arg-type]
+            for group in (blocks[0], *blocks):  # the first is used twice in a row
+                call(passes, group)
+            passes.post_forward(root)  # type: ignore[arg-type]
+            for group in (root, *reversed(blocks)):
+                backward(passes, group)
+            end_callbacks.pop()()
+            fetched = sorted(name for what, name in device.log if what == "fetch")
+            assert fetched == sorted(["g0", *["g0", "g1", "g2", "g3", "root"] * 2]), f"room {room}"
+        assert (device.room, device.window) == (room, window)
 
 
 def test_an_enclosing_group_stays_until_backward_ends(end_callbacks: list[Callable[[], None]]) -> None:

@@ -7,6 +7,7 @@ post-forward event come also when forward raised, or when activation checkpointi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -90,8 +91,13 @@ def _after(events: Events, group: ParamGroup) -> Callable[[nn.Module, Any, Any],
 
 
 def _accumulated(events: Events, group: ParamGroup, piece: Piece) -> Callable[[Tensor], None]:
+    # Python's collector does not see through these hooks: what they hold, down to the parameter, would never be freed.
+    listener, of = weakref.ref(events), weakref.ref(group)
+
     def gradient(param: Tensor) -> None:
         assert isinstance(param, nn.Parameter)
-        events.gradient(group, piece, param)
+        events, group = listener(), of()
+        if events is not None and group is not None:
+            events.gradient(group, piece, param)
 
     return gradient

@@ -59,7 +59,7 @@ class TieredState:
             for segment in tile.segments:
                 piece = segment.piece
                 if piece.name not in masters:
-                    masters[piece.name] = torch.empty(piece.shape)
+                    masters[piece.name] = torch.empty(piece.shape, device="cpu")
                 raw = self._tiers.load(tile.state, (segment.start - tile.start) * FP32, segment.numel * FP32)
                 flat = masters[piece.name].view(-1)
                 flat[segment.start - piece.start :][: segment.numel] = raw.view(torch.float32)

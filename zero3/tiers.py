@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,7 +128,7 @@ class Tiers:
         self.swap: SwapSpace | None = None
         self._on_gpu: Counter[str] = Counter()
         self._on_nvme: Counter[str] = Counter()
-        self._registered = 0  # the address CUDA knows, to be unregistered
+        self._unpin: weakref.finalize[..., Tiers] | None = None  # lets CUDA forget the arena, once
         try:
             io = config.io
             if plan.total(Tier.NVME):
@@ -153,7 +154,10 @@ class Tiers:
         on_gpu = self.device.type == "cuda"
         in_arena = plan.total(Tier.HOST) - plan.checksum_bytes
         self.host = Arena.map(in_arena, "host", pin=register_with_cuda if on_gpu else None)
-        self._registered = self.host.address if on_gpu and self.host.capacity else 0
+        if on_gpu and self.host.capacity:
+            # Also for tiers that nobody closes: CUDA would refuse pages at this address to whoever maps them next.
+            self._unpin = weakref.finalize(self, unregister_with_cuda, self.host.address, self.device)
+            self._unpin.atexit = False  # the end of the process does it, whatever state CUDA is in by then
         self.staging = self.host.split(plan.staging.nbytes, "staging")
         self.grad_window = self.host.split(plan.grad_window_bytes, "gradient window")
         self.fetch_window = self.host.split(plan.fetch_window_bytes, "fetch window")
@@ -198,7 +202,7 @@ class Tiers:
         """
         if home.tensor is not None:
             target = home.tensor[offset : offset + nbytes]
-            local = target if home.on_host else torch.empty(nbytes, dtype=torch.uint8)
+            local = target if home.on_host else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             yield local
             if local is not target:
                 target.copy_(local)
@@ -218,7 +222,7 @@ class Tiers:
         if home.tensor is not None:
             return home.tensor[offset : offset + nbytes].to("cpu", copy=True)
         assert home.extent is not None and self.swap is not None
-        loaded = torch.empty(nbytes, dtype=torch.uint8)
+        loaded = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         end = round_up(offset + nbytes)
         for at in range(offset // PAGE * PAGE, end, self.chunk_bytes):
             size = min(self.chunk_bytes, end - at)
@@ -280,10 +284,8 @@ class Tiers:
         finally:
             if self.swap is not None:
                 self.swap.close()
-            if self._registered:
-                torch.cuda.synchronize(self.device)  # a copy may still be reading or filling the arena
-                torch.cuda.cudart().cudaHostUnregister(self._registered)
-                self._registered = 0
+            if self._unpin is not None:
+                self._unpin()
 
 
 def _sections(plan: Plan, nvme: NvmePaths) -> dict[str, Section]:
@@ -299,7 +301,7 @@ def _sections(plan: Plan, nvme: NvmePaths) -> dict[str, Section]:
 def as_tensor(lease: Lease) -> Tensor:
     """The lease's bytes as a uint8 tensor that keeps the arena's memory reachable."""
     if lease.nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(lease.view, dtype=torch.uint8)
 
 
@@ -310,3 +312,9 @@ def register_with_cuda(address: int, nbytes: int) -> None:
         raise RuntimeError(
             f"cudaHostRegister of {nbytes} bytes failed with {result}: lower host_budget or raise memlock"
         )
+
+
+def unregister_with_cuda(address: int, device: torch.device) -> None:
+    """Undo ``register_with_cuda``, once no copy on ``device`` reads or fills the memory any more."""
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(address)

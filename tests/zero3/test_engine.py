@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -509,6 +510,26 @@ def test_engines_leave_nothing_behind(start: Callable[..., Any], micro_batches: 
     assert count("fd") <= files
     assert threading.active_count() <= threads
     assert count("task") <= tasks
+
+
+def test_an_engine_that_nobody_closes_is_collected() -> None:
+    """Its memory may be most of the machine's: a notebook that starts another must not keep both."""
+
+    def forget() -> weakref.ref[Any]:
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            "tiering": {"device_budget": "16MiB", "host_budget": "16MiB", "telemetry": {"enabled": False}},
+        }
+        engine = tiering.initialize(model=Mixture(), config=config).engine
+        engine.backward(engine(torch.ones(4, 32), 0))
+        engine.step()
+        return weakref.ref(engine._tiers)
+
+    tiers = forget()
+    gc.collect()
+    assert tiers() is None
 
 
 def test_two_engines_share_a_directory(start: Callable[..., Any], train: Callable[..., Any],

@@ -1,136 +1,130 @@
-"""Promise 1 on a GPU: device, host and NVMe placements of a small model give the same bits."""
+"""Promise 1 on a GPU: every placement of a small model gives the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
-import tiering
+from optim_cpu import kernels
 from tiering.errors import PlacementError
+from tiering.placement import FEWEST_SLOTS, Tier
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+pytestmark = pytest.mark.gpu
+
+ALL_ON_NVME = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "host": {"offload_param": "cpu", "offload_optimizer": "cpu"},
+    "optimizer on host": {"offload_optimizer": "cpu"},
+    "optimizer on nvme": {"offload_optimizer": "nvme", "cache_in_host": False},
+    "parameters on nvme, optimizer on host": {
+        "offload_param": "nvme",
+        "offload_optimizer": "cpu",
+        "cache_in_host": False,
+    },
+    "parameters on host, optimizer on nvme": {
+        "offload_param": "cpu",
+        "offload_optimizer": "nvme",
+        "cache_in_host": False,
+    },
+    "all on nvme": ALL_ON_NVME,
+    "part cached": {"offload_param": "nvme", "offload_optimizer": "nvme", "host_budget": "6MiB"},
+    "no prefetch": {**ALL_ON_NVME, "prefetch": 0},
+    "host, no prefetch": {"offload_param": "cpu", "offload_optimizer": "cpu", "prefetch": 0},
+    "smallest tiles": {**ALL_ON_NVME, "sub_group_size": 1},
+    "nothing persistent": {**ALL_ON_NVME, "threshold": 0},
+    "room for few groups": {**ALL_ON_NVME, "device_budget": "1MiB"},
+    "threads engine, small blocks": {
+        **ALL_ON_NVME,
+        "io": {"engine": "threads", "block_size": "4K", "queue_depth": 3},
+    },
+}
+HABITS = [
+    pytest.param("bf16", 1, id="bf16-1"),
+    pytest.param("bf16", 2, id="bf16-2"),
+    pytest.param("fp32", 1, id="fp32-1"),
+    pytest.param("fp32", 2, id="fp32-2"),
 ]
 
-VOCABULARY, SEQUENCE, WIDTH = 512, 32, 128
-PLACEMENTS = {
-    "host": ("cpu", "cpu", {}),
-    "optimizer on host": ("none", "cpu", {}),
-    "optimizer on nvme": ("none", "nvme", {"cache_in_host": False}),
-    "all on nvme": ("nvme", "nvme", {"cache_in_host": False}),
-    "room for few groups": ("nvme", "nvme", {"cache_in_host": False, "device_budget": "1MiB"}),
-}
+
+@pytest.mark.parametrize(("precision", "accumulation"), HABITS)
+def test_every_placement_gives_the_same_bits(
+    train: Callable[..., Any], same: Callable[..., None], precision: str, accumulation: int
+) -> None:
+    habit = {"precision": precision, "accumulation": accumulation}
+    reference = train(**habit)
+    assert reference.losses[-1] < reference.losses[0]
+    same(train(**habit), reference, "the same again: if this differs, the device does not repeat itself")
+    for name, placement in PLACEMENTS.items():
+        run = train(**habit, **placement)
+        same(run, reference, name)
+        if "nvme" in placement.values():
+            assert run.snapshot.io[0].read.bytes > 0, name
+            assert run.snapshot.io[0].written.bytes > 0, name
+        else:
+            assert run.snapshot.io == [], name
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+@pytest.mark.parametrize(("precision", "accumulation"), HABITS)
+def test_the_smallest_budgets_give_the_same_bits(
+    train: Callable[..., Any], same: Callable[..., None], precision: str, accumulation: int
+) -> None:
+    """Gradients stream too, every buffer is as small as the plan accepts, and most tensors are larger than a slot."""
+    habit = {"precision": precision, "accumulation": accumulation}
+    streamed = {**habit, **ALL_ON_NVME}
 
-    def forward(self, stream: Tensor) -> Tensor:
-        hidden: Tensor = self.down(functional.gelu(self.up(self.norm(stream))))
-        return stream + hidden
+    def smallest(budget: str, **options: Any) -> str:
+        for kib in range(64, 16384, 64):
+            try:
+                train(0, **streamed, **options, **{budget: f"{kib}KiB"})
+            except PlacementError:
+                continue
+            return f"{kib}KiB"
+        raise AssertionError(f"no {budget} is accepted")
 
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        stream = self.embedding(tokens)
-        for block in self.blocks:
-            stream = block(stream)
-        logits = self.head(self.norm(stream)).float()
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    host = smallest("host_budget")
+    device = smallest("device_budget", host_budget=host)
+    run = train(**streamed, host_budget=host, device_budget=device)
+    assert Tier.NVME in run.plan.grad_tiers
+    assert run.plan.staging.slots == FEWEST_SLOTS
+    assert run.plan.staging.slot_bytes < max(group.param_bytes for group in run.plan.workload.groups)
+    same(run, train(**habit), f"{host} on the host, {device} on the device")
 
 
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setenv("TIERING_DEVICE", "cuda")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def train(
-    directory: Path,
-    precision: str,
-    accumulation: int,
-    placement: tuple[str, str, dict[str, Any]],
-    steps: int = 5,
-) -> Any:
-    param, optimizer, tiers = placement
-
-    def section(device: str) -> dict[str, Any]:
-        return {"device": device} | ({"nvme_path": str(directory)} if device == "nvme" else {})
-
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": precision == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": section(param),
-            "offload_optimizer": section(optimizer),
-            "stage3_param_persistence_threshold": 1000,
-        },
-        "tiering": {"device_budget": "64MiB", "host_budget": "64MiB", "telemetry": {"enabled": False}}
-        | tiers,
-    }
-    torch.manual_seed(3)
-    engine = tiering.initialize(model=Model(), config=config).engine
-    generator = torch.Generator().manual_seed(1)
-    losses = []
+def test_bits_do_not_depend_on_the_instruction_set_of_the_cpu(
+    train: Callable[..., Any], same: Callable[..., None]
+) -> None:
+    """The device steps by torch's operations, the host by any of the kernels."""
+    reference = train()
+    chosen, threads = kernels.instruction_set(), kernels.thread_count()
     try:
-        for _ in range(steps * accumulation):
-            tokens = torch.randint(VOCABULARY, (4, SEQUENCE + 1), generator=generator).cuda()
-            loss = engine(tokens[:, :-1], tokens[:, 1:])
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
-        return losses, engine.get_global_grad_norm(), engine.state_dict(), engine.master_state_dict()
+        for name in kernels.available_instruction_sets():
+            kernels.set_instruction_set(name)
+            kernels.set_thread_count(threads if name == chosen else 1)
+            same(train(offload_param="cpu", offload_optimizer="cpu"), reference, name)
     finally:
-        engine.close()
+        kernels.set_instruction_set(chosen)
+        kernels.set_thread_count(threads)
 
 
-def least_host_budget(directory: Path, precision: str, accumulation: int) -> str:
-    """The smallest budget that the plan accepts: gradients stream then, too."""
-    for kib in range(128, 16384, 64):
-        tiers = {"cache_in_host": False, "host_budget": f"{kib}KiB"}
-        try:
-            train(directory, precision, accumulation, ("nvme", "nvme", tiers), steps=0)
-        except PlacementError:
-            continue
-        return f"{kib}KiB"
-    raise AssertionError("no host budget is accepted")
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_every_placement_gives_the_same_bits(tmp_path: Path, precision: str, accumulation: int) -> None:
-    losses, norm, weights, masters = train(tmp_path, precision, accumulation, ("none", "none", {}))
-    assert losses[-1] < losses[0]
-    least = {"cache_in_host": False, "host_budget": least_host_budget(tmp_path, precision, accumulation)}
-    for name, placement in {**PLACEMENTS, "least host memory": ("nvme", "nvme", least)}.items():
-        seen, seen_norm, seen_weights, seen_masters = train(tmp_path, precision, accumulation, placement)
-        assert seen == losses, name
-        assert seen_norm == norm, name
-        assert all(torch.equal(seen_weights[key], weights[key]) for key in weights), name
-        assert all(torch.equal(seen_masters[key], masters[key]) for key in masters), name
+@pytest.mark.parametrize("placement", [{}, ALL_ON_NVME], ids=["device", "nvme"])
+def test_a_model_built_on_the_gpu_under_a_default_device(
+    train: Callable[..., Any],
+    same: Callable[..., None],
+    small_model: type[torch.nn.Module],
+    placement: dict[str, Any],
+) -> None:
+    """Tensors that the engine keeps in host memory are made there, whatever the user's default device is."""
+    torch.manual_seed(3)
+    model = small_model()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        torch.set_default_device("cuda")
+        built = small_model()
+        built.load_state_dict(values)
+        run = train(model=built, **placement)
+    finally:
+        torch.set_default_device(None)
+    same(run, train(model=model), "default device cuda")

@@ -110,10 +110,8 @@ def _store(group: ParamGroup, optimizer_tiles: list[Tile], tiers: Tiers) -> None
     }
     itemsize = group.dtype.itemsize
     chunk = (
-        max(QUANTUM, tiers.chunk_bytes // itemsize // QUANTUM * QUANTUM)
-        if tiers.chunk_bytes
-        else group.layout.numel
-    )
+        tiers.chunk_bytes // itemsize // QUANTUM * QUANTUM if tiers.chunk_bytes else group.layout.numel
+    ) or QUANTUM
     for start, end in tiles(group.layout.numel, chunk):
         with tiers.writing(group.home, start * itemsize, (end - start) * itemsize) as raw:
             raw.zero_()

@@ -176,12 +176,12 @@ class Tiers:
 
     def home(self, tier: Tier, nbytes: int, kind: str, names: tuple[str, ...]) -> Home:
         """A place of ``nbytes`` on ``tier`` for as long as the engine lives. ``kind`` is one of the plan's."""
-        if tier is Tier.NVME and nbytes:
+        if tier is Tier.NVME and not nbytes:  # a group without gradients: nothing to swap
+            return Home(tensor=torch.empty(0, dtype=torch.uint8))
+        if tier is Tier.NVME:
             assert self.swap is not None
             self._on_nvme[kind] += nbytes
             return Home(extent=self.swap.allocate(nbytes, names, kind))
-        if not nbytes:  # a group without gradients: nowhere, which the CPU can address
-            return Home(tensor=torch.empty(0, dtype=torch.uint8))
         if tier is Tier.DEVICE and not self.device_is_host:
             self._on_gpu[kind] += nbytes
             return Home(tensor=torch.empty(nbytes, dtype=torch.uint8, device=self.device))

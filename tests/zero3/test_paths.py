@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from tiering import striping, swap_space
 from tiering.aio import AioContext, Fault, FaultPlan
@@ -242,3 +244,31 @@ def test_memory_is_swap_space_only_if_it_is_allowed(train: Callable[..., Any]) -
         train(1, paths=shm, **STREAMED)
     run = train(1, paths=shm, **STREAMED, io={"allow_memory_file_system": True})
     assert run.snapshot.io[0].path == str(shm)
+
+
+class Hollow(nn.Module):
+    """A block without a single element among blocks that have some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.blocks.insert(1, nn.ParameterList([nn.Parameter(torch.empty(0, 8))]))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.scale * torch.ones(2, 8, dtype=self.scale.dtype)
+        for block in (self.blocks[0], self.blocks[2]):
+            x = block(x)
+        return x.float().pow(2).mean()
+
+
+def test_what_has_no_bytes_takes_no_swap_space(
+    train: Callable[..., Any], differing: Callable[..., list[str]]
+) -> None:
+    def run(**options: Any) -> Any:
+        torch.manual_seed(5)
+        return train(2, Hollow(), threshold=0, accumulation=1, **options)
+
+    moved, reference = run(**STREAMED), run()
+    assert any(group.param_bytes == 0 for group in moved.engine.plan.workload.groups)
+    assert differing(moved.masters, reference.masters) == []

@@ -16,6 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
+FUZZ_SECONDS ?= 8
 PYTEST_ARGS ?=
 
 C_SOURCES := $(wildcard aio_csrc/*.[ch] aio_csrc/*.inc optim_cpu/csrc/*.[ch] optim_cpu/csrc/*.inc)
@@ -36,7 +37,8 @@ test: $(STAMP)
 test-all: $(STAMP) sanitize
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
-# Both C libraries with threads, forks and faults, without an interpreter in between: for memory, then for races.
+# Both C libraries with threads, forks, faults and wild arguments, without an interpreter in between: for memory, then
+# for races.
 SANITIZED := gcc -std=gnu11 -O1 -g -Wall -Wextra -fno-sanitize-recover=all -pthread
 
 sanitize: | toolchain
@@ -45,6 +47,8 @@ sanitize: | toolchain
 		echo "-fsanitize=$$check"; \
 		$(SANITIZED) -fsanitize=$$check -Iaio_csrc aio_csrc/*.c tests/aio/test_aio.c -o $$scratch/aio; \
 		$$scratch/aio $$scratch; \
+		$(SANITIZED) -fsanitize=$$check -Iaio_csrc aio_csrc/*.c tests/aio/fuzz_aio.c -o $$scratch/fuzz; \
+		$$scratch/fuzz $$scratch $(FUZZ_SECONDS); \
 		$(SANITIZED) -ffp-contract=off -fno-math-errno -fno-trapping-math -fsanitize=$$check \
 			-Ioptim_cpu/csrc optim_cpu/csrc/*.c tests/optim/stress_kernels.c -lm -o $$scratch/optim; \
 		$$scratch/optim; \

@@ -1,8 +1,10 @@
-/* The C context under the sanitizers, without an interpreter in between: threads that submit, wait, order, release and
- * close, over both engines, with and without faults. Prints one line per engine and ends with 0, or says what was wrong.
+/* The C context under the sanitizers, without an interpreter in between: sixteen threads that submit, order, wait for
+ * one or any, cancel and release, over every engine, with and without faults; closing, forking and freeing with work in
+ * flight. Prints one line per engine and ends with 0, or says what was wrong.
  *
  * From the root of the repository:
- *   gcc -std=gnu11 -O1 -g -fsanitize=address,undefined -pthread -Iaio_csrc aio_csrc/[a-z]*.c tests/aio/test_aio.c -o T && T
+ *   gcc -std=gnu11 -O1 -g -fsanitize=address,undefined -pthread -Iaio_csrc aio_csrc/[a-z]*.c tests/aio/test_aio.c -o T
+ *   T
  * and the same with -fsanitize=thread. An optional argument is the directory for the anonymous file (default: .).
  */
 #define _GNU_SOURCE
@@ -11,12 +13,14 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
-enum { THREADS = 4, ROUNDS = 40, BLOCK = 16384, REGION = 4 * BLOCK };
+enum { THREADS = 16, ROUNDS = 24, BLOCK = 16384, REGION = 4 * BLOCK, FLOCK = 12 };
 
 #define CHECK(condition)                                                                                     \
     do {                                                                                                     \
@@ -28,6 +32,8 @@ enum { THREADS = 4, ROUNDS = 40, BLOCK = 16384, REGION = 4 * BLOCK };
 
 static aio_context *context;
 static int file;
+static char *pool; /* of the threads: out and in for each; what is registered stays mapped until aio_close */
+static atomic_uint_fast64_t bytes_read, bytes_written;
 
 static aio_context *open_on(const char *engine, const aio_fault *faults, unsigned n_faults)
 {
@@ -36,7 +42,7 @@ static aio_context *open_on(const char *engine, const aio_fault *faults, unsigne
                            .block_size = BLOCK,
                            .queue_depth = 4,
                            .registered = 1,
-                           .verify = 1,
+                           .verify = n_faults == 0,
                            .n_faults = n_faults,
                            .faults = faults};
     CHECK(aio_open(&opened, &options) == 0);
@@ -67,26 +73,66 @@ static char *buffer_of(size_t nbytes, int fill)
 }
 
 /* Write, read back in order, compare; lengths walk over tails of every kind. */
+static void round_trip(uint64_t rank, int i, char *out, char *in)
+{
+    aio_file_stats stats;
+    uint64_t nbytes = 1 + ((uint64_t)i * 1663 + rank * 4096) % (REGION - 1);
+    memset(out, (int)(rank * ROUNDS) + i, nbytes);
+    memset(in, 0, REGION);
+    int64_t write = submit(AIO_WRITE, out, rank * REGION, nbytes, i % AIO_PRIORITIES, 0);
+    int64_t flush = submit(AIO_FLUSH, NULL, 0, 0, 0, write);
+    int64_t read = submit(AIO_READ, in, rank * REGION, nbytes, 2, i % 2 ? write : flush);
+    CHECK(finish(read) == (int64_t)nbytes);
+    CHECK(finish(write) == (int64_t)nbytes);
+    CHECK(finish(flush) == 0);
+    CHECK(memcmp(in, out, nbytes) == 0);
+    CHECK(aio_stats(context, file, &stats) == 0);
+    atomic_fetch_add(&bytes_read, nbytes);
+    atomic_fetch_add(&bytes_written, nbytes);
+}
+
+/* Many reads at once, taken back or waited for in whatever order they end. */
+static void gather_any(uint64_t rank, int i, char *in)
+{
+    int64_t flock[FLOCK];
+    int cancelled[FLOCK] = {0};
+    size_t n = FLOCK;
+    for (size_t k = 0; k < n; k++)
+        flock[k] = submit(AIO_READ, in + k * 4096, rank * REGION + k * 4096, 4096, (int)(k % AIO_PRIORITIES),
+                          k % 3 == 2 ? flock[k - 1] : 0);
+    for (size_t k = (size_t)i % 4; k < n; k += 4) {
+        int answer = aio_cancel(context, flock[k]);
+        CHECK(answer == 0 || answer == -EBUSY || answer == -EALREADY);
+        cancelled[k] = answer == 0;
+    }
+    while (n) {
+        int64_t place = aio_wait_any(context, flock, n, -1);
+        CHECK(place >= 0 && (size_t)place < n);
+        int64_t moved = finish(flock[place]);
+        CHECK(moved == (cancelled[place] ? -ECANCELED : 4096));
+        atomic_fetch_add(&bytes_read, cancelled[place] ? 0 : 4096);
+        n--;
+        flock[place] = flock[n];
+        cancelled[place] = cancelled[n];
+    }
+}
+
 static void *work(void *argument)
 {
     uint64_t rank = (uint64_t)(uintptr_t)argument;
-    char *out = buffer_of(REGION, 0), *in = buffer_of(REGION, 0);
-    aio_file_stats stats;
-    for (int i = 0; i < ROUNDS; i++) {
-        uint64_t nbytes = 1 + ((uint64_t)i * 1663 + rank * 4096) % (REGION - 1);
-        memset(out, (int)(rank * ROUNDS) + i, nbytes);
-        memset(in, 0, REGION);
-        int64_t write = submit(AIO_WRITE, out, rank * REGION, nbytes, i % AIO_PRIORITIES, 0);
-        int64_t flush = submit(AIO_FLUSH, NULL, 0, 0, 0, write);
-        int64_t read = submit(AIO_READ, in, rank * REGION, nbytes, 2, i % 2 ? write : flush);
-        CHECK(finish(read) == (int64_t)nbytes);
-        CHECK(finish(write) == (int64_t)nbytes);
-        CHECK(finish(flush) == 0);
-        CHECK(memcmp(in, out, nbytes) == 0);
-        CHECK(aio_stats(context, file, &stats) == 0);
+    char *out = pool + rank * 2 * REGION, *in = out + REGION;
+    aio_info info;
+    if (rank % 2) {
+        int answer = aio_register_buffer(context, rank % 4 == 1 ? in : out, REGION);
+        CHECK(answer == 0 || answer == -EOPNOTSUPP || answer == -ENOMEM);
     }
-    free(in);
-    free(out);
+    for (int i = 0; i < ROUNDS; i++) {
+        round_trip(rank, i, out, in);
+        if (i % 4 == 3)
+            gather_any(rank, i, in);
+        CHECK(aio_describe(context, &info) == 0);
+    }
+    CHECK(aio_wait_any(context, NULL, 0, 0) == -EINVAL);
     return NULL;
 }
 
@@ -102,21 +148,28 @@ static void run_threads(void)
 static void check_round_trips(const char *engine, int fd)
 {
     const aio_fault troubles[] = {
-        {.file = -1, .kind = AIO_READ, .first = 3, .count = 40, .short_bytes = 4096},
-        {.file = -1, .kind = AIO_WRITE, .first = 5, .count = 40, .short_bytes = 8192},
-        {.file = -1, .kind = AIO_ANY, .first = 60, .count = 20, .error = EAGAIN},
-        {.file = -1, .kind = AIO_ANY, .first = 100, .count = 30, .delay_ns = 2000000},
+        {.kind = AIO_READ, .file = -1, .first = 3, .count = 40, .short_bytes = 4096},
+        {.kind = AIO_WRITE, .file = -1, .first = 5, .count = 40, .short_bytes = 8192},
+        {.kind = AIO_ANY, .file = -1, .first = 60, .count = 20, .error = EAGAIN},
+        {.kind = AIO_ANY, .file = 0, .first = 100, .count = 30, .delay_ns = 2000000},
+        {.kind = AIO_REGISTER, .file = -1, .first = 3, .count = 2, .error = ENOMEM},
     };
-    for (unsigned n_faults = 0; n_faults <= 4; n_faults += 4) {
+    for (unsigned n_faults = 0; n_faults <= 5; n_faults += 5) {
         context = open_on(engine, troubles, n_faults);
         file = aio_add_file(context, fd, 1);
         CHECK(file >= 0);
+        bytes_read = bytes_written = 0;
         run_threads();
         aio_file_stats stats;
+        aio_info info;
         CHECK(aio_stats(context, file, &stats) == 0);
-        CHECK(stats.kind[AIO_READ].bytes == stats.kind[AIO_WRITE].bytes);
-        CHECK(stats.kind[AIO_READ].in_flight == 0 && stats.kind[AIO_READ].errors == 0);
+        CHECK(stats.kind[AIO_READ].bytes == bytes_read && stats.kind[AIO_WRITE].bytes == bytes_written);
+        for (int kind = 0; kind < AIO_KINDS; kind++)
+            CHECK(stats.kind[kind].in_flight == 0 && stats.kind[kind].errors == 0);
         CHECK((stats.kind[AIO_READ].retries > 0) == (n_faults > 0));
+        CHECK(aio_describe(context, &info) == 0 && strcmp(info.engine, engine) == 0);
+        CHECK(((info.flags & AIO_USES_VERIFY) != 0) == (n_faults == 0));
+        CHECK((info.registered_bytes == 0) == !(info.flags & AIO_USES_REGISTERED_BUFFERS));
         CHECK(aio_close(context) == 0);
         aio_free(context);
     }
@@ -126,8 +179,8 @@ static void check_round_trips(const char *engine, int fd)
 static void check_failures(const char *engine, int fd)
 {
     const aio_fault faults[] = {
-        {.file = -1, .kind = AIO_WRITE, .error = EIO, .first = 1, .count = 1, .delay_ns = 20000000},
-        {.file = -1, .kind = AIO_WRITE, .first = 2, .count = 4, .delay_ns = 50000000}};
+        {.kind = AIO_WRITE, .file = -1, .error = EIO, .first = 1, .count = 1, .delay_ns = 20000000},
+        {.kind = AIO_WRITE, .file = -1, .first = 2, .count = 4, .delay_ns = 50000000}};
     char *memory = buffer_of(REGION, 1);
     context = open_on(engine, faults, 2);
     file = aio_add_file(context, fd, 1);
@@ -136,29 +189,99 @@ static void check_failures(const char *engine, int fd)
     for (int i = 0; i < 2000; i++)
         last = submit(AIO_READ, memory, 0, 4096, i % AIO_PRIORITIES, last);
     CHECK(aio_wait(context, last, 1000, &result) == -ETIMEDOUT);
+    CHECK(aio_wait_any(context, &last, 1, 1000) == -ETIMEDOUT);
     CHECK(aio_release(context, last) == -EBUSY);
     CHECK(finish(last) == -ECANCELED);
+    CHECK(aio_wait(context, first, 0, &result) == 0 && result.bytes == -EIO && result.offset == 0);
     CHECK(finish(first) == -EIO);
     CHECK(aio_wait(context, first, 0, &result) == -ESTALE);
+    CHECK(aio_cancel(context, first) == -ESTALE);
     CHECK(finish(submit(AIO_READ, memory, 0, 4096, 0, first)) == -ECANCELED);
     CHECK(aio_submit(context, AIO_READ, file, memory + 1, 0, 4096, 0, NULL, 0) == -EINVAL);
     CHECK(aio_submit(context, AIO_READ, file, memory, UINT64_MAX - 4095, 4096, 0, NULL, 0) == -EINVAL);
 
-    int64_t begun[4], queued;
+    int64_t begun[4], queued, taken_back, behind_a_read;
     for (int i = 0; i < 4; i++)
         begun[i] = submit(AIO_WRITE, memory, (uint64_t)i * BLOCK, BLOCK, 0, 0);
     aio_file_stats stats;
     do
         CHECK(aio_stats(context, file, &stats) == 0);
     while (stats.kind[AIO_WRITE].in_flight < 4);
-    queued = submit(AIO_WRITE, memory, 0, BLOCK, 2, 0);
-    submit(AIO_FLUSH, NULL, 0, 0, 0, begun[0]);
+    CHECK(aio_cancel(context, begun[3]) == -EBUSY);
+    taken_back = submit(AIO_READ, memory, 0, 4096, 0, begun[0]);
+    behind_a_read = submit(AIO_READ, memory, 0, 4096, 0, taken_back);
+    CHECK(aio_cancel(context, taken_back) == 0);
+    CHECK(finish(behind_a_read) == 4096);
+    CHECK(aio_cancel(context, taken_back) == -EALREADY);
+    CHECK(finish(taken_back) == -ECANCELED);
+    for (int i = 0; i < 4; i++)
+        CHECK(finish(begun[i]) == BLOCK);
+    aio_free(context);
+
+    const aio_fault slow = {.kind = AIO_WRITE, .file = -1, .first = 1, .delay_ns = 50000000};
+    context = open_on(engine, &slow, 1);
+    file = aio_add_file(context, fd, 1);
+    for (int i = 0; i < 4; i++)
+        begun[i] = submit(AIO_WRITE, memory, (uint64_t)i * BLOCK, i < 3 ? BLOCK : REGION, 0, 0);
+    do
+        CHECK(aio_stats(context, file, &stats) == 0);
+    while (stats.kind[AIO_WRITE].in_flight < 4); /* the depth: of the last one, one block in four */
+    CHECK(aio_cancel(context, begun[3]) == -EBUSY);
+    queued = submit(AIO_WRITE, memory, 0, REGION, 2, 0);
+    submit(AIO_FLUSH, NULL, 0, 0, 0, begun[1]);
     CHECK(aio_close(context) == 0);
     CHECK(aio_close(context) == 0);
     for (int i = 0; i < 4; i++)
-        CHECK(finish(begun[i]) == BLOCK);
+        CHECK(finish(begun[i]) == (i < 3 ? BLOCK : REGION));
     CHECK(finish(queued) == -ECANCELED);
     CHECK(aio_submit(context, AIO_READ, file, memory, 0, 4096, 0, NULL, 0) == -ESHUTDOWN);
+    aio_free(context);
+    free(memory);
+}
+
+/* A page that changed behind our back. */
+static void check_verification(const char *engine, int fd)
+{
+    char *memory = buffer_of(REGION, 2);
+    aio_result result;
+    context = open_on(engine, NULL, 0);
+    file = aio_add_file(context, fd, 1);
+    CHECK(finish(submit(AIO_WRITE, memory, 0, REGION, 0, 0)) == REGION);
+    memset(memory, 3, 4096);
+    CHECK(pwrite(fd, memory, 4096, 2 * BLOCK + 4096) == 4096);
+    int64_t ticket = submit(AIO_READ, memory, 0, REGION, 0, 0);
+    CHECK(aio_wait(context, ticket, -1, &result) == 0);
+    CHECK(result.bytes == -EBADMSG && result.offset == 2 * BLOCK + 4096);
+    aio_free(context);
+    free(memory);
+}
+
+/* A child is refused at once, gives back what it has, and the parent does not notice. */
+static void check_fork(const char *engine, int fd)
+{
+    const aio_fault late = {.kind = AIO_ANY, .file = -1, .first = 1, .delay_ns = 20000000};
+    char *memory = buffer_of(REGION, 4);
+    context = open_on(engine, &late, 1);
+    file = aio_add_file(context, fd, 1);
+    int64_t ticket = submit(AIO_WRITE, memory, 0, REGION, 0, 0);
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        aio_result result;
+        aio_file_stats stats;
+        int refused = aio_submit(context, AIO_FLUSH, file, NULL, 0, 0, 0, NULL, 0) == -ECHILD &&
+                      aio_wait(context, ticket, -1, &result) == -ECHILD &&
+                      aio_wait_any(context, &ticket, 1, -1) == -ECHILD &&
+                      aio_cancel(context, ticket) == -ECHILD && aio_release(context, ticket) == -ECHILD &&
+                      aio_stats(context, file, &stats) == -ECHILD &&
+                      aio_add_file(context, fd, 1) == -ECHILD &&
+                      aio_register_buffer(context, memory, REGION) == -ECHILD;
+        aio_free(context);
+        _exit(refused ? 0 : 1);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    CHECK(finish(ticket) == REGION);
     aio_free(context);
     free(memory);
 }
@@ -170,9 +293,21 @@ static void check_refusals(void)
     CHECK(aio_open(&opened, &options) == -EINVAL);
     options = (aio_options){.engine = "threads", .block_size = BLOCK + 1, .queue_depth = 4};
     CHECK(aio_open(&opened, &options) == -EINVAL);
-    options = (aio_options){.engine = "threads", .block_size = BLOCK};
+    options = (aio_options){.engine = "threads", .block_size = BLOCK, .queue_depth = 0};
     CHECK(aio_open(&opened, &options) == -EINVAL);
     aio_free(NULL);
+}
+
+static int starts(const char *engine)
+{
+    aio_context *opened;
+    aio_options options = {.engine = engine, .block_size = BLOCK, .queue_depth = 4};
+    int error = aio_open(&opened, &options);
+    if (error)
+        printf("%s: not here (%s)\n", engine, strerror(-error));
+    else
+        aio_free(opened);
+    return !error;
 }
 
 int main(int argc, char **argv)
@@ -183,12 +318,18 @@ int main(int argc, char **argv)
         perror("no anonymous O_DIRECT file here: give another directory");
         return 1;
     }
+    pool = buffer_of(THREADS * 2 * REGION, 0);
     check_refusals();
     for (int i = 0; i < 3; i++) {
+        if (!starts(engines[i]))
+            continue;
         check_round_trips(engines[i], fd);
         check_failures(engines[i], fd);
+        check_verification(engines[i], fd);
+        check_fork(engines[i], fd);
         printf("%s: sound\n", engines[i]);
     }
+    free(pool);
     close(fd);
     return 0;
 }

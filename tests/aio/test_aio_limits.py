@@ -214,3 +214,28 @@ def test_a_full_disk(engine: str, small_disk: Callable[[int], Path], memory: Any
             assert context.stats()[file].write.errors >= 1
     finally:
         os.close(fd)
+
+
+TOO_LARGE = (
+    PRELUDE
+    + """
+from types import SimpleNamespace
+memory = Memory(1 << 20)
+with AioContext(engine=sys.argv[2]) as context:
+    for nbytes in (2**64 - 1, 2**64 - 4096, 2**63, 2**63 - 1, 2**62):
+        try:
+            print(context.register(SimpleNamespace(address=memory.address, nbytes=nbytes)))
+        except SwapError as error:
+            print(error.errno == errno.EINVAL or error)
+    print(moves(context, fd))
+"""
+)
+
+
+@pytest.mark.xfail(
+    reason="aio_register_buffer: nbytes + MAX_REGION_SIZE - 1 wraps, and regions[] overflows", strict=True
+)
+def test_a_buffer_of_impossible_size_is_refused(run_child: RunChild, tmp_path: Path) -> None:
+    answers = run_child(TOO_LARGE, tmp_path, "io_uring").split()
+    assert set(answers[:-1]) <= {"False", "True"}
+    assert answers[-1] == "True"

@@ -303,4 +303,4 @@ def test_any_interleaving_agrees_with_the_model(engine: str, swap_file: Any, dir
 @pytest.mark.slow
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 def test_very_many_interleavings_agree_with_the_model(engine: str, swap_file: Any, direct: bool) -> None:
-    check(engine, swap_file, direct, 1000)
+    check(engine, swap_file, direct, 500)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from tiering.telemetry import Page, PageReading, PathStatus, StepRecord, TierStatus
+from tiering.telemetry import IoEngineStatus, Page, PageReading, PathStatus, StepRecord, TierStatus
 
 
 class RankStatus(BaseModel):
@@ -26,6 +26,7 @@ class RankStatus(BaseModel):
     loss: float | Literal["NaN", "Infinity", "-Infinity"] | None = None
     tiers: list[TierStatus] = []
     io: list[PathStatus] = []
+    io_engine: IoEngineStatus | None = Field(default=None, description="absent where nothing is swapped")
     stalls: dict[str, float] = Field(default={}, description="seconds that compute waited, by cause")
     steps: list[StepRecord] = Field(default=[], description="the most recent steps, oldest first")
 
@@ -79,6 +80,7 @@ def _rank_status(page: Page, reading: PageReading) -> RankStatus:
         loss=_json_number(said.loss),
         tiers=said.tiers,
         io=said.io,
+        io_engine=said.io_engine,
         stalls=said.stalls,
         steps=said.steps,
     )

@@ -315,7 +315,7 @@ class AioContext:
                     return ticket
             left = deadline - time.monotonic()
             slice_ns = int(max(0.0, min(left * 1e9, _SLICE_NS)))
-            place = lib.aio_wait_any(self._handle, ids, len(tickets), slice_ns)
+            place: int = lib.aio_wait_any(self._handle, ids, len(tickets), slice_ns)
             if place >= 0:
                 return tickets[place]
             if place not in (-errno.ETIMEDOUT, -errno.ESTALE):  # ESTALE: another thread collects one just now

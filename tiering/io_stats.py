@@ -83,8 +83,8 @@ def engine_info(raw: Any) -> EngineInfo:
 
 def file_stats(name: str, direct: bool, raw: Any) -> FileStats:
     """An ``aio_file_stats`` as a record."""
-    directions = [_direction(raw.kind[kind]) for kind in (lib.AIO_READ, lib.AIO_WRITE, lib.AIO_FLUSH)]
-    return FileStats(name, direct, *directions, queue_full_ns=raw.queue_full_ns)
+    read, write, flush = (_direction(raw.kind[kind]) for kind in (lib.AIO_READ, lib.AIO_WRITE, lib.AIO_FLUSH))
+    return FileStats(name, direct, read, write, flush, raw.queue_full_ns)
 
 
 def errno_text(code: int) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +15,7 @@ from tiering.budgets import host_memory
 from tiering.io_stats import DirectionStats
 from tiering.placement import Tier
 from tiering.swap_file import free_by_file_system
-from tiering.telemetry import DirectionStatus, PathStatus, Snapshot, StepRecord, TierStatus
+from tiering.telemetry import DirectionStatus, IoEngineStatus, PathStatus, Snapshot, StepRecord, TierStatus
 from tiering.telemetry.page import RECENT_STEPS
 from tiering.telemetry.snapshot import Phase
 from zero3.tiers import Tiers
@@ -87,6 +88,7 @@ class RunRecord:
             loss=self.loss,
             tiers=[self._tier(tier) for tier in Tier],
             io=self._paths(),
+            io_engine=self._engine(),
             stalls=dict(self._tiers.stalls.seconds),
             steps=list(self._steps),
         )
@@ -113,9 +115,16 @@ class RunRecord:
                 direct=file.direct,
                 read=_direction(file.read),
                 written=_direction(file.write),
+                queue_full_seconds=file.queue_full_ns / 1e9,
             )
             for file in aio.stats()
         ]
+
+    def _engine(self) -> IoEngineStatus | None:
+        if self._tiers.aio is None:
+            return None
+        info = self._tiers.aio.info
+        return IoEngineStatus(info.engine, list(info.flags), info.registered_bytes, info.passed_over)
 
 
 def _direction(stats: DirectionStats) -> DirectionStatus:
@@ -126,7 +135,15 @@ def _direction(stats: DirectionStats) -> DirectionStatus:
         errors=stats.errors,
         in_flight=stats.in_flight,
         busy_seconds=stats.busy_ns / 1e9,
+        errors_by_errno={
+            errno.errorcode.get(code, "other"): count for code, count in stats.errors_by_errno.items()
+        },
+        latency_buckets=list(stats.latency[: _last_used(stats.latency) + 1]),
     )
+
+
+def _last_used(buckets: Sequence[int]) -> int:
+    return max((index for index, count in enumerate(buckets) if count), default=-1)
 
 
 def _capacities(tiers: Tiers) -> dict[Tier, int]:

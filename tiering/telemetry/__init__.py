@@ -13,6 +13,7 @@ from tiering.telemetry.page import Page, PageReading, PageWriter, find_pages, sw
 from tiering.telemetry.publisher import Publisher
 from tiering.telemetry.snapshot import (
     DirectionStatus,
+    IoEngineStatus,
     PathStatus,
     Snapshot,
     StepRecord,
@@ -22,6 +23,7 @@ from tiering.telemetry.snapshot import (
 
 __all__ = [
     "DirectionStatus",
+    "IoEngineStatus",
     "Page",
     "PageReading",
     "PageWriter",

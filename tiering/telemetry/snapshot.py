@@ -24,7 +24,11 @@ class TierStatus:
 
 @dataclass(frozen=True)
 class DirectionStatus:
-    """Reads or writes of one path since the start; rates are bytes per second."""
+    """Reads or writes of one path since the start; rates are bytes per second.
+
+    ``errors_by_errno`` splits ``errors`` by name ("EIO"). ``latency_buckets[i]`` counts the operations that took
+    [2^i, 2^(i+1)) nanoseconds; buckets behind the last that counts are left out.
+    """
 
     bytes: int = 0
     ops: int = 0
@@ -34,17 +38,37 @@ class DirectionStatus:
     busy_seconds: float = 0.0
     bytes_per_second: float = 0.0  # over the publisher's last window
     average_bytes_per_second: float = 0.0  # over the time with at least one transfer in flight
+    errors_by_errno: dict[str, int] = field(default_factory=dict)
+    latency_buckets: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class PathStatus:
-    """One swap path: its I/O engine, whether it bypasses the page cache, and both directions."""
+    """One swap path: its I/O engine, whether it bypasses the page cache, and both directions.
+
+    ``queue_full_seconds`` is the time in which transfers waited because the path had as many in flight as allowed.
+    """
 
     path: str
     engine: str
     direct: bool
     read: DirectionStatus = field(default_factory=DirectionStatus)
     written: DirectionStatus = field(default_factory=DirectionStatus)
+    queue_full_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class IoEngineStatus:
+    """The I/O engine in use and what it really uses ("registered_buffers", "verify"), and why not more.
+
+    ``passed_over`` says why an engine, or a registration, was not to be had; ``registered_bytes`` is memory known to
+    the kernel.
+    """
+
+    name: str
+    flags: list[str] = field(default_factory=list)
+    registered_bytes: int = 0
+    passed_over: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,6 +103,7 @@ class Snapshot:
     loss: float | None = None
     tiers: list[TierStatus] = field(default_factory=list)
     io: list[PathStatus] = field(default_factory=list)
+    io_engine: IoEngineStatus | None = None
     stalls: dict[str, float] = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
 

@@ -20,6 +20,7 @@ import service
 from service.app import create_app
 from tiering.telemetry import (
     DirectionStatus,
+    IoEngineStatus,
     PageWriter,
     PathStatus,
     Snapshot,
@@ -48,9 +49,13 @@ SAID = Snapshot(
             "libaio",
             True,
             DirectionStatus(500 * MIB, 500, 2, 0, 3, 0.5, 800.0 * MIB, 1000.0 * MIB),
-            DirectionStatus(400 * MIB, 400, 0, 1, 0, 0.4, 700.0 * MIB, 1000.0 * MIB),
+            DirectionStatus(
+                400 * MIB, 400, 0, 1, 0, 0.4, 700.0 * MIB, 1000.0 * MIB, {"EIO": 1}, [0] * 18 + [300, 100]
+            ),
+            queue_full_seconds=0.3,
         )
     ],
+    io_engine=IoEngineStatus("libaio", ["verify"], 0, {"io_uring": "EPERM (Operation not permitted)"}),
     stalls={"parameter fetch": 0.5},
     steps=[StepRecord(12, 1.0, 0.25, 0.5, 0.25, 0.125, 30 * MIB, 24 * MIB)],
 )
@@ -101,8 +106,12 @@ def test_a_live_page_is_shown_whole(client: TestClient) -> None:
         "busy_seconds": 0.5,
         "bytes_per_second": 800.0 * MIB,
         "average_bytes_per_second": 1000.0 * MIB,
+        "errors_by_errno": {},
+        "latency_buckets": [],
     }
-    assert rank["io"][0].pop("written")["errors"] == 1
+    written = rank["io"][0].pop("written")
+    assert (written["errors"], written["errors_by_errno"]) == (1, {"EIO": 1})
+    assert written["latency_buckets"] == [0] * 18 + [300, 100]
     rank["io"][0].pop("read")
     assert rank == {
         "rank": 1,
@@ -132,7 +141,13 @@ def test_a_live_page_is_shown_whole(client: TestClient) -> None:
                 "by_kind": {"optimizer state": 300 * MIB},
             },
         ],
-        "io": [{"path": "/nvme/swap", "engine": "libaio", "direct": True}],
+        "io": [{"path": "/nvme/swap", "engine": "libaio", "direct": True, "queue_full_seconds": 0.3}],
+        "io_engine": {
+            "name": "libaio",
+            "flags": ["verify"],
+            "registered_bytes": 0,
+            "passed_over": {"io_uring": "EPERM (Operation not permitted)"},
+        },
         "stalls": {"parameter fetch": 0.5},
         "steps": [
             {

@@ -143,6 +143,7 @@ def test_interrupted_operations_are_submitted_again(
     assert getattr(context.stats()[file], kind).retries == 5
 
 
+@pytest.mark.slow  # it is patient for some ten seconds
 def test_but_not_for_ever(open_context: Any, swap_file: Any, memory: Any, failure: Any) -> None:
     context = open_context(Fault("read", count=0, error=errno.EAGAIN))
     file = context.add_file(swap_file(BLOCK), direct=True, name="swap")

@@ -142,7 +142,7 @@ class Tiers:
                 allowed = io.allow_memory_file_system
                 self.swap = SwapSpace(_sections(plan, nvme), self.aio, allow_memory_file_system=allowed)
             self._map_arenas(plan)
-            if self.aio is not None and io.registered:
+            if self.aio is not None:
                 for arena in (self.host, self.device_arena):
                     self.aio.register(arena)
                 log.info("I/O engine: %s", self.aio.info)

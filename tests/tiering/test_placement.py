@@ -405,3 +405,16 @@ def test_checksums_are_part_of_the_host_budget(files: int) -> None:
     assert plain.checksum_bytes == 0 and "checksums" not in plain.contents(HOST)
     kept = make_plan(replace(load, verified_files=files, cache_in_host=True), Budgets(PLENTY, PLENTY, PLENTY))
     assert (kept.total(NVME), kept.checksum_bytes) == (0, 0)
+
+
+@settings(deadline=None, max_examples=150)
+@given(load=workloads(), limits=budgets, files=st.integers(1, 3))
+def test_checksums_never_break_a_plan_that_has_room_for_them(
+    load: Workload, limits: Budgets, files: int
+) -> None:
+    """The host budget is filled to the brim: what the checksums may need has to be set aside before."""
+    plain = planned(replace(load, verified_files=0), limits)
+    most = sum(group.param_bytes + group.trainable_numel * 16 for group in load.groups) // 1024
+    spare = most + files * 5 * 16 * 1024
+    room = replace(plain.budgets, host=plain.budgets.host + spare, nvme=PLENTY)
+    assert make_plan(replace(load, verified_files=files), room).total(HOST) <= room.host

@@ -198,6 +198,7 @@ def test_verifying_changes_no_bit_and_finds_one(
     host = next(tier for tier in run.snapshot.tiers if tier.name == "host")
     assert host.by_kind["checksums"] == plan.checksum_bytes
     assert host.peak <= plan.budgets.host
+    assert run.engine._tiers.host.capacity == plan.total(Tier.HOST) - plan.checksum_bytes
 
     engine = start(paths=paths[:2], verify=True, **STREAMED)
     assert "verify" in engine._tiers.aio.info.flags
@@ -233,7 +234,8 @@ def test_the_arenas_are_registered_if_the_configuration_says_so(
         pytest.skip(f"registering is not possible here: {info.passed_over['registered_buffers']}")
     memory = tiers_.host.capacity + tiers_.device_arena.capacity
     assert info.registered_bytes == (memory if registered else 0)
-    assert ("registered_buffers" in info.flags) == registered
+    for what in ("registered_buffers", "registered_files"):
+        assert (what in info.flags) == registered
 
 
 def test_memory_is_swap_space_only_if_it_is_allowed(train: Callable[..., Any]) -> None:

@@ -5,7 +5,7 @@ state needs over its paths, in proportion to weight as far as there is room, and
 extent then takes its shares in proportion to what is *left* of that division, so that the last one fits as the first.
 
 An extent is cut into rows, each row into one contiguous piece per path, and a path's pieces lie one behind the other
-in its part of the extent. A transfer of k rows is so at most k pieces per path, and any range longer than a row uses
+in its part of the extent. A transfer of k rows is at most k pieces per path, and any range longer than a row uses
 every path in proportion. Rows are equal to within a page per path: of P pages on a path, row r of n holds those from
 P*r//n to P*(r+1)//n, which adds up without remainders and needs no table.
 """

@@ -126,6 +126,18 @@ def test_the_whole_arena_is_pinned_until_close(start: Callable[..., Any], placem
     assert not whole[host.capacity - (1 << 12) :].is_pinned()
 
 
+def test_the_kernel_and_cuda_hold_the_same_pages(start: Callable[..., Any]) -> None:
+    engine = start(Stack(2), threshold=0, io={"engine": "io_uring"}, **STREAMED)
+    info = engine._tiers.aio.info
+    if "registered_buffers" not in info.flags:
+        pytest.skip(f"io_uring registers no buffers here: {info.passed_over}")
+    assert info.registered_bytes >= engine._tiers.host.capacity
+    before = engine.master_state_dict()
+    one_step(engine)
+    after = engine.master_state_dict()
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+
+
 def test_an_engine_that_nobody_closes_unpins_its_arena(
     build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

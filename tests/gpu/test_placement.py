@@ -36,6 +36,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "smallest tiles": {**ALL_ON_NVME, "sub_group_size": 1},
     "nothing persistent": {**ALL_ON_NVME, "threshold": 0},
     "room for few groups": {**ALL_ON_NVME, "device_budget": "1MiB"},
+    "checksums": {**ALL_ON_NVME, "verify": True},
+    "libaio": {**ALL_ON_NVME, "io": {"engine": "libaio"}},
     "threads engine, small blocks": {
         **ALL_ON_NVME,
         "io": {"engine": "threads", "block_size": "4K", "queue_depth": 3},

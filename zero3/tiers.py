@@ -177,7 +177,7 @@ class Tiers:
     def home(self, tier: Tier, nbytes: int, kind: str, names: tuple[str, ...]) -> Home:
         """A place of ``nbytes`` on ``tier`` for as long as the engine lives. ``kind`` is one of the plan's."""
         if tier is Tier.NVME and not nbytes:  # a group without gradients: nothing to swap
-            return Home(tensor=torch.empty(0, dtype=torch.uint8))
+            return Home(tensor=torch.empty(0, dtype=torch.uint8, device="cpu"))
         if tier is Tier.NVME:
             assert self.swap is not None
             self._on_nvme[kind] += nbytes

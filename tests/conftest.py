@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,6 +35,17 @@ def engine(request: pytest.FixtureRequest) -> str:
     return name
 
 
+def unmount(where: Path) -> None:
+    """The kernel may hold a killed process's files for a moment; what stays busy is detached, and an error."""
+    for _ in range(50):
+        ran = subprocess.run(["umount", str(where)], capture_output=True, text=True)
+        if ran.returncode == 0:
+            return
+        time.sleep(0.1)
+    subprocess.run(["umount", "-l", str(where)], check=True)
+    raise OSError(f"{where} was busy: {ran.stderr.strip()}")
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     """Mounts ext4 file systems of the given size in bytes, which nobody else fills or empties."""
@@ -58,7 +70,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
                     pytest.skip(f"there is no {command[0]} here")
                 if ran.returncode:
                     pytest.skip(f"{command[0]} is not possible here: {ran.stderr.strip()}")
-            stack.callback(subprocess.run, ["umount", str(where)], check=True)
+            stack.callback(unmount, where)
             return where
 
         yield mount

@@ -74,9 +74,11 @@ static int allocate_blocks(aio_context *context)
     context->free_blocks = calloc(n, sizeof(void *));
     context->batch = calloc(n, sizeof(void *));
     context->ended = calloc(n, sizeof(void *));
+    context->fresh = calloc(n, sizeof(void *));
+    context->landed = calloc(n, sizeof(void *));
     void *bounces = NULL; /* costs no memory until a tail touches it */
-    if (!context->blocks || !context->free_blocks || !context->batch || !context->ended ||
-        posix_memalign(&bounces, AIO_ALIGNMENT, (size_t)n * AIO_ALIGNMENT))
+    if (!context->blocks || !context->free_blocks || !context->batch || !context->ended || !context->fresh ||
+        !context->landed || posix_memalign(&bounces, AIO_ALIGNMENT, (size_t)n * AIO_ALIGNMENT))
         return -ENOMEM;
     context->bounces = bounces;
     for (unsigned i = 0; i < n; i++) {
@@ -101,6 +103,8 @@ static void free_context(aio_context *context)
     free(context->free_blocks);
     free(context->batch);
     free(context->ended);
+    free(context->fresh);
+    free(context->landed);
     free(context->bounces);
     free(context);
 }
@@ -209,7 +213,7 @@ int aio_register_buffer(aio_context *context, void *address, uint64_t nbytes)
         return -EINVAL;
     if (!context->regions)
         return -EOPNOTSUPP;
-    uint64_t n = (nbytes + MAX_REGION_SIZE - 1) / MAX_REGION_SIZE;
+    uint64_t n = nbytes / MAX_REGION_SIZE + (nbytes % MAX_REGION_SIZE != 0);
     int error = 0;
     pthread_mutex_lock(&context->lock);
     unsigned first = context->n_regions;
@@ -227,6 +231,12 @@ int aio_register_buffer(aio_context *context, void *address, uint64_t nbytes)
             pthread_cond_wait(&context->any, &context->lock);
         for (uint64_t i = first; i < first + n; i++)
             error = error ? error : context->regions[i].error;
+        /* What was refused gives its places back, so that trying again does not use them up; but only the
+         * last places, and only ours: others wait until theirs were tried. */
+        if (context->n_regions == first + n)
+            while (context->n_regions > first &&
+                   context->regions[context->n_regions - 1].state == REGION_REFUSED)
+                context->n_tried = --context->n_regions;
     }
     pthread_mutex_unlock(&context->lock);
     return error;

@@ -86,6 +86,7 @@ struct block {
     uint64_t issued_ns;
     unsigned stalls; /* submissions in a row that moved nothing */
     int verdict;
+    bool landed; /* no longer among file->in_flight, though not yet over */
 };
 
 /* Memory registered with the backend; its place in context->regions is its number there. */
@@ -126,9 +127,11 @@ struct aio_context {
     struct block **free_blocks; /* (lock) */
     unsigned n_free_blocks;     /* (lock) */
     char *bounces;
-    struct aio_op **batch, **ended; /* (driver) to be submitted; to be judged */
-    unsigned n_batch;               /* (driver) */
-    unsigned n_begun;               /* (driver) with the backend */
+    struct block **fresh;                /* (driver) new, to be prepared */
+    struct aio_op **batch, **ended;      /* (driver) to be submitted; back from the backend, or refused */
+    struct block **landed;               /* (driver) read, to be compared with their checksums */
+    unsigned n_fresh, n_batch, n_landed; /* (driver) */
+    unsigned n_begun;                    /* (driver) with the backend */
 };
 
 /* requests.c; all under the lock. */

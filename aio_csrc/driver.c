@@ -5,11 +5,15 @@
  *
  *     gather     under the lock: cut blocks off the requests at the heads of the queues, high priority first,
  *                while the file is below its depth and there are free blocks
- *     prepare    fill padded tails, note checksums
+ *     prepare    fill padded tails, sum what is to be written
  *     hand over  give the new blocks, and those to be continued, to the backend
  *     await      a completion or a new request, in one system call
- *     judge      complete, continue or fail each block that ended; compare checksums
+ *     judge      complete, continue or fail each block that ended
+ *     compare    the checksums of what was read
  *     absorb     under the lock: count them, settle requests
+ *
+ * Sums take as long as transfers on a fast disk, so only a few are made per turn, and a block that is back
+ * leaves its place in the queue before it is summed: the disk works on meanwhile.
  *
  * Nothing of a completion is taken on trust: an error fails the request, a short transfer is continued from
  * where it stopped (on a direct file from the last aligned byte before), and one that no longer moves is an
@@ -28,6 +32,7 @@ enum {
     PATIENT_STALLS = 10,  /* EINTR or EAGAIN so often in a row: give the kernel a moment before each more */
     MAX_REFUSALS = 10000, /* and after so many moments, some ten seconds, take it for the answer */
     MOMENT_NS = 1000000,
+    SUMS_PER_TURN = 2, /* blocks, of what is written and of what was read */
     COMPLETE = 0,
     CONTINUE = 1,
 };
@@ -73,6 +78,7 @@ static struct block *carve(aio_context *context, struct request *request, uint64
     block->offset = request->offset + request->carved;
     block->nbytes = size;
     block->stalls = 0;
+    block->landed = false;
     block->issued_ns = now;
     block->op.kind = request->kind;
     block->op.file = file->index;
@@ -125,7 +131,7 @@ static void gather(aio_context *context)
         unsigned depth = depth_of(context);
         struct request *request;
         while ((request = next_request(file)) && context->n_free_blocks && file->in_flight < depth)
-            context->batch[context->n_batch++] = &carve(context, request, now)->op;
+            context->fresh[context->n_fresh++] = carve(context, request, now);
         if (request && !file->full_since) {
             file->full_since = now;
         } else if (!request && file->full_since) {
@@ -137,31 +143,32 @@ static void gather(aio_context *context)
         context->next_file = (context->next_file + 1) % context->n_files;
 }
 
-/* Ready the new blocks of the batch, those from `first` on. Returns how many could not be: they are in `ended`
- * and no longer in the batch. */
-static unsigned prepare(aio_context *context, unsigned first)
+/* Ready new blocks and move them to the batch. Returns how many could not be: they are in `ended`. */
+static unsigned prepare(aio_context *context)
 {
-    unsigned n_ended = 0, kept = first;
-    for (unsigned i = first; i < context->n_batch; i++) {
-        struct block *block = (struct block *)context->batch[i];
-        int error = 0;
-        if (block->op.kind == AIO_WRITE) {
-            if (block->padded) {
-                memcpy(block->bounce, block->data, block->nbytes);
-                memset(block->bounce + block->nbytes, 0, AIO_ALIGNMENT - block->nbytes);
-            }
-            if (context->verify)
-                error = aio_checksums_note(&block->file->checksums, block->op.data, block->offset,
-                                           block->op.nbytes);
+    unsigned n_ended = 0, n_sums = 0, n_kept = 0;
+    for (unsigned i = 0; i < context->n_fresh; i++) {
+        struct block *block = context->fresh[i];
+        bool sum = context->verify && block->op.kind == AIO_WRITE;
+        if (sum && n_sums++ >= SUMS_PER_TURN) {
+            context->fresh[n_kept++] = block;
+            continue;
         }
+        if (block->padded && block->op.kind == AIO_WRITE) {
+            memcpy(block->bounce, block->data, block->nbytes);
+            memset(block->bounce + block->nbytes, 0, AIO_ALIGNMENT - block->nbytes);
+        }
+        int error =
+            sum ? aio_checksums_note(&block->file->checksums, block->op.data, block->offset, block->op.nbytes)
+                : 0;
         if (error) {
             block->op.result = error;
             context->ended[n_ended++] = &block->op;
         } else {
-            context->batch[kept++] = &block->op;
+            context->batch[context->n_batch++] = &block->op;
         }
     }
-    context->n_batch = kept;
+    context->n_fresh = n_kept;
     return n_ended;
 }
 
@@ -195,20 +202,41 @@ static int judge_transfer(struct block *block)
     return CONTINUE;
 }
 
-/* The verdict on a block that ended; without the lock, since its bytes are touched. */
-static void judge(aio_context *context, struct block *block)
+/* The verdicts on blocks that ended, without the lock, since their bytes are touched. Those of which a sum is
+ * to be compared move to `landed`. Returns how many are left in `ended`. */
+static unsigned judge(aio_context *context, unsigned n_ended)
 {
-    block->verdict = judge_transfer(block);
-    if (block->verdict != COMPLETE || block->op.kind != AIO_READ)
-        return;
-    char *read = block->padded ? block->bounce : block->data;
-    if (context->verify) {
+    unsigned n_kept = 0;
+    for (unsigned i = 0; i < n_ended; i++) {
+        struct block *block = (struct block *)context->ended[i];
+        block->verdict = judge_transfer(block);
+        bool read = block->verdict == COMPLETE && block->op.kind == AIO_READ;
+        if (read && block->padded)
+            memcpy(block->data, block->bounce, block->nbytes);
+        if (read && context->verify)
+            context->landed[context->n_landed++] = block;
+        else
+            context->ended[n_kept++] = &block->op;
+    }
+    return n_kept;
+}
+
+/* Compare some of what landed with what was written there, and move it to `ended`; returns how many are there.
+ */
+static unsigned compare(aio_context *context, unsigned n_ended)
+{
+    unsigned n = context->n_landed < SUMS_PER_TURN ? context->n_landed : SUMS_PER_TURN;
+    for (unsigned i = 0; i < n; i++) {
+        struct block *block = context->landed[i];
+        const char *read = block->padded ? block->bounce : block->data;
         uint64_t nbytes = block->padded ? AIO_ALIGNMENT : block->nbytes;
         block->verdict =
             aio_checksums_check(&block->file->checksums, read, block->offset, nbytes, &block->op.offset);
+        context->ended[n_ended++] = &block->op;
     }
-    if (block->padded && block->verdict == COMPLETE)
-        memcpy(block->data, read, block->nbytes);
+    context->n_landed -= n;
+    memmove(context->landed, context->landed + n, context->n_landed * sizeof context->landed[0]);
+    return n_ended;
 }
 
 static unsigned bucket_of(uint64_t ns)
@@ -264,7 +292,7 @@ static void absorb(aio_context *context, struct block *block, uint64_t now)
             pop(request); /* issue no more of it */
     }
     context->free_blocks[context->n_free_blocks++] = block;
-    block->file->in_flight--;
+    block->file->in_flight -= !block->landed;
     if (--request->in_flight == 0 && request->state == REQUEST_ISSUED)
         aio_request_settle(context, request, request->result ? request->result : (int64_t)request->nbytes);
 }
@@ -300,7 +328,8 @@ static unsigned hand_over(aio_context *context, unsigned n_ended, bool *busy)
 static unsigned await(aio_context *context, unsigned n_ended, bool busy)
 {
     struct aio_backend *backend = &context->backend;
-    int64_t timeout_ns = n_ended                         ? 0
+    bool sums_to_do = context->n_fresh || context->n_landed;
+    int64_t timeout_ns = n_ended || sums_to_do           ? 0
                          : busy && context->n_begun == 0 ? MOMENT_NS /* no completion of ours will tell */
                                                          : -1;
     backend->ops->await(backend, timeout_ns);
@@ -347,7 +376,6 @@ void *aio_drive(void *argument)
     pthread_mutex_lock(&context->lock);
     for (;;) {
         register_buffers(context);
-        unsigned n_old = context->n_batch;
         gather(context);
         if (context->closing && context->n_live == 0)
             break;
@@ -355,19 +383,24 @@ void *aio_drive(void *argument)
         pthread_mutex_unlock(&context->lock);
 
         bool busy;
-        unsigned n_ended = prepare(context, n_old);
+        unsigned n_ended = prepare(context);
         if (needs_patience(context))
             nanosleep(&(struct timespec){.tv_nsec = MOMENT_NS}, NULL);
         n_ended = hand_over(context, n_ended, &busy);
         n_ended = await(context, n_ended, busy);
-        for (unsigned i = 0; i < n_ended; i++)
-            judge(context, (struct block *)context->ended[i]);
+        n_ended = judge(context, n_ended);
+        n_ended = compare(context, n_ended);
 
         pthread_mutex_lock(&context->lock);
         context->asleep = false;
         uint64_t now = aio_now_ns();
         for (unsigned i = 0; i < n_ended; i++)
             absorb(context, (struct block *)context->ended[i], now);
+        for (unsigned i = 0; i < context->n_landed; i++) {
+            struct block *block = context->landed[i];
+            block->file->in_flight -= !block->landed;
+            block->landed = true;
+        }
     }
     pthread_mutex_unlock(&context->lock);
     context->backend.ops->exit(&context->backend, 0);

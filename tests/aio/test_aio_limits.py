@@ -232,9 +232,6 @@ with AioContext(engine=sys.argv[2]) as context:
 )
 
 
-@pytest.mark.xfail(
-    reason="aio_register_buffer: nbytes + MAX_REGION_SIZE - 1 wraps, and regions[] overflows", strict=True
-)
 def test_a_buffer_of_impossible_size_is_refused(run_child: RunChild, tmp_path: Path) -> None:
     answers = run_child(TOO_LARGE, tmp_path, "io_uring").split()
     assert set(answers[:-1]) <= {"False", "True"}

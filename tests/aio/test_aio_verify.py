@@ -159,3 +159,28 @@ def test_what_was_not_written_here_is_not_judged(open_context: Any, swap_file: A
     assert context.read(file, back, 0, 4 * PAGE).wait() == 4 * PAGE
     assert back.bytes() == (b"\0\0\0\1".ljust(PAGE, b"\0") + b"w" * PAGE + b"\1".ljust(2 * PAGE, b"\0"))
     assert Path(f"/proc/self/fd/{fd}").read_bytes() == back.bytes()
+
+
+FAR_AWAY = """
+import os, resource, sys
+from child import Memory
+from tiering.aio import AioContext
+from tiering.errors import SwapError
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))  # else it would take 17 GB, page by page
+fd = os.open(sys.argv[1], os.O_RDWR | os.O_TMPFILE | os.O_DIRECT)
+with AioContext(engine="threads", verify=True) as context:
+    file = context.add_file(fd, direct=True, name="swap")
+    try:
+        context.write(file, Memory(4096), 1 << 55, 4096).wait()
+    except SwapError as error:
+        print(error.errno)
+"""
+
+
+@pytest.mark.xfail(
+    reason="chunk_of: the table of chunks is as long as the offset says, before the kernel is asked",
+    strict=True,
+)
+def test_an_absurd_offset_costs_no_memory(run_child: Callable[..., str], tmp_path: Path) -> None:
+    """No file system has such files: that is the kernel's answer, and no table is made for it."""
+    assert run_child(FAR_AWAY, tmp_path) == f"{errno.EFBIG}\n"

@@ -227,6 +227,11 @@ static void *make_calls(void *argument)
         case 10:
             do_wait(input);
             break;
+        case 11:
+            EXPECT("aio_reserve", aio_reserve(fds[take(input, 1) % 3], wild(input)), EFBIG, EINVAL, EBADF,
+                   ENOSPC);
+            EXPECT("aio_lock_memory", aio_lock_memory(memory, wild(input)), ENOMEM, EINVAL, EPERM, EAGAIN);
+            break;
         default:
             do_submit(input);
         }

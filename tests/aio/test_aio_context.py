@@ -128,7 +128,7 @@ def test_wait_gives_up_in_time(open_context: Any, swap_file: Any, memory: Any) -
 
 
 def test_a_signal_is_heard_during_wait(open_context: Any, swap_file: Any, memory: Any) -> None:
-    context = open_context(Fault("write", delay=1.5))
+    context = open_context(Fault("write", delay=0.7))
     file = context.add_file(swap_file(), direct=True, name="swap")
     ticket = context.write(file, memory(4096), 0, 4096)
 

@@ -96,10 +96,12 @@ def test_an_error_in_the_middle_names_its_block(
     """One block after the other fails, also the padded tail; the offset is that block's, the rest is judged."""
     nbytes, start = 4 * BLOCK + 100, 2 * BLOCK
     remedy = {errno.EIO: "dmesg", errno.ENOSPC: "file system is full", errno.EDQUOT: "quota"}[code]
+    # At depth 1 a request that fails at its nth block takes n operations: 1, and 2 more, and 3 more ...
+    faults = [Fault(kind, first=n, error=code) for kind in ("read", "write") for n in (1, 3, 6, 10, 15)]
+    context = open_context(*faults, block_size=BLOCK, queue_depth=1)
+    file = context.add_file(swap_file(16 * BLOCK, direct=direct), direct=direct, name="/swap/rank3")
     for kind in ("read", "write"):
         for block in range(5):
-            context = open_context(Fault(kind, first=block + 1, error=code), block_size=BLOCK, queue_depth=1)
-            file = context.add_file(swap_file(16 * BLOCK, direct=direct), direct=direct, name="/swap/rank3")
             ticket = getattr(context, kind)(file, memory(nbytes), start, nbytes, names=("layers.2.w",))
             with pytest.raises(SwapError) as caught:
                 ticket.wait()
@@ -108,9 +110,9 @@ def test_an_error_in_the_middle_names_its_block(
             assert error.offset == start + block * BLOCK
             assert f"{kind} of 'layers.2.w'" in str(error)
             assert remedy in str(error)
-            stats = getattr(context.stats()[file], kind)
-            assert (stats.errors, stats.in_flight) == (1, 0)
-            assert stats.bytes == block * BLOCK
+        stats = getattr(context.stats()[file], kind)
+        assert (stats.errors, stats.in_flight, stats.errors_by_errno) == (5, 0, {code: 5})
+        assert stats.bytes == (0 + 1 + 2 + 3 + 4) * BLOCK
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])

@@ -124,34 +124,37 @@ void aio_checksum(const void *pages, size_t n_pages, uint32_t *out)
     chosen(pages, n_pages, out);
 }
 
-static uint32_t *chunk_of(struct checksums *known, uint64_t page)
+static int remember(struct checksums *known, uint64_t page, uint32_t sum)
 {
-    uint64_t index = page / CHECKSUMS_PER_CHUNK;
-    if (index >= known->n_chunks) {
-        uint64_t n = index + 1 + known->n_chunks / 2;
-        uint32_t **chunks = realloc(known->chunks, n * sizeof *chunks);
-        if (!chunks)
-            return NULL;
-        memset(chunks + known->n_chunks, 0, (n - known->n_chunks) * sizeof *chunks);
-        known->chunks = chunks;
-        known->n_chunks = n;
-    }
-    if (!known->chunks[index])
-        known->chunks[index] = calloc(CHECKSUMS_PER_CHUNK, sizeof(uint32_t));
-    return known->chunks[index];
+    uint64_t chunk = page / CHECKSUM_FAN, top = chunk / CHECKSUM_FAN;
+    if (top >= CHECKSUM_FAN)
+        return -EFBIG;
+    if (!known->rows && !(known->rows = calloc(CHECKSUM_FAN, sizeof *known->rows)))
+        return -ENOMEM;
+    struct checksum_row **row = &known->rows[top];
+    if (!*row && !(*row = calloc(1, sizeof **row)))
+        return -ENOMEM;
+    uint32_t **sums = &(*row)->sums[chunk % CHECKSUM_FAN];
+    if (!*sums && !(*sums = calloc(CHECKSUM_FAN, sizeof **sums)))
+        return -ENOMEM;
+    (*sums)[page % CHECKSUM_FAN] = sum ? sum : 1;
+    return 0;
 }
 
-static uint32_t remembered(const struct checksums *known, uint64_t page)
+/* Where the sum of a page is kept, or NULL when nothing is known of it or its neighbours. */
+static uint32_t *place_of(const struct checksums *known, uint64_t page)
 {
-    uint64_t index = page / CHECKSUMS_PER_CHUNK;
-    const uint32_t *chunk = index < known->n_chunks ? known->chunks[index] : NULL;
-    return chunk ? chunk[page % CHECKSUMS_PER_CHUNK] : 0;
+    uint64_t chunk = page / CHECKSUM_FAN, top = chunk / CHECKSUM_FAN;
+    const struct checksum_row *row = known->rows && top < CHECKSUM_FAN ? known->rows[top] : NULL;
+    uint32_t *sums = row ? row->sums[chunk % CHECKSUM_FAN] : NULL;
+    return sums ? &sums[page % CHECKSUM_FAN] : NULL;
 }
 
 static void forget(struct checksums *known, uint64_t page)
 {
-    if (remembered(known, page))
-        known->chunks[page / CHECKSUMS_PER_CHUNK][page % CHECKSUMS_PER_CHUNK] = 0;
+    uint32_t *sum = place_of(known, page);
+    if (sum)
+        *sum = 0;
 }
 
 enum { PAGES_AT_ONCE = 48 }; /* a multiple of three; 192 KiB */
@@ -170,10 +173,9 @@ int aio_checksums_note(struct checksums *known, const char *data, uint64_t offse
         n = n < PAGES_AT_ONCE ? n : PAGES_AT_ONCE;
         aio_checksum(data + (page * AIO_ALIGNMENT - offset), n, sums);
         for (uint64_t i = 0; i < n; i++, page++) {
-            uint32_t *chunk = chunk_of(known, page);
-            if (!chunk)
-                return -ENOMEM;
-            chunk[page % CHECKSUMS_PER_CHUNK] = sums[i] ? sums[i] : 1;
+            int error = remember(known, page, sums[i]);
+            if (error)
+                return error;
         }
     }
     return 0;
@@ -188,8 +190,8 @@ int aio_checksums_check(const struct checksums *known, const char *data, uint64_
         uint64_t n = last - page < PAGES_AT_ONCE ? last - page : PAGES_AT_ONCE;
         aio_checksum(data + (page * AIO_ALIGNMENT - offset), n, sums);
         for (uint64_t i = 0; i < n; i++, page++) {
-            uint32_t expected = remembered(known, page);
-            if (expected && expected != (sums[i] ? sums[i] : 1)) {
+            const uint32_t *expected = place_of(known, page);
+            if (expected && *expected && *expected != (sums[i] ? sums[i] : 1)) {
                 *bad = page * AIO_ALIGNMENT;
                 return -EBADMSG;
             }
@@ -200,7 +202,10 @@ int aio_checksums_check(const struct checksums *known, const char *data, uint64_
 
 void aio_checksums_free(struct checksums *known)
 {
-    for (uint64_t i = 0; i < known->n_chunks; i++)
-        free(known->chunks[i]);
-    free(known->chunks);
+    for (int i = 0; known->rows && i < CHECKSUM_FAN; i++) {
+        for (int j = 0; known->rows[i] && j < CHECKSUM_FAN; j++)
+            free(known->rows[i]->sums[j]);
+        free(known->rows[i]);
+    }
+    free(known->rows);
 }

@@ -4,15 +4,19 @@
 
 #include <stdint.h>
 
-enum { CHECKSUMS_PER_CHUNK = 4096 };
+/* A tree of three levels, made where it is needed: a far offset costs no more than a near one. */
+enum { CHECKSUM_FAN = 4096 }; /* at each level: 2^36 pages, 2^48 bytes of a file */
 
-struct checksums {     /* zeros: nothing is known */
-    uint32_t **chunks; /* by page / CHECKSUMS_PER_CHUNK; NULL: nothing known there */
-    uint64_t n_chunks;
+struct checksum_row {
+    uint32_t *sums[CHECKSUM_FAN]; /* by page / FAN % FAN, then by page % FAN */
+};
+
+struct checksums {              /* zeros: nothing is known */
+    struct checksum_row **rows; /* by page / FAN^2 */
 };
 
 /* Remember what is about to be written; data begins at an offset of the file. A page that is written in part
- * is forgotten. 0 or -ENOMEM. */
+ * is forgotten. 0, -ENOMEM, or -EFBIG behind 2^48 bytes. */
 int aio_checksums_note(struct checksums *known, const char *data, uint64_t offset, uint64_t nbytes);
 
 /* Compare what was read with what is remembered; pages read in part are not looked at. Returns 0, or -EBADMSG

@@ -177,10 +177,6 @@ with AioContext(engine="threads", verify=True) as context:
 """
 
 
-@pytest.mark.xfail(
-    reason="chunk_of: the table of chunks is as long as the offset says, before the kernel is asked",
-    strict=True,
-)
 def test_an_absurd_offset_costs_no_memory(run_child: Callable[..., str], tmp_path: Path) -> None:
     """No file system has such files: that is the kernel's answer, and no table is made for it."""
     assert run_child(FAR_AWAY, tmp_path) == f"{errno.EFBIG}\n"

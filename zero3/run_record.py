@@ -105,9 +105,10 @@ class RunRecord:
         )
 
     def _paths(self) -> list[PathStatus]:
-        aio = self._tiers.aio
-        if aio is None:
+        aio, swap = self._tiers.aio, self._tiers.swap
+        if aio is None or swap is None:
             return []
+        measured = {str(path): rate for path, rate in swap.weights.items()}
         return [
             PathStatus(
                 path=file.name,
@@ -116,6 +117,7 @@ class RunRecord:
                 read=_direction(file.read),
                 written=_direction(file.write),
                 queue_full_seconds=file.queue_full_ns / 1e9,
+                measured_bytes_per_second=measured.get(file.name),
             )
             for file in aio.stats()
         ]

@@ -43,6 +43,7 @@ def test_a_cancelled_write_leaves_the_old_bytes(
     context, file, path = slow(open_context, swap_file)
     context.write(file, memory(OLD), 0, BLOCK).wait()
     blocker = context.write(file, memory(BLOCK), BLOCK, BLOCK)
+    until_begun(context, "write", blocker)
     write = context.write(file, memory(NEW), 0, BLOCK)
     flush = context.flush(file, after=[write])
     read = context.read(file, memory(BLOCK), 0, BLOCK, after=[write])
@@ -64,6 +65,7 @@ def test_a_cancelled_read_holds_nobody_up(
     context, file, path = slow(open_context, swap_file)
     context.write(file, memory(OLD), 0, BLOCK).wait()
     blocker = context.write(file, memory(OLD), BLOCK, BLOCK)
+    until_begun(context, "write", blocker)
     back = memory(BLOCK)
     read = context.read(file, back, 0, BLOCK, after=[blocker])
     write = context.write(file, memory(NEW), 0, BLOCK, after=[read])
@@ -107,7 +109,7 @@ def test_what_was_begun_cannot_be_taken_back(
 def test_a_cancelled_ticket_may_be_dropped(open_context: Any, swap_file: Any, memory: Any) -> None:
     context, file, _ = slow(open_context, swap_file)
     context.write(file, memory(OLD), 0, BLOCK).wait()
-    context.write(file, memory(OLD), 0, BLOCK)
+    until_begun(context, "write", context.write(file, memory(OLD), 0, BLOCK))
     ticket = context.read(file, memory(BLOCK), 0, BLOCK)
     assert ticket.cancel()
     del ticket

@@ -53,6 +53,7 @@ SAID = Snapshot(
                 400 * MIB, 400, 0, 1, 0, 0.4, 700.0 * MIB, 1000.0 * MIB, {"EIO": 1}, [0] * 18 + [300, 100]
             ),
             queue_full_seconds=0.3,
+            measured_bytes_per_second=10**9,
         )
     ],
     io_engine=IoEngineStatus("libaio", ["verify"], 0, {"io_uring": "EPERM (Operation not permitted)"}),
@@ -141,7 +142,15 @@ def test_a_live_page_is_shown_whole(client: TestClient) -> None:
                 "by_kind": {"optimizer state": 300 * MIB},
             },
         ],
-        "io": [{"path": "/nvme/swap", "engine": "libaio", "direct": True, "queue_full_seconds": 0.3}],
+        "io": [
+            {
+                "path": "/nvme/swap",
+                "engine": "libaio",
+                "direct": True,
+                "queue_full_seconds": 0.3,
+                "measured_bytes_per_second": 10**9,
+            }
+        ],
         "io_engine": {
             "name": "libaio",
             "flags": ["verify"],

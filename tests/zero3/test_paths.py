@@ -118,6 +118,8 @@ def test_telemetry_adds_up_over_paths(
     nvme = next(tier for tier in snapshot.tiers if tier.name == "nvme")
     assert nvme.used == nvme.peak == engine.plan.total(Tier.NVME) <= nvme.capacity
     assert [path.path for path in snapshot.io] == [str(path) for path in paths[:2]]
+    slow, fast = (path.measured_bytes_per_second for path in snapshot.io)
+    assert fast == 3 * slow
     read, written = engine.plan.nvme_traffic()
     engine._tiers.staging.drain()
     step = engine.snapshot().steps[-1]

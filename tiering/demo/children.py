@@ -56,7 +56,8 @@ class Child:
             stdout=subprocess.PIPE if pipe else None,
             stderr=subprocess.STDOUT if pipe else None,
             text=True,
-            env=_ENVIRONMENT | os.environ | {"PYTHONPATH": _python_path()},
+            # The demo compares with a plain loop on the CPU, so that is where it computes, GPU or not.
+            env=_ENVIRONMENT | os.environ | {"PYTHONPATH": _python_path(), "TIERING_DEVICE": "cpu"},
             pass_fds=pass_fds,
             start_new_session=True,
             preexec_fn=_end_with_the_parent,  # one prctl, which is safe after a fork

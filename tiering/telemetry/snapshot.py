@@ -47,6 +47,8 @@ class PathStatus:
     """One swap path: its I/O engine, whether it bypasses the page cache, and both directions.
 
     ``queue_full_seconds`` is the time in which transfers waited because the path had as many in flight as allowed.
+    ``measured_bytes_per_second`` is the bandwidth by which the path got its share of the stripes; None for a single
+    path, which is not measured.
     """
 
     path: str
@@ -55,6 +57,7 @@ class PathStatus:
     read: DirectionStatus = field(default_factory=DirectionStatus)
     written: DirectionStatus = field(default_factory=DirectionStatus)
     queue_full_seconds: float = 0.0
+    measured_bytes_per_second: int | None = None
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def test_every_waiter_for_any_wakes(open_context: Any, swap_file: Any, memory: A
 
 
 def test_a_waiter_for_any_survives_close(open_context: Any, swap_file: Any, memory: Any) -> None:
-    context, file, _ = slow(open_context, swap_file, "read")
+    context, file, _ = slow(open_context, swap_file, "read", seconds=0.5)
     context.write(file, memory(4 * BLOCK), 0, 4 * BLOCK).wait()
     begun = context.read(file, memory(BLOCK), 0, BLOCK)
     queued = [context.read(file, memory(BLOCK), 0, BLOCK) for _ in range(3)]

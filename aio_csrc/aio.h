@@ -120,8 +120,9 @@ int aio_add_file(aio_context *context, int fd, int direct);
 
 /* Tell the kernel of memory that many requests will use, so that it need not look up and pin its pages for
  * each. It must stay mapped until aio_close: the kernel goes on using these pages, whatever is mapped at the
- * address later. Returns once that is done, which touches every page. -EOPNOTSUPP: this engine has no such
- * thing, or options.registered is 0; -ENOMEM: RLIMIT_MEMLOCK. All requests work without it, too. */
+ * address later. Returns once that is done, which touches every page. All requests work without it, too.
+ * -EOPNOTSUPP: this engine has no such thing, or options.registered is 0. -ENOMEM: RLIMIT_MEMLOCK. -ENOSPC:
+ * more than a thousand buffers, counting each GiB as one. -EFAULT: not all of it is mapped. */
 int aio_register_buffer(aio_context *context, void *address, uint64_t nbytes);
 
 /* Queue one request and return its ticket (> 0) at once. Any length is taken: it is split into blocks, and
@@ -144,10 +145,12 @@ int64_t aio_submit(aio_context *context, int kind, int file, void *data, uint64_
 
 /* Wait until the ticket is done, at most timeout_ns (0: just look; < 0: for ever), and store its result.
  * Errors are the kernel's; besides, -ENODATA is a read behind the end of the file (the block layer answers it
- * for a medium error as well), -EIO also a write that makes no progress, -EBADMSG a page that is not what was
- * written (options.verify), -ECANCELED a request never issued. Returns 0 when done, -ETIMEDOUT when not,
- * -ESTALE after release, -EINVAL for what was never a ticket. The result stays until aio_release, for any
- * number of waiters; a closed context still answers. */
+ * for a medium error as well), -EIO also a write that makes no progress, -ECANCELED a request never issued.
+ * With options.verify, -EBADMSG is a page that is not what was written, or what a failed write should have
+ * written; -ENOMEM and -EFBIG (behind 2^48 bytes) are writes whose checksums cannot be kept.
+ *
+ * Returns 0 when done, -ETIMEDOUT when not, -ESTALE after release, -EINVAL for what was never a ticket. The
+ * result stays until aio_release, for any number of waiters; a closed context still answers. */
 int aio_wait(aio_context *context, int64_t ticket, int64_t timeout_ns, aio_result *result);
 
 /* Wait until one of n tickets is done and return its place among them, the first if several are. Errors as
@@ -165,8 +168,8 @@ int aio_release(aio_context *context, int64_t ticket);
 
 int aio_stats(aio_context *context, int file, aio_file_stats *out);
 
-/* Cancel what was not begun (-ECANCELED), wait for what was, end the threads. Results and statistics stay
- * readable. A second call does nothing. */
+/* Cancel what was not begun (-ECANCELED), wait for the last block of what was, end the threads. Results and
+ * statistics stay readable. A second call does nothing. */
 int aio_close(aio_context *context);
 
 /* Free the memory, closing first if need be. */

@@ -97,12 +97,15 @@ static void fill(struct iocb *iocb, struct aio_op *op)
 static int libaio_submit(struct aio_backend *backend, struct aio_op **ops, unsigned n)
 {
     struct ring *ring = backend->state;
+    bool large = ops[0]->nbytes >= AIO_LARGE;
+    n = large && n > AIO_UNPLUGGED ? AIO_UNPLUGGED : n;
+    bool with_wake = !ring->armed && !(large && n == AIO_UNPLUGGED);
     for (unsigned i = 0; i < n; i++) {
         ring->batch[i] = &ring->iocbs[ops[i]->index];
         fill(ring->batch[i], ops[i]);
     }
     ring->batch[n] = &ring->wake; /* last, so that an error is an operation's */
-    long accepted = syscall(SYS_io_submit, ring->id, (long)n + !ring->armed, ring->batch);
+    long accepted = syscall(SYS_io_submit, ring->id, (long)n + with_wake, ring->batch);
     if (accepted > (long)n) {
         ring->armed = true;
         return (int)n;

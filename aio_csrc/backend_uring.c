@@ -198,7 +198,6 @@ static bool is_registered(struct aio_backend *backend, struct ring *ring, const 
         return false;
     if (!ring->file_tried[op->file]) {
         ring->file_tried[op->file] = true;
-        enable(ring);
         int32_t fd = op->fd;
         struct uring_files_update update = {.offset = (uint32_t)op->file, .fds = (uintptr_t)&fd};
         int done = uring_register(ring->fd, URING_REGISTER_FILES_UPDATE, &update, 1);
@@ -211,10 +210,44 @@ static bool is_registered(struct aio_backend *backend, struct ring *ring, const 
     return ring->file_known[op->file];
 }
 
+/* The kernel will not have what is queued (a seccomp filter that came later, say): that is its result. */
+static void refuse_queued(struct ring *ring, int error)
+{
+    for (; ring->to_submit; ring->to_submit--) {
+        struct aio_op *op = (struct aio_op *)(uintptr_t)ring->sqes[--ring->sq_tail & ring->sq_mask].user_data;
+        if (!op) {
+            ring->armed = false;
+            continue;
+        }
+        op->result = error;
+        op->next = ring->refused;
+        ring->refused = op;
+    }
+    __atomic_store_n(ring->shared_sq_tail, ring->sq_tail, __ATOMIC_RELEASE);
+}
+
+/* Let the kernel take what is queued, and with URING_ENTER_GETEVENTS wait for as many completions. */
+static void enter(struct ring *ring, unsigned at_least, unsigned flags, int64_t timeout_ns)
+{
+    struct uring_timespec limit = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
+    struct uring_getevents_arg argument = {.ts = timeout_ns > 0 ? (uintptr_t)&limit : 0};
+    __atomic_store_n(ring->shared_sq_tail, ring->sq_tail, __ATOMIC_RELEASE);
+    long taken = syscall(URING_SYS_ENTER, ring->fd, ring->to_submit, at_least, flags | URING_ENTER_EXT_ARG,
+                         &argument, sizeof argument);
+    if (taken > 0)
+        ring->to_submit -= (unsigned)taken;
+    if (taken >= 0 || errno == EINTR || errno == ETIME)
+        return;
+    if (errno != EAGAIN && errno != EBUSY) /* these: no memory for requests now, so they stay queued */
+        refuse_queued(ring, -errno);
+    nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+}
+
 static int uring_submit(struct aio_backend *backend, struct aio_op **ops, unsigned n)
 {
     static const uint8_t opcodes[AIO_KINDS] = {URING_OP_READ, URING_OP_WRITE, URING_OP_FSYNC};
     struct ring *ring = backend->state;
+    enable(ring);
     for (unsigned i = 0; i < n; i++) { /* there is room: the ring holds capacity operations */
         struct aio_op *op = ops[i];
         bool known = is_registered(backend, ring, op);
@@ -234,6 +267,8 @@ static int uring_submit(struct aio_backend *backend, struct aio_op **ops, unsign
         sqe->addr = (uintptr_t)op->data;
         sqe->len = (uint32_t)op->nbytes;
         sqe->off = op->offset;
+        if (op->nbytes >= AIO_LARGE && ring->to_submit >= AIO_UNPLUGGED)
+            enter(ring, 0, 0, 0);
     }
     return (int)n;
 }
@@ -250,22 +285,6 @@ static void arm(struct ring *ring)
     sqe->user_data = WAKE;
 }
 
-/* The kernel will not have what is queued (a seccomp filter that came later, say): that is its result. */
-static void refuse_queued(struct ring *ring, int error)
-{
-    for (; ring->to_submit; ring->to_submit--) {
-        struct aio_op *op = (struct aio_op *)(uintptr_t)ring->sqes[--ring->sq_tail & ring->sq_mask].user_data;
-        if (!op) {
-            ring->armed = false;
-            continue;
-        }
-        op->result = error;
-        op->next = ring->refused;
-        ring->refused = op;
-    }
-    __atomic_store_n(ring->shared_sq_tail, ring->sq_tail, __ATOMIC_RELEASE);
-}
-
 static void uring_await(struct aio_backend *backend, int64_t timeout_ns)
 {
     struct ring *ring = backend->state;
@@ -275,19 +294,7 @@ static void uring_await(struct aio_backend *backend, int64_t timeout_ns)
         ring->refused || *ring->shared_cq_head != __atomic_load_n(ring->shared_cq_tail, __ATOMIC_ACQUIRE);
     if (ended && ring->to_submit == 0)
         return;
-    __atomic_store_n(ring->shared_sq_tail, ring->sq_tail, __ATOMIC_RELEASE);
-    struct uring_timespec limit = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
-    struct uring_getevents_arg argument = {.ts = timeout_ns > 0 ? (uintptr_t)&limit : 0};
-    unsigned at_least = ended || timeout_ns == 0 ? 0 : 1;
-    long taken = syscall(URING_SYS_ENTER, ring->fd, ring->to_submit, at_least,
-                         URING_ENTER_GETEVENTS | URING_ENTER_EXT_ARG, &argument, sizeof argument);
-    if (taken > 0)
-        ring->to_submit -= (unsigned)taken;
-    if (taken >= 0 || errno == EINTR || errno == ETIME)
-        return;
-    if (errno != EAGAIN && errno != EBUSY) /* these: no memory for requests now, so they stay queued */
-        refuse_queued(ring, -errno);
-    nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    enter(ring, ended || timeout_ns == 0 ? 0 : 1, URING_ENTER_GETEVENTS, timeout_ns);
 }
 
 static unsigned uring_reap(struct aio_backend *backend, struct aio_op **ended, unsigned max)

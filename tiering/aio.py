@@ -490,7 +490,7 @@ class AioContext:
         cause = self._cause(request) if code == errno.ECANCELED else None
         if cause is not None:
             remedy = f"it was never issued, because of this: {cause}"
-        where = "" if request.failed_at == request.offset else f" at byte {request.failed_at} of it"
+        where = "" if request.failed_at == request.offset else f" at byte {request.failed_at} of the file"
         message = f"{self._describe(request)} failed: {errno_text(code)}{where}; {remedy}"
         name = self._files.get(request.file, ("", False))[0]
         error = SwapError(message, errno=code, filename=name, offset=request.failed_at, names=request.names)

@@ -29,7 +29,7 @@ def test_an_error_in_any_block_fails_the_request(
     ticket = transfer(file, memory(4 * BLOCK), 0, 4 * BLOCK, names=("layers.7.up.weight", "exp_avg"))
     code, message = failure(ticket.wait)
     assert code == errno.EIO
-    where = f" at byte {(block - 1) * BLOCK} of it" if block > 1 else ""
+    where = f" at byte {(block - 1) * BLOCK} of the file" if block > 1 else ""
     assert message == (
         f"[TIER-IO] {kind} of 'layers.7.up.weight', 'exp_avg' (262144 bytes) at offset 0 GiB of /swap/rank0 "
         f"failed: EIO (Input/output error){where};"

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +54,25 @@ def test_buffered_files_take_any_address_and_offset(
         assert back.bytes() == content
         assert os.pread(fd, nbytes, offset) == content
     assert os.fstat(fd).st_size == offset + max(LENGTHS)  # no padding where none is needed
+
+
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("block", [256 << 10, 1 << 20])
+def test_large_blocks_are_handed_over_by_twos(
+    open_context: Any, swap_file: Any, memory: Any, block: int, registered: bool
+) -> None:
+    context = open_context(block_size=block, queue_depth=8, registered=registered)
+    fd = swap_file(16 * block)
+    file = context.add_file(fd, direct=True, name="swap")
+    nbytes = 11 * block + 5000
+    out, back = memory(os.urandom(nbytes)), memory(nbytes)
+    assert context.register(out) == (registered and context.engine == "io_uring")
+    wrote = context.write(file, out, 0, nbytes)
+    small = [context.write(file, memory(b"s" * 4096), 15 * block + at, 4096) for at in range(0, 40960, 4096)]
+    read = context.read(file, back, 0, nbytes, after=[wrote, *small])
+    assert read.wait() == nbytes
+    assert back.bytes() == out.bytes()
+    assert Path(f"/proc/self/fd/{fd}").read_bytes()[15 * block :][:40960] == b"s" * 40960
 
 
 def test_more_than_two_gibibytes_in_one_request(engine: str, swap_file: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import ipaddress
+import os
 import signal
 import socket
 import sys
@@ -83,7 +84,8 @@ def _url(listener: socket.socket) -> str:
 
 
 def _leave(_signal: int, _frame: object) -> NoReturn:
-    raise SystemExit(0)
+    # At once: an exception here could end up between the making of uvicorn's coroutine and its running.
+    os._exit(0)
 
 
 def _refuse(message: str) -> int:

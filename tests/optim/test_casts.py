@@ -124,7 +124,7 @@ def test_any_alignment_and_nothing_outside(
     expected = dst.clone()
     added = src[40 : 40 + n].float()
     if not overwrite:  # adding 0 would lose the sign of a -0.0, which a copy keeps
-        added += dst[skip : skip + n].float()
+        added = added + dst[skip : skip + n].float()
     expected[skip : skip + n] = added.to(TORCH[dst_dtype])
     kernels.accumulate(
         dst[skip:].data_ptr(), dst_dtype, src[40:].data_ptr(), src_dtype, n, overwrite=overwrite

@@ -121,14 +121,34 @@ static void init_lock(aio_context *context)
     pthread_condattr_destroy(&monotonic);
 }
 
-/* Counted instead of asking for the process id each time, which is a system call. */
+/* Counted instead of asking for the process id each time, which is a system call. The lock keeps a fork from
+ * catching a backend half taken down: a child has to know whether there is something to close. */
 static unsigned forks;
+static pthread_mutex_t fork_lock = PTHREAD_MUTEX_INITIALIZER;
 
-static void count_fork(void) { forks++; }
+static void before_fork(void) { pthread_mutex_lock(&fork_lock); }
 
-static void watch_forks(void) { pthread_atfork(NULL, NULL, count_fork); }
+static void after_fork_in_parent(void) { pthread_mutex_unlock(&fork_lock); }
+
+static void after_fork_in_child(void)
+{
+    forks++;
+    pthread_mutex_unlock(&fork_lock); /* by the thread that took it, of which this is the copy */
+}
+
+static void watch_forks(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
 
 static bool is_foreign(const aio_context *context) { return context->forks != forks; }
+
+void aio_take_down(aio_context *context)
+{
+    pthread_mutex_lock(&fork_lock);
+    struct aio_backend backend = context->backend;
+    context->backend.ops = NULL;
+    if (backend.ops)
+        backend.ops->exit(&backend, is_foreign(context));
+    pthread_mutex_unlock(&fork_lock);
+}
 
 int aio_open(aio_context **out, const aio_options *options)
 {
@@ -160,8 +180,7 @@ int aio_open(aio_context **out, const aio_options *options)
         error = aio_thread_start(&context->driver, aio_drive, context);
     }
     if (error) {
-        if (context->backend.ops)
-            context->backend.ops->exit(&context->backend, 0);
+        aio_take_down(context);
         free_context(context);
         return error;
     }
@@ -406,14 +425,13 @@ int aio_stats(aio_context *context, int file, aio_file_stats *out)
 
 int aio_close(aio_context *context)
 {
-    int forked = is_foreign(context);
+    if (is_foreign(context)) {
+        aio_take_down(context);
+        return 0;
+    }
     if (context->closed)
         return 0;
     context->closed = true;
-    if (forked) {
-        context->backend.ops->exit(&context->backend, 1);
-        return 0;
-    }
     pthread_mutex_lock(&context->lock);
     context->closing = true;
     aio_requests_cancel(context);
@@ -428,12 +446,12 @@ void aio_free(aio_context *context)
     if (!context)
         return;
     aio_close(context);
-    if (!is_foreign(context)) { /* in a child the lock may be held by a thread that does not exist here */
-        pthread_cond_destroy(&context->any);
-        for (int i = 0; i < WAIT_SHARDS; i++)
-            pthread_cond_destroy(&context->done[i]);
-        pthread_mutex_destroy(&context->lock);
-    }
+    if (is_foreign(context))
+        return; /* another thread may have been in the middle of anything: what is there is not to be trusted */
+    pthread_cond_destroy(&context->any);
+    for (int i = 0; i < WAIT_SHARDS; i++)
+        pthread_cond_destroy(&context->done[i]);
+    pthread_mutex_destroy(&context->lock);
     free_context(context);
 }
 

@@ -11,7 +11,7 @@
  *            the ticket is done. aio_close waits for everything in flight: after it no buffer is borrowed.
  *   Files    Descriptors are borrowed as well and must stay open until aio_close.
  *   Fork     A context belongs to the process that opened it. In a child every call returns -ECHILD at once,
- *            aio_close gives back the child's copies of the context's own descriptors, aio_free its memory.
+ *            aio_close and aio_free close the child's copies of the context's own descriptors; its memory stays.
  *
  * The text between the two CDEF markers is the interface that build_aio.py hands to cffi: each signature is
  * written once.

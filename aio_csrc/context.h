@@ -85,6 +85,7 @@ struct block {
     bool padded;             /* the bytes go through bounce */
     uint64_t issued_ns;
     unsigned stalls; /* submissions in a row that moved nothing */
+    uint64_t due_ns; /* not to be handed over before; 0: at once */
     int verdict;
     bool landed; /* no longer among file->in_flight, though not yet over */
 };
@@ -146,6 +147,9 @@ void aio_request_release(aio_context *context, struct request *request);
 void aio_requests_cancel(aio_context *context);
 void aio_requests_free(aio_context *context);
 void aio_wake_driver(aio_context *context);
+
+/* aio.c; ends the backend, once. */
+void aio_take_down(aio_context *context);
 
 /* driver.c */
 void *aio_drive(void *context);

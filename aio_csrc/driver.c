@@ -29,7 +29,7 @@
 
 enum {
     MAX_STALLS = 100,     /* no aligned progress so often in a row: the end of the file, or hopeless */
-    PATIENT_STALLS = 10,  /* EINTR or EAGAIN so often in a row: give the kernel a moment before each more */
+    PATIENT_STALLS = 10,  /* EINTR or EAGAIN so often in a row: rest a moment before each more */
     MAX_REFUSALS = 10000, /* and after so many moments, some ten seconds, take it for the answer */
     MOMENT_NS = 1000000,
     SUMS_PER_TURN = 2, /* blocks, of what is written and of what was read */
@@ -78,6 +78,7 @@ static struct block *carve(aio_context *context, struct request *request, uint64
     block->offset = request->offset + request->carved;
     block->nbytes = size;
     block->stalls = 0;
+    block->due_ns = 0;
     block->landed = false;
     block->issued_ns = now;
     block->op.kind = request->kind;
@@ -177,8 +178,10 @@ static int judge_transfer(struct block *block)
 {
     struct aio_op *op = &block->op;
     int64_t moved = op->result;
-    if (moved == -EINTR || moved == -EAGAIN)
-        return ++block->stalls < MAX_REFUSALS ? CONTINUE : (int)moved;
+    if (moved == -EINTR || moved == -EAGAIN) {
+        block->due_ns = ++block->stalls > PATIENT_STALLS ? aio_now_ns() + MOMENT_NS : 0;
+        return block->stalls < MAX_REFUSALS ? CONTINUE : (int)moved;
+    }
     if (moved < 0)
         return (int)moved;
     if (op->kind == AIO_FLUSH || (uint64_t)moved == op->nbytes)
@@ -297,17 +300,33 @@ static void absorb(aio_context *context, struct block *block, uint64_t now)
         aio_request_settle(context, request, request->result ? request->result : (int64_t)request->nbytes);
 }
 
-/* Returns how many are now in `ended`, with what the backend refused; *busy says that it took less than all.
- */
+/* Put those of the batch that need not rest a moment first; returns how many they are. */
+static unsigned sort_due(aio_context *context)
+{
+    unsigned n_due = 0;
+    uint64_t now = 0;
+    for (unsigned i = 0; i < context->n_batch; i++) {
+        struct aio_op *op = context->batch[i];
+        uint64_t due_ns = ((const struct block *)op)->due_ns;
+        if (due_ns && due_ns > (now = now ? now : aio_now_ns()))
+            continue;
+        context->batch[i] = context->batch[n_due];
+        context->batch[n_due++] = op;
+    }
+    return n_due;
+}
+
+/* Returns how many are now in `ended`, with what the backend refused; *busy says that some are still to be
+ * handed over and no completion may tell when. */
 static unsigned hand_over(aio_context *context, unsigned n_ended, bool *busy)
 {
     struct aio_backend *backend = &context->backend;
-    unsigned first = 0;
-    *busy = false;
-    while (first < context->n_batch) {
-        int taken = backend->ops->submit(backend, context->batch + first, context->n_batch - first);
+    unsigned first = 0, n_due = sort_due(context);
+    *busy = n_due < context->n_batch;
+    while (first < n_due) {
+        int taken = backend->ops->submit(backend, context->batch + first, n_due - first);
         if (taken == -EAGAIN) {
-            *busy = true;
+            *busy |= context->n_begun == 0;
             break;
         }
         if (taken < 0) {
@@ -329,22 +348,11 @@ static unsigned await(aio_context *context, unsigned n_ended, bool busy)
 {
     struct aio_backend *backend = &context->backend;
     bool sums_to_do = context->n_fresh || context->n_landed;
-    int64_t timeout_ns = n_ended || sums_to_do           ? 0
-                         : busy && context->n_begun == 0 ? MOMENT_NS /* no completion of ours will tell */
-                                                         : -1;
+    int64_t timeout_ns = n_ended || sums_to_do ? 0 : busy ? MOMENT_NS : -1;
     backend->ops->await(backend, timeout_ns);
     unsigned n = backend->ops->reap(backend, context->ended + n_ended, context->capacity - n_ended);
     context->n_begun -= n;
     return n_ended + n;
-}
-
-/* Whether a block of the batch was turned away again and again: then a moment's rest may help. */
-static bool needs_patience(const aio_context *context)
-{
-    for (unsigned i = 0; i < context->n_batch; i++)
-        if (((const struct block *)context->batch[i])->stalls > PATIENT_STALLS)
-            return true;
-    return false;
 }
 
 /* Hand new memory to the backend; lets go of the lock meanwhile. */
@@ -384,8 +392,6 @@ void *aio_drive(void *argument)
 
         bool busy;
         unsigned n_ended = prepare(context);
-        if (needs_patience(context))
-            nanosleep(&(struct timespec){.tv_nsec = MOMENT_NS}, NULL);
         n_ended = hand_over(context, n_ended, &busy);
         n_ended = await(context, n_ended, busy);
         n_ended = judge(context, n_ended);
@@ -403,6 +409,6 @@ void *aio_drive(void *argument)
         }
     }
     pthread_mutex_unlock(&context->lock);
-    context->backend.ops->exit(&context->backend, 0);
+    aio_take_down(context);
     return NULL;
 }

@@ -279,6 +279,7 @@ int64_t aio_request_add(aio_context *context, const struct request *wanted, cons
     struct request *rest = request->next;
     int64_t id = request->id;
     *request = *wanted;
+    request->failed_at = wanted->offset; /* unless a block fails */
     request->id = id; /* the old one, until nothing can fail: a request cannot be ordered after itself */
     request->state = REQUEST_FREE;
     error = order_after(context, request, after, n_after);

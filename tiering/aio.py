@@ -114,6 +114,7 @@ class _Request:
     result: int | None = None
     failed_at = 0
     seen = False
+    canceled = False
 
     def __init__(
         self, kind: int, file: int, buffer: Buffer | None, offset: int, nbytes: int, names: tuple[str, ...]
@@ -153,9 +154,10 @@ class Ticket:
         result = request.result
         if result is None:
             result = self._context._await(request, timeout)
-        request.seen = True
         if result < 0:
+            self._context._tell(request)
             raise self._context._error(request, -result)
+        request.seen = True
         return result
 
     def done(self) -> bool:
@@ -171,8 +173,8 @@ class Ticket:
         return self._context._cancel(self._request)
 
     def __del__(self) -> None:
-        request = self._request
-        if not request.seen and (request.result is None or request.result < 0):
+        request = getattr(self, "_request", None)  # None: interrupted before it was set
+        if request is not None and not request.seen and (request.result is None or request.result < 0):
             self._context._orphans.append(request)
 
     def __repr__(self) -> str:
@@ -234,8 +236,8 @@ class AioContext:
     def register(self, buffer: Buffer) -> bool:
         """Tell the kernel of memory that many transfers will use, so that each costs less CPU time.
 
-        Touches and locks every page. True if it took; transfers work without it, and ``info`` says why it did
-        not. The buffer is kept alive until ``close``.
+        Touches and locks every page. True if it took. Transfers work without it; ``info`` says why the kernel
+        refused, and engines other than io_uring have no such thing. The buffer is kept alive until ``close``.
         """
         if buffer.nbytes == 0:
             return False
@@ -399,9 +401,17 @@ class AioContext:
             request.after = tuple(ticket._request for ticket in after)
         # Before the call: an interrupt right after it must not free memory that is being transferred.
         self._live.add(request)
-        code = lib.aio_submit(
-            self._handle, kind, file, address, offset, nbytes, priority, earlier, len(after)
-        )
+        try:
+            code = lib.aio_submit(
+                self._handle, kind, file, address, offset, nbytes, priority, earlier, len(after)
+            )
+        except (
+            OverflowError
+        ):  # a number that C has no room for; whatever else interrupts may have submitted it
+            self._live.discard(request)
+            raise ValueError(
+                f"cannot transfer {nbytes} bytes at offset {offset} with priority {priority}: 64 bits do not hold it"
+            ) from None
         if code < 0:
             self._live.discard(request)
             raise self._refused(request, -code, priority)
@@ -427,7 +437,8 @@ class AioContext:
                 request.after = ()
             request.result = result.bytes  # before the release: who finds the ticket released reads it here
             request.buffer = None
-            self._live.discard(request)
+            if result.bytes >= 0:  # a failure is kept until somebody was told
+                self._live.discard(request)
             lib.aio_release(self._handle, request.id)  # -ESTALE: another thread was here just now
         elif code != -errno.ESTALE:
             raise self._refused(request, -code, 0)
@@ -454,6 +465,7 @@ class AioContext:
             return False
         if code < 0:
             raise self._refused(request, -code, 0)
+        request.canceled = True
         return True
 
     def _surface(self) -> None:
@@ -472,9 +484,14 @@ class AioContext:
         """Raise a failure that nobody was told of; what was cancelled has a cause, which is told instead."""
         result = request.result
         if result is not None and result < 0 and not request.seen:
-            request.seen = True
+            self._tell(request)
             if -result != errno.ECANCELED:
                 raise self._error(request, -result)
+
+    def _tell(self, request: _Request) -> None:
+        """Its failure is about to be raised, and need not be again."""
+        request.seen = True
+        self._live.discard(request)
 
     def _describe(self, request: _Request) -> str:
         name = self._files.get(request.file, (f"file {request.file}", False))[0]
@@ -488,7 +505,9 @@ class AioContext:
     def _error(self, request: _Request, code: int) -> SwapError:
         remedy = _REMEDIES.get(code, "see dmesg")
         cause = self._cause(request) if code == errno.ECANCELED else None
-        if cause is not None:
+        if request.canceled:
+            remedy = "it was taken back by cancel()"
+        elif cause is not None:
             remedy = f"it was never issued, because of this: {cause}"
         where = "" if request.failed_at == request.offset else f" at byte {request.failed_at} of the file"
         message = f"{self._describe(request)} failed: {errno_text(code)}{where}; {remedy}"
@@ -500,12 +519,16 @@ class AioContext:
     def _cause(self, request: _Request) -> SwapError | None:
         """The failure that cancelled ``request``, if it was ordered after one."""
         suspects = list(request.after)
+        known = set(suspects)
         while suspects:
             earlier = suspects.pop()
             if earlier.result is None:
                 self._collect(earlier, 0)
+            if earlier.canceled:
+                return self._error(earlier, errno.ECANCELED)
             if earlier.result == -errno.ECANCELED:
-                suspects.extend(earlier.after)
+                suspects.extend(set(earlier.after) - known)
+                known.update(earlier.after)
             elif earlier.result is not None and earlier.result < 0:
                 return self._error(earlier, -earlier.result)
         return None

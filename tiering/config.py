@@ -92,13 +92,14 @@ def _size_or_auto(value: object) -> int | str:
 def _paths(value: object) -> object:
     if value is None:
         return ()
-    if isinstance(value, str | Path):
-        return (value,)
-    if not isinstance(value, list | tuple):
+    named = (value,) if isinstance(value, str | Path) else value
+    if not isinstance(named, list | tuple):
         raise ValueError(f"a directory or a list of directories is needed, not {value!r}")
-    if not value:
+    if not named:
         raise ValueError("an empty list names no directory; give one or more, or leave it out")
-    return value
+    if "" in named:
+        raise ValueError("an empty path names no directory; '.' is the current one")
+    return tuple(Path(path).expanduser() if isinstance(path, str) else path for path in named)
 
 
 def _named_once(paths: tuple[Path, ...]) -> tuple[Path, ...]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from tiering.aio import AioContext, Buffer, Ticket
 from tiering.arena import round_up
 from tiering.errors import SwapError, SwapSpaceError
+from tiering.interrupts import deferred_interrupts
 from tiering.ranges import FreeRanges
 from tiering.swap_file import SwapFile, check_directory
 
@@ -108,18 +109,25 @@ class SlabFile:
         )
 
     def free(self, extent: Extent) -> None:
-        """Give an extent back; its transfers in flight are waited for, and what failed no longer matters."""
-        for transfer in tuple(extent.in_flight):
-            with contextlib.suppress(SwapError):
-                transfer.ticket.wait()
+        """Give an extent back; its transfers in flight are waited for, and what failed no longer matters.
+
+        It has no bytes afterwards: a transfer of it is refused, or it would meet whoever has its place then.
+        """
+        self.settle(extent)
         with self._lock:
-            self._free.give(extent.offset, extent.nbytes)
-            self.used -= extent.nbytes
+            nbytes, extent.nbytes = extent.nbytes, 0
+            if nbytes:
+                self._free.give(extent.offset, nbytes)
+                self.used -= nbytes
 
     def swap_in(
         self, extent: Extent, buffer: Buffer, *, offset: int = 0, nbytes: int | None = None, priority: int = 0
     ) -> Ticket:
-        """Start reading ``nbytes`` (default: the buffer's) at ``offset`` of ``extent`` into ``buffer``."""
+        """Start reading ``nbytes`` (default: the buffer's) at ``offset`` of ``extent`` into ``buffer``.
+
+        Ctrl-C may come before the ticket is in the caller's hands: after an exception ``settle`` the extent before
+        the memory is given back.
+        """
         return self._start(extent, buffer, offset, nbytes, priority, writes=False)
 
     def swap_out(
@@ -132,6 +140,12 @@ class SlabFile:
         """Let reads of [offset, offset + nbytes) of ``extent`` raise ``error`` until the range is written anew."""
         with self._lock:
             extent.failed.append((offset, offset + nbytes, error))
+
+    def settle(self, extent: Extent) -> None:
+        """Wait for all transfers of ``extent`` that are under way. What fails is told to those who read it."""
+        for transfer in tuple(extent.in_flight):
+            with contextlib.suppress(SwapError):
+                transfer.ticket.wait()
 
     def close(self) -> None:
         """Close the descriptor; the kernel frees the space. The I/O context must have been closed first."""
@@ -148,11 +162,12 @@ class SlabFile:
             )
         submit = self.aio.write if writes else self.aio.read
         end = offset + length
-        with self._lock:
+        # A transfer that is under way but not noted would not be waited for by those who come after it.
+        with deferred_interrupts(), self._lock:
             self._settle(extent)
             for start, stop, error in extent.failed:
                 if not writes and start < end and offset < stop:
-                    raise error
+                    raise error.with_traceback(None)  # or each time it is raised would add to it
             ticket = submit(
                 self.file,
                 buffer,

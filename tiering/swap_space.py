@@ -26,6 +26,7 @@ from tiering.arena import round_up
 from tiering.bandwidth import MOST_BYTES, measure, weights
 from tiering.config import format_size
 from tiering.errors import SwapError, SwapSpaceError
+from tiering.interrupts import deferred_interrupts
 from tiering.storage import Extent, SlabFile, shorten
 from tiering.striping import Need, Piece, StripeMap, apportion, shares_of
 from tiering.swap_file import check_directory, disk_of, free_by_file_system, too_full
@@ -140,9 +141,10 @@ class SwapSpace:
     def free(self, extent: StripedExtent) -> None:
         """Give an extent back; its transfers in flight are waited for, and what failed no longer matters."""
         for part in extent.parts:
+            nbytes = part.extent.nbytes
             part.slab.free(part.extent)
             with self._lock:
-                self._left[extent.section][self.slabs.index(part.slab)] += part.extent.nbytes
+                self._left[extent.section][self.slabs.index(part.slab)] += nbytes
 
     def swap_in(
         self,
@@ -153,7 +155,11 @@ class SwapSpace:
         nbytes: int | None = None,
         priority: int = 0,
     ) -> Transfer:
-        """Start reading ``nbytes`` (default: the buffer's) at ``offset`` of ``extent`` into ``buffer``."""
+        """Start reading ``nbytes`` (default: the buffer's) at ``offset`` of ``extent`` into ``buffer``.
+
+        Ctrl-C is held back while it is submitted and noted, but may come before the ticket is in the caller's hands:
+        after an exception ``settle`` the extent before the memory is given back.
+        """
         if len(extent.parts) == 1:
             only = extent.parts[0]
             return only.slab.swap_in(only.extent, buffer, offset=offset, nbytes=nbytes, priority=priority)
@@ -168,11 +174,19 @@ class SwapSpace:
         nbytes: int | None = None,
         priority: int = 0,
     ) -> Transfer:
-        """Start writing ``nbytes`` (default: the buffer's) from ``buffer`` at ``offset`` of ``extent``."""
+        """Start writing ``nbytes`` (default: the buffer's) from ``buffer`` at ``offset`` of ``extent``.
+
+        After an exception, ``settle`` as with ``swap_in``.
+        """
         if len(extent.parts) == 1:
             only = extent.parts[0]
             return only.slab.swap_out(only.extent, buffer, offset=offset, nbytes=nbytes, priority=priority)
         return self._start(extent, buffer, offset, nbytes, priority, writes=True)
+
+    def settle(self, extent: StripedExtent) -> None:
+        """Wait for all transfers of ``extent`` that are under way. What fails is told to those who read it."""
+        for part in extent.parts:
+            part.slab.settle(part.extent)
 
     @property
     def used(self) -> int:
@@ -207,7 +221,7 @@ class SwapSpace:
             )
         pieces = list(extent.stripes.pieces(offset, length))
         tickets: list[Ticket] = []
-        with self._lock:
+        with deferred_interrupts(), self._lock:
             try:
                 for piece in pieces:
                     part = extent.parts[piece.path]
@@ -247,7 +261,9 @@ class SwapSpace:
             zip(self.slabs, totals, strict=True), key=lambda pair: pair[1] - pair[0].capacity
         ):
             slab.resize(size)  # those that give back come first: they may share a file system with the others
-        for slab in self.slabs:
+        for index, slab in enumerate(self.slabs):
+            if index in striped and not slab.capacity:
+                log.warning("nvme_path %s is left out: its file system has no room", slab.directory)
             known = self.weights.get(slab.directory)
             speed = f"{format_size(known)}/s measured" if known else "not measured"
             log.info("swap space in %s: %s, %s", slab.directory, format_size(slab.capacity), speed)

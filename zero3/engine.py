@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 from tiering import ds_config
 from tiering.config import TieringConfig
 from tiering.errors import EngineStateError
+from tiering.interrupts import deferred_interrupts
 from tiering.telemetry import PageWriter, Publisher, Snapshot
 from zero3 import hooks
 from zero3.assembly import ModelParameters, assemble
-from zero3.interrupts import deferred_interrupts
 from zero3.optimizer import TieredOptimizer
 from zero3.prefetch import Prefetcher
 from zero3.run_record import RunRecord

@@ -71,6 +71,7 @@ class ExchangedStorage(FlatStorage):
         try:
             self._ticket = swap.swap_in(extent, lease, priority=FETCH_PRIORITY)
         except BaseException:
+            swap.settle(extent)
             lease.release()
             raise
         self._lease = lease
@@ -142,6 +143,7 @@ class CopiedStorage(FlatStorage):
             try:
                 self._ticket = self._tiers.swap.swap_in(extent, lease, priority=FETCH_PRIORITY)
             except BaseException:
+                self._tiers.swap.settle(extent)
                 lease.release()
                 room.release()
                 raise

@@ -103,6 +103,7 @@ class GradientStore:
         try:
             ticket = swap.swap_out(extent, lease, nbytes=extent.nbytes)
         except BaseException:
+            swap.settle(extent)
             lease.release()
             raise
         lease.retire(ticket)

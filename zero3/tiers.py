@@ -213,6 +213,7 @@ class Tiers:
             yield as_tensor(lease)[:nbytes]
             ticket = self.swap.swap_out(home.extent, lease.part(0, nbytes), offset=offset)
         except BaseException:
+            self.swap.settle(home.extent)
             lease.release()
             raise
         lease.retire(ticket)
@@ -241,9 +242,12 @@ class Tiers:
             ticket = self.swap.swap_in(extent, lease, offset=offset)
             ticket.wait()
         except BaseException:
-            if ticket is None or ticket.done():
+            if ticket is None:  # interrupted, perhaps, with the bytes under way
+                self.swap.settle(extent)
                 lease.release()
-            else:  # interrupted: the bytes are still coming
+            elif ticket.done():
+                lease.release()
+            else:
                 lease.retire(ticket)
             raise
 

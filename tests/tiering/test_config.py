@@ -213,6 +213,8 @@ def test_what_is_planned_is_refused_by_name(section: type[BaseModel], values: di
         (ZeroConfig, {"prefetch_elements": -1}, "greater than or equal to 0"),
         (OffloadConfig, {"device": "nvme"}, "needs nvme_path"),
         (OffloadConfig, {"device": "nvme", "nvme_path": []}, "an empty list names no directory"),
+        (OffloadConfig, {"device": "nvme", "nvme_path": ""}, "an empty path names no directory"),
+        (OffloadConfig, {"device": "nvme", "nvme_path": ["/x", ""]}, "an empty path names no directory"),
         (OffloadConfig, {"device": "nvme", "nvme_path": ["/x", "/y", "/x/"]}, "'/x' is named twice"),
         (
             OffloadConfig,
@@ -264,6 +266,7 @@ def test_values_are_read_as_written_in_files() -> None:
         (["/x"], (Path("/x"),)),
         (["/x", "y/z"], (Path("/x"), Path("y/z"))),
         (Path("/x"), (Path("/x"),)),
+        ("~/x", (Path.home() / "x",)),
     ],
 )
 def test_nvme_path_is_one_directory_or_several(given: object, read: tuple[Path, ...]) -> None:

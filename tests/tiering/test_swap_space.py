@@ -311,6 +311,24 @@ def test_a_smaller_disk_gets_less_and_the_plan_still_fits(
     space.close()  # before the disk goes
 
 
+def test_a_path_without_room_is_left_out_with_a_warning(
+    small_disk: Callable[[int], Path],
+    paths: list[Path],
+    rates: Callable[..., None],
+    open_space: OpenSpace,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    disk = small_disk(16 * MIB)
+    with (disk / "full").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free_bytes(disk) // PAGE * PAGE)
+    rates(1, 1)
+    space = open_space({"state": (8 * MIB, [disk, paths[0]])})
+    assert [slab.capacity for slab in space.slabs] == [0, 8 * MIB]
+    assert f"nvme_path {disk} is left out: its file system has no room" in caplog.text
+    space.slabs[0].aio.close()
+    space.close()  # before the disk goes
+
+
 def test_directories_on_one_full_disk_trade_their_room(
     small_disk: Callable[[int], Path], rates: Callable[..., None], open_space: OpenSpace
 ) -> None:

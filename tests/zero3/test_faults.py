@@ -14,10 +14,10 @@ import torch
 from tiering import arena
 from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.errors import EngineStateError, SwapError
+from tiering.interrupts import deferred_interrupts
 from tiering.swap_space import StripedExtent, SwapSpace
 from zero3 import tiers
 from zero3.engine import Engine
-from zero3.interrupts import deferred_interrupts
 from zero3.optimizer import TieredOptimizer
 
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}

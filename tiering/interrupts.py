@@ -1,4 +1,5 @@
-"""Ctrl-C waits for the end of a step: half an update is no state that anybody could use."""
+"""Ctrl-C waits where it must not cut in: half an update is no state that anybody could use, and a transfer that was
+begun but not noted would go on in memory that its owner has given back."""
 
 from __future__ import annotations
 

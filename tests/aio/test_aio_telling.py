@@ -1,0 +1,123 @@
+"""A failure is told truthfully: to whoever waits, or at the latest when the context closes."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiering.aio import AioContext, Fault, FaultPlan
+from tiering.errors import SwapError
+
+PAGE = 4096
+
+
+def test_a_failure_that_was_only_polled_is_raised_by_close(engine: str, swap_file: Any, memory: Any) -> None:
+    context = AioContext(engine=engine, fault=FaultPlan((Fault("read", error=errno.EIO),)))
+    ticket = context.read(context.add_file(swap_file(PAGE), direct=True, name="swap"), memory(PAGE), 0, PAGE)
+    while not ticket.done():
+        pass
+    with pytest.raises(SwapError, match="EIO"):
+        context.close()
+    with pytest.raises(SwapError, match="EIO"):  # who asks later is told, too
+        ticket.wait()
+
+
+def test_a_failure_that_was_told_is_not_raised_again(open_context: Any, swap_file: Any, memory: Any) -> None:
+    context = open_context(Fault("read", error=errno.EIO))
+    ticket = context.read(context.add_file(swap_file(PAGE), direct=True, name="swap"), memory(PAGE), 0, PAGE)
+    with pytest.raises(SwapError):
+        ticket.wait()
+    context.close()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"offset": 2**64}, {"offset": 2**64, "nbytes": 0}, {"priority": 2**40}]
+)
+def test_numbers_that_c_cannot_hold_are_refused_and_leave_nothing(
+    open_context: Any, swap_file: Any, memory: Any, arguments: dict[str, int]
+) -> None:
+    context = open_context()
+    file = context.add_file(swap_file(PAGE), direct=True, name="swap")
+    buffer = memory(PAGE)
+    gone = weakref.ref(buffer)
+    with pytest.raises(ValueError, match="64 bits do not hold it"):
+        context.read(file, buffer, **{"offset": 0, "nbytes": PAGE, **arguments})
+    del buffer
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_was_never_issued_tells_its_own_place_and_why(
+    open_context: Any, swap_file: Any, memory: Any, failure: Callable[..., tuple[int, str]]
+) -> None:
+    context = open_context(Fault("write", error=errno.EIO, delay=0.05))
+    file = context.add_file(swap_file(64 * PAGE), direct=True, name="swap")
+    write = context.write(file, memory(PAGE), 16 * PAGE, PAGE)
+    behind = context.read(file, memory(PAGE), 32 * PAGE, PAGE, after=[write])
+    taken_back = context.read(file, memory(PAGE), 48 * PAGE, PAGE, after=[write])
+    assert taken_back.cancel()
+    for ticket, offset, reason in (
+        (write, 16 * PAGE, "failed: EIO"),
+        (behind, 32 * PAGE, "it was never issued, because of this: [TIER-IO] write"),
+        (taken_back, 48 * PAGE, "it was taken back by cancel()"),
+    ):
+        with pytest.raises(SwapError) as caught:
+            ticket.wait()
+        assert caught.value.offset == offset
+        assert reason in str(caught.value)
+        assert "at byte" not in str(caught.value)
+
+
+def test_the_cause_of_a_long_chain_is_found_in_its_length(
+    open_context: Any, swap_file: Any, memory: Any
+) -> None:
+    """Each comes after all before it: as many paths lead back as there are subsets."""
+    context = open_context(Fault("write", first=1, delay=0.2))
+    file = context.add_file(swap_file(PAGE), direct=True, name="swap")
+    tickets = [context.write(file, memory(PAGE), 0, PAGE)]
+    tickets.append(context.write(file, memory(PAGE), 0, PAGE, after=tickets))
+    assert tickets[1].cancel()
+    for _ in range(60):
+        tickets.append(context.write(file, memory(PAGE), 0, PAGE, after=tickets))
+    with pytest.raises(SwapError, match=r"because of this: .* it was taken back by cancel\(\)"):
+        tickets[-1].wait()
+
+
+FORKED_IN_CLOSE = """
+import os, sys, threading, time, warnings
+from child import Memory
+from tiering.aio import AioContext, Fault, FaultPlan
+warnings.simplefilter("ignore", DeprecationWarning)  # newer interpreters dislike a fork beside threads
+fd = os.open(sys.argv[1], os.O_RDWR | os.O_TMPFILE | os.O_DIRECT)
+context = AioContext(engine=sys.argv[2], fault=FaultPlan((Fault("write", delay=0.4),)))
+file = context.add_file(fd, direct=True, name="swap")
+buffer = Memory(4096)
+context.write(file, buffer, 0, 4096)
+while context.stats()[file].write.in_flight == 0:
+    pass
+closing = threading.Thread(target=context.close)
+closing.start()
+while not context._closed:
+    pass
+time.sleep(0.05)
+child = os.fork()
+if child == 0:
+    links = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if name != "3"
+             and os.path.exists(f"/proc/self/fd/{name}")]
+    os._exit(sum("io_uring" in link or "eventfd" in link for link in links))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+closing.join()
+"""
+
+
+def test_a_child_forked_during_close_holds_nothing(
+    engine: str, run_child: Callable[..., str], tmp_path: Path
+) -> None:
+    """An io_uring holds the files it knows, and with them the swap space."""
+    assert run_child(FORKED_IN_CLOSE, tmp_path, engine) == "0\n"

@@ -604,15 +604,18 @@ def test_measuring_stays_within_the_span_and_its_bounds(engine: str, tmp_path: P
         for (_, span, fd), stats in zip(files, aio.stats(), strict=True):
             assert os.fstat(fd).st_size == span
             assert 0 < stats.read.bytes <= bandwidth.MOST_BYTES
-            assert span // 2 < stats.write.bytes <= 2 * bandwidth.MOST_BYTES
+            assert 0 < stats.write.bytes <= 2 * bandwidth.MOST_BYTES
             assert stats.read.in_flight == stats.write.in_flight == 0
     for _, _, fd in files:
         os.close(fd)
 
 
 @pytest.mark.parametrize("first", [1, 2, 30, 100])
-def test_measuring_that_fails_has_nothing_in_flight_any_more(engine: str, tmp_path: Path, first: int) -> None:
+def test_measuring_that_fails_has_nothing_in_flight_any_more(
+    engine: str, tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The files are closed next: what is still under way would go to whatever gets their numbers."""
+    monkeypatch.setattr(bandwidth, "SECONDS", 10.0)  # the failure ends it, however busy the machine is
     fault = FaultPlan((Fault("write", first=first, count=3, error=errno.EIO), Fault(count=0, delay=0.002)))
     with AioContext(engine=engine, block_size=64 << 10, fault=fault) as aio:
         fds = [os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600) for _ in range(2)]

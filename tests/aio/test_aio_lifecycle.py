@@ -75,7 +75,8 @@ def test_nothing_is_left_behind(engine: str, swap_file: Any, memory: Any, rounds
     before, resident = held(), resident_bytes()
     for index in range(rounds):
         live_once(index)
-    assert until(lambda: held() == before), (before, held())  # a joined thread leaves /proc a moment later
+    # A joined thread leaves /proc a moment later, also one from before that was still counted.
+    assert until(lambda: all(now <= then for now, then in zip(held(), before, strict=True))), (before, held())
     grown = resident_bytes() - resident
     assert grown < (4 << 20), f"{grown} bytes more after {rounds} rounds"
 

@@ -162,6 +162,9 @@ static int uring_init(struct aio_backend *backend, unsigned capacity, int regist
     int error = ring->wake_fd < 0 ? -errno : setup(ring, capacity + 1, &params); /* + 1: the poll */
     if (!error)
         error = map_ring(ring, &params);
+    /* Some sandboxes let rings be made but not entered. EBADFD: a ring that is not enabled yet. */
+    if (!error && syscall(URING_SYS_ENTER, ring->fd, 0, 0, 0, NULL, 0) < 0 && errno != EBADFD)
+        error = -errno;
     if (error) {
         uring_exit(backend, 0);
         return error;

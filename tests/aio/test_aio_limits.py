@@ -58,13 +58,14 @@ with AioContext() as context:
     [
         ({"io_uring_setup": errno.EPERM}, "libaio", {"io_uring": "EPERM (Operation not permitted)"}),
         ({"io_uring_setup": errno.ENOSYS}, "libaio", {"io_uring": "ENOSYS (Function not implemented)"}),
+        ({"io_uring_enter": errno.EPERM}, "libaio", {"io_uring": "EPERM (Operation not permitted)"}),
         (
             {"io_uring_setup": errno.EPERM, "io_setup": errno.ENOSYS},
             "threads",
             {"io_uring": "EPERM (Operation not permitted)", "libaio": "ENOSYS (Function not implemented)"},
         ),
     ],
-    ids=["EPERM", "ENOSYS", "libaio too"],
+    ids=["EPERM", "ENOSYS", "made but not entered", "libaio too"],
 )
 def test_auto_takes_the_next_engine_and_says_why(
     run_child: RunChild, tmp_path: Path, denied: dict[str, int], taken: str, passed_over: dict[str, str]
@@ -123,6 +124,31 @@ def test_libaio_without_room_under_aio_max_nr(run_child: RunChild, tmp_path: Pat
     assert "EAGAIN" in named[1] and "fs.aio-max-nr is used up" in named[1]
     assert (engine, moved) == ("threads", True)
     assert why.startswith("EAGAIN")
+
+
+DENIED_LATER = (
+    PRELUDE
+    + """
+with AioContext(engine="io_uring", block_size=65536) as context:
+    file = context.add_file(fd, direct=True, name="swap")
+    out = Memory(1 << 20)
+    context.write(file, out, 0, 1 << 20).wait()
+    deny(io_uring_enter=errno.EPERM)
+    tickets = [context.write(file, out, 0, 1 << 20) for _ in range(3)]
+    tickets += [context.read(file, out, 0, 100)]
+    answers = []
+    for ticket in tickets:
+        try:
+            answers.append(ticket.wait(20))
+        except SwapError as error:
+            answers.append(-error.errno)
+print(json.dumps(answers))
+"""
+)
+
+
+def test_a_filter_that_comes_later_ends_transfers_with_an_error(run_child: RunChild, tmp_path: Path) -> None:
+    assert json.loads(run_child(DENIED_LATER, tmp_path, "io_uring")) == [-errno.EPERM] * 4
 
 
 UNLOCKED = (

@@ -6,7 +6,10 @@ import errno
 import logging
 import os
 import random
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -394,6 +397,38 @@ def settle(ticket: Transfer, lease: Lease, expected: bytes) -> None:
     assert ticket.wait() == lease.nbytes
     assert bytes(lease.view) == expected
     lease.release()
+
+
+def test_writes_by_two_threads_come_in_one_order_on_every_path(
+    engine: str,
+    open_space: OpenSpace,
+    arena: Arena,
+    paths: list[Path],
+    rates: Callable[..., None],
+    small_rows: None,
+) -> None:
+    """Else an extent could end up with one thread's bytes on one path and the other's on another."""
+    rates(1, 1, 1)
+    space = open_space({"state": (24 * PAGE, paths)})
+    extent = space.allocate(24 * PAGE, ("e",), "state")
+    marks = [filled(arena, mark * extent.nbytes) for mark in (b"a", b"b")]
+    start = threading.Barrier(2)
+
+    def write_often(lease: Lease) -> None:
+        for _ in range(60):
+            start.wait()
+            space.swap_out(extent, lease).wait()
+            start.wait()
+            kept = on_disk(extent)
+            assert kept in (b"a" * extent.nbytes, b"b" * extent.nbytes)
+
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(write_often, marks))
+    finally:
+        sys.setswitchinterval(switch)
 
 
 def test_transfers_must_fit_extent_and_buffer(

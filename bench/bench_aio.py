@@ -17,8 +17,9 @@ by us in turn; who goes first alternates. What makes the two sides the same:
   it is far slower on some disks). Ours is touched before; what fio reads into is not, a millisecond or two per run.
   Neither changes the data between writes (scramble_buffers=0).
 - Clocks: fio keeps latencies, as our histograms do.
-- Mixed: fio draws lots for each block; we alternate requests of half the depth, of which the engine issues the blocks
-  of reads and writes in turn. Sequential requests of ours are `depth` blocks, random ones single blocks.
+- Mixed: fio draws lots for each block; we alternate requests, of which the engine issues the blocks of reads and
+  writes in turn, and have twice the memory, so that none is read into and written from at once. Sequential
+  requests of ours are `depth` blocks, random ones single blocks.
 - Waiting: we submit two batches of 256 blocks and wait for one as a whole before the next is submitted; fio reaps
   blocks one by one. Of either side `depth` blocks are with the kernel.
 - Processes: each side is its own. CPU seconds are user and system time of ours, all threads, against what fio says

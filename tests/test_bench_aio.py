@@ -188,7 +188,7 @@ def test_requests_fit_the_load() -> None:
         for pattern in ("sequential", "random")
     }
     assert sizes["read", "sequential"] == sizes["write", "sequential"] == 16
-    assert sizes["mixed", "sequential"] == 8
+    assert sizes["mixed", "sequential"] == 16
     assert {blocks for (_, pattern), blocks in sizes.items() if pattern == "random"} == {1}
 
 

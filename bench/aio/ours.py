@@ -24,12 +24,12 @@ class CannotStart(RuntimeError):  # noqa: N818
 def request_blocks(load: Load) -> int:
     """Blocks per request. Sequential requests fill the queue, as a layer's parameters do.
 
-    Mixed ones fill half of it, a read and a write at a time, whose blocks take turns; random ones are single blocks,
-    because blocks of one request follow each other on disk.
+    Mixed ones do, too: blocks of a read and a write take turns. Random ones are single blocks, because blocks of one
+    request follow each other on disk.
     """
     if load.pattern == "random":
         return 1
-    return max(load.depth // 2, 1) if load.kind == "mixed" else max(load.depth, 4)
+    return max(load.depth, 4)
 
 
 BATCH = 256
@@ -42,15 +42,15 @@ Large, because a process that sleeps wakes up with cold caches: a hundred micros
 class Ours:
     """A worker with a context for ``load``'s file, block and depth; loads that differ in kind may follow.
 
-    Memory is what fio has, ``depth`` blocks, which requests that follow one another use in turn. ``private`` gives
-    every request submitted memory of its own: checksums of a buffer need it to themselves.
+    Memory is what fio has, ``depth`` blocks (twice that when mixed), which requests that follow one another use in
+    turn. ``private`` gives every request submitted memory of its own: checksums of a buffer need it to themselves.
     """
 
     def __init__(self, load: Load, engine: str, *, private: bool = False, verify: bool = False) -> None:
         self.private = private
         self.load = load
-        sizes = {1, *(request_blocks(replace(load, kind=kind)) for kind in get_args(Kind))}
-        memory = max(self._window(blocks) for blocks in sizes)
+        loads = [replace(load, kind=kind) for kind in get_args(Kind)]
+        memory = max(self._window(one, blocks) for one in loads for blocks in (1, request_blocks(one)))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "aio.worker"],
             cwd=_BENCH,
@@ -84,7 +84,7 @@ class Ours:
                 "pattern": load.pattern,
                 "request": blocks * load.block,
                 "batch": self._batch(blocks),
-                "window": self._window(blocks),
+                "window": self._window(load, blocks),
                 "seconds": seconds,
             }
         )
@@ -112,9 +112,10 @@ class Ours:
         """Requests of ``blocks`` blocks per batch; a batch is never less than the queue."""
         return -(-max(BATCH, self.load.depth) // blocks)
 
-    def _window(self, blocks: int) -> int:
-        """Bytes of memory in use by requests of ``blocks`` blocks."""
-        wanted = 2 * blocks * self._batch(blocks) if self.private else max(blocks, self.load.depth)
+    def _window(self, load: Load, blocks: int) -> int:
+        """Bytes of memory in use by requests of ``blocks`` blocks; mixed ones do not share theirs."""
+        shared = max(blocks * (1 + (load.kind == "mixed")), load.depth)
+        wanted = 2 * blocks * self._batch(blocks) if self.private else shared
         return self.load.block * round_up(wanted, blocks)
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:

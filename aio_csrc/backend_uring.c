@@ -254,6 +254,8 @@ static int uring_submit(struct aio_backend *backend, struct aio_op **ops, unsign
     for (unsigned i = 0; i < n; i++) { /* there is room: the ring holds capacity operations */
         struct aio_op *op = ops[i];
         bool known = is_registered(backend, ring, op);
+        if (op->nbytes >= AIO_LARGE && ring->to_submit >= AIO_UNPLUGGED)
+            enter(ring, 0, 0, 0); /* the last two go with await */
         struct uring_sqe *sqe = next_sqe(ring);
         sqe->opcode = opcodes[op->kind];
         sqe->user_data = (uintptr_t)op;
@@ -270,8 +272,6 @@ static int uring_submit(struct aio_backend *backend, struct aio_op **ops, unsign
         sqe->addr = (uintptr_t)op->data;
         sqe->len = (uint32_t)op->nbytes;
         sqe->off = op->offset;
-        if (op->nbytes >= AIO_LARGE && ring->to_submit >= AIO_UNPLUGGED)
-            enter(ring, 0, 0, 0);
     }
     return (int)n;
 }

@@ -161,6 +161,20 @@ def test_what_was_not_written_here_is_not_judged(open_context: Any, swap_file: A
     assert Path(f"/proc/self/fd/{fd}").read_bytes() == back.bytes()
 
 
+@pytest.mark.parametrize("shorts", [1, 5])
+def test_a_short_read_of_the_padding_is_read_again(
+    open_context: Any, swap_file: Any, memory: Any, shorts: int
+) -> None:
+    """The tail's page holds more than was asked for, and its sum is of all of it."""
+    context = open_context(Fault("read", count=shorts, short=512), verify=True)
+    file = context.add_file(swap_file(), direct=True, name="swap")
+    context.write(file, memory(b"w" * 600), 0, 600).wait()
+    back = memory(PAGE)
+    assert context.read(file, back, 0, 100).wait() == 100
+    assert back.bytes() == b"w" * 100 + bytes(PAGE - 100)
+    assert context.stats()[file].read.retries == shorts
+
+
 FAR_AWAY = """
 import os, resource, sys
 from child import Memory

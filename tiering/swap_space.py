@@ -294,9 +294,9 @@ class SwapSpace:
         )
 
     def _warn_of_shared_disks(self, needs: Mapping[str, Need]) -> None:
-        for need in needs.values():
+        for paths in {tuple(sorted(need.paths)) for need in needs.values()}:  # sections often share theirs
             on_disk: defaultdict[str, list[str]] = defaultdict(list)
-            for path in need.paths:
+            for path in paths:
                 on_disk[disk_of(self.directories[path])].append(str(self.directories[path]))
             for together in on_disk.values():
                 if len(together) > 1:

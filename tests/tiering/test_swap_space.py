@@ -227,6 +227,14 @@ def test_the_bandwidth_is_kept_and_told(
     )
 
 
+def test_sections_that_share_their_paths_are_warned_about_once(
+    open_space: OpenSpace, paths: list[Path], rates: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    rates(1, 1)
+    open_space({"state": (40 * PAGE, paths[:2]), "parameters": (40 * PAGE, paths[1::-1])})
+    assert caplog.text.count("are on one disk") == 1
+
+
 def test_sections_with_other_paths_stay_there(
     open_space: OpenSpace, paths: list[Path], rates: Callable[..., None], small_rows: None
 ) -> None:

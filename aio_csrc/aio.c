@@ -2,7 +2,8 @@
  * held.
  *
  * The entry points are thin: check the process and the arguments, take the lock, change the request table,
- * wake the driver. All I/O happens in the driver thread, all waiting on one condition variable.
+ * wake the driver. All I/O happens in the driver thread. Who waits sleeps on a condition variable: for one
+ * ticket on one of a few, by slot, for any of several on one of its own.
  */
 #define _GNU_SOURCE
 #include "context.h"
@@ -14,7 +15,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
-#include <unistd.h>
 
 enum {
     MAX_QUEUE_DEPTH = 512,

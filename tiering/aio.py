@@ -51,17 +51,14 @@ _REMEDIES = {
     errno.EFBIG: "the file would pass the process's file size limit: raise it with `ulimit -f`",
     errno.ECANCELED: "it was never issued: what it was ordered after failed, or the context was closed",
     errno.EBADMSG: "what was read is not what was written there (CRC32C): the disk, its cable or the memory is bad;"
-    " see dmesg and the drive's SMART log, and go back to a checkpoint",
+    " see dmesg and the drive's SMART log, and start again from weights saved before",
     errno.EBADF: "the descriptor was closed, or opened for the other direction",
     errno.ENOMEM: "the system is out of memory",
 }
 
 
 _START_HINTS = {
-    (
-        "io_uring",
-        errno.EPERM,
-    ): " (forbidden here: a container's seccomp profile, or kernel.io_uring_disabled)",
+    ("io_uring", errno.EPERM): " (forbidden: a container's seccomp profile, or kernel.io_uring_disabled)",
     ("io_uring", errno.ENOSYS): " (this kernel has no io_uring, or a seccomp profile hides it)",
     ("io_uring", errno.EOPNOTSUPP): " (it needs Linux 5.11)",
     ("libaio", errno.EAGAIN): " (fs.aio-max-nr is used up: raise it with sysctl)",

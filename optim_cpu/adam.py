@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from optim_cpu.kernels import AdamWBatch, DType
+from optim_cpu import kernels
+from optim_cpu.kernels import DType, StepBatch
 
 _DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
 
@@ -39,16 +40,8 @@ def step_adamw(
     _check("grad", grad, master.shape, tuple(_DTYPES))
     if out is not None:
         _check("out", out, master.shape, tuple(_DTYPES))
-    batch = AdamWBatch(1)
-    batch.add(
-        master.numel(),
-        master=master.data_ptr(),
-        exp_avg=exp_avg.data_ptr(),
-        exp_avg_sq=exp_avg_sq.data_ptr(),
-        grad=grad.data_ptr(),
-        grad_dtype=_DTYPES[grad.dtype],
-        out=0 if out is None else out.data_ptr(),
-        out_dtype=DType.FP32 if out is None else _DTYPES[out.dtype],
+    batch = StepBatch()
+    rule = kernels.adam(
         lr=lr,
         beta1=betas[0],
         beta2=betas[1],
@@ -56,6 +49,16 @@ def step_adamw(
         weight_decay=weight_decay,
         step=step,
         decoupled=decoupled,
+    )
+    batch.add(
+        master.numel(),
+        batch.add_rule(rule),
+        param=master.data_ptr(),
+        state=(exp_avg.data_ptr(), exp_avg_sq.data_ptr()),
+        grad=grad.data_ptr(),
+        grad_dtype=_DTYPES[grad.dtype],
+        out=0 if out is None else out.data_ptr(),
+        out_dtype=DType.FP32 if out is None else _DTYPES[out.dtype],
     )
     batch.run(grad_scale)
 

@@ -14,7 +14,16 @@ from cffi import FFI
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = "optim_cpu/csrc"
-UNITS = ("kernels.c", "dispatch.c", "pool.c", "isa_portable.c", "isa_avx2.c", "isa_avx512.c")
+UNITS = (
+    "kernels.c",
+    "rules.c",
+    "dispatch.c",
+    "pool.c",
+    "isa_portable.c",
+    "isa_avx2.c",
+    "isa_avx512.c",
+    "isa_neon.c",
+)
 
 # -ffp-contract=off: GCC fuses multiplies with adds otherwise, intrinsics included, and results would depend
 # on the instruction set. -fno-math-errno and -fno-trapping-math change no value, they let sqrt and selects be

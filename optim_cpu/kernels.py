@@ -31,73 +31,202 @@ SQUARE_BLOCK: int = lib.OPT_SQUARE_BLOCK
 MAX_THREADS: int = lib.OPT_MAX_THREADS
 
 
-class AdamWBatch:
+class StateFormat(enum.IntEnum):
+    """How an optimizer's state is kept: what it is rounded to after each step."""
+
+    FP32 = 0
+    BF16 = 1
+    """2 bytes less per element and array. An average that moves by less than half a last place stands still."""
+    BF16_STOCHASTIC = 2
+    """As BF16, rounded up or down by chance so that the mean is exact; reproducible from seed, step and index."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element of one state array."""
+        return 4 if self is StateFormat.FP32 else 2
+
+
+class Rule:
+    """An optimizer with its hyperparameters at one step: what a ``StepBatch`` applies to segments.
+
+    Made by ``adam``, ``lion``, ``adagrad`` and ``sgd``, whose formulas are in ``csrc/kernels.h``. Immutable.
+    """
+
+    __slots__ = ("_rule", "state_count")
+
+    def __init__(self, call: str, arguments: dict[str, Any]) -> None:
+        self._rule = ffi.new("opt_rule *")
+        code = getattr(lib, f"opt_{call}_rule")(self._rule, *arguments.values())
+        if code < 0:
+            raise _error(call, code, arguments)
+        self.state_count = int(lib.opt_state_count(self._rule))
+        """State arrays that the optimizer keeps: 2 for Adam, 1 for Lion, Adagrad and SGD, 0 without momentum."""
+
+    def scalar(self, name: str) -> float:
+        """A float32 that the hyperparameters come to, by its name in ``opt_rule``."""
+        return float(getattr(self._rule, name))
+
+
+def adam(
+    *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
+    decoupled: bool = True, maximize: bool = False, seed: int = 0,
+) -> Rule:  # fmt: skip
+    """Adam with decoupled weight decay (AdamW) or, ``decoupled=False``, with L2. State: exp_avg, exp_avg_sq.
+
+    ``step`` is the number of the step taken, from 1; ``seed`` (64 bits) chooses the random bits of stochastic
+    rounding. Raises ValueError naming the argument.
+    """
+    return Rule("adam", _ordered(locals(), "lr beta1 beta2 eps weight_decay decoupled maximize step seed"))
+
+
+def lion(
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    step: int,
+    maximize: bool = False,
+    seed: int = 0,
+) -> Rule:
+    """Lion with decoupled weight decay. State: exp_avg. Arguments and errors as ``adam``'s."""
+    return Rule("lion", _ordered(locals(), "lr beta1 beta2 weight_decay maximize step seed"))
+
+
+def adagrad(
+    *,
+    lr: float,
+    lr_decay: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    maximize: bool = False,
+    seed: int = 0,
+) -> Rule:
+    """Adagrad with L2 decay. State: sum, which may start above 0. Arguments and errors as ``adam``'s."""
+    return Rule("adagrad", _ordered(locals(), "lr lr_decay eps weight_decay maximize step seed"))
+
+
+def sgd(
+    *, lr: float, momentum: float, dampening: float, nesterov: bool, weight_decay: float, step: int,
+    maximize: bool = False, seed: int = 0,
+) -> Rule:  # fmt: skip
+    """SGD with L2 decay. State: momentum_buffer, none if ``momentum`` is 0. Arguments and errors as ``adam``'s."""
+    return Rule("sgd", _ordered(locals(), "lr momentum dampening nesterov weight_decay maximize step seed"))
+
+
+class StepBatch:
     """Segments stepped together in one run over the threads: many small tensors cost one hand-off.
 
-    Not to be shared between threads without a lock; different batches may run at the same time.
+    Segments stay from run to run, until ``clear``; what changes between steps is set anew by ``set_rule`` and
+    ``set_grad``. Not to be shared between threads without a lock; different batches may run at the same time.
     ``capacity``, in segments, is a hint: the batch grows.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int = 64) -> None:
         self._capacity = max(capacity, 1)
         self._count = 0
-        self._segments = ffi.new("opt_adamw_segment[]", self._capacity)
+        self._segments = ffi.new("opt_segment[]", self._capacity)
+        self._rules = ffi.new("opt_rule[]", 4)
+        self._rule_count = 0
 
     def __len__(self) -> int:
         return self._count
 
+    def add_rule(self, rule: Rule) -> int:
+        """Make ``rule`` known to the batch; its number is what segments refer to."""
+        if self._rule_count == len(self._rules):
+            self._rules = _doubled("opt_rule[]", self._rules)
+        self._rules[self._rule_count] = rule._rule[0]
+        self._rule_count += 1
+        return self._rule_count - 1
+
+    def set_rule(self, number: int, rule: Rule) -> None:
+        """Replace rule ``number``, for every segment that refers to it, by the same optimizer at another step."""
+        if not 0 <= number < self._rule_count:
+            raise ValueError(
+                f"StepBatch.set_rule: there is no rule {number}, only {self._rule_count} of them"
+            )
+        old, new = self._rules[number], rule._rule
+        if (old.optimizer, lib.opt_state_count(self._rules + number)) != (new.optimizer, rule.state_count):
+            raise ValueError(
+                f"StepBatch.set_rule: rule {number} is of another optimizer; clear the batch and add anew"
+            )
+        self._rules[number] = new[0]
+
     def add(
         self,
         numel: int,
+        rule: int,
         *,
-        master: int,
-        exp_avg: int,
-        exp_avg_sq: int,
+        param: int,
         grad: int,
         grad_dtype: DType,
+        state: tuple[int, ...] = (),
+        state_format: StateFormat = StateFormat.FP32,
+        remainder: int = 0,
         out: int = 0,
         out_dtype: DType = DType.BF16,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        step: int,
-        decoupled: bool = True,
-    ) -> None:
-        """Append ``numel`` elements to be stepped with these hyperparameters.
+        first_index: int = 0,
+    ) -> int:
+        """Append ``numel`` elements to be stepped by rule number ``rule``; returns the segment's number.
 
-        ``master``, ``exp_avg`` and ``exp_avg_sq`` are float32, updated in place. ``out`` (0: none) receives
-        the new parameter, rounded to ``out_dtype``. Ranges must not overlap, except that ``out`` may be
-        exactly ``grad`` when both types are equally wide. ``step`` counts from 1. ``decoupled`` is AdamW's
-        weight decay, else Adam's L2.
+        ``param`` is float32, updated in place; with ``remainder`` (int16) it is the bfloat16 half of a split
+        parameter. ``state`` holds the address of each state array, zeros before the first step, in
+        ``state_format``. ``out`` (0: none) receives the new parameter, rounded to ``out_dtype``: bf16 ties away
+        from zero, fp16 ties to even. Ranges must not overlap, except that ``out`` may be exactly ``grad`` when
+        both types are equally wide. ``first_index`` is the first element's place in the whole model, on which
+        stochastic rounding depends.
         Raises ValueError naming the argument; the batch is then as before.
         """
+        if not 0 <= rule < self._rule_count:
+            raise ValueError(f"StepBatch.add: there is no rule {rule}, only {self._rule_count} of them")
         if self._count == self._capacity:
-            self._grow()
-        code = lib.opt_adamw_segment_init(
-            self._segments + self._count, numel, master, exp_avg, exp_avg_sq, grad, grad_dtype,
-            out, out_dtype, lr, beta1, beta2, eps, weight_decay, step, decoupled,
+            self._segments = _doubled("opt_segment[]", self._segments)
+            self._capacity *= 2
+        state0, state1 = (*state, 0, 0)[:2]
+        code = lib.opt_segment_init(
+            self._segments + self._count, self._rules, rule, numel, param, remainder, state0, state1, state_format,
+            grad, grad_dtype, out, out_dtype, first_index,
         )  # fmt: skip
         if code < 0:
-            raise _error("AdamWBatch.add", code, locals())
+            raise _error("StepBatch.add", code, locals())
         self._count += 1
+        return self._count - 1
 
-    def run(self, grad_scale: float) -> None:
-        """Step every segment, gradients multiplied by float32(``grad_scale``); the batch is then empty."""
-        code = lib.opt_adamw_run(self._segments, self._count, grad_scale)
+    def set_grad(self, segment: int, grad: int) -> None:
+        """Let ``segment`` read its gradient, of the same dtype, at another address."""
+        code = lib.opt_segment_set_grad(self._segments, self._count, segment, grad)
         if code < 0:
-            raise _error("AdamWBatch.run", code, {})
-        self._count = 0
+            raise _error("StepBatch.set_grad", code, locals())
+
+    def run(self, grad_scale: float = 1.0) -> None:
+        """Step every segment, gradients multiplied by float32(``grad_scale``)."""
+        code = lib.opt_run(self._segments, self._count, self._rules, grad_scale)
+        if code < 0:
+            raise _error("StepBatch.run", code, {})
 
     def clear(self) -> None:
-        """Forget the segments added since the last run."""
-        self._count = 0
+        """Forget all segments and rules."""
+        self._count = self._rule_count = 0
 
-    def _grow(self) -> None:
-        grown = ffi.new("opt_adamw_segment[]", 2 * self._capacity)
-        ffi.memmove(grown, self._segments, ffi.sizeof(self._segments))
-        self._segments, self._capacity = grown, 2 * self._capacity
+
+def split(param: int, remainder: int, master: int, numel: int) -> None:
+    """Round float32 ``master`` as optimizers round parameters, to bf16 ``param``, ties away from zero.
+
+    ``remainder`` (0: not wanted) receives the rest as int16; ``join`` gives the master back to the bit, except
+    that a NaN becomes 0x7FC00000. Raises ValueError naming the argument.
+    """
+    code = lib.opt_split(param, remainder, master, numel)
+    if code < 0:
+        raise _error("split", code, locals())
+
+
+def join(master: int, param: int, remainder: int, numel: int) -> None:
+    """Float32 ``master`` from its bf16 half and int16 remainder. Raises ValueError naming the argument."""
+    code = lib.opt_join(master, param, remainder, numel)
+    if code < 0:
+        raise _error("join", code, locals())
 
 
 def accumulate(
@@ -175,6 +304,17 @@ def set_thread_count(n: int) -> None:
     """Let ``n`` threads share the work of calls that start later. Raises ValueError unless 1 <= n <= 4096."""
     if not 1 <= n <= MAX_THREADS or lib.opt_set_thread_count(n) < 0:
         raise ValueError(f"set_thread_count: n must be 1 to {MAX_THREADS}, got {n}")
+
+
+def _ordered(arguments: dict[str, Any], names: str) -> dict[str, Any]:
+    """The arguments in the C function's order."""
+    return {name: arguments[name] for name in names.split()}
+
+
+def _doubled(c_type: str, array: Any) -> Any:
+    grown = ffi.new(c_type, 2 * len(array))
+    ffi.memmove(grown, array, ffi.sizeof(array))
+    return grown
 
 
 def _text(c_string: Any) -> str:

@@ -12,13 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from optim_cpu import kernels
+
 BLOCK = 4096
 LANES = 32
 BLOCKS_AT_ONCE = 1024  # bounds the float64 temporaries to 64 MiB
 
 
-class AdamWNumbers(NamedTuple):
-    """One parameter's hyperparameters at one step; ``step`` counts from 1."""
+class AdamOptions(NamedTuple):
+    """One parameter's hyperparameters at one step, as ``optim_cpu.kernels.adam`` takes them."""
 
     lr: float
     beta1: float
@@ -54,27 +56,44 @@ def sum_of_squares(flat: Tensor) -> float:
     return total
 
 
-def adamw(
+def round_parameters(master: Tensor, out: Tensor) -> None:
+    """``out`` = ``master`` rounded as optim_cpu.formats.round_parameters does."""
+    if out.dtype is torch.bfloat16:
+        upper = (master.view(torch.int32) + 0x8000) >> 16
+        rounded = upper.to(torch.int16).view(torch.bfloat16)
+        out.copy_(torch.where(master.isnan(), math.nan, rounded))
+    else:
+        out.copy_(master)
+
+
+def adam(
     master: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     grad: Tensor,
     out: Tensor | None,
-    numbers: AdamWNumbers,
+    options: AdamOptions,
     grad_scale: float,
 ) -> None:
     """One step on flat float32 ``master``, ``exp_avg`` and ``exp_avg_sq``; ``out`` receives the rounded master."""
-    n = numbers
+    scalar = kernels.adam(**options._asdict()).scalar
+    decay = scalar("decay")
     g = grad.float() * grad_scale
-    if n.decoupled:
-        master.mul_(1 - n.lr * n.weight_decay)
-    else:
-        g = g + master * n.weight_decay
-    exp_avg.mul_(n.beta1).add_(g * (1 - n.beta1))
-    exp_avg_sq.mul_(n.beta2).add_((g * g) * (1 - n.beta2))
-    # A divisor on the device: torch divides by a Python number through its reciprocal, which rounds twice.
-    correction = torch.full((), math.sqrt(1 - n.beta2**n.step), device=master.device)
-    denominator = (exp_avg_sq.sqrt() / correction).add_(n.eps)
-    master.sub_((exp_avg / denominator) * (n.lr / (1 - n.beta1**n.step)))
+    if decay and not options.decoupled:
+        g = g + master * decay
+    _move(exp_avg, g, scalar("beta1"), scalar("one_minus_beta1"))
+    _move(exp_avg_sq, g * g, scalar("beta2"), scalar("one_minus_beta2"))
+    update = exp_avg / (exp_avg_sq.sqrt() * scalar("denominator_scale") + scalar("denominator_eps"))
+    if decay and options.decoupled:
+        update = update + master * decay
+    master.sub_(update)
     if out is not None:
-        out.copy_(master)
+        round_parameters(master, out)
+
+
+def _move(average: Tensor, new: Tensor, beta: float, one_minus_beta: float) -> None:
+    """toward() of kernels.h, in place."""
+    if beta >= 0.5:
+        average.add_((new - average) * one_minus_beta)
+    else:
+        average.mul_(beta).add_(new * one_minus_beta)

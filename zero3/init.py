@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from optim_cpu.formats import round_parameters
 from tiering.errors import ConfigError, EngineStateError
 from zero3.optimizer import Tile
 from zero3.param_group import ParamGroup
@@ -134,7 +135,7 @@ def _place(values: dict[int, Tensor], group: ParamGroup, start: int, end: int, i
     for segment in segments(group.layout.pieces, start, end):
         inside = segment.start - segment.piece.start
         source = values[segment.piece.index][inside : inside + segment.numel]
-        into[segment.start - start :][: segment.numel].copy_(source)
+        round_parameters(source, into[segment.start - start :][: segment.numel])
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

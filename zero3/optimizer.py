@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
-from optim_cpu.kernels import AdamWBatch, DType, cast
+from optim_cpu import kernels
+from optim_cpu.kernels import DType, StepBatch
 from tiering.arena import Completion, Lease
 from tiering.errors import EngineStateError
 from tiering.placement import SubGroup
 from tiering.tickets import AllOf, Transfer
 from zero3 import device_kernels
-from zero3.device_kernels import AdamWNumbers
+from zero3.device_kernels import AdamOptions
 from zero3.flat_storage import StreamEvent, Streams
 from zero3.grads import KERNEL_DTYPES, GradientStore
 from zero3.param_group import ParamGroup
@@ -111,7 +112,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._options: dict[int, dict[str, Any]] = {}  # piece index -> its param group, as of this step
         self._ahead: deque[_Staged] = deque()
         self._steps: dict[int, int] = {}  # piece index -> updates so far
-        self._batch = AdamWBatch(capacity=64)
+        self._batch = StepBatch()
+        self._rules: dict[AdamOptions, int] = {}  # those of the batch
 
     def read_ahead(self) -> None:
         """Start to read the state of the first tiles; called when the last backward of a step begins."""
@@ -153,7 +155,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.read_ahead()
         for tile in self._in_place:
             self._add_to_batch(tile, tile.state.address, 0, 0)
-        self._batch.run(grad_scale)
+        self._run_batch(grad_scale)
         for tile in self._on_device:
             self._step_on_device(tile, grad_scale)
 
@@ -225,7 +227,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             0 if grads.on_host else lease.address + self._grad_at - tile.start * itemsize,
         )
         touched = len(self._batch) > 0
-        self._batch.run(grad_scale)
+        self._run_batch(grad_scale)
         if touched:
             self._complete_parameters(staged)
         lease.retire(AllOf[Completion](self._write_back(staged) if touched else []))
@@ -243,8 +245,11 @@ class TieredOptimizer(torch.optim.Optimizer):
             if not self._gradients.received(segment.piece):
                 inside = segment.start - tile.start
                 target = lease.address + self._param_at + inside * tile.group.dtype.itemsize
-                dtype = KERNEL_DTYPES[tile.group.dtype]
-                cast(target, dtype, state + inside * FP32, DType.FP32, segment.numel)
+                if tile.group.dtype is torch.bfloat16:
+                    kernels.split(target, 0, state + inside * FP32, segment.numel)
+                else:
+                    dtype = KERNEL_DTYPES[tile.group.dtype]
+                    kernels.cast(target, dtype, state + inside * FP32, DType.FP32, segment.numel)
 
     def _write_back(self, staged: _Staged) -> list[Completion]:
         """Start to write what the step changed and what lives elsewhere."""
@@ -279,20 +284,31 @@ class TieredOptimizer(torch.optim.Optimizer):
             inside = segment.start - tile.start
             self._batch.add(
                 segment.numel,
-                master=(param if self._master_is_param else state) + inside * FP32,
-                exp_avg=moments + inside * FP32,
-                exp_avg_sq=moments + (tile.numel + inside) * FP32,
+                self._rule(segment),
+                param=(param if self._master_is_param else state) + inside * FP32,
+                state=(moments + inside * FP32, moments + (tile.numel + inside) * FP32),
                 grad=grads + segment.start * self._gradients.dtype.itemsize,
                 grad_dtype=KERNEL_DTYPES[self._gradients.dtype],
                 out=0 if self._master_is_param else param + inside * itemsize,
                 out_dtype=KERNEL_DTYPES[tile.group.dtype],
-                **self._numbers(segment)._asdict(),
             )
 
-    def _numbers(self, segment: Segment) -> AdamWNumbers:
+    def _run_batch(self, grad_scale: float) -> None:
+        self._batch.run(grad_scale)
+        self._batch.clear()
+        self._rules.clear()
+
+    def _rule(self, segment: Segment) -> int:
+        """The number in the batch of the rule for this segment's parameter."""
+        options = self._adam_options(segment)
+        if options not in self._rules:
+            self._rules[options] = self._batch.add_rule(kernels.adam(**options._asdict()))
+        return self._rules[options]
+
+    def _adam_options(self, segment: Segment) -> AdamOptions:
         options = self._options[segment.piece.index]
         beta1, beta2 = options["betas"]
-        return AdamWNumbers(
+        return AdamOptions(
             lr=float(options["lr"]),
             beta1=beta1,
             beta2=beta2,
@@ -312,12 +328,12 @@ class TieredOptimizer(torch.optim.Optimizer):
             if not self._gradients.received(segment.piece):
                 continue
             inside = slice(segment.start - tile.start, segment.start - tile.start + segment.numel)
-            device_kernels.adamw(
+            device_kernels.adam(
                 whole[inside] if self._master_is_param else state[0, inside],
                 state[-2, inside],
                 state[-1, inside],
                 grads.view(self._gradients.dtype)[segment.start : segment.start + segment.numel],
                 None if self._master_is_param else whole[inside],
-                self._numbers(segment),
+                self._adam_options(segment),
                 grad_scale,
             )

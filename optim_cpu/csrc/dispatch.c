@@ -50,6 +50,8 @@ static void detect(void)
         available[n++] = &opt_avx512;
     if (cpu_has_avx2())
         available[n++] = &opt_avx2;
+#elif defined(__aarch64__)
+    available[n++] = &opt_neon;
 #endif
     available[n] = &opt_portable;
     atomic_store(&selected, wanted && *wanted ? find(wanted) : available[0]);

@@ -1,16 +1,34 @@
 /* isa.h - what one unit per instruction set (isa_*.c) provides to kernels.c, and what the loop bodies (*.inc) share.
  *
- * A unit defines a small vector vocabulary and includes the bodies, so that each formula is written once:
+ * A unit defines a small vector vocabulary and includes unit.inc, which holds the rest, so that each formula is
+ * written once:
  *
  *     LANES                        float32 elements in a vector
- *     vf, vh                       vector of LANES float32; of LANES 16-bit values
+ *     vf, vh, vi                   vector of LANES float32; of LANES 16-bit values; of LANES uint32_t
  *     v_set1 v_load v_store        float32, any alignment
  *     v_load_half v_store_half     16-bit, any alignment
  *     STREAMS                      1 if there are stores past the cache:
  *     v_stream_half v_fence        16-bit, address aligned to the vector; orders those stores
  *     v_add v_sub v_mul v_div v_sqrt    one rounding each
+ *     v_sign                       -1, 0, 1; NaN stays NaN
  *     v_canonical                  NaN -> the one quiet NaN
  *     v_from_bf16 v_to_bf16 v_from_fp16 v_to_fp16    nearest even, NaN stays NaN
+ *     v_bits v_of_bits             the same bits as vi, as vf
+ *     vi_set1 vi_add vi_mul vi_and vi_xor    modulo 2^32
+ *     vi_srl                       shifts right by a constant, zeros in
+ *     vi_iota                      0, 1, .. LANES-1
+ *     vi_to_half, vi_upper_half    the lower, the upper 16 bits of each lane
+ *     v_any_nan(vf a, vf b)        whether a lane is NaN; a unit that cannot tell cheaply says 1
+ *
+ * and, for 2 * LANES elements in two vectors a and b (a `pair`), which a unit may hold in an order of its own:
+ *
+ *     pair_from_bf16               from 16-bit memory
+ *     pair_join                    from a split's two halves in memory
+ *     pair_store_upper, _lower     the upper, the lower 16 bits to memory
+ *     GROUPED                      1 if that order is not the one in memory:
+ *     pair_group, pair_ungroup     from memory's order to the unit's, and back
+ *     pair_places                  the place in memory's order of each lane, as two vi
+ *
  *     vd, DOUBLE_LANES             vector of float64, elements in it; LANES is a multiple
  *     v_add_squares(vd *acc, vf)   adds the squares of the LANES elements to LANES / DOUBLE_LANES accumulators
  *     vd_store                     float64, any alignment
@@ -29,6 +47,7 @@
 #include "kernels.h"
 
 #define INLINE static inline __attribute__((always_inline))
+#define UNLIKELY(condition) __builtin_expect((condition), 0)
 
 /* Iterations touch distinct elements; the compiler cannot see that through six pointers. */
 #if defined(__clang__)
@@ -39,7 +58,10 @@
 
 struct opt_kernels {
     const char *name;
-    void (*adamw)(const opt_adamw_segment *segment, float grad_scale, uint64_t begin, uint64_t end);
+    void (*step)(const opt_segment *segment, const opt_rule *rule, float grad_scale, uint64_t begin,
+                 uint64_t end);
+    void (*split)(uint16_t *param, int16_t *remainder, const float *master, uint64_t numel);
+    void (*join)(float *master, const uint16_t *param, const int16_t *remainder, uint64_t numel);
     void (*accumulate)(void *dst, int dst_dtype, const void *src, int src_dtype, uint64_t numel,
                        int overwrite);
     void (*block_squares)(const void *src, int dtype, uint64_t numel, double *block_sums);
@@ -48,11 +70,21 @@ struct opt_kernels {
 extern const struct opt_kernels opt_portable;
 #if defined(__x86_64__)
 extern const struct opt_kernels opt_avx2, opt_avx512;
+#elif defined(__aarch64__)
+extern const struct opt_kernels opt_neon;
 #endif
 
 /* The table in use, or NULL when TIERING_ISA asks for what is not here. */
 const struct opt_kernels *opt_selected(void);
 
 static inline size_t opt_element_size(int dtype) { return dtype == OPT_FP32 ? 4 : 2; }
+
+/* The finalizer of splitmix64. */
+static inline uint64_t opt_mix(uint64_t x)
+{
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return x ^ x >> 31;
+}
 
 #endif

@@ -12,11 +12,15 @@
 #pragma GCC target("avx2,f16c")
 #endif
 
-enum { LANES = 8, DOUBLE_LANES = 4, STREAMS = 1 };
+enum { LANES = 8, DOUBLE_LANES = 4, STREAMS = 1, GROUPED = 1 };
 
 typedef __m256 vf;
 typedef __m128i vh;
 typedef __m256d vd;
+typedef __m256i vi;
+typedef struct {
+    vf a, b;
+} pair;
 
 INLINE vf v_set1(float x) { return _mm256_set1_ps(x); }
 INLINE vf v_load(const void *address) { return _mm256_loadu_ps(address); }
@@ -57,6 +61,30 @@ INLINE vh v_to_bf16(vf x)
 INLINE vf v_from_fp16(vh h) { return _mm256_cvtph_ps(h); }
 INLINE vh v_to_fp16(vf x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 
+INLINE vi v_bits(vf x) { return _mm256_castps_si256(x); }
+INLINE vf v_of_bits(vi x) { return _mm256_castsi256_ps(x); }
+INLINE vi vi_set1(uint32_t x) { return _mm256_set1_epi32((int)x); }
+INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
+INLINE vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
+INLINE vi vi_xor(vi a, vi b) { return _mm256_xor_si256(a, b); }
+INLINE vi vi_mul(vi a, vi b) { return _mm256_mullo_epi32(a, b); }
+INLINE vi vi_srl(vi x, const int by) { return _mm256_srli_epi32(x, by); }
+INLINE vi vi_iota(void) { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+INLINE vh pack(vi x) /* each lane at most 0xFFFF */
+{
+    return _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+}
+INLINE vh vi_to_half(vi x) { return pack(_mm256_and_si256(x, _mm256_set1_epi32(0xFFFF))); }
+INLINE vh vi_upper_half(vi x) { return pack(_mm256_srli_epi32(x, 16)); }
+
+INLINE vf v_sign(vf x)
+{
+    vf sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f)), one = _mm256_or_ps(sign, _mm256_set1_ps(1));
+
+    /* Ordered and not equal; what is left is zero or NaN, which are their own sign. */
+    return _mm256_blendv_ps(x, one, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_OQ));
+}
+
 INLINE void v_add_squares(vd *acc, vf x)
 {
     vd low = _mm256_cvtps_pd(_mm256_castps256_ps128(x)), high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
@@ -66,16 +94,52 @@ INLINE void v_add_squares(vd *acc, vf x)
 }
 INLINE void vd_store(double *address, vd x) { _mm256_storeu_pd(address, x); }
 
-#include "load_store.inc"
+INLINE int v_any_nan(vf a, vf b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)); }
 
-#include "accumulate.inc"
-#include "adamw.inc"
-#include "squares.inc"
+/* Shuffles stay in each half of a vector, so the halves of a pair are dealt out: a has elements 0-3 and 8-11. */
+INLINE pair pair_from_bf16(const void *address)
+{
+    vi x = _mm256_loadu_si256(address), zero = _mm256_setzero_si256();
+
+    return (pair){v_of_bits(_mm256_unpacklo_epi16(zero, x)), v_of_bits(_mm256_unpackhi_epi16(zero, x))};
+}
+
+INLINE pair pair_join(const void *param, const void *remainder)
+{
+    vi p = _mm256_loadu_si256(param), r = _mm256_loadu_si256(remainder);
+    vi upper = _mm256_add_epi16(p, _mm256_srai_epi16(r, 15)); /* a negative rest borrows */
+
+    return (pair){v_of_bits(_mm256_unpacklo_epi16(r, upper)), v_of_bits(_mm256_unpackhi_epi16(r, upper))};
+}
+
+INLINE void pair_store_upper(void *address, vi a, vi b)
+{
+    _mm256_storeu_si256(address, _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16)));
+}
+INLINE void pair_store_lower(void *address, vi a, vi b)
+{
+    vi zero = _mm256_setzero_si256();
+
+    _mm256_storeu_si256(
+        address, _mm256_packus_epi32(_mm256_blend_epi16(a, zero, 0xAA), _mm256_blend_epi16(b, zero, 0xAA)));
+}
+INLINE pair pair_group(pair x)
+{
+    return (pair){_mm256_permute2f128_ps(x.a, x.b, 0x20), _mm256_permute2f128_ps(x.a, x.b, 0x31)};
+}
+INLINE pair pair_ungroup(pair x) { return pair_group(x); }
+INLINE void pair_places(vi *a, vi *b)
+{
+    *a = _mm256_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11);
+    *b = _mm256_setr_epi32(4, 5, 6, 7, 12, 13, 14, 15);
+}
+
+#include "unit.inc"
 
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif
 
-const struct opt_kernels opt_avx2 = {"avx2", adamw, accumulate, block_squares};
+const struct opt_kernels opt_avx2 = OPT_TABLE("avx2");
 
 #endif

@@ -14,11 +14,16 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
 #endif
 
-enum { LANES = 16, DOUBLE_LANES = 8, STREAMS = 1 };
+enum { LANES = 16, DOUBLE_LANES = 8, STREAMS = 1, GROUPED = 0 };
 
 typedef __m512 vf;
 typedef __m256i vh;
 typedef __m512d vd;
+typedef __m512i vi;
+
+typedef struct {
+    vf a, b;
+} pair;
 
 INLINE vf v_set1(float x) { return _mm512_set1_ps(x); }
 INLINE vf v_load(const void *address) { return _mm512_loadu_ps(address); }
@@ -57,6 +62,26 @@ INLINE vh v_to_bf16(vf x)
 INLINE vf v_from_fp16(vh h) { return _mm512_cvtph_ps(h); }
 INLINE vh v_to_fp16(vf x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 
+INLINE vi v_bits(vf x) { return _mm512_castps_si512(x); }
+INLINE vf v_of_bits(vi x) { return _mm512_castsi512_ps(x); }
+INLINE vi vi_set1(uint32_t x) { return _mm512_set1_epi32((int)x); }
+INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+INLINE vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
+INLINE vi vi_xor(vi a, vi b) { return _mm512_xor_si512(a, b); }
+INLINE vi vi_mul(vi a, vi b) { return _mm512_mullo_epi32(a, b); }
+INLINE vi vi_srl(vi x, const int by) { return _mm512_srli_epi32(x, (unsigned)by); }
+INLINE vi vi_iota(void) { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+INLINE vh vi_to_half(vi x) { return _mm512_cvtepi32_epi16(x); }
+INLINE vh vi_upper_half(vi x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)); }
+
+INLINE vf v_sign(vf x)
+{
+    vf zero = _mm512_setzero_ps(), sign = _mm512_and_ps(x, _mm512_set1_ps(-0.0f));
+
+    /* Ordered and not equal; what is left is zero or NaN, which are their own sign. */
+    return _mm512_mask_or_ps(x, _mm512_cmp_ps_mask(x, zero, _CMP_NEQ_OQ), sign, _mm512_set1_ps(1));
+}
+
 INLINE void v_add_squares(vd *acc, vf x)
 {
     vd low = _mm512_cvtps_pd(_mm512_castps512_ps256(x)), high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
@@ -66,16 +91,65 @@ INLINE void v_add_squares(vd *acc, vf x)
 }
 INLINE void vd_store(double *address, vd x) { _mm512_storeu_pd(address, x); }
 
-#include "load_store.inc"
+INLINE int v_any_nan(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0; }
 
-#include "accumulate.inc"
-#include "adamw.inc"
-#include "squares.inc"
+/* Word permutations: which of the 64 words of two vectors becomes each word of the result. */
+#define FOUR(word, i) word(i), word(i + 1), word(i + 2), word(i + 3)
+#define WORDS(word)                                                                                          \
+    {FOUR(word, 0),  FOUR(word, 4),  FOUR(word, 8),  FOUR(word, 12),                                         \
+     FOUR(word, 16), FOUR(word, 20), FOUR(word, 24), FOUR(word, 28)}
+#define ZIP_LOW(i) ((i) / 2 + (i) % 2 * 32)
+#define ZIP_HIGH(i) ((i) / 2 + (i) % 2 * 32 + 16)
+#define LOWER(i) (2 * (i))
+#define UPPER(i) (2 * (i) + 1)
+
+static const uint16_t zip_low[32] = WORDS(ZIP_LOW), zip_high[32] = WORDS(ZIP_HIGH);
+static const uint16_t lower_words[32] = WORDS(LOWER), upper_words[32] = WORDS(UPPER);
+
+INLINE vi pick(vi a, const uint16_t *words, vi b)
+{
+    return _mm512_permutex2var_epi16(a, _mm512_loadu_si512(words), b);
+}
+
+INLINE pair pair_from_bf16(const void *address)
+{
+    vi x = _mm512_loadu_si512(address);
+    const __mmask32 odd = 0xAAAAAAAA; /* the even words are zero */
+
+    return (pair){v_of_bits(_mm512_maskz_permutexvar_epi16(odd, _mm512_loadu_si512(zip_low), x)),
+                  v_of_bits(_mm512_maskz_permutexvar_epi16(odd, _mm512_loadu_si512(zip_high), x))};
+}
+
+INLINE pair pair_join(const void *param, const void *remainder)
+{
+    vi p = _mm512_loadu_si512(param), r = _mm512_loadu_si512(remainder);
+    vi upper = _mm512_add_epi16(p, _mm512_srai_epi16(r, 15)); /* a negative rest borrows */
+
+    return (pair){v_of_bits(pick(r, zip_low, upper)), v_of_bits(pick(r, zip_high, upper))};
+}
+
+INLINE void pair_store_upper(void *address, vi a, vi b)
+{
+    _mm512_storeu_si512(address, pick(a, upper_words, b));
+}
+INLINE void pair_store_lower(void *address, vi a, vi b)
+{
+    _mm512_storeu_si512(address, pick(a, lower_words, b));
+}
+INLINE pair pair_group(pair x) { return x; }
+INLINE pair pair_ungroup(pair x) { return x; }
+INLINE void pair_places(vi *a, vi *b)
+{
+    *a = vi_iota();
+    *b = vi_add(vi_iota(), vi_set1(LANES));
+}
+
+#include "unit.inc"
 
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif
 
-const struct opt_kernels opt_avx512 = {"avx512", adamw, accumulate, block_squares};
+const struct opt_kernels opt_avx512 = OPT_TABLE("avx512");
 
 #endif

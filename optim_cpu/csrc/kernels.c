@@ -1,6 +1,6 @@
 /* kernels.c - argument checks, and how a call is cut into tiles for the pool.
  *
- * A batch of AdamW segments is laid out in one element space: segment after segment, each start rounded up to
+ * A batch of segments is laid out in one element space: segment after segment, each start rounded up to
  * POSITION_GRAIN. Tiles are equal ranges of that space. One large tensor is thereby spread over all threads, a
  * thousand small ones share a tile, and cuts inside a segment fall on whole cache lines of each of its arrays.
  */
@@ -8,11 +8,10 @@
 #include "kernels.h"
 
 #include <errno.h>
-#include <math.h>
 
-#include "fp_environment.h"
 #include "isa.h"
 #include "pool.h"
+#include "refuse.h"
 
 enum {
     TILE = 1 << 15,      /* elements: 128 KiB per float32 array, a few microseconds of work */
@@ -24,7 +23,7 @@ static _Thread_local const char *invalid_argument = "";
 
 const char *opt_invalid_argument(void) { return invalid_argument; }
 
-static int refuse(const char *argument_and_rule)
+int opt_refuse(const char *argument_and_rule)
 {
     invalid_argument = argument_and_rule;
     return -EINVAL;
@@ -39,88 +38,76 @@ static int is_address(intptr_t address, int dtype)
 
 static int is_count(int64_t numel) { return numel >= 0 && numel <= INT64_MAX / 16; }
 
-/* Also false for NaN. */
-static int in_range(double x, double low, double below) { return x >= low && x < below; }
-
 #define ADDRESS_RULE " must be the address of memory aligned to its element"
 #define COUNT_RULE " must be a count of elements, 0 or more"
 #define DTYPE_RULE " must be FP32, BF16 or FP16"
 
-/* Not inlined: the compiler may move arithmetic over a change of the floating-point environment, but not a call. */
-static __attribute__((noinline)) void derive_scalars(opt_adamw_segment *s, double lr, double beta1,
-                                                     double beta2, double eps, double weight_decay,
-                                                     int64_t step)
+int opt_segment_init(opt_segment *segment, const opt_rule *rules, uint32_t rule, int64_t numel,
+                     intptr_t param, intptr_t remainder, intptr_t state0, intptr_t state1, int state_format,
+                     intptr_t grad, int grad_dtype, intptr_t out, int out_dtype, uint64_t first_index)
 {
-    s->decay = (float)(s->decoupled ? 1 - lr * weight_decay : weight_decay);
-    s->beta1 = (float)beta1;
-    s->one_minus_beta1 = (float)(1 - beta1);
-    s->beta2 = (float)beta2;
-    s->one_minus_beta2 = (float)(1 - beta2);
-    s->bias_correction2_sqrt = (float)sqrt(1 - pow(beta2, (double)step));
-    s->eps = (float)eps;
-    s->step_size = (float)(lr / (1 - pow(beta1, (double)step)));
-}
+    int states = opt_state_count(&rules[rule]);
+    int state_dtype = state_format == OPT_STATE_FP32 ? OPT_FP32 : OPT_BF16;
 
-int opt_adamw_segment_init(opt_adamw_segment *segment, int64_t numel, intptr_t master, intptr_t exp_avg,
-                           intptr_t exp_avg_sq, intptr_t grad, int grad_dtype, intptr_t out, int out_dtype,
-                           double lr, double beta1, double beta2, double eps, double weight_decay,
-                           int64_t step, int decoupled)
-{
     if (!is_count(numel))
-        return refuse("numel" COUNT_RULE);
+        return opt_refuse("numel" COUNT_RULE);
     if (!is_dtype(grad_dtype))
-        return refuse("grad_dtype" DTYPE_RULE);
+        return opt_refuse("grad_dtype" DTYPE_RULE);
     if (!is_dtype(out_dtype))
-        return refuse("out_dtype" DTYPE_RULE);
-    if (numel && !is_address(master, OPT_FP32))
-        return refuse("master" ADDRESS_RULE);
-    if (numel && !is_address(exp_avg, OPT_FP32))
-        return refuse("exp_avg" ADDRESS_RULE);
-    if (numel && !is_address(exp_avg_sq, OPT_FP32))
-        return refuse("exp_avg_sq" ADDRESS_RULE);
+        return opt_refuse("out_dtype" DTYPE_RULE);
+    if (state_format < OPT_STATE_FP32 || state_format > OPT_STATE_BF16_STOCHASTIC)
+        return opt_refuse("state_format must be FP32, BF16 or BF16_STOCHASTIC");
+    if (numel && !is_address(param, remainder ? OPT_BF16 : OPT_FP32))
+        return opt_refuse("param" ADDRESS_RULE);
+    if (remainder && !is_address(remainder, OPT_BF16))
+        return opt_refuse("remainder" ADDRESS_RULE ", or 0");
+    if (numel && states > 0 && !is_address(state0, state_dtype))
+        return opt_refuse("state0" ADDRESS_RULE);
+    if (numel && states > 1 && !is_address(state1, state_dtype))
+        return opt_refuse("state1" ADDRESS_RULE);
     if (numel && !is_address(grad, grad_dtype))
-        return refuse("grad" ADDRESS_RULE);
+        return opt_refuse("grad" ADDRESS_RULE);
     if (out && !is_address(out, out_dtype))
-        return refuse("out" ADDRESS_RULE ", or 0");
-    if (!in_range(lr, 0, INFINITY))
-        return refuse("lr must be finite and 0 or more");
-    if (!in_range(beta1, 0, 1))
-        return refuse("beta1 must be at least 0 and below 1");
-    if (!in_range(beta2, 0, 1))
-        return refuse("beta2 must be at least 0 and below 1");
-    if (!in_range(eps, 0, INFINITY))
-        return refuse("eps must be finite and 0 or more");
-    if (!in_range(weight_decay, 0, INFINITY))
-        return refuse("weight_decay must be finite and 0 or more");
-    if (step < 1)
-        return refuse("step must be 1 or more: it counts the step being taken");
+        return opt_refuse("out" ADDRESS_RULE ", or 0");
+    if (out && remainder)
+        return opt_refuse("out must be 0 with a remainder: param is the 16-bit parameter");
 
-    *segment = (opt_adamw_segment){
-        .master = (float *)master,
-        .exp_avg = (float *)exp_avg,
-        .exp_avg_sq = (float *)exp_avg_sq,
+    *segment = (opt_segment){
+        .param = (void *)param,
+        .remainder = (int16_t *)remainder,
+        .state = {states > 0 ? (void *)state0 : NULL, states > 1 ? (void *)state1 : NULL},
         .grad = (const void *)grad,
         .out = (void *)out,
         .numel = (uint64_t)numel,
+        .first_index = first_index,
+        .rule = rule,
         .grad_dtype = grad_dtype,
+        .state_format = state_format,
         .out_dtype = out_dtype,
-        .decoupled = decoupled != 0,
     };
-    fp_environment saved = fp_enter_default();
-    derive_scalars(segment, lr, beta1, beta2, eps, weight_decay, step);
-    fp_restore(saved);
     return 0;
 }
 
-struct adamw_run {
+int opt_segment_set_grad(opt_segment *segments, uint64_t count, uint64_t i, intptr_t grad)
+{
+    if (i >= count)
+        return opt_refuse("segment must be the number of a segment of this batch");
+    if (segments[i].numel && !is_address(grad, segments[i].grad_dtype))
+        return opt_refuse("grad" ADDRESS_RULE);
+    segments[i].grad = (const void *)grad;
+    return 0;
+}
+
+struct step_run {
     const struct opt_kernels *kernels;
-    const opt_adamw_segment *segments;
+    const opt_segment *segments;
+    const opt_rule *rules;
     uint64_t count;
     double grad_scale; /* rounded in the tile: the caller's environment might flush it */
 };
 
 /* The last segment that starts at or before `position`. */
-static uint64_t find_segment(const struct adamw_run *run, uint64_t position)
+static uint64_t find_segment(const struct step_run *run, uint64_t position)
 {
     uint64_t low = 0, high = run->count;
 
@@ -134,23 +121,23 @@ static uint64_t find_segment(const struct adamw_run *run, uint64_t position)
     return low;
 }
 
-static void adamw_tile(void *context, uint64_t tile)
+static void step_tile(void *context, uint64_t tile)
 {
-    const struct adamw_run *run = context;
+    const struct step_run *run = context;
     uint64_t begin = tile * TILE, end = begin + TILE;
 
     for (uint64_t i = find_segment(run, begin); i < run->count && run->segments[i].position < end; i++) {
-        const opt_adamw_segment *s = &run->segments[i];
+        const opt_segment *s = &run->segments[i];
         uint64_t from = begin > s->position ? begin - s->position : 0;
         uint64_t to = end - s->position < s->numel ? end - s->position : s->numel;
         if (from < to)
-            run->kernels->adamw(s, (float)run->grad_scale, from, to);
+            run->kernels->step(s, &run->rules[s->rule], (float)run->grad_scale, from, to);
     }
 }
 
-int opt_adamw_run(opt_adamw_segment *segments, uint64_t count, double grad_scale)
+int opt_run(opt_segment *segments, uint64_t count, const opt_rule *rules, double grad_scale)
 {
-    struct adamw_run run = {opt_selected(), segments, count, grad_scale};
+    struct step_run run = {opt_selected(), segments, rules, count, grad_scale};
     uint64_t position = 0;
 
     if (!run.kernels)
@@ -159,8 +146,65 @@ int opt_adamw_run(opt_adamw_segment *segments, uint64_t count, double grad_scale
         segments[i].position = position;
         position += (segments[i].numel + POSITION_GRAIN - 1) / POSITION_GRAIN * POSITION_GRAIN;
     }
-    opt_pool_run(adamw_tile, &run, (position + TILE - 1) / TILE);
+    opt_pool_run(step_tile, &run, (position + TILE - 1) / TILE);
     return 0;
+}
+
+struct split_run {
+    const struct opt_kernels *kernels;
+    uint16_t *param;
+    int16_t *remainder;
+    float *master;
+    uint64_t numel;
+};
+
+static void split_tile(void *context, uint64_t tile)
+{
+    const struct split_run *run = context;
+    uint64_t begin = tile * TILE, numel = run->numel - begin < TILE ? run->numel - begin : TILE;
+
+    run->kernels->split(run->param + begin, run->remainder ? run->remainder + begin : NULL,
+                        run->master + begin, numel);
+}
+
+static void join_tile(void *context, uint64_t tile)
+{
+    const struct split_run *run = context;
+    uint64_t begin = tile * TILE, numel = run->numel - begin < TILE ? run->numel - begin : TILE;
+
+    run->kernels->join(run->master + begin, run->param + begin, run->remainder + begin, numel);
+}
+
+static int split_or_join(opt_tile_function tile, intptr_t param, intptr_t remainder, intptr_t master,
+                         int64_t numel)
+{
+    if (!is_count(numel))
+        return opt_refuse("numel" COUNT_RULE);
+    if (numel && !is_address(param, OPT_BF16))
+        return opt_refuse("param" ADDRESS_RULE);
+    if (numel && !is_address(master, OPT_FP32))
+        return opt_refuse("master" ADDRESS_RULE);
+
+    struct split_run run = {opt_selected(), (uint16_t *)param, (int16_t *)remainder, (float *)master,
+                            (uint64_t)numel};
+    if (!run.kernels)
+        return -ENOTSUP;
+    opt_pool_run(tile, &run, (run.numel + TILE - 1) / TILE);
+    return 0;
+}
+
+int opt_split(intptr_t param, intptr_t remainder, intptr_t master, int64_t numel)
+{
+    if (remainder && !is_address(remainder, OPT_BF16))
+        return opt_refuse("remainder" ADDRESS_RULE ", or 0");
+    return split_or_join(split_tile, param, remainder, master, numel);
+}
+
+int opt_join(intptr_t master, intptr_t param, intptr_t remainder, int64_t numel)
+{
+    if (numel && !is_address(remainder, OPT_BF16))
+        return opt_refuse("remainder" ADDRESS_RULE);
+    return split_or_join(join_tile, param, remainder, master, numel);
 }
 
 struct accumulate_run {
@@ -184,15 +228,15 @@ static void accumulate_tile(void *context, uint64_t tile)
 int opt_accumulate(intptr_t dst, int dst_dtype, intptr_t src, int src_dtype, int64_t numel, int overwrite)
 {
     if (!is_dtype(dst_dtype))
-        return refuse("dst_dtype" DTYPE_RULE);
+        return opt_refuse("dst_dtype" DTYPE_RULE);
     if (!is_dtype(src_dtype))
-        return refuse("src_dtype" DTYPE_RULE);
+        return opt_refuse("src_dtype" DTYPE_RULE);
     if (!is_count(numel))
-        return refuse("numel" COUNT_RULE);
+        return opt_refuse("numel" COUNT_RULE);
     if (numel && !is_address(dst, dst_dtype))
-        return refuse("dst" ADDRESS_RULE);
+        return opt_refuse("dst" ADDRESS_RULE);
     if (numel && !is_address(src, src_dtype))
-        return refuse("src" ADDRESS_RULE);
+        return opt_refuse("src" ADDRESS_RULE);
 
     struct accumulate_run run = {opt_selected(), (char *)dst,    (const char *)src, dst_dtype,
                                  src_dtype,      overwrite != 0, (uint64_t)numel};
@@ -222,11 +266,11 @@ static void squares_tile(void *context, uint64_t tile)
 int opt_sum_of_squares(intptr_t address, int dtype, int64_t numel, double initial, double *result)
 {
     if (!is_dtype(dtype))
-        return refuse("dtype" DTYPE_RULE);
+        return opt_refuse("dtype" DTYPE_RULE);
     if (!is_count(numel))
-        return refuse("numel" COUNT_RULE);
+        return opt_refuse("numel" COUNT_RULE);
     if (numel && !is_address(address, dtype))
-        return refuse("address" ADDRESS_RULE);
+        return opt_refuse("address" ADDRESS_RULE);
 
     const struct opt_kernels *kernels = opt_selected();
     double sums[SUMS], total = initial;

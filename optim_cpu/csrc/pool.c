@@ -2,8 +2,10 @@
  *
  * Why not OpenMP: a second OpenMP runtime beside torch's slows both down, and libgomp hangs in forked children.
  *
- * A run is a job on its caller's stack, linked into a queue. Workers and the caller claim tiles of it from one atomic
- * counter until none is left, so a thread that the system holds up delays the end by one tile, not by its whole share.
+ * A run is a job on its caller's stack, linked into a queue. Its tiles lie in slices, one for each thread: a thread walks
+ * through its own slice from the front, as memory and its prefetchers like best (measured: tiles dealt out in turn cost
+ * two threads a tenth of the bandwidth), and then helps with the next ones. Every tile is claimed from its slice's
+ * atomic counter, so a thread that the system holds up delays the end by one tile, not by its whole share.
  * The caller always works, hence a run finishes even if no worker could be started, and several callers at once just
  * put several jobs in the queue: no run waits for another. A job leaves its caller's frame only when no worker is
  * inside it, which is counted under the mutex.
@@ -31,14 +33,22 @@
 #include "fp_environment.h"
 #include "kernels.h"
 
+enum { MAX_SLICES = 64, CACHE_LINE = 64 }; /* more threads than slices share them */
+
+struct slice {
+    _Alignas(CACHE_LINE) atomic_uint_fast64_t next; /* first unclaimed tile */
+    uint64_t end;
+};
+
 struct job {
     opt_tile_function function;
     void *context;
-    uint64_t tiles;
-    atomic_uint_fast64_t next; /* first unclaimed tile */
-    int room;                  /* workers that may still join      -- pool.mutex */
-    int inside;                /* workers that have not left again -- pool.mutex */
-    struct job *behind;        /*                                  -- pool.mutex */
+    int slices;
+    struct slice slice[MAX_SLICES];
+    int joined;         /* threads so far, the caller first -- pool.mutex */
+    int room;           /* workers that may still join      -- pool.mutex */
+    int inside;         /* workers that have not left again -- pool.mutex */
+    struct job *behind; /*                                  -- pool.mutex */
 };
 
 static struct {
@@ -62,14 +72,25 @@ static void forget_in_child(void)
 
 static void register_at_fork(void) { pthread_atfork(NULL, NULL, forget_in_child); }
 
-static void work_on(struct job *job)
+static void work_on(struct job *job, int thread)
 {
     fp_environment saved = fp_enter_default();
     uint64_t tile;
 
-    while ((tile = atomic_fetch_add(&job->next, 1)) < job->tiles)
-        job->function(job->context, tile);
+    for (int i = 0; i < job->slices; i++) {
+        struct slice *slice = &job->slice[(thread + i) % job->slices];
+        while ((tile = atomic_fetch_add(&slice->next, 1)) < slice->end)
+            job->function(job->context, tile);
+    }
     fp_restore(saved);
+}
+
+static int has_tiles(struct job *job)
+{
+    for (int i = 0; i < job->slices; i++)
+        if (atomic_load(&job->slice[i].next) < job->slice[i].end)
+            return 1;
+    return 0;
 }
 
 /* Call with the mutex held. */
@@ -77,7 +98,7 @@ static struct job *find_open_job(void)
 {
     struct job *job = pool.queue;
 
-    while (job && (!job->room || atomic_load(&job->next) >= job->tiles))
+    while (job && (!job->room || !has_tiles(job)))
         job = job->behind;
     return job;
 }
@@ -92,10 +113,11 @@ static void *worker(void *unused)
             pthread_cond_wait(&pool.work, &pool.mutex);
             continue;
         }
+        int thread = job->joined++;
         job->room--;
         job->inside++;
         pthread_mutex_unlock(&pool.mutex);
-        work_on(job);
+        work_on(job, thread);
         pthread_mutex_lock(&pool.mutex);
         if (--job->inside == 0)
             pthread_cond_broadcast(&pool.left);
@@ -150,19 +172,40 @@ static void dequeue(struct job *job)
     pthread_mutex_unlock(&pool.mutex);
 }
 
+static void cut_into_slices(struct job *job, uint64_t tiles, uint64_t threads)
+{
+    uint64_t slices = threads < MAX_SLICES ? threads : MAX_SLICES, begin = 0;
+
+    job->slices = (int)slices;
+    for (uint64_t i = 0; i < slices; i++) {
+        atomic_init(&job->slice[i].next, begin);
+        begin += tiles / slices + (i < tiles % slices);
+        job->slice[i].end = begin;
+    }
+}
+
 void opt_pool_run(opt_tile_function function, void *context, uint64_t tiles)
 {
     uint64_t threads = (uint64_t)opt_thread_count();
-    struct job job = {.function = function, .context = context, .tiles = tiles};
+    struct job job;
 
-    job.room = (int)(tiles < threads ? tiles : threads) - 1;
-    if (job.room <= 0) {
-        work_on(&job);
+    threads = tiles < threads ? tiles : threads;
+    if (!threads)
+        return;
+    job.function = function;
+    job.context = context;
+    job.joined = 1;
+    job.room = (int)threads - 1;
+    job.inside = 0;
+    job.behind = NULL;
+    cut_into_slices(&job, tiles, threads);
+    if (!job.room) {
+        work_on(&job, 0);
         return;
     }
     pthread_once(&pool.once, register_at_fork);
     enqueue(&job);
-    work_on(&job);
+    work_on(&job, 0);
     dequeue(&job);
 }
 

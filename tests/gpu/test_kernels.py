@@ -12,7 +12,7 @@ from optim_cpu import kernels
 from optim_cpu.adam import step_adamw
 from optim_cpu.kernels import DType
 from zero3 import device_kernels
-from zero3.device_kernels import AdamWNumbers
+from zero3.device_kernels import AdamOptions
 
 pytestmark = pytest.mark.gpu
 
@@ -66,8 +66,8 @@ def test_adamw(decoupled: bool, grad_dtype: torch.dtype) -> None:
     out_there = out.cuda()
     for step in range(1, 6):
         grad = spread(numel, 10 + step).clamp(-1e15, 1e15).to(grad_dtype)
-        numbers = AdamWNumbers(1e-3, 0.9, 0.95, 1e-8, 0.1, step, decoupled)
-        device_kernels.adamw(*theirs, grad.cuda(), out_there, numbers, 0.37)
+        options = AdamOptions(1e-3, 0.9, 0.95, 1e-8, 0.1, step, decoupled)
+        device_kernels.adam(*theirs, grad.cuda(), out_there, options, 0.37)
         step_adamw(
             *ours, grad, out=out, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=step,
             grad_scale=0.37, decoupled=decoupled,

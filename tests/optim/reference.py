@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,17 +42,38 @@ def adamw(
     """One step; numpy's float32 operations round once each, as the kernels must."""
     f = np.float32
     with np.errstate(all="ignore"):
+        size = lr / (1 - beta1**step)
         g = grad * f(grad_scale)
-        if decoupled:
-            p = p * f(1 - lr * weight_decay)
-        else:
+        if not decoupled and weight_decay:
             g = g + f(weight_decay) * p
-        m = m * f(beta1) + g * f(1 - beta1)
-        v = v * f(beta2) + (g * g) * f(1 - beta2)
-        denom = np.sqrt(v) / f(math.sqrt(1 - beta2**step)) + f(eps)
-        p = p - f(lr / (1 - beta1**step)) * (m / denom)
+        m = toward(m, g, beta1)
+        v = toward(v, g * g, beta2)
+        if size:
+            scale, small = f(1 / (size * math.sqrt(1 - beta2**step))), f(eps / size)
+        else:
+            scale, small = f(0), f(math.inf)
+        u = m / (np.sqrt(v) * scale + small)
+        if decoupled and weight_decay:
+            u = u + f(lr * weight_decay) * p
+        p = p - u
     assert p.dtype == m.dtype == v.dtype == np.float32
     return canonical(p), canonical(m), canonical(v)
+
+
+def toward(a: F32, b: F32, beta: float) -> F32:
+    if np.float32(beta) >= 0.5:
+        return a + (b - a) * np.float32(1 - beta)
+    return a * np.float32(beta) + b * np.float32(1 - beta)
+
+
+def round_parameter(x: F32, to_bf16: bool) -> npt.NDArray[Any]:
+    """As optimizers write 16-bit parameters: bf16 with ties away from zero, else fp16 with ties to even."""
+    if not to_bf16:
+        with np.errstate(all="ignore"):
+            return x.astype(np.float16)
+    bits = canonical(x).view(np.uint32).astype(np.int64)
+    down = bits >> 16
+    return (down + ((bits & 0xFFFF) >= 0x8000)).astype(np.uint16)
 
 
 def sum_of_squares(x: F32, initial: float = 0.0) -> float:

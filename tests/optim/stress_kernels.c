@@ -55,12 +55,11 @@ static void free_state(struct state *s)
     free(s->out);
 }
 
-static void add_segment(opt_adamw_segment *segment, struct state *s, int64_t from, int64_t to, int step)
+static void add_segment(opt_segment *segment, const opt_rule *rule, struct state *s, int64_t from, int64_t to)
 {
-    REQUIRE(!opt_adamw_segment_init(segment, to - from, (intptr_t)(s->p + from), (intptr_t)(s->m + from),
-                                    (intptr_t)(s->v + from), (intptr_t)(s->grad + from), OPT_BF16,
-                                    (intptr_t)(s->out + from), OPT_BF16, 1e-3, 0.9, 0.999, 1e-8, 0.01, step,
-                                    1));
+    REQUIRE(!opt_segment_init(segment, rule, 0, to - from, (intptr_t)(s->p + from), 0,
+                              (intptr_t)(s->m + from), (intptr_t)(s->v + from), OPT_STATE_FP32,
+                              (intptr_t)(s->grad + from), OPT_BF16, (intptr_t)(s->out + from), OPT_BF16, 0));
 }
 
 static void *work(void *result)
@@ -68,10 +67,12 @@ static void *work(void *result)
     struct state s = make_state();
 
     for (int round = 1; round <= ROUNDS; round++) {
-        opt_adamw_segment segments[2];
-        add_segment(&segments[0], &s, 0, NUMEL - TAIL, round);
-        add_segment(&segments[1], &s, NUMEL - TAIL, NUMEL, round);
-        REQUIRE(!opt_adamw_run(segments, 2, 0.5f));
+        opt_segment segments[2];
+        opt_rule rule;
+        REQUIRE(!opt_adam_rule(&rule, 1e-3, 0.9, 0.999, 1e-8, 0.01, 1, 0, round, 0));
+        add_segment(&segments[0], &rule, &s, 0, NUMEL - TAIL);
+        add_segment(&segments[1], &rule, &s, NUMEL - TAIL, NUMEL);
+        REQUIRE(!opt_run(segments, 2, &rule, 0.5f));
         REQUIRE(!opt_accumulate((intptr_t)s.p, OPT_FP32, (intptr_t)s.out, OPT_BF16, NUMEL, 0));
         REQUIRE(!opt_accumulate((intptr_t)s.grad, OPT_FP16, (intptr_t)s.p, OPT_FP32, NUMEL, 1));
         REQUIRE(!opt_accumulate((intptr_t)s.grad, OPT_BF16, (intptr_t)s.p, OPT_FP32, NUMEL, 1));

@@ -191,7 +191,7 @@ def test_the_environment_forces_an_instruction_set(name: str) -> None:
         "k.instruction_set()",
         "k.sum_of_squares(p, 0, 1)",
         "k.cast(p, 0, p + 4, 0, 1)",
-        "k.AdamWBatch(1).run(1)",
+        "k.StepBatch().run(1)",
     ],
 )
 def test_an_instruction_set_that_is_not_here_is_an_error_not_a_crash(call: str) -> None:

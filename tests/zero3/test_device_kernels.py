@@ -9,7 +9,7 @@ from optim_cpu import kernels
 from optim_cpu.adam import step_adamw
 from optim_cpu.kernels import DType
 from zero3 import device_kernels
-from zero3.device_kernels import AdamWNumbers
+from zero3.device_kernels import AdamOptions
 
 
 @pytest.mark.parametrize("numel", [1, 31, 4095, 4096, 4097, 3 * 4096 + 5, 50_001])
@@ -48,8 +48,8 @@ def test_adamw(decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     out, expected = torch.empty(5000, dtype=torch.bfloat16), torch.empty(5000, dtype=torch.bfloat16)
     for step in range(1, 4):
         grad = torch.randn(5000, generator=generator).bfloat16()
-        numbers = AdamWNumbers(1e-3, 0.9, 0.95, 1e-8, 0.1, step, decoupled)
-        device_kernels.adamw(*ours, grad, out, numbers, 0.37)
+        options = AdamOptions(1e-3, 0.9, 0.95, 1e-8, 0.1, step, decoupled)
+        device_kernels.adam(*ours, grad, out, options, 0.37)
         step_adamw(
             *theirs, grad, out=expected, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=step,
             grad_scale=0.37, decoupled=decoupled,

@@ -1,0 +1,126 @@
+/* isa_neon.c - 4 lanes: Advanced SIMD, which every 64-bit Arm CPU has. */
+
+#if defined(__aarch64__)
+
+#include <arm_neon.h>
+
+#include "isa.h"
+
+enum { LANES = 4, DOUBLE_LANES = 2, STREAMS = 0, GROUPED = 0 };
+
+typedef float32x4_t vf;
+typedef uint16x4_t vh;
+typedef float64x2_t vd;
+typedef uint32x4_t vi;
+typedef struct {
+    vf a, b;
+} pair;
+
+INLINE vf v_set1(float x) { return vdupq_n_f32(x); }
+INLINE vf v_load(const void *address) { return vld1q_f32(address); }
+INLINE void v_store(void *address, vf x) { vst1q_f32(address, x); }
+INLINE vh v_load_half(const void *address) { return vld1_u16(address); }
+INLINE void v_store_half(void *address, vh x) { vst1_u16(address, x); }
+INLINE void v_stream_half(void *address, vh x) { v_store_half(address, x); } /* never called */
+INLINE void v_fence(void) {}
+
+INLINE vf v_add(vf a, vf b) { return vaddq_f32(a, b); }
+INLINE vf v_sub(vf a, vf b) { return vsubq_f32(a, b); }
+INLINE vf v_mul(vf a, vf b) { return vmulq_f32(a, b); }
+INLINE vf v_div(vf a, vf b) { return vdivq_f32(a, b); }
+INLINE vf v_sqrt(vf a) { return vsqrtq_f32(a); }
+
+INLINE vi v_bits(vf x) { return vreinterpretq_u32_f32(x); }
+INLINE vf v_of_bits(vi x) { return vreinterpretq_f32_u32(x); }
+INLINE vi vi_set1(uint32_t x) { return vdupq_n_u32(x); }
+INLINE vi vi_add(vi a, vi b) { return vaddq_u32(a, b); }
+INLINE vi vi_and(vi a, vi b) { return vandq_u32(a, b); }
+INLINE vi vi_xor(vi a, vi b) { return veorq_u32(a, b); }
+INLINE vi vi_mul(vi a, vi b) { return vmulq_u32(a, b); }
+INLINE vi vi_srl(vi x, const int by)
+{
+    return vshlq_u32(x, vdupq_n_s32(-by));
+} /* the compiler makes it ushr */
+INLINE vi vi_iota(void)
+{
+    static const uint32_t lanes[LANES] = {0, 1, 2, 3};
+    return vld1q_u32(lanes);
+}
+INLINE vh vi_to_half(vi x) { return vmovn_u32(x); }
+INLINE vh vi_upper_half(vi x) { return vshrn_n_u32(x, 16); }
+
+/* Comparisons with a NaN are false. */
+INLINE vi is_number(vf x) { return vceqq_f32(x, x); }
+
+INLINE vf v_canonical(vf x) { return vbslq_f32(is_number(x), x, v_of_bits(vi_set1(0x7FC00000))); }
+
+INLINE vf v_sign(vf x)
+{
+    vf one = v_of_bits(vorrq_u32(vi_and(v_bits(x), vi_set1(0x80000000)), v_bits(v_set1(1))));
+    vi not_zero = vorrq_u32(vcgtzq_f32(x), vcltzq_f32(x));
+
+    return vbslq_f32(not_zero, one, x);
+}
+
+INLINE vf v_from_bf16(vh h) { return v_of_bits(vshll_n_u16(h, 16)); }
+
+INLINE vh v_to_bf16(vf x)
+{
+    vi bits = v_bits(x), odd = vi_and(vshrq_n_u32(bits, 16), vi_set1(1));
+    vi rounded = vi_add(bits, vi_add(odd, vi_set1(0x7FFF)));
+    vi quiet = vorrq_u32(bits, vi_set1(0x400000));
+
+    return vi_upper_half(vbslq_u32(is_number(x), rounded, quiet));
+}
+
+INLINE vf v_from_fp16(vh h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
+INLINE vh v_to_fp16(vf x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
+
+INLINE void v_add_squares(vd *acc, vf x)
+{
+    vd low = vcvt_f64_f32(vget_low_f32(x)), high = vcvt_high_f64_f32(x);
+
+    acc[0] = vaddq_f64(acc[0], vmulq_f64(low, low));
+    acc[1] = vaddq_f64(acc[1], vmulq_f64(high, high));
+}
+INLINE void vd_store(double *address, vd x) { vst1q_f64(address, x); }
+
+INLINE int v_any_nan(vf a, vf b) { return vminvq_u32(vi_and(is_number(a), is_number(b))) == 0; }
+
+INLINE pair pair_from_bf16(const void *address)
+{
+    uint16x8_t x = vld1q_u16(address);
+
+    return (pair){v_from_bf16(vget_low_u16(x)), v_of_bits(vshll_high_n_u16(x, 16))};
+}
+
+INLINE pair pair_join(const void *param, const void *remainder)
+{
+    uint16x8_t p = vld1q_u16(param), r = vld1q_u16(remainder);
+    /* A negative rest borrows: subtract its sign bit. */
+    uint16x8_t upper = vsubq_u16(p, vshrq_n_u16(r, 15));
+
+    return (pair){vreinterpretq_f32_u16(vzip1q_u16(r, upper)), vreinterpretq_f32_u16(vzip2q_u16(r, upper))};
+}
+
+INLINE void pair_store_upper(void *address, vi a, vi b)
+{
+    vst1q_u16(address, vuzp2q_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
+}
+INLINE void pair_store_lower(void *address, vi a, vi b)
+{
+    vst1q_u16(address, vuzp1q_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
+}
+INLINE pair pair_group(pair x) { return x; }
+INLINE pair pair_ungroup(pair x) { return x; }
+INLINE void pair_places(vi *a, vi *b)
+{
+    *a = vi_iota();
+    *b = vi_add(vi_iota(), vi_set1(LANES));
+}
+
+#include "unit.inc"
+
+const struct opt_kernels opt_neon = OPT_TABLE("neon");
+
+#endif

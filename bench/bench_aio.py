@@ -48,11 +48,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from aio import cells, fio, machine, tables
+from aio import cells, fio, tables
 from aio.cells import MIB, Cell
 from aio.load import Load
 from aio.ours import CannotStart, Ours
-from aio.report import Report
+from figures import machine
+from figures.report import Report
 from rich.console import Console
 
 RAM_FILE = 256 * MIB
@@ -147,7 +148,7 @@ def main() -> int:
         facts = {
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "command": shlex.join(["python", *sys.argv]),
-            **machine.describe(options.dir),
+            **machine.describe("tiering", "numpy", "cffi", directory=options.dir),
             "peer": fio.version(),
         }
     except fio.FioError as missing:

@@ -16,14 +16,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
-from bench.aio import cells, fio, machine, tables
-from bench.aio.load import Load, Reading
-from bench.aio.ours import CannotStart, Ours, request_blocks
-from bench.aio.ratio import Comparison, Estimate, as_fast, bootstrap, compare
-from bench.aio.report import Report
-from bench.aio.worker import offsets
+from aio import cells, fio, tables
+from aio.load import Load, Reading
+from aio.ours import CannotStart, Ours, request_blocks
+from aio.tables import as_fast
+from aio.worker import offsets
+from figures import machine
+from figures.ratio import Comparison, Estimate, bootstrap, compare
+from figures.report import Report
+from figures.turns import take_turns
 
 BLOCK = 64 << 10
 LOAD = Load("/disk/file", 64 << 20, True, BLOCK, 16, "read")
@@ -166,7 +169,7 @@ def test_everyone_is_first_in_turn_and_the_first_round_is_dropped() -> None:
         order.append(name)
         return dataclasses.replace(reading(), nbytes=len(order))
 
-    found = cells.take_turns(2, {"a": lambda: side("a"), "b": lambda: side("b")})
+    found = take_turns(2, {"a": lambda: side("a"), "b": lambda: side("b")})
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert [one.nbytes for one in found["a"]] == [4, 5]
     assert [one.nbytes for one in found["b"]] == [3, 6]
@@ -236,7 +239,7 @@ def test_the_report_of_known_readings() -> None:
 
 
 def test_the_machine_is_described(tmp_path: Path) -> None:
-    facts = machine.describe(tmp_path)
+    facts = machine.describe("numpy", directory=tmp_path)
     assert list(facts)[:3] == ["CPU", "memory", "kernel"]
     assert facts["file system"].partition(" on ")[0] in Path("/proc/filesystems").read_text()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
+
+from figures.turns import take_turns
 
 from . import fio
 from .load import Kind, Load, Reading
@@ -35,19 +37,6 @@ class Cell:
     sides: dict[str, list[Reading]] = field(default_factory=dict)
     fio_command: str = ""
     fio_idle_cpu: float = 0.0
-
-
-def take_turns(rounds: int, sides: Mapping[str, Callable[[], Reading]]) -> dict[str, list[Reading]]:
-    """Run every side once per round. Who goes first rotates; a first round is dropped."""
-    names = list(sides)
-    readings: dict[str, list[Reading]] = {name: [] for name in names}
-    for number in range(rounds + 1):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            reading = sides[name]()
-            if number:
-                readings[name].append(reading)
-    return readings
 
 
 @contextmanager

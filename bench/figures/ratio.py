@@ -61,8 +61,3 @@ def compare(ours: Sequence[float], theirs: Sequence[float]) -> Comparison:
     return Comparison(
         ratio(np.median), ratio(np.mean), float(np.exp(logs.min())), float(np.exp(logs.max())), len(logs)
     )
-
-
-def as_fast(speed: Comparison) -> bool:
-    """The goal for bandwidth: parity cannot be ruled out, and nothing is lost that one would notice."""
-    return speed.median.high >= 1.0 and speed.median.point >= 0.98

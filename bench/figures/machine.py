@@ -52,19 +52,22 @@ def huge_pages() -> str:
     return path.read_text().strip() if path.is_file() else "none"
 
 
-def describe(directory: Path) -> dict[str, str]:
-    """What a reader needs to judge or repeat the figures, in printing order."""
-    source, kind, options = mount_of(directory)
+def describe(*distributions: str, directory: Path | None = None) -> dict[str, str]:
+    """What a reader needs to judge or repeat the figures, in printing order.
+
+    ``distributions`` are named with their versions, and what ``directory`` is on if there is one.
+    """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in ("tiering", "numpy", "cffi")
-    )
-    return {
+    facts = {
         "CPU": f"{cpu_model()}, {os.cpu_count()} CPUs, {len(os.sched_getaffinity(0))} of them ours",
         "memory": f"{memory:.0f} GiB, transparent huge pages {huge_pages()}",
         "kernel": f"{platform.system()} {platform.release()}",
-        "file system": f"{kind} on {source} ({options})",
-        "device": device_of(directory),
-        "versions": f"Python {platform.python_version()}, {versions}",
+    }
+    if directory is not None:
+        source, kind, options = mount_of(directory)
+        facts |= {"file system": f"{kind} on {source} ({options})", "device": device_of(directory)}
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in distributions]
+    return facts | {
+        "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
         "load average": " ".join(f"{load:.2f}" for load in os.getloadavg()),
     }

@@ -1,0 +1,1 @@
+"""What the benchmarks have in common: sides taking turns, paired ratios, where it was measured, tables and verdicts."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +17,10 @@ def restored_kernel_settings() -> Iterator[None]:
     kernels.set_thread_count(threads)
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512"])
+VECTORS = ["neon"] if platform.machine() == "aarch64" else ["avx2", "avx512"]
+
+
+@pytest.fixture(params=["portable", *VECTORS])
 def isa(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if name not in kernels.available_instruction_sets():

@@ -1,4 +1,8 @@
-"""The formulas in float32 numpy and plain Python, from the documentation, for equality to the bit."""
+"""The formulas of ``csrc/kernels.h`` in float32 numpy and plain Python, for equality to the bit.
+
+Written from that page alone. numpy's float32 operations round once each, as the kernels must; what the page has in
+double is a Python float here. A bfloat16 is a uint16.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +13,136 @@ import numpy as np
 import numpy.typing as npt
 
 F32 = npt.NDArray[np.float32]
+U16 = npt.NDArray[np.uint16]
+Array = npt.NDArray[Any]
+State = tuple[F32, ...]
 
 BLOCK = 4096
 LANES = 32
+WORD = (1 << 64) - 1
+BEYOND_F32 = 2.0**128 - 2.0**103  # rounds to infinity
+
+f32 = np.float32
 
 
-def bf16_to_f32(x: npt.NDArray[np.uint16]) -> F32:
+# Optimizers: the arguments of the rule of the same name, after parameter, state and widened gradient; the new
+# parameter and state.
+
+
+def adam(
+    p: F32, state: State, grad: F32, *, grad_scale: float, lr: float, beta1: float, beta2: float, eps: float,
+    weight_decay: float, step: int, decoupled: bool = True, maximize: bool = False, seed: int = 0,
+) -> tuple[F32, State]:  # fmt: skip
+    g = scaled(grad, grad_scale, maximize)
+    if not decoupled:
+        g = l2(g, p, weight_decay)
+    size = lr / (1 - beta1**step)
+    m = toward(state[0], g, beta1)
+    v = toward(state[1], g * g, beta2)
+    correction = size * math.sqrt(1 - beta2**step)
+    if correction > 0 and 1 / correction < BEYOND_F32:
+        u = m / (np.sqrt(v) * f32(1 / correction) + f32(eps / size))
+    else:  # lr is 0, or nearly
+        u = m / (np.sqrt(v) * f32(0) + f32(math.inf))
+    return decayed_step(p, u, lr, weight_decay if decoupled else 0), (m, v)
+
+
+def adamw(p: F32, m: F32, v: F32, grad: F32, **hyper: Any) -> tuple[F32, F32, F32]:
+    """Adam's float32 case alone, NaN included."""
+    with np.errstate(all="ignore"):
+        p, state = adam(p, (m, v), grad, **hyper)
+    return canonical(p), canonical(state[0]), canonical(state[1])
+
+
+def lion(
+    p: F32, state: State, grad: F32, *, grad_scale: float, lr: float, beta1: float, beta2: float, weight_decay: float,
+    step: int, maximize: bool = False, seed: int = 0,
+) -> tuple[F32, State]:  # fmt: skip
+    g = scaled(grad, grad_scale, maximize)
+    u = f32(lr) * sign(toward(state[0], g, beta1))
+    return decayed_step(p, u, lr, weight_decay), (toward(state[0], g, beta2),)
+
+
+def adagrad(
+    p: F32, state: State, grad: F32, *, grad_scale: float, lr: float, lr_decay: float, eps: float, weight_decay: float,
+    step: int, maximize: bool = False, seed: int = 0,
+) -> tuple[F32, State]:  # fmt: skip
+    g = l2(scaled(grad, grad_scale, maximize), p, weight_decay)
+    s = state[0] + g * g
+    return p - f32(lr / (1 + (step - 1) * lr_decay)) * (g / (np.sqrt(s) + f32(eps))), (s,)
+
+
+def sgd(
+    p: F32, state: State, grad: F32, *, grad_scale: float, lr: float, momentum: float, dampening: float, nesterov: bool,
+    weight_decay: float, step: int, maximize: bool = False, seed: int = 0,
+) -> tuple[F32, State]:  # fmt: skip
+    g = l2(scaled(grad, grad_scale, maximize), p, weight_decay)
+    if not momentum:
+        return p - f32(lr) * g, ()
+    carry, gain = (0.0, 1.0) if step == 1 else (momentum, 1 - dampening)
+    b = state[0] * f32(carry) + g * f32(gain)
+    d = g + b * f32(momentum) if nesterov else b
+    return p - f32(lr) * d, (b,)
+
+
+STATE_COUNT = {"adam": 2, "lion": 1, "adagrad": 1, "sgd": 1}
+
+
+def scaled(grad: F32, grad_scale: float, maximize: bool) -> F32:
+    return grad * (-f32(grad_scale) if maximize else f32(grad_scale))
+
+
+def l2(g: F32, p: F32, weight_decay: float) -> F32:
+    return g + f32(weight_decay) * p if weight_decay else g
+
+
+def toward(a: F32, b: F32, beta: float) -> F32:
+    if f32(beta) >= 0.5:
+        return a + (b - a) * f32(1 - beta)
+    return a * f32(beta) + b * f32(1 - beta)
+
+
+def decayed_step(p: F32, u: F32, lr: float, weight_decay: float) -> F32:
+    return p - (u + f32(lr * weight_decay) * p) if weight_decay else p - u
+
+
+def sign(x: F32) -> F32:
+    """Of a zero, that zero; of NaN, NaN."""
+    return np.where(x == 0, x, np.sign(x))
+
+
+# Formats.
+
+
+def bf16_to_f32(x: U16) -> F32:
     return (x.astype(np.uint32) << 16).view(np.float32)
 
 
-def f32_to_bf16(x: F32) -> npt.NDArray[np.uint16]:
-    """Nearest even, by comparing the rest with one half: no bit trick shared with the kernels."""
-    bits = x.view(np.uint32)
-    down = bits & np.uint32(0xFFFF0000)
-    rest = (bits & np.uint32(0xFFFF)).astype(np.int64)
-    odd = (down >> 16) & 1
-    up = (rest > 0x8000) | ((rest == 0x8000) & (odd == 1))
-    result = ((down.astype(np.uint64) + (up.astype(np.uint64) << 16)) >> 16).astype(np.uint16)
-    quiet = ((bits >> 16) | 0x40).astype(np.uint16)
-    return np.where(np.isnan(x), quiet, result).astype(np.uint16)
+def _bf16(x: F32, is_up: Array) -> U16:
+    """The bfloat16 next to x towards zero, or if `is_up` the one after it."""
+    return ((x.view(np.uint32) >> 16).astype(np.int64) + is_up).astype(np.uint16)
+
+
+def _rest(x: F32) -> Array:
+    return (x.view(np.uint32) & np.uint32(0xFFFF)).astype(np.int64)
+
+
+def f32_to_bf16(x: F32) -> U16:
+    """Nearest even, by comparing the rest with one half; a NaN keeps its upper bits, made quiet."""
+    odd = (x.view(np.uint32) >> 16) & 1
+    up = (_rest(x) > 0x8000) | ((_rest(x) == 0x8000) & (odd == 1))
+    quiet = ((x.view(np.uint32) >> 16) | 0x40).astype(np.uint16)
+    return np.where(np.isnan(x), quiet, _bf16(x, up)).astype(np.uint16)
+
+
+def f32_to_bf16_away(x: F32) -> U16:
+    """Nearest, ties away from zero: parameters, and state unless stochastic."""
+    return _bf16(x, _rest(x) >= 0x8000)
+
+
+def f32_to_bf16_by_chance(x: F32, random: Array) -> U16:
+    """Up in `rest` of 65536 cases, for 16 random bits that are equally likely."""
+    return _bf16(x, _rest(x) + random >= 0x10000)
 
 
 def canonical(x: F32) -> F32:
@@ -35,45 +150,48 @@ def canonical(x: F32) -> F32:
     return np.where(np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32)).astype(np.uint32).view(np.float32)
 
 
-def adamw(
-    p: F32, m: F32, v: F32, grad: F32, *, lr: float, beta1: float, beta2: float, eps: float,
-    weight_decay: float, step: int, grad_scale: float, decoupled: bool,
-) -> tuple[F32, F32, F32]:  # fmt: skip
-    """One step; numpy's float32 operations round once each, as the kernels must."""
-    f = np.float32
-    with np.errstate(all="ignore"):
-        size = lr / (1 - beta1**step)
-        g = grad * f(grad_scale)
-        if not decoupled and weight_decay:
-            g = g + f(weight_decay) * p
-        m = toward(m, g, beta1)
-        v = toward(v, g * g, beta2)
-        if size:
-            scale, small = f(1 / (size * math.sqrt(1 - beta2**step))), f(eps / size)
-        else:
-            scale, small = f(0), f(math.inf)
-        u = m / (np.sqrt(v) * scale + small)
-        if decoupled and weight_decay:
-            u = u + f(lr * weight_decay) * p
-        p = p - u
-    assert p.dtype == m.dtype == v.dtype == np.float32
-    return canonical(p), canonical(m), canonical(v)
-
-
-def toward(a: F32, b: F32, beta: float) -> F32:
-    if np.float32(beta) >= 0.5:
-        return a + (b - a) * np.float32(1 - beta)
-    return a * np.float32(beta) + b * np.float32(1 - beta)
-
-
-def round_parameter(x: F32, to_bf16: bool) -> npt.NDArray[Any]:
+def round_parameter(x: F32, to_bf16: bool) -> Array:
     """As optimizers write 16-bit parameters: bf16 with ties away from zero, else fp16 with ties to even."""
-    if not to_bf16:
-        with np.errstate(all="ignore"):
-            return x.astype(np.float16)
-    bits = canonical(x).view(np.uint32).astype(np.int64)
-    down = bits >> 16
-    return (down + ((bits & 0xFFFF) >= 0x8000)).astype(np.uint16)
+    if to_bf16:
+        return f32_to_bf16_away(canonical(x))
+    with np.errstate(all="ignore"):
+        return x.astype(np.float16)
+
+
+def split(x: F32) -> tuple[U16, npt.NDArray[np.int16]]:
+    x = canonical(x)
+    upper = f32_to_bf16_away(x)
+    remainder = x.view(np.uint32).astype(np.int64) - (upper.astype(np.int64) << 16)
+    assert ((remainder >= -(1 << 15)) & (remainder < 1 << 15)).all()
+    return upper, remainder.astype(np.int16)
+
+
+def join(upper: U16, remainder: npt.NDArray[np.int16]) -> F32:
+    bits = (upper.astype(np.int64) << 16) + remainder
+    return (bits % (1 << 32)).astype(np.uint32).view(np.float32)
+
+
+def _mix(x: int) -> int:
+    """The finalizer of splitmix64."""
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & WORD
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & WORD
+    return x ^ x >> 31
+
+
+def random_bits(seed: int, step: int, first_index: int, n: int) -> npt.NDArray[np.uint32]:
+    index = np.arange(n, dtype=np.uint64) + np.uint64(first_index)
+    upper = (index >> np.uint64(32)).astype(np.int64)
+    random = np.empty(n, np.uint32)
+    for high in np.unique(upper):
+        key = _mix(_mix((_mix(seed & WORD) + step) & WORD) + int(high) & WORD)
+        x = index[upper == high].astype(np.uint32) ^ np.uint32(key & 0xFFFFFFFF)
+        x = (x ^ x >> 16) * np.uint32(0x21F0AAAD)
+        x = (x ^ x >> 15 ^ np.uint32(key >> 32)) * np.uint32(0xD35A2D97)
+        random[upper == high] = x ^ x >> 15
+    return random
+
+
+# Sums.
 
 
 def sum_of_squares(x: F32, initial: float = 0.0) -> float:
@@ -92,15 +210,19 @@ def sum_of_squares(x: F32, initial: float = 0.0) -> float:
     return total
 
 
+# Values that break things.
+
+SPECIAL_F32 = np.array(
+    [0, 0x80000000, 1, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000,
+     0xFFC12345, 0x7F812345, 0x3F800000, 0x3F808000, 0x3F818000, 0x7F7F8000, 0x7F7F7FFF, 0x80000001, 0x00008000],
+    dtype=np.uint32,
+)  # fmt: skip
+
+
 def adversarial(rng: np.random.Generator, n: int) -> F32:
     """Signs and exponents over all of float32, with zeros, subnormals, infinities and NaN mixed in."""
     x = rng.integers(0, 1 << 32, n, dtype=np.uint32)
     x[np.isnan(x.view(np.float32))] &= np.uint32(0xBFFFFFFF)
-    special = np.array(
-        [0, 0x80000000, 1, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000,
-         0xFFC12345, 0x7F812345, 0x3F800000, 0x3F808000, 0x3F818000],
-        dtype=np.uint32,
-    )  # fmt: skip
     at = rng.random(n) < 0.15
-    x[at] = rng.choice(special, int(at.sum()))
+    x[at] = rng.choice(SPECIAL_F32, int(at.sum()))
     return x.view(np.float32)

@@ -50,7 +50,7 @@ static void detect(void)
         available[n++] = &opt_avx512;
     if (cpu_has_avx2())
         available[n++] = &opt_avx2;
-#elif defined(__aarch64__)
+#elif defined(OPT_HAS_NEON)
     available[n++] = &opt_neon;
 #endif
     available[n] = &opt_portable;

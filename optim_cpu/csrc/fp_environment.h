@@ -1,4 +1,5 @@
-/* fp_environment.h - round to nearest even, subnormals kept, nothing trapped; and back to what was. */
+/* fp_environment.h - round to nearest even, subnormals kept, nothing trapped; and back to what was, the flags of
+ * exceptions included. */
 #ifndef OPTIM_CPU_FP_ENVIRONMENT_H
 #define OPTIM_CPU_FP_ENVIRONMENT_H
 
@@ -22,21 +23,26 @@ static inline void fp_restore(fp_environment saved) { _mm_setcsr(saved); }
 
 #include <stdint.h>
 
-typedef uint64_t fp_environment;
+typedef struct {
+    uint64_t control, status;
+} fp_environment;
 
 static inline fp_environment fp_enter_default(void)
 {
     fp_environment saved;
 
-    __asm__ volatile("mrs %0, fpcr" : "=r"(saved));
-    /* No flush to zero, no default NaN, nearest even. */
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved.control));
+    __asm__ volatile("mrs %0, fpsr" : "=r"(saved.status));
+    /* All zero: no flushing (FZ, FZ16, FIZ), IEEE's fp16 (AHP), nearest even (RMode), nothing trapped, and NaNs
+     * that keep what they carry (DN, AH), as casts promise. */
     __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0) : "memory");
     return saved;
 }
 
 static inline void fp_restore(fp_environment saved)
 {
-    __asm__ volatile("msr fpcr, %0" : : "r"(saved) : "memory");
+    __asm__ volatile("msr fpcr, %0" : : "r"(saved.control) : "memory");
+    __asm__ volatile("msr fpsr, %0" : : "r"(saved.status) : "memory");
 }
 
 #else

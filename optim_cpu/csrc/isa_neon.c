@@ -1,10 +1,15 @@
-/* isa_neon.c - 4 lanes: Advanced SIMD, which every 64-bit Arm CPU has. */
-
-#if defined(__aarch64__)
-
-#include <arm_neon.h>
+/* isa_neon.c - 4 lanes: Advanced SIMD, which every 64-bit Arm CPU has. Big-endian ones run the portable unit: the zips
+ * below take the first of two 16-bit halves for the lower one.
+ *
+ * What rests on the control register, which fp_environment.h sets to zero: NaN operands keep sign and payload, made
+ * quiet, as on x86 (a set DN would hand casts of NaN the default one); halves are IEEE's, with infinity (AHP); and
+ * subnormals are numbers (FZ). Conversions of halves never flush, whatever FZ16 says. */
 
 #include "isa.h"
+
+#if defined(OPT_HAS_NEON)
+
+#include <arm_neon.h>
 
 enum { LANES = 4, DOUBLE_LANES = 2, STREAMS = 0, GROUPED = 0 };
 

@@ -1,8 +1,17 @@
 /* isa_portable.c - plain C, one element at a time: the reference for the other units, and what every CPU can run. */
 
+#include <float.h>
 #include <math.h>
 
 #include "isa.h"
+
+/* kernels.h, rule 1. The x87 computes with more bits and rounds twice. */
+#if FLT_EVAL_METHOD != 0
+#error "float32 must round at each operation: for 32-bit x86, build with -msse2 -mfpmath=sse"
+#endif
+#if defined(__FAST_MATH__)
+#error "-ffast-math makes results depend on the instruction set: build without it"
+#endif
 
 enum { LANES = 1, DOUBLE_LANES = 1, STREAMS = 0, GROUPED = 0 };
 

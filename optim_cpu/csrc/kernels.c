@@ -8,6 +8,7 @@
 #include "kernels.h"
 
 #include <errno.h>
+#include <stdlib.h>
 
 #include "isa.h"
 #include "pool.h"
@@ -16,7 +17,8 @@
 enum {
     TILE = 1 << 15,      /* elements: 128 KiB per float32 array, a few microseconds of work */
     POSITION_GRAIN = 64, /* elements: two cache lines of 16-bit, four of float32; divides TILE */
-    SUMS = 1 << 13,      /* block sums held at a time; 64 KiB of stack */
+    FEW_SUMS = 1 << 7,   /* block sums held on the stack, which a caller may have little of */
+    SUMS = 1 << 13,      /* block sums held at a time, if there is memory for them */
 };
 
 static _Thread_local const char *invalid_argument = "";
@@ -251,7 +253,7 @@ struct squares_run {
     const char *src;
     int dtype;
     uint64_t numel;
-    double *sums;
+    double *sums, total;
 };
 
 static void squares_tile(void *context, uint64_t tile)
@@ -263,6 +265,18 @@ static void squares_tile(void *context, uint64_t tile)
                                 run->sums + begin / OPT_SQUARE_BLOCK);
 }
 
+static uint64_t blocks(uint64_t numel) { return (numel + OPT_SQUARE_BLOCK - 1) / OPT_SQUARE_BLOCK; }
+
+/* The only tile of its run, which puts it into the default floating-point environment. */
+static void total_tile(void *context, uint64_t tile)
+{
+    struct squares_run *run = context;
+
+    (void)tile;
+    for (uint64_t i = 0; i < blocks(run->numel); i++)
+        run->total += run->sums[i];
+}
+
 int opt_sum_of_squares(intptr_t address, int dtype, int64_t numel, double initial, double *result)
 {
     if (!is_dtype(dtype))
@@ -272,20 +286,18 @@ int opt_sum_of_squares(intptr_t address, int dtype, int64_t numel, double initia
     if (numel && !is_address(address, dtype))
         return opt_refuse("address" ADDRESS_RULE);
 
-    const struct opt_kernels *kernels = opt_selected();
-    double sums[SUMS], total = initial;
-    uint64_t most = (uint64_t)SUMS * OPT_SQUARE_BLOCK;
+    double few[FEW_SUMS], *many = blocks((uint64_t)numel) > FEW_SUMS ? malloc(SUMS * sizeof *many) : NULL;
+    struct squares_run run = {opt_selected(), NULL, dtype, 0, many ? many : few, initial};
+    uint64_t most = (uint64_t)(many ? SUMS : FEW_SUMS) * OPT_SQUARE_BLOCK;
 
-    if (!kernels)
-        return -ENOTSUP;
-    for (uint64_t done = 0; done < (uint64_t)numel; done += most) {
-        uint64_t rest = (uint64_t)numel - done, now = rest < most ? rest : most;
-        struct squares_run run = {kernels, (const char *)address + done * opt_element_size(dtype), dtype, now,
-                                  sums};
-        opt_pool_run(squares_tile, &run, (now + TILE - 1) / TILE);
-        for (uint64_t i = 0; i < (now + OPT_SQUARE_BLOCK - 1) / OPT_SQUARE_BLOCK; i++)
-            total += sums[i];
+    for (uint64_t done = 0; run.kernels && done < (uint64_t)numel; done += run.numel) {
+        uint64_t rest = (uint64_t)numel - done;
+        run.src = (const char *)address + done * opt_element_size(dtype);
+        run.numel = rest < most ? rest : most;
+        opt_pool_run(squares_tile, &run, (run.numel + TILE - 1) / TILE);
+        opt_pool_run(total_tile, &run, 1);
     }
-    *result = total;
-    return 0;
+    free(many);
+    *result = run.total;
+    return run.kernels ? 0 : -ENOTSUP;
 }

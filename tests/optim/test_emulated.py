@@ -1,0 +1,146 @@
+"""Every kernel, compiled as the extension is, must give the same bytes on x86-64 and on an emulated 64-bit Arm.
+
+``vectors.c`` runs them all: under each instruction set, in a clean and in a hostile floating-point environment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from optim_cpu import build_optim
+
+CSRC = build_optim.ROOT / build_optim.CSRC
+VECTORS = Path(__file__).with_name("vectors.c")
+ARM = "aarch64-linux-gnu-"
+TOOLS = [ARM + "gcc", ARM + "objdump", "qemu-aarch64"]
+PACKAGES = "gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"
+
+
+def need(tools: Iterable[str], packages: str) -> None:
+    missing = [tool for tool in tools if not shutil.which(tool)]
+    if missing:
+        pytest.skip(f"no {', '.join(missing)}; Debian packages: {packages}")
+
+
+def run(*command: str | Path, timeout: float = 300, **environment: str) -> str:
+    done = subprocess.run(
+        [str(word) for word in command],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def build(directory: Path, compiler: str, *more: str) -> Path:
+    """A program from ``vectors.c`` and the extension's sources and flags; objects stay beside it."""
+    flags = [*build_optim.FLAGS, *build_optim.WARNINGS, "-Werror", f"-I{CSRC}", *more]
+
+    def compile_one(source: Path) -> Path:
+        target = directory / f"{source.stem}.o"
+        run(compiler, *flags, "-c", source, "-o", target)
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, [*(CSRC / unit for unit in build_optim.UNITS), VECTORS]))
+    program = directory / "vectors"
+    run(compiler, *flags, *objects, "-lm", "-o", program)
+    return program
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Path]]]:
+    """Both at once, as far as there are compilers: one source file takes most of the time."""
+    flags: dict[str, list[str]] = {"gcc": [], ARM + "gcc": ["-static"]}
+    with ThreadPoolExecutor() as pool:
+        yield {
+            compiler: pool.submit(build, tmp_path_factory.mktemp("build"), compiler, *more)
+            for compiler, more in flags.items()
+            if shutil.which(compiler)
+        }
+
+
+@pytest.fixture(scope="module")
+def native(builds: dict[str, Future[Path]]) -> Path:
+    need(["gcc"], "gcc libc6-dev")
+    return builds["gcc"].result()
+
+
+@pytest.fixture(scope="module")
+def arm(builds: dict[str, Future[Path]]) -> Path:
+    need(TOOLS, PACKAGES)
+    return builds[ARM + "gcc"].result()
+
+
+@pytest.fixture(scope="module")
+def expected(native: Path) -> list[str]:
+    """A line for each kernel. That there are any shows that all instruction sets of this CPU agree."""
+    return run(native).splitlines()[1:]
+
+
+def test_every_instruction_set_gives_the_same_bytes_in_any_floating_point_environment(
+    expected: list[str],
+) -> None:
+    lines = dict(line.rsplit(" ", 1) for line in expected)
+    assert len(lines) == 37 and {"adam", "lion", "adagrad", "sgd", "split", "join"} < set(lines)
+    # But for those that copy any two bytes as they are, no two kernels do the same.
+    assert lines.pop("every bf16 to bf16") == lines.pop("every fp16 to fp16")
+    assert len(set(lines.values())) == 35
+
+
+def test_neon_gives_the_same_bytes(arm: Path, expected: list[str]) -> None:
+    first, *lines = run("qemu-aarch64", arm).splitlines()
+    assert first == "neon: neon portable"
+    assert lines == expected
+
+
+def test_arm_runs_the_portable_unit_if_told_to(arm: Path) -> None:
+    assert run("qemu-aarch64", arm, "0", TIERING_ISA="portable") == "portable: neon portable\n"
+
+
+def test_arm_objects_hold_no_fused_multiply_add(arm: Path) -> None:
+    """Contraction is on by default there, too; the program itself has libm's."""
+    listing = run(ARM + "objdump", "-d", "--no-show-raw-insn", *sorted(arm.parent.glob("*.o")))
+    assert re.search(r"\bfsqrt\s+v\d+\.4s", listing) and re.search(r"\bfmul\s+v\d+\.4s", listing)
+    assert re.findall(r"\bf(?:n?m(?:add|sub)|ml[as]l?2?)\b", listing) == []
+
+
+@pytest.mark.parametrize("flag", ["-mfpmath=387", "-ffast-math"])
+def test_arithmetic_that_is_not_float32_is_refused_by_the_compiler(tmp_path: Path, flag: str) -> None:
+    need(["gcc"], "gcc libc6-dev")
+    if flag.startswith("-m") and os.uname().machine != "x86_64":
+        pytest.skip("the x87 is x86's")
+    command = ["gcc", *build_optim.FLAGS, flag, "-c", str(CSRC / "isa_portable.c"), "-o", str(tmp_path / "o")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert re.search(r"#error .*(float32 must round|-ffast-math makes)", done.stderr)
+
+
+# Frames without optimization are large: hence the 8 MiB of stack.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["-O0", "-O1", "-O2", "-Os"])
+def test_undefined_behaviour_would_show_at_another_level(
+    tmp_path: Path, level: str, expected: list[str]
+) -> None:
+    assert run(build(tmp_path, "gcc", level), "1", "8192").splitlines()[1:] == expected
+
+
+@pytest.mark.slow
+def test_another_compiler_gives_the_same_bytes(tmp_path: Path, expected: list[str]) -> None:
+    names = ["clang", *(f"clang-{version}" for version in range(22, 13, -1))]
+    compiler = next((name for name in names if shutil.which(name)), None)
+    if not compiler:
+        pytest.skip("no clang; Debian package: clang")
+    assert run(build(tmp_path, compiler), "1", "8192").splitlines()[1:] == expected

@@ -1,130 +1,223 @@
-"""CPU AdamW beside torch's fused AdamW, alternating in one run over the same memory.
+"""Our optimizer steps beside torch's fused AdamW and DeepSpeedCPUAdam, alternating in one run.
 
-    python bench/bench_adam.py [--numel 128000000] [--rounds 9] [--threads N] [--isa avx2]
+    python bench/bench_adam.py [--peers PYTHON] [--part step single many start] [--numel 128000000] [--rounds 21]
+                               [--isa avx512 avx2] [--huge-pages] [--quick] [--json FILE] [--markdown FILE]
 
-Rows, each timed once per round, in turn:
+DeepSpeed is a peer for measuring and nothing else needs it. It lives in an environment of its own, whose interpreter
+--peers names; it compiles itself at its first use, which takes a minute and a C++ compiler:
 
-    torch step           28 B per parameter   torch.optim.AdamW(fused=True), fp32 gradient
-    ours fp32            28                   fp32 gradient, no copy-out
-    torch step + copy    34                   torch step, then the bf16 copy-out that mixed precision needs
-    ours bf16            28                   bf16 gradient in, bf16 parameter out, one pass
-    torch whole job      40                   what ours does: bf16 gradient cast to fp32, step, copy-out
-    roof                  8                   an in-place read and write of fp32: what this memory does now
+    python -m venv peers && peers/bin/pip install torch deepspeed==0.19.8 ninja
+    python bench/bench_adam.py --peers peers/bin/python
 
-Speeds of shared machines swing within minutes; only the ratios of one run mean anything. GB/s is 10^9 bytes
-per second over the bytes above. Memory: 20 B per parameter, 2.6 GB by default.
+Without --peers only torch is compared, and the report says so.
+
+**step, single.** One fp32 parameter of 128 M elements: all threads, then one. Everything is timed once per round; who
+goes first rotates. Each side is charged for the whole job from bf16 gradient to bf16 parameter: a peer casts the
+gradient to fp32 (6 B per parameter), steps (28 B) and copies out (6 B). Bytes are those that the operation has to move;
+a cast or copy really moves more, since what it writes is read into the cache first. What makes the sides the same:
+
+- Tensors: torch and all our rows step the same ones in turn. DeepSpeed, in its own process, has equal ones, and
+  measures its own time around the work only. All memory is torch's, hence pages of one kind: of 4 KiB, unless
+  --huge-pages asks for transparent huge ones on both sides.
+- Threads: the same number, for our kernels, torch's and DeepSpeed's OpenMP. Before each reading everyone sleeps 20 ms,
+  because idle OpenMP threads spin for a while. The CPU time that either side used while it was the other's turn is
+  in the report.
+- Numbers: gradients are constant and not near 0, so that no moment ever fades into subnormals. At the end the states
+  are searched for odd values.
+
+**Roof**: an in-place read and write of fp32 by torch, with as many threads, once per round: what this memory gives.
+
+**many.** 10,000 tensors of 1 to 100,000 elements, uniform and log-uniform: optim_cpu.AdamW beside torch's fused one.
+
+**start.** Import and first step, each time in a new process that has imported torch.
+
+Speeds of shared machines swing within minutes; only ratios of one run mean anything. Memory: 50 B per parameter, 6.4 GB
+by default, and 12 GB for the many tensors. Exit status: 0 when all goals hold, 1 when one does not, 2 when something
+could not be measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import os
-import platform
-import statistics
-import time
-from collections.abc import Callable
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from adam import many, start, steps, tables, values
+from adam.peer import Peer, PeerError
+from adam.readings import Part, measure
+from figures import machine
+from figures.report import Report
+from rich.console import Console
 
 from optim_cpu import kernels
-from optim_cpu.adam import step_adamw
 
-HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-
-
-def make_rows(numel: int) -> dict[str, tuple[int, Callable[[], object]]]:
-    """Row name -> (bytes per parameter, what to time). All rows step the same tensors."""
-    torch.manual_seed(0)
-    parameter = torch.nn.Parameter(torch.randn(numel))
-    parameter.grad = torch.randn(numel)
-    theirs = torch.optim.AdamW([parameter], fused=True, **HYPER)
-    theirs.step()  # creates the moments
-    master, grad = parameter.detach(), parameter.grad
-    state = theirs.state[parameter]
-    moments = state["exp_avg"], state["exp_avg_sq"]
-    half_grad, half_out = grad.bfloat16(), torch.empty(numel, dtype=torch.bfloat16)
-
-    def torch_step_copy() -> None:
-        theirs.step()
-        half_out.copy_(master)
-
-    def torch_whole() -> None:
-        grad.copy_(half_grad)
-        torch_step_copy()
-
-    return {
-        "torch step": (28, theirs.step),
-        "ours fp32": (28, lambda: step_adamw(master, *moments, grad, step=5, **HYPER)),
-        "torch step + copy": (34, torch_step_copy),
-        "ours bf16": (28, lambda: step_adamw(master, *moments, half_grad, out=half_out, step=5, **HYPER)),
-        "torch whole job": (40, torch_whole),
-        "roof": (8, lambda: grad.mul_(1.0)),
-    }
+PARTS = ["step", "single", "many", "start"]
+QUICK = {"rounds": 2, "starts": 2, "numel": 1_000_000, "tensors": 200}
 
 
-def measure(rows: dict[str, tuple[int, Callable[[], object]]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every round; a first, untimed round touches all memory and starts all threads."""
-    times: dict[str, list[float]] = {name: [] for name in rows}
-    for round_number in range(rounds + 1):
-        for name, (_, run) in rows.items():
-            start = time.perf_counter()
-            run()
-            if round_number:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return times
-
-
-def cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
-
-
-def report(
-    numel: int, rows: dict[str, tuple[int, Callable[[], object]]], times: dict[str, list[float]]
-) -> None:
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    print(f"{'':18s} {'B/param':>7s} {'median ms':>10s} {'min-max':>13s} {'GB/s':>6s} {'of roof':>8s}")
-    roof = 8 * numel / medians["roof"]
-    for name, (size, _) in rows.items():
-        rate = size * numel / medians[name]
-        spread = f"{min(times[name]):.0f}-{max(times[name]):.0f}"
-        print(
-            f"{name:18s} {size:7d} {medians[name]:10.1f} {spread:>13s} {rate / 1e6:6.1f} {rate / roof:8.2f}"
-        )
-    for ours, peer in (
-        ("ours fp32", "torch step"),
-        ("ours bf16", "torch step"),
-        ("ours bf16", "torch step + copy"),
-        ("ours bf16", "torch whole job"),
-    ):
-        ratios = sorted(b / a for a, b in zip(times[ours], times[peer], strict=True))
-        middle = statistics.median(ratios)
-        print(f"{ours} against {peer}: {middle:.2f}x  ({ratios[0]:.2f}-{ratios[-1]:.2f} by round)")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--numel", type=int, default=128_000_000)
-    parser.add_argument("--rounds", type=int, default=9)
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Our optimizer steps beside torch's and DeepSpeed's, alternating.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    usual = [isa for isa in kernels.available_instruction_sets() if isa != "portable"] or ["portable"]
+    parser.add_argument("--peers", type=Path, help="the interpreter of an environment with deepspeed")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--numel", type=int, default=128_000_000, help="elements of the large parameter")
+    parser.add_argument("--rounds", type=int, default=21, help="rounds of the parts step, single and many")
+    parser.add_argument("--starts", type=int, default=9, help="rounds of the part start")
+    parser.add_argument("--tensors", type=int, default=10_000, help="tensors of the part many")
     parser.add_argument("--threads", type=int, default=kernels.thread_count())
     parser.add_argument(
-        "--isa", default=kernels.instruction_set(), choices=kernels.available_instruction_sets()
+        "--isa",
+        nargs="+",
+        default=usual,
+        choices=kernels.available_instruction_sets(),
+        help="the first one is what the goals are judged by",
     )
+    parser.add_argument("--huge-pages", action="store_true", help="ask for transparent huge pages everywhere")
+    parser.add_argument("--quick", action="store_true", help=f"under a minute, proves nothing: {QUICK}")
+    parser.add_argument("--json", type=Path, help="every reading, for later")
+    parser.add_argument("--markdown", type=Path, help="the report")
     arguments = parser.parse_args()
-    kernels.set_instruction_set(arguments.isa)
-    kernels.set_thread_count(arguments.threads)
-    torch.set_num_threads(arguments.threads)
-    print(
-        f"{arguments.numel / 1e6:.0f} M parameters, {arguments.rounds} rounds, {arguments.threads} threads, "
-        f"{arguments.isa}; torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{cpu_model()}, {os.cpu_count()} CPUs, Linux {platform.release()}, load {os.getloadavg()[0]:.1f}"
+    if arguments.quick:
+        vars(arguments).update(QUICK)
+    return arguments
+
+
+def use_threads(threads: int) -> None:
+    kernels.set_thread_count(threads)
+    torch.set_num_threads(threads)
+
+
+def plural(threads: int) -> str:
+    return "1 thread" if threads == 1 else f"{threads} threads"
+
+
+def large(options: argparse.Namespace, report: Report) -> Iterator[Part]:
+    """The parts step and single, over the same tensors."""
+    wanted = {"step": options.threads, "single": 1}
+    model = steps.Model(options.numel)
+    for name, threads in wanted.items():
+        if name not in options.part:
+            continue
+        use_threads(threads)
+        with Peer(options.peers, options.numel, threads) if options.peers else nullcontext() as peer:
+            rows = measure(options.rounds, model.rows(tuple(options.isa), peer))
+            title = (
+                f"{name}: {options.numel / 1e6:g} M parameters, {plural(threads)}, {options.rounds} rounds"
+            )
+            part = Part(name, title, threads, options.isa[0], rows, [account("ours and torch", model.odd())])
+            if peer is not None:
+                said = peer.check()
+                report.facts["peer"] = f"{peer.about}, in a process and an environment of its own"
+                part.notes.append(account(f"DeepSpeed, step {said['step']}", said["odd"], said))
+                part.notes.append(
+                    f"While the other side worked: DeepSpeed's process used {peer.idle_cpu:.2f} s of CPU between"
+                    f" its turns, ours {peer.our_cpu:.2f} s during its {peer.busy:.1f} s."
+                )
+            yield part
+
+
+def account(side: str, odd: int, memory: dict[str, float] | None = None) -> str:
+    """What a side's values and memory are like at the end."""
+    memory = memory or values.memory()
+    return (
+        f"{side}: {odd or 'no'} odd values (infinite, NaN, subnormal) in the states at the end;"
+        f" {memory['huge']:.1f} of {memory['resident']:.1f} GB in huge pages."
     )
-    rows = make_rows(arguments.numel)
-    report(arguments.numel, rows, measure(rows, arguments.rounds))
+
+
+def small(options: argparse.Namespace) -> Iterator[Part]:
+    """The part many, once for each distribution of sizes."""
+    use_threads(options.threads)
+    for name in many.SIZES:
+        model = many.Model(name, options.tensors)
+        rows = measure(options.rounds, model.rows(options.isa[0]))
+        title = (
+            f"many, {name}: {options.tensors:,} tensors of {many.SMALLEST} to {many.LARGEST:,} elements,"
+            f" {model.numel / 1e6:.0f} M together, {plural(options.threads)}, {options.rounds} rounds"
+        )
+        note = account("both", model.odd())
+        yield Part(f"many, {name}", title, options.threads, options.isa[0], rows, [note])
+
+
+def first_steps(options: argparse.Namespace) -> Part:
+    rows = measure(options.starts, start.rows(options.peers, options.threads))
+    title = (
+        f"start: import and first step of {start.MODEL}, torch imported before, {options.starts} processes"
+    )
+    return Part("start", title, options.threads, "", rows)
+
+
+def asked_for(options: argparse.Namespace) -> list[str]:
+    """The names of the parts that ``parts`` is to yield."""
+    return [
+        part
+        for name in options.part
+        for part in ([f"many, {sizes}" for sizes in many.SIZES] if name == "many" else [name])
+    ]
+
+
+def parts(options: argparse.Namespace, report: Report) -> Iterator[Part]:
+    """Every part that was asked for, as it is done."""
+    if {"step", "single"} & set(options.part):
+        yield from large(options, report)
+    if "many" in options.part:
+        yield from small(options)
+    if "start" in options.part:
+        yield first_steps(options)
+
+
+def main() -> int:
+    options = parse_arguments()
+    if options.huge_pages:  # torch reads it at its first allocation; child processes inherit it
+        os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    facts = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", *sys.argv]),
+        **machine.describe("tiering", "torch", "numpy"),
+        "instruction sets": ", ".join(options.isa),
+    }
+    report = Report("bench_adam: our optimizer steps beside torch's and DeepSpeed's", facts)
+    if options.peers is None:
+        report.skipped.append(
+            "DeepSpeedCPUAdam: --peers names no environment that has it; only torch is compared"
+        )
+    done: list[Part] = []
+    try:
+        with console.status("filling tensors") as status:
+            for part in parts(options, report):
+                done.append(part)
+                status.update(f"done: {', '.join(part.name for part in done)}")
+    except PeerError as error:  # what was measured before it is worth a report
+        report.skipped.append(str(error))
+    tables.fill(report, done)
+    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
+    report.show(console)
+    if options.json:
+        raw = {
+            "facts": report.facts,
+            "skipped": report.skipped,
+            "parts": [asdict(part) for part in done],
+            "goals": [asdict(verdict) for verdict in report.verdicts],
+        }
+        options.json.write_text(json.dumps(raw, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(report.markdown())
+    if len(done) < len(asked_for(options)):
+        return 2
+    return 0 if all(verdict.holds for verdict in report.verdicts) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The parts of bench_adam.py: our rows, the peers' rows, and what their rounds say."""

@@ -1,0 +1,478 @@
+"""What bench_adam.py concludes from times, and that each of its rows does the work that it is charged for."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+from adam import goals, many, readings, start, steps, tables, values
+from adam.goals import Goal, judge, judged, narrower
+from adam.peer import Peer, PeerError
+from adam.readings import ROOF, Part, Readings, Row
+from figures.report import Report, Table
+
+from optim_cpu import formats, kernels
+
+BENCH = Path(__file__).parents[1] / "bench"
+
+NUMEL = 1_000_000
+
+FAKE_DEEPSPEED = {
+    "__init__.py": "print('a banner on standard output'); __version__ = '0.0.1'",
+    "ops/__init__.py": "",
+    "ops/adam.py": (
+        "import torch\n"
+        "class DeepSpeedCPUAdam(torch.optim.AdamW):\n"
+        "    def __init__(self, parameters, adamw_mode, **options):\n"
+        "        assert adamw_mode\n"
+        "        super().__init__(parameters, fused=True, **options)\n"
+    ),
+    "ops/op_builder.py": "class CPUAdamBuilder:\n    def simd_width(self): return '-D__AVX512__'\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def leave_kernels_as_they_were() -> Iterator[None]:
+    isa, threads, theirs = kernels.instruction_set(), kernels.thread_count(), torch.get_num_threads()
+    yield
+    kernels.set_instruction_set(isa)
+    kernels.set_thread_count(threads)
+    torch.set_num_threads(theirs)
+
+
+@pytest.fixture
+def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An interpreter with something that calls itself deepspeed."""
+    for name, text in FAKE_DEEPSPEED.items():
+        path = tmp_path / "site" / "deepspeed" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    return Path(sys.executable)
+
+
+def row(name: str, nbytes: int, *ms: float, isa: str = "") -> Readings:
+    return Readings(name, nbytes, NUMEL, ms, isa)
+
+
+def part(*rows: Readings, name: str = "step") -> Part:
+    return Part(name, f"{name}: known", 2, "avx512", list(rows))
+
+
+class TestReadings:
+    def test_rates(self) -> None:
+        one = row("x", 28, 2.0, 4.0)
+        assert one.rates == [500_000, 250_000]
+        assert one.gb_per_s == [pytest.approx(14.0), pytest.approx(7.0)]
+
+    def test_every_row_is_run_once_per_round(self) -> None:
+        calls: list[str] = []
+
+        def side(label: str) -> float:
+            calls.append(label)
+            return float(len(calls))
+
+        rows = [
+            Row("a", 8, 10, lambda: side("a")),
+            Row("b", 28, 10, lambda: side("b, avx2"), "avx2"),
+            Row("b", 28, 10, lambda: side("b, avx512"), "avx512"),
+        ]
+        found = readings.measure(3, rows)
+        assert [one.label for one in found] == ["a", "b, avx2", "b, avx512"]
+        for one in found:
+            mine = [float(number) for number, label in enumerate(calls, 1) if label == one.label]
+            assert list(one.ms) == mine[1:]  # the first round is dropped
+            assert len(one.ms) == 3
+
+    def test_settling_is_not_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = [0.0]
+        monkeypatch.setattr(readings.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+        monkeypatch.setattr(readings.time, "perf_counter", lambda: clock[0])
+        run = readings.timed(lambda: clock.__setitem__(0, clock[0] + 0.007))
+        assert run() == pytest.approx(7.0)
+        assert clock[0] == pytest.approx(0.007 + readings.SETTLE)
+
+
+class TestGoals:
+    def test_ratios_are_of_each_round(self) -> None:
+        """Medians alone would say 1.0."""
+        known = part(
+            row("torch fused: step alone", 28, 1.0, 4.0, 8.0), row("fp32", 28, 2.0, 2.0, 4.0, isa="avx512")
+        )
+        found = judge(Goal("fp32", "torch fused: step alone", 1.0), known)
+        assert found is not None
+        assert found.ratio().point == pytest.approx(2.0)
+        assert found.ratio([0]).point == pytest.approx(0.5)
+        assert found.verdict().holds
+        assert found.verdict().found.startswith("2.000 (0.500-2.000)")
+
+    @pytest.mark.parametrize(("theirs", "holds"), [(13.58, True), (13.57, False)])
+    def test_a_byte_ratio_comes_from_the_rows(self, theirs: float, holds: bool) -> None:
+        known = part(row("peer", 40, theirs), row("ours", 28, 10.0, isa="avx512"))
+        found = judge(Goal("ours", "peer", 0.95, per_byte=True), known)
+        assert found is not None
+        assert found.at_least == pytest.approx(0.95 * 40 / 28)
+        assert found.goal == "at least 1.357, 0.95 of 40/28"
+        assert found.verdict().holds is holds
+
+    @pytest.mark.parametrize(("ms", "holds"), [(36.8, True), (36.9, False)])
+    def test_the_roof_is_a_rate_of_bytes(self, ms: float, holds: bool) -> None:
+        known = part(row(ROOF, 8, 10.0), row("fp32", 28, ms, isa="avx512"))
+        found = judge(Goal("fp32", ROOF, 0.95, per_byte=True), known)
+        assert found is not None
+        assert found.ratio().point == pytest.approx(35.0 / ms)  # 28 bytes take 3.5 times as long as 8
+        assert found.verdict().holds is holds
+
+    def test_our_own_rows_are_compared_in_the_first_instruction_set(self) -> None:
+        known = part(
+            row("bf16 in/out", 28, 99.0, isa="avx2"),
+            row("bf16 in/out", 28, 28.0, isa="avx512"),
+            row("split", 26, 1.0, isa="avx2"),
+            row("split", 26, 26.0, isa="avx512"),
+        )
+        (found,) = judged(known)
+        assert found.ratio().point == pytest.approx(28 / 26)
+        assert found.verdict().goal == "at least 1.045, 0.97 of 28/26"
+
+    def test_what_was_not_measured_is_not_judged(self) -> None:
+        assert judged(part(row("fp32", 28, 1.0, isa="avx512"))) == []
+        against = {goal.against for goal in goals.STEP_GOALS}
+        assert {"DeepSpeedCPUAdam: step alone", "DeepSpeedCPUAdam: whole job"} < against
+
+    def test_avx2_is_judged_where_avx512_waits_for_memory(self) -> None:
+        known = part(
+            row(ROOF, 8, 8.0),
+            row("waits", 20, 22.0, isa="avx512"),  # 0.909 of the roof
+            row("waits", 20, 23.3, isa="avx2"),
+            row("computes", 20, 22.3, isa="avx512"),  # 0.897
+            row("computes", 20, 50.0, isa="avx2"),
+        )
+        (found,) = narrower(known)
+        assert found.what == "step: waits, avx2 / avx512"
+        assert found.ratio().point == pytest.approx(22 / 23.3)
+        assert not found.verdict().holds
+
+    def test_the_goals_of_the_small_tensors(self) -> None:
+        known = part(
+            row(ROOF, 8, 1.0),
+            row(many.TORCH, 28, 3.0),
+            row(many.OURS, 28, 2.0, isa="avx512"),
+            name="many, uniform",
+        )
+        (found,) = judged(known)
+        assert found.verdict().what == "many, uniform: ours / torch fused"
+        assert found.verdict().holds
+        known.rows[1] = row(many.TORCH, 28, 2.99)
+        assert not judged(known)[0].verdict().holds
+
+    @pytest.mark.parametrize(("ms", "holds"), [(299.0, True), (300.0, False)])
+    def test_the_first_step(self, ms: float, holds: bool) -> None:
+        verdict = goals.start_verdict(part(Readings(start.OURS, 0, 0, (1.0, ms, 900.0)), name="start"))
+        assert (verdict.found, verdict.holds) == (f"{ms:.0f} ms", holds)
+
+
+class TestTwoSpeeds:
+    ROOF_MS = (1.0, 2.0, 1.1, 1.9)
+
+    def test_rounds_part_at_the_middle(self) -> None:
+        assert tables.two_speeds(part(row(ROOF, 8, *self.ROOF_MS))) == ([1, 3], [0, 2])
+        assert tables.two_speeds(part(row(ROOF, 8, 1.0, 1.2))) is None
+
+    def test_each_gets_its_ratio(self) -> None:
+        known = part(
+            row(ROOF, 8, *self.ROOF_MS),
+            row("torch fused: step alone", 28, 10.0, 30.0, 10.0, 30.0),
+            row("fp32", 28, 10.0, 20.0, 10.0, 20.0, isa="avx512"),
+        )
+        table = tables.by_speed(known, judged(known)[:1])
+        assert table is not None
+        assert table.columns == ("what", "2 slow rounds", "2 fast rounds")
+        assert table.rows[0] == ("roof, GB/s", "4.1 (4.0-4.2)", "7.6 (7.3-8.0)")
+        assert table.rows[1][1:] == ("1.500 (1.500-1.500)", "1.000 (1.000-1.000)")
+
+
+def table_rows(table: Table) -> dict[str, tuple[str, ...]]:
+    return {first: rest for first, *rest in table.rows}  # type: ignore[misc]
+
+
+def test_the_report_of_known_times() -> None:
+    report = Report("known", {})
+    step = part(
+        row(ROOF, 8, 8.0, 8.0),
+        row("torch fused: step alone", 28, 30.0, 40.0),
+        row("fp32", 28, 32.0, 28.0, isa="avx512"),
+        row("fp32", 28, 64.0, 70.0, isa="avx2"),
+    )
+    step.notes.append("a note")
+    first = Part("start", "start: known", 2, "", [Readings(start.OURS, 0, 0, (250.0, 260.0))])
+    tables.fill(report, [step, first])
+    speed, ratio, starts = report.tables
+    assert table_rows(speed)["fp32, avx512"] == [
+        "28", "30.0 (28.0-32.0)", "0.9 (0.9-1.0)", "0.935 (0.875-1.000)",
+    ]  # fmt: skip
+    assert table_rows(speed)[ROOF] == ["8", "8.000 (8.000-8.000)", "1.0 (1.0-1.0)", ""]
+    assert speed.notes[0] == "a note"
+    assert ratio.columns == ("ours", "/ torch fused: step alone", "/ avx512")
+    assert table_rows(ratio)["fp32, avx512"][1] == ""
+    assert table_rows(ratio)["fp32, avx2"][1] == "0.447 (0.400-0.500)"  # the geometric mean of two
+    assert table_rows(starts) == {start.OURS: ["255 (250-260)"]}
+    found = {verdict.what: verdict.holds for verdict in report.verdicts}
+    assert found == {
+        "step: fp32 / torch fused: step alone": True,
+        "step: fp32, fraction of the roof": False,
+        "step: fp32, avx2 / avx512": False,
+        "import and first step": True,
+    }
+    console = Console(width=200, record=True, file=io.StringIO())
+    report.show(console)
+    assert "fp32, avx2" in console.export_text()
+    assert "| fp32, avx2 | 0.518" in report.markdown()
+
+
+class TestSteps:
+    """Each row does what it is charged for."""
+
+    @pytest.fixture
+    def model(self, monkeypatch: pytest.MonkeyPatch) -> steps.Model:
+        monkeypatch.setattr(readings, "SETTLE", 0.0)
+        return steps.Model(5000)
+
+    def test_bytes_per_parameter(self, model: steps.Model) -> None:
+        (isa, *_) = kernels.available_instruction_sets()
+        assert {one.name: one.nbytes for one in model.rows((isa,), None)} == {
+            ROOF: 8,
+            "torch fused: step alone": 28,
+            "torch fused: whole job": 40,
+            "fp32": 28,
+            "bf16 in/out": 28,
+            "fp16 in/out": 28,
+            "bf16 moments": 20,
+            "bf16 moments, stochastic": 20,
+            "split": 26,
+            "split + bf16 moments": 18,
+            "split + bf16 moments, stochastic": 18,
+            "Lion, bf16 in/out": 20,
+            "Adagrad, bf16 in/out": 20,
+            "SGD with momentum, bf16 in/out": 20,
+        }
+
+    def test_every_row_touches_what_it_names(self, model: steps.Model) -> None:
+        tensors = {
+            "master": model.master, "grad": model.grad, "m": model.wide[0], "v": model.wide[1],
+            "m16": model.narrow[0], "v16": model.narrow[1], "out": model.half_out,
+            "split": model.split, "remainder": model.remainder,
+        }  # fmt: skip
+        wide = {"master", "m", "v"}
+        expected = {
+            ROOF: set(),
+            "torch fused: step alone": wide,
+            "torch fused: whole job": wide | {"out", "grad"},
+            "fp32": wide,
+            "bf16 in/out": wide | {"out"},
+            "fp16 in/out": wide | {"out"},
+            "bf16 moments": {"master", "m16", "v16", "out"},
+            "bf16 moments, stochastic": {"master", "m16", "v16", "out"},
+            "split": {"split", "remainder", "m", "v"},
+            "split + bf16 moments": {"split", "remainder", "m16", "v16"},
+            "split + bf16 moments, stochastic": {"split", "remainder", "m16", "v16"},
+            "Lion, bf16 in/out": {"master", "m", "out"},
+            "Adagrad, bf16 in/out": {"master", "v", "out"},
+            "SGD with momentum, bf16 in/out": {"master", "m", "out"},
+        }
+        (isa, *_) = kernels.available_instruction_sets()
+        for one in model.rows((isa,), None):
+            for tensor in tensors.values():
+                tensor.copy_(torch.rand(5000) + 0.5 if tensor.is_floating_point() else torch.tensor(7))
+            for moment in (*model.wide, *model.narrow):  # so small that even bf16 moves
+                moment.mul_(0.01)
+            before = {name: tensor.clone() for name, tensor in tensors.items()}
+            assert one.run() > 0
+            changed = {name for name, tensor in tensors.items() if not torch.equal(tensor, before[name])}
+            assert changed - {"split"} == expected[one.name] - {"split"}, one.name  # its steps are small
+
+    def test_the_copies_are_of_the_parameter(self, model: steps.Model) -> None:
+        model.torch_whole()
+        assert torch.equal(model.half_out, model.master.bfloat16())
+        assert torch.equal(model.grad, model.half_grad.float())
+        (isa, *_) = kernels.available_instruction_sets()
+        rows = {one.name: one for one in model.rows((isa,), None)}
+        rows["bf16 in/out"].run()
+        rounded = torch.empty_like(model.half_out)
+        formats.round_parameters(model.master, rounded)
+        assert torch.equal(model.half_out, rounded)
+        rows["fp16 in/out"].run()
+        assert torch.equal(model.half_out.view(torch.float16), model.master.half())
+
+    def test_the_instruction_set_is_forced(self, model: steps.Model) -> None:
+        isas = kernels.available_instruction_sets()
+        for one in model.rows(isas, None):
+            one.run()
+            if one.isa:
+                assert kernels.instruction_set() == one.isa
+        assert len({one.isa for one in model.rows(isas, None)}) == len(isas) + 1
+
+    def test_many_rounds_leave_ordinary_values(self, model: steps.Model) -> None:
+        readings.measure(30, model.rows(kernels.available_instruction_sets(), None))
+        assert model.odd() == 0
+        assert float(model.master.abs().max()) < 1.0
+        model.wide[1][values.STRIDE] = 1e-40
+        model.narrow[0][2 * values.STRIDE] = torch.inf
+        assert model.odd() == 2
+
+    def test_gradients_stay_clear_of_zero(self) -> None:
+        grad = values.gradients(1001)
+        assert float(grad.abs().min()) >= 0.5
+        assert int((grad < 0).sum()) == 501
+
+
+class TestPeer:
+    def test_it_works_when_told_to(self, peers: Path) -> None:
+        with Peer(peers, 1000, 1) as peer:
+            assert peer.about == f"DeepSpeedCPUAdam 0.0.1 (AVX512, torch {torch.__version__})"
+            assert peer.run("step") > 0
+            assert peer.run("whole") > 0
+            said = peer.check()
+            assert (said["step"], said["odd"]) == (3, 0)  # one of them makes the moments
+            assert said["resident"] > 0.01
+            assert peer.busy > 0
+            assert 0 <= peer.idle_cpu < 1
+            process = peer._process
+        assert process.returncode == 0
+
+    def test_its_milliseconds_are_the_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Fixed:
+            def run(self, job: str) -> float:
+                return {"step": 30.0, "whole": 40.0}[job]
+
+        peer: Any = Fixed()
+        rows = {one.name: one for one in steps.Model(100).rows((kernels.instruction_set(),), peer)}
+        assert rows["DeepSpeedCPUAdam: step alone"].run() == 30.0
+        assert rows["DeepSpeedCPUAdam: whole job"].run() == 40.0
+        assert rows["DeepSpeedCPUAdam: whole job"].nbytes == 40
+
+    def test_no_such_interpreter(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            PeerError, match=r"nowhere cannot be run \(No such file.*pip install torch deepspeed"
+        ):
+            Peer(tmp_path / "nowhere", 1000, 1)
+
+    def test_an_interpreter_without_it(self) -> None:
+        with pytest.raises(PeerError, match=r"No module named 'deepspeed'.*--peers DIR/bin/python"):
+            Peer(Path(sys.executable), 1000, 1)
+
+    def test_something_that_is_no_interpreter(self) -> None:
+        with pytest.raises(PeerError, match="ended with status"):
+            Peer(Path("/bin/false"), 1000, 1)
+
+    def test_an_end_in_mid_work_says_what_was_said(self, peers: Path, tmp_path: Path) -> None:
+        adam = tmp_path / "site/deepspeed/ops/adam.py"
+        adam.write_text(
+            adam.read_text() + "    def step(self):\n"
+            "        if self.state: raise SystemExit('out of luck')\n"
+            "        return super().step()\n"
+        )
+        with Peer(peers, 1000, 1) as peer, pytest.raises(PeerError, match=r"status 1; .*out of luck"):
+            peer.run("step")
+
+
+class TestMany:
+    @pytest.mark.parametrize("name", list(many.SIZES))
+    def test_sizes(self, name: str) -> None:
+        sizes = many.SIZES[name](np.random.default_rng(0), 10_000, many.LARGEST)
+        assert sizes.min() >= 1
+        assert many.LARGEST * 0.9 < sizes.max() <= many.LARGEST
+        half = {"uniform": 50_000, "log-uniform": 316}[name]  # elements that half of the tensors stay below
+        assert 0.48 < (sizes <= half).mean() < 0.52
+
+    def test_both_step_every_tensor(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(readings, "SETTLE", 0.0)
+        model = many.Model("log-uniform", 50, largest=1000)
+        rows = {one.name: one for one in model.rows(kernels.instruction_set())}
+        assert {name: one.nbytes for name, one in rows.items()} == {ROOF: 8, many.TORCH: 28, many.OURS: 28}
+        assert model.numel == sum(one.numel() for one in model.parameters) == rows[many.OURS].numel
+        for name in (many.TORCH, many.OURS):
+            before = [one.detach().clone() for one in model.parameters]
+            assert rows[name].run() > 0
+            assert not any(torch.equal(*pair) for pair in zip(before, model.parameters, strict=True))
+        assert model.odd() == 0
+        model.our_adam.state[model.parameters[0]]["exp_avg"].view(-1)[0] = torch.nan
+        assert model.odd() == 1
+
+
+class TestStart:
+    def test_a_first_step_is_timed(self) -> None:
+        assert 0 < start.first_step(Path(sys.executable), start.IMPORTS["torch fused"], os.environ) < 60_000
+
+    def test_what_cannot_be_imported_is_an_error(self) -> None:
+        with pytest.raises(PeerError, match=r"No module named 'deepspeed'.*pip install torch deepspeed"):
+            start.first_step(Path(sys.executable), start.IMPORTS["DeepSpeedCPUAdam"], os.environ)
+
+    def test_a_step_that_does_nothing_is_an_error(self) -> None:
+        idle = "class AdamW:\n    def __init__(self, *a, **k): pass\n    def step(self): pass"
+        with pytest.raises(PeerError, match="the step changed nothing"):
+            start.first_step(Path(sys.executable), idle, os.environ)
+
+    def test_sides(self, tmp_path: Path) -> None:
+        assert [one.name for one in start.rows(None, 2)] == ["ours", "torch fused"]
+        assert [one.name for one in start.rows(tmp_path, 2)][2:] == ["DeepSpeedCPUAdam"]
+
+
+class TestCommand:
+    def run(self, tmp_path: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+        files = ["--json", str(tmp_path / "all.json"), "--markdown", str(tmp_path / "all.md")]
+        sizes = ["--numel", "2000", "--rounds", "1", "--isa", kernels.instruction_set()]
+        command = [sys.executable, str(BENCH / "bench_adam.py"), *sizes, *files, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode in (0, 1, 2), done.stderr
+        return done.returncode, (tmp_path / "all.md").read_text(), json.loads(
+            (tmp_path / "all.json").read_text()
+        )  # fmt: skip
+
+    def test_both_parts_beside_a_peer(self, tmp_path: Path, peers: Path) -> None:
+        status, text, raw = self.run(
+            tmp_path, "--part", "step", "single", "--peers", str(peers), "--rounds", "2"
+        )
+        assert status == (0 if all(goal["holds"] for goal in raw["goals"]) else 1)
+        assert [(one["name"], one["threads"] == 1) for one in raw["parts"]] == [
+            ("step", kernels.thread_count() == 1),
+            ("single", True),
+        ]
+        assert all(len(row["ms"]) == 2 for one in raw["parts"] for row in one["rows"])
+        assert raw["skipped"] == []
+        assert "- peer: DeepSpeedCPUAdam 0.0.1 (AVX512, torch" in text
+        assert (
+            "DeepSpeed, step 7: no odd values" in text
+        )  # one makes the moments; two in each of three rounds
+        assert text.count("DeepSpeedCPUAdam: whole job |") >= 2
+
+    def test_without_a_peer_the_report_says_so(self, tmp_path: Path) -> None:
+        status, text, raw = self.run(tmp_path, "--part", "step")
+        assert status in (0, 1)
+        assert "--peers names no environment" in raw["skipped"][0]
+        assert "--peers names no environment" in text
+        assert not any("DeepSpeed" in goal["what"] for goal in raw["goals"])
+
+    def test_a_peer_that_cannot_be_had_is_reported(self, tmp_path: Path) -> None:
+        status, _, raw = self.run(tmp_path, "--part", "step", "--peers", str(tmp_path / "nowhere"))
+        assert status == 2
+        assert "pip install torch deepspeed" in raw["skipped"][0]
+        assert raw["parts"] == []
+
+
+def test_dataclasses_stay_plain_for_json() -> None:
+    known = part(row("fp32", 28, 1.0, isa="avx512"))
+    assert json.loads(json.dumps(dataclasses.asdict(known)))["rows"][0]["ms"] == [1.0]

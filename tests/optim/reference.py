@@ -120,11 +120,11 @@ def bf16_to_f32(x: U16) -> F32:
 
 def _bf16(x: F32, is_up: Array) -> U16:
     """The bfloat16 next to x towards zero, or if `is_up` the one after it."""
-    return ((x.view(np.uint32) >> 16).astype(np.int64) + is_up).astype(np.uint16)
+    return ((x.view(np.uint32) >> 16) + is_up.astype(np.uint32)).astype(np.uint16)
 
 
 def _rest(x: F32) -> Array:
-    return (x.view(np.uint32) & np.uint32(0xFFFF)).astype(np.int64)
+    return x.view(np.uint32) & np.uint32(0xFFFF)
 
 
 def f32_to_bf16(x: F32) -> U16:
@@ -147,7 +147,7 @@ def f32_to_bf16_by_chance(x: F32, random: Array) -> U16:
 
 def canonical(x: F32) -> F32:
     """The one quiet NaN in place of whichever NaN the hardware made."""
-    return np.where(np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32)).astype(np.uint32).view(np.float32)
+    return np.where(np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32)).view(np.float32)
 
 
 def round_parameter(x: F32, to_bf16: bool) -> Array:

@@ -21,7 +21,7 @@
  *     Adam      m = toward(m, g, beta1)
  *               v = toward(v, g * g, beta2)
  *               u = m / (sqrt(v) * (1 / (size * sqrt(1-beta2^t))) + (eps / size)), size being lr / (1-beta1^t)
- *     Lion      u = lr * sign(toward(m, g, beta1))          sign(0) is 0, sign(NaN) is NaN
+ *     Lion      u = lr * sign(toward(m, g, beta1))          zeros and NaN are their own sign
  *               m = toward(m, g, beta2)
  *     Adagrad   s = s + g * g
  *               u = (lr / (1 + (t-1) * lr_decay)) * (g / (sqrt(s) + eps))
@@ -37,16 +37,19 @@
  * rounded to float32 once. These forms were chosen for their error: toward() multiplies no rounded beta by the large
  * old value, and decay enters before the one rounding at the size of p.
  *
- * Where numbers end. An infinite gradient, or a finite one whose square overflows, makes a moment infinite and that
- * element NaN, at the latest in the next step; a NaN gradient does so at once. Nothing is skipped or clamped: to skip
- * such a step, look at opt_sum_of_squares first. An infinite parameter stays infinite without weight decay.
+ * Where numbers end. Nothing is skipped or clamped: to skip a step with such gradients, look at opt_sum_of_squares
+ * first. A NaN gradient makes its element NaN at once. An infinite one does so too in Adam and Adagrad, in Lion at the
+ * next step; SGD's parameter becomes infinite. A finite gradient whose square overflows makes the second moment
+ * infinite: Adam's element is NaN at the next step (for beta2 < 0.5 it stands still), Adagrad's stands still. An
+ * infinite parameter stays infinite without weight decay. Where Adam's factor of sqrt(v) is beyond float32 (lr is 0,
+ * or nearly) it is 0 and the other term infinite: no step, even where v is 0. Only eps keeps u from being m / 0.
  *
  * Formats. A segment's parameter is float32 (`remainder` NULL), or split: `param` holds bfloat16 and `remainder` the
  * rest, so that  bits(float32) = (bits(bf16) << 16) + remainder,  remainder being a signed 16-bit integer. Both
  * together are the float32, exactly, so a split parameter is stepped to the same bits as a float32 one.
  * `out`, and the upper half of a split, are the parameter rounded to nearest, ties away from zero (bf16), because with
  * ties to even 65537 float32 values round to each even bf16, one more than 16 bits can tell apart. fp16 rounds ties
- * to even. State is float32, or bfloat16: widened, used, and rounded back to nearest even or stochastically. The
+ * to even. State is float32, or bfloat16: widened, used, and rounded back as `out` is, or stochastically. The
  * stochastic rounding adds 16 random bits below the bf16's last place and cuts; they come from a counter-based hash
  *
  *     key = mix(mix(seed) + t), mix being splitmix64's finalizer; index = first_index + position in the segment

@@ -1,13 +1,122 @@
-"""Adam and AdamW on flat torch tensors: checks, then one fused pass over the CPU's memory."""
+"""Adam and AdamW: as torch.optim has them, and as one step of flat tensors that the caller keeps."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from optim_cpu import kernels
-from optim_cpu.kernels import DType, StepBatch
+from optim_cpu.fused_optimizer import FusedOptimizer, Params, betas_of, form_of, scalar, seed_of
+from optim_cpu.kernels import DType, Rule, StepBatch
+from optim_cpu.tensor_batch import DTYPES, Form
 
-_DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
+
+class Adam(FusedOptimizer):
+    """Adam with L2 decay, or decoupled if asked, as torch.optim.Adam; ``amsgrad`` is refused.
+
+    State: step, exp_avg, exp_avg_sq. ``FusedOptimizer`` describes ``state_format``, ``stochastic_rounding``, ``seed``.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        state_format: str = "fp32",
+        stochastic_rounding: bool = True,
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "state_format": state_format,
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
+        }
+        super().__init__(params, defaults)
+
+    def _form(self, group: dict[str, Any]) -> Form:
+        return form_of(group, ("exp_avg", "exp_avg_sq"))
+
+    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+        beta1, beta2 = betas_of(group)
+        return kernels.adam(
+            lr=scalar(group, "lr"),
+            beta1=beta1,
+            beta2=beta2,
+            eps=scalar(group, "eps"),
+            weight_decay=scalar(group, "weight_decay"),
+            step=step,
+            decoupled=group["decoupled_weight_decay"],
+            maximize=group["maximize"],
+            seed=seed_of(group),
+        )
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay, as torch.optim.AdamW; see ``Adam``."""
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_format: str = "fp32",
+        stochastic_rounding: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            state_format=state_format,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            group["decoupled_weight_decay"] = True  # an older torch's checkpoint may not say so
+        super().__setstate__(state)
 
 
 def step_adamw(
@@ -37,9 +146,9 @@ def step_adamw(
     """
     for name, tensor in (("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         _check(name, tensor, master.shape, (torch.float32,))
-    _check("grad", grad, master.shape, tuple(_DTYPES))
+    _check("grad", grad, master.shape, tuple(DTYPES))
     if out is not None:
-        _check("out", out, master.shape, tuple(_DTYPES))
+        _check("out", out, master.shape, tuple(DTYPES))
     batch = StepBatch()
     rule = kernels.adam(
         lr=lr,
@@ -56,9 +165,9 @@ def step_adamw(
         param=master.data_ptr(),
         state=(exp_avg.data_ptr(), exp_avg_sq.data_ptr()),
         grad=grad.data_ptr(),
-        grad_dtype=_DTYPES[grad.dtype],
+        grad_dtype=DTYPES[grad.dtype],
         out=0 if out is None else out.data_ptr(),
-        out_dtype=DType.FP32 if out is None else _DTYPES[out.dtype],
+        out_dtype=DType.FP32 if out is None else DTYPES[out.dtype],
     )
     batch.run(grad_scale)
 

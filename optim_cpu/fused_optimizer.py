@@ -1,0 +1,279 @@
+"""What the optimizers on CPU tensors share: options, state, state_dict, and one fused pass for all parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import accumulate, repeat
+from operator import attrgetter, is_
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from optim_cpu import kernels
+from optim_cpu.kernels import Rule, StateFormat
+from optim_cpu.tensor_batch import Form, Member, TensorBatch, check_state
+
+Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+STATE_FORMATS = ("fp32", "bf16", "split", "split+bf16")
+
+REFUSED = {
+    "amsgrad": "there is no kernel for it; use torch.optim's",
+    "capturable": "CPU memory is not captured in graphs; leave it False",
+    "differentiable": "the fused pass has no backward; use torch.optim's with differentiable=True",
+}
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` over CPU tensors that steps all its parameters in one run of the kernels.
+
+    Arguments have torch.optim's names, order and defaults; ``lr`` may be a one-element tensor. ``foreach`` and
+    ``fused`` are accepted so that code and checkpoints carry over, and change nothing. Options beyond torch's, each of
+    which a param group may have its own of:
+
+    ``state_format`` is how state is kept between steps.
+
+        fp32          moments float32; a 16-bit parameter has a float32 ``master``
+        bf16          moments bfloat16; a 16-bit parameter has a float32 ``master``
+        split         moments float32; a bfloat16 parameter has an int16 ``remainder``: both are its float32 master
+        split+bf16    moments bfloat16; a bfloat16 parameter has an int16 ``remainder``
+
+    A float32 parameter is its own master. There is no 16-bit parameter without one: steps are smaller than its last
+    place and would be lost. When a group's format is changed, or state of another one loaded, the next step converts.
+
+    ``stochastic_rounding`` matters for bfloat16 moments only, and is on because an average with a decay close to 1
+    stands still without it: with beta2 = 0.999 exp_avg_sq moves by a thousandth of its distance to the gradient's
+    square, and half a last place of bfloat16 is two thousandths of it. Its random bits come from ``seed`` (0 to
+    2^64 - 1), the step and the element's place among all parameters, so a run can be repeated.
+
+    Parameters are float32, bfloat16 or float16, gradients any of these, not necessarily the same; complex, sparse and
+    other tensors are refused by name, before any memory is written. Elements may lie in any order that fills one block
+    of memory (contiguous, channels_last, transposed); a gradient in another order is copied for the step.
+    Parameters without a gradient are skipped, and step counts are per parameter.
+
+    A 16-bit parameter that was edited between steps (in place, by ``load_state_dict`` of its model, by assigning
+    ``.data``) keeps its new value, and its master follows. Only a write *through* ``.data`` is invisible: call
+    ``follow_parameters`` after one.
+
+    ``load_state_dict`` copies what it is given, keeps every dtype, and takes state of torch.optim's class of the same
+    name; what that lacks stays as it is here. torch's class loads this one's, where parameters are float32.
+
+    Not to be stepped by two threads at once.
+    """
+
+    _batch: TensorBatch
+    _everyone: list[Tensor]  # all parameters, as of the last step
+    _layout: list[tuple[Form, int]]  # form and length of each group, when the batch was built
+
+    def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
+        kernels.instruction_set()  # an unknown TIERING_ISA is told here, not in the middle of a step
+        self._reset()
+        super().__init__(params, defaults)
+
+    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+        """The kernels' rule for the step numbered ``step``; ValueError names a bad option."""
+        raise NotImplementedError
+
+    def _form(self, group: dict[str, Any]) -> Form:
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own, as torch's does. Raises ValueError for a bad option."""
+        if isinstance(param_group, dict):
+            self._check_options({**self.defaults, **param_group}, len(self.param_groups))
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step every parameter that has a gradient; returns what ``closure``, called first with autograd on, gives.
+
+        Raises TypeError or ValueError naming the parameter or group; nothing was stepped then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        everyone = [param for group in self.param_groups for param in group["params"]]
+        all_grads = list(map(attrgetter("grad"), everyone))
+        params, grads = everyone, all_grads
+        if any(map(is_, all_grads, repeat(None))):
+            params = [p for p, grad in zip(everyone, all_grads, strict=True) if grad is not None]
+            grads = [grad for grad in all_grads if grad is not None]
+        if not params:
+            return loss
+        layout = [(self._form(group), len(group["params"])) for group in self.param_groups]
+        if len(everyone) != len(self._everyone) or not all(map(is_, everyone, self._everyone)):
+            self._everyone = everyone
+            self._batch.forget()
+        if layout != self._layout or not self._batch.holds(params, grads, list(map(self.state.get, params))):
+            self._layout = []
+            self._batch.build(self._members(), self._checked_rule)
+            self._layout = layout
+        rules = [self._checked_rule(group, step) for group, step in self._batch.groups_and_steps()]
+        self._batch.run(grads, rules)
+        return loss
+
+    def follow_parameters(self) -> None:
+        """Let masters take over what was written into 16-bit parameters through ``.data``, at the next step.
+
+        Such a write leaves no trace that a step could notice, and a whole master would overwrite it.
+        """
+        self._batch.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: references to the state, except for step counts, which are copies."""
+        exported = super().state_dict()
+        exported["state"] = {
+            key: {k: v.clone() if k == "step" else v for k, v in state.items()}
+            for key, state in exported["state"].items()
+            if state
+        }
+        return exported
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state of this class or torch's. Options come from it, as far as it has them.
+
+        Raises ValueError naming what does not fit; the optimizer is then as before.
+        """
+        # torch casts loaded state to its parameter's dtype, which would round masters and moments: what is no tensor
+        # passes unchanged. A hook registered here runs after the user's.
+        handle = self.register_load_state_dict_pre_hook(_wrap_tensors)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What loading, unpickling and copying end in."""
+        for values in state["state"].values():
+            _unwrap_tensors(values)
+        defaults = state.get("defaults") or self.defaults
+        for number, group in enumerate(state["param_groups"]):
+            for name, value in defaults.items():
+                group.setdefault(name, value)
+            self._check_options(group, number)
+            for i, param in enumerate(group["params"]):
+                if param in state["state"]:
+                    self._check_loaded(param, state["state"][param], group, partial(_who, group, number, i))
+        self._reset()
+        super().__setstate__(state)
+
+    def _check_loaded(
+        self, param: Tensor, values: dict[str, Any], group: dict[str, Any], who: Callable[[], str]
+    ) -> None:
+        if values.get("max_exp_avg_sq") is not None:
+            raise ValueError(f"the state of {who()} has 'max_exp_avg_sq' (amsgrad): {REFUSED['amsgrad']}")
+        form = self._form(group)
+        check_state(param, values, form, who)
+        foreign = sorted(key for key in values if key not in (*form.arrays, "step", "master", "remainder"))
+        if foreign and form.arrays and all(values.get(key) is None for key in form.arrays):
+            raise ValueError(
+                f"the state of {who()} has {foreign[0]!r}, but {type(self).__name__} keeps {form.arrays[0]!r}; it was "
+                "saved by another optimizer"
+            )
+
+    def _reset(self) -> None:
+        self._batch = TensorBatch()
+        self._everyone = []
+        self._layout = []
+
+    def _members(self) -> list[Member]:
+        """The parameters that have a gradient."""
+        starts = accumulate((p.numel() for group in self.param_groups for p in group["params"]), initial=0)
+        members = []
+        for number, group in enumerate(self.param_groups):
+            form = self._form(group)
+            for i, param in enumerate(group["params"]):
+                start = next(starts)
+                if param.grad is None:
+                    continue
+                state = self.state.setdefault(param, {})
+                who = partial(_who, group, number, i)
+                members.append(Member(param, param.grad, state, number, form, start, who))
+        return members
+
+    def _checked_rule(self, number: int, step: int) -> Rule:
+        try:
+            return self._rule(self.param_groups[number], step)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}, param group {number}: {error}") from None
+
+    def _check_options(self, group: dict[str, Any], number: int) -> None:
+        who = f"{type(self).__name__}, param group {number}"
+        for name, remedy in REFUSED.items():
+            if group.get(name):
+                raise ValueError(f"{who}: {name}={group[name]!r} is not supported: {remedy}")
+        try:
+            self._form(group)
+            self._rule(group, 1)
+        except ValueError as error:
+            raise ValueError(f"{who}: {error}") from None
+
+
+def _who(group: dict[str, Any], number: int, i: int) -> str:
+    name = f"{group['param_names'][i]!r}, " if "param_names" in group else ""
+    return f"parameter {i} of param group {number} ({name}shape {tuple(group['params'][i].shape)})"
+
+
+def form_of(group: dict[str, Any], arrays: tuple[str, ...], initial: float = 0.0) -> Form:
+    """The group's form, with the state arrays of its optimizer."""
+    name = group["state_format"]
+    if name not in STATE_FORMATS:
+        raise ValueError(f"state_format must be one of {', '.join(STATE_FORMATS)}, got {name!r}")
+    kept = StateFormat.FP32
+    if name.endswith("bf16"):
+        kept = StateFormat.BF16_STOCHASTIC if group["stochastic_rounding"] else StateFormat.BF16
+    return Form(arrays, kept, name.startswith("split"), initial)
+
+
+def scalar(group: dict[str, Any], name: str) -> float:
+    """The option ``name``, which may be a tensor of one element."""
+    value = group[name]
+    if not isinstance(value, Tensor):
+        return value  # type: ignore[no-any-return]
+    if value.numel() != 1:
+        raise ValueError(
+            f"{name} must be a number or a tensor of one element, got shape {tuple(value.shape)}"
+        )
+    return float(value)
+
+
+def seed_of(group: dict[str, Any]) -> int:
+    """The seed of stochastic rounding."""
+    value = group["seed"]
+    if not isinstance(value, int) or not 0 <= value < 1 << 64:
+        raise ValueError(f"seed must be an integer from 0 to 2^64 - 1, got {value!r}")
+    return value
+
+
+def betas_of(group: dict[str, Any]) -> tuple[float, float]:
+    """Both betas, which may be tensors of one element."""
+    beta1, beta2 = group["betas"]
+    return float(beta1), float(beta2)
+
+
+class _Wrapped:
+    """A tensor that torch's ``load_state_dict`` leaves alone."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _wrap_tensors(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    wrapped = {
+        key: {k: _Wrapped(v) if isinstance(v, Tensor) else v for k, v in values.items()}
+        if isinstance(values, dict)
+        else values
+        for key, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": wrapped}
+
+
+def _unwrap_tensors(values: Any) -> None:
+    """In place; every tensor becomes a copy of what was loaded."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            if isinstance(value, _Wrapped):
+                values[key] = value.tensor.detach().clone(memory_format=torch.preserve_format)

@@ -1,0 +1,75 @@
+"""SGD with momentum, dampening and Nesterov, as torch.optim has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_cpu import kernels
+from optim_cpu.fused_optimizer import FusedOptimizer, Params, form_of, scalar, seed_of
+from optim_cpu.kernels import Rule
+from optim_cpu.tensor_batch import Form
+
+
+class SGD(FusedOptimizer):
+    """SGD with L2 decay, as torch.optim.SGD.
+
+    State: momentum_buffer and, unlike torch's, step; neither without momentum. ``FusedOptimizer`` describes
+    ``state_format``, ``stochastic_rounding`` and ``seed``.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_format: str = "fp32",
+        stochastic_rounding: bool = True,
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+            "fused": fused,
+            "state_format": state_format,
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
+        }
+        super().__init__(params, defaults)
+
+    def _form(self, group: dict[str, Any]) -> Form:
+        return form_of(group, ("momentum_buffer",) if scalar(group, "momentum") else ())
+
+    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+        return kernels.sgd(
+            lr=scalar(group, "lr"),
+            momentum=scalar(group, "momentum"),
+            dampening=scalar(group, "dampening"),
+            nesterov=group["nesterov"],
+            weight_decay=scalar(group, "weight_decay"),
+            step=step,
+            maximize=group["maximize"],
+            seed=seed_of(group),
+        )
+
+    def _check_loaded(self, param: Tensor, values: dict[str, Any], group: dict[str, Any], who: Any) -> None:
+        if values.get("momentum_buffer") is not None:
+            # torch does not count; all that matters is whether the buffer's first step is over
+            values.setdefault("step", torch.ones(()))
+        super()._check_loaded(param, values, group, who)

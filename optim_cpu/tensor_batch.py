@@ -1,0 +1,378 @@
+"""A StepBatch over tensors: checked and built once, then kept for as long as what it was built from stays.
+
+A step of ten thousand small tensors is mostly bookkeeping. Between two steps very little changes: gradients lie
+elsewhere, step counts grow, a scheduler sets a learning rate. So a batch remembers what it saw of every tensor when
+it was built (its *picture*: addresses, dtypes, shapes, strides, versions), takes the same picture again at each step,
+attribute by attribute in C loops, and if nothing but gradients' addresses differs, runs as it is. Otherwise the rows
+that differ are checked and prepared anew, the others are added as they were.
+
+Nothing is written before every tensor has been checked. Rules, too, are made before the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, repeat
+from operator import attrgetter, getitem, is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim_cpu.kernels import DType, Rule, StateFormat, StepBatch
+from optim_cpu.masters import HALVES, fit_master, master_keys
+from optim_cpu.memory_order import in_order_of, is_dense, same_order
+
+DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a param group keeps its state: the arrays' keys in the kernels' order, and what they hold at first."""
+
+    arrays: tuple[str, ...]
+    format: StateFormat
+    split: bool
+    initial: float = 0.0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.format is StateFormat.FP32 else torch.bfloat16
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A parameter with a gradient, and where it stands in the optimizer."""
+
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    group: int
+    form: Form
+    first_index: int
+    """Elements of the parameters before it: what stochastic rounding depends on."""
+    who: Callable[[], str]
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    """A parameter ready to be stepped."""
+
+    seen: tuple[Any, ...]
+    version: int
+    keys: tuple[str, ...]
+    arrays: tuple[Tensor, ...]  # held, so that an address seen again is the same memory
+    copies_grad: bool  # the gradient's strides are not the parameter's
+
+
+class TensorBatch:
+    """The rows of one optimizer, and the batch over those that had a gradient at the last step."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Tensor, _Row] = {}
+        self._batch = StepBatch()
+        self._picture: list[list[Any]] | None = None  # None: to be built
+        self._params: list[Tensor] = []
+        self._states: list[dict[str, Any]] = []
+        self._halves: list[Tensor] = []
+        self._dicts: list[dict[str, Any]] = []  # with _keys: where each array of state is
+        self._keys: list[str] = []
+        self._counted: list[dict[str, Any]] = []  # states with a step count, all of them elements of _steps
+        self._steps = torch.zeros(0)
+        self._steps_version = 0
+        self._counts: list[tuple[int, int]] = []  # rule -> param group and steps taken
+        self._addresses: list[int] = []  # of the gradients, as the segments have them
+        self._strided: list[int] = []  # gradients that are not contiguous
+        self._copied: list[int] = []  # those not in their parameter's order, which are copied in each step
+
+    def forget(self) -> None:
+        """Check everything at the next step, as at the first."""
+        self._rows.clear()
+        self._picture = None
+
+    def holds(self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any] | None]) -> bool:
+        """Whether ``run`` may follow without ``build``: same parameters and state, nothing else moved."""
+        if self._picture is None or len(params) != len(self._params):
+            return False
+        if not all(map(is_, params, self._params)) or not all(map(is_, states, self._states)):
+            return False
+        try:
+            return self._take_picture(grads) == self._picture and self._steps._version == self._steps_version
+        except (
+            RuntimeError,
+            KeyError,
+            TypeError,
+        ):  # a sparse gradient, a key removed: building says what it is
+            return False
+
+    def build(self, members: Sequence[Member], make_rule: Callable[[int, int], Rule]) -> None:
+        """Check every tensor that was not seen like this before, then add all of them to a new batch.
+
+        ``make_rule(group, step)`` is asked once for each pair, with the number of the step to be taken. Raises
+        TypeError or ValueError naming the parameter, before anything was written.
+        """
+        self._keep_versions()
+        self._picture = None
+        stale = [m for m in members if not self._is_fresh(m)]
+        for member in stale:
+            _check(member)
+        if stale:
+            _check_apart(members)
+        for member in stale:
+            self._rows[member.param] = _prepared(member)
+        self._params = [m.param for m in members]
+        self._states = [m.state for m in members]
+        self._fill(members, make_rule)
+        self._watch(members)
+
+    def groups_and_steps(self) -> list[tuple[int, int]]:
+        """For each rule of the batch, in order: its param group, and the number of the step that comes next."""
+        return [(group, count + 1) for group, count in self._counts]
+
+    def run(self, grads: list[Tensor], rules: Sequence[Rule]) -> None:
+        """Take one step. ``rules`` come in ``groups_and_steps``'s order."""
+        copies = self._point_at(grads)
+        for number, rule in enumerate(rules):
+            self._batch.set_rule(number, rule)
+        try:
+            self._batch.run()
+        finally:  # an interrupt comes when the kernels are done: what they stepped counts as stepped
+            self._steps.add_(1)
+            self._steps_version = self._steps._version
+            self._counts = [(group, count + 1) for group, count in self._counts]
+            torch.autograd.graph.increment_version(self._params)
+            assert self._picture is not None
+            self._picture[-1] = list(map(_VERSION, self._halves))
+        del copies
+
+    def _point_at(self, grads: list[Tensor]) -> list[Tensor]:
+        """Let the segments read ``grads``; returns copies that must live through the run."""
+        copies = []
+        if self._copied:
+            grads = list(grads)
+            for i in self._copied:
+                grads[i] = in_order_of(grads[i], self._params[i], grads[i].dtype)
+                copies.append(grads[i])
+        addresses = list(map(Tensor.data_ptr, grads))
+        for i, (now, before) in enumerate(zip(addresses, self._addresses, strict=True)):
+            if now != before:
+                self._batch.set_grad(i, now)
+                self._addresses[i] = now
+        return copies
+
+    def _is_fresh(self, member: Member) -> bool:
+        row = self._rows.get(member.param)
+        try:
+            return (
+                row is not None
+                and row.seen == _look(member, row.keys)
+                and (member.param.dtype not in HALVES or row.version == member.param._version)
+            )
+        except (RuntimeError, KeyError, TypeError):
+            return False
+
+    def _fill(self, members: Sequence[Member], make_rule: Callable[[int, int], Rule]) -> None:
+        """All rows into the batch; their step counts into one tensor, of which each state has its element."""
+        self._batch.clear()
+        self._counts = []
+        numbers: dict[tuple[int, int], int] = {}
+        counts = []
+        for member in members:
+            count = int(member.state["step"]) if member.form.arrays else 0
+            counts.append(count)
+            if (member.group, count) not in numbers:
+                rule = make_rule(member.group, count + 1)
+                numbers[member.group, count] = self._batch.add_rule(rule)
+                self._counts.append((member.group, count))
+            self._add(member, numbers[member.group, count])
+        self._addresses = [m.grad.data_ptr() for m in members]
+        self._copied = [i for i, m in enumerate(members) if self._rows[m.param].copies_grad]
+        self._steps = torch.tensor(counts, dtype=torch.float32)
+        for member, step in zip(members, self._steps.unbind(), strict=True):
+            if member.form.arrays:
+                member.state["step"] = step
+
+    def _add(self, member: Member, rule: int) -> None:
+        param, form, row = member.param, member.form, self._rows[member.param]
+        addresses = [array.data_ptr() for array in row.arrays]
+        state = tuple(addresses[: len(form.arrays)])
+        last = addresses[-1] if addresses else 0
+        whole = row.keys[-1:] == ("master",)
+        self._batch.add(
+            param.numel(),
+            rule,
+            param=last if whole else param.data_ptr(),
+            remainder=last if row.keys[-1:] == ("remainder",) else 0,
+            out=param.data_ptr() if whole else 0,
+            out_dtype=DTYPES[param.dtype],
+            state=state,
+            state_format=form.format,
+            grad=member.grad.data_ptr(),
+            grad_dtype=DTYPES[member.grad.dtype],
+            first_index=member.first_index,
+        )
+
+    def _watch(self, members: Sequence[Member]) -> None:
+        """Remember what the batch was built from."""
+        slots = [(key, m.state) for m in members for key in self._rows[m.param].keys]
+        slots.sort(
+            key=itemgetter(0)
+        )  # arrays of one kind were made one after the other: far fewer cache misses
+        self._keys = [key for key, _ in slots]
+        self._dicts = [state for _, state in slots]
+        self._counted = [m.state for m in members if m.form.arrays]
+        self._halves = [m.param for m in members if m.param.dtype in HALVES]
+        self._strided = [i for i, m in enumerate(members) if not m.grad.is_contiguous()]
+        self._picture = self._take_picture([m.grad for m in members])
+        self._steps_version = self._steps._version
+
+    def _take_picture(self, grads: list[Tensor]) -> list[list[Any]]:
+        return [
+            list(map(Tensor.data_ptr, self._params)),
+            list(map(_DTYPE, self._params)),
+            list(map(_DTYPE, grads)),
+            list(map(Tensor.numel, grads)),
+            list(
+                map(Tensor.is_contiguous, grads)
+            ),  # cheaper than strides, which say more only where it is False
+            [grads[i].stride() for i in self._strided],
+            list(map(Tensor.data_ptr, map(getitem, self._dicts, self._keys))),
+            list(map(id, map(getitem, self._counted, repeat("step")))),
+            list(map(_VERSION, self._halves)),
+        ]
+
+    def _keep_versions(self) -> None:
+        if self._picture is not None:
+            for param, version in zip(self._halves, self._picture[-1], strict=True):
+                self._rows[param].version = version
+
+
+_DTYPE, _VERSION = attrgetter("dtype"), attrgetter("_version")
+
+
+def _look(member: Member, keys: tuple[str, ...]) -> tuple[Any, ...]:
+    """What must be as it was for a row to be right."""
+    param, grad = member.param, member.grad
+    tensors = (param, *(member.state[key] for key in keys))
+    return (
+        member.form, member.first_index, param.dtype, param.shape, param.stride(), grad.dtype, grad.shape,
+        grad.stride(), *(tensor.data_ptr() for tensor in tensors),
+    )  # fmt: skip
+
+
+def _prepared(member: Member) -> _Row:
+    """The member's state as its form wants it: made, or converted from what is there."""
+    param, state, form = member.param, member.state, member.form
+    for key in ("master", "remainder"):
+        if state.get(key) is not None:
+            dtype = torch.float32 if key == "master" else torch.int16
+            state[key] = in_order_of(state[key], param, dtype)
+    fit_master(param, state, split=form.split)
+    start_state(param, state, form)
+    keys = form.arrays + master_keys(param, form.split)
+    arrays = tuple(state[key] for key in keys)
+    copies_grad = not same_order(member.grad, param)
+    return _Row(_look(member, keys), param._version, keys, arrays, copies_grad)
+
+
+def start_state(param: Tensor, state: dict[str, Any], form: Form) -> None:
+    """Let ``state`` hold the arrays and the step count of ``form``; arrays that are there are converted."""
+    if not form.arrays:
+        return
+    if any(state.get(key) is None for key in form.arrays):
+        state["step"] = torch.zeros(())
+        for key in form.arrays:
+            state[key] = torch.full_like(param, form.initial, dtype=form.dtype, requires_grad=False)
+    for key in form.arrays:
+        state[key] = in_order_of(state[key], param, form.dtype)
+
+
+def _check(member: Member) -> None:
+    param, grad, state = member.param, member.grad, member.state
+    if param.device.type != "cpu":
+        raise ValueError(
+            f"{member.who()} is on {param.device}; these optimizers step memory of the CPU: move the model there, or "
+            "use torch.optim"
+        )
+    if param.dtype not in DTYPES:
+        raise TypeError(f"{member.who()} is {param.dtype}; it must be float32, bfloat16 or float16")
+    if param.layout is not torch.strided or not _has_memory(param):
+        raise TypeError(
+            f"{member.who()} is a {type(param).__name__} without plain memory of its own; give the optimizer the "
+            "tensor inside, such as a DTensor's local one"
+        )
+    if param.is_inference():
+        raise ValueError(
+            f"{member.who()} was made under torch.inference_mode and cannot be trained; clone it outside"
+        )
+    if not is_dense(param):
+        raise ValueError(
+            f"{member.who()} has strides {tuple(param.stride())}, which do not cover one block of memory; make it from "
+            "a .contiguous() tensor"
+        )
+    if member.form.split and param.dtype is torch.float16:
+        raise TypeError(
+            f"{member.who()} is float16, whose master cannot be split; use state_format 'fp32' or 'bf16' in its group, "
+            "or bfloat16"
+        )
+    _check_grad(member, grad)
+    check_state(param, state, member.form, member.who)
+
+
+def _check_grad(member: Member, grad: Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise TypeError(
+            f"the gradient of {member.who()} is sparse ({grad.layout}); use dense gradients (torch.nn.Embedding("
+            "sparse=False)), or torch.optim.SparseAdam, SGD or Adagrad for this parameter"
+        )
+    if grad.dtype not in DTYPES:
+        raise TypeError(
+            f"the gradient of {member.who()} is {grad.dtype}; it must be float32, bfloat16 or float16"
+        )
+    if grad.device.type != "cpu" or grad.shape != member.param.shape or not _has_memory(grad):
+        raise ValueError(
+            f"the gradient of {member.who()} is on {grad.device} and of shape {tuple(grad.shape)}; it must be on the "
+            "CPU and of its parameter's shape"
+        )
+
+
+def check_state(param: Tensor, state: dict[str, Any], form: Form, who: Callable[[], str]) -> None:
+    """Raise ValueError unless ``state`` is empty or whole."""
+    there = [key for key in form.arrays if state.get(key) is not None]
+    lacking = [key for key in (*form.arrays, "step") if state.get(key) is None]
+    if there and lacking:
+        raise ValueError(
+            f"the state of {who()} has {there[0]!r} but no {lacking[0]!r}; load a whole state, or clear it"
+        )
+    for key in (*there, "master", "remainder"):
+        value = state.get(key)
+        if value is not None and (not isinstance(value, Tensor) or value.shape != param.shape):
+            found = (
+                f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            )
+            raise ValueError(f"state {key!r} of {who()} is {found}; it must have the parameter's shape")
+
+
+def _check_apart(members: Sequence[Member]) -> None:
+    """Threads step parameters side by side: no two may share memory."""
+    spans = sorted(
+        (m.param.data_ptr(), m.param.numel() * m.param.element_size(), i)
+        for i, m in enumerate(members)
+        if m.param.numel()
+    )
+    for (start, nbytes, i), (following, _, j) in pairwise(spans):
+        if start + nbytes <= following:
+            continue
+        if members[i].param is members[j].param:
+            raise ValueError(f"{members[j].who()} is listed twice; list each parameter once")
+        raise ValueError(
+            f"{members[i].who()} and {members[j].who()} share memory; to tie weights, use one Parameter in both modules"
+        )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:
+        return False

@@ -125,7 +125,7 @@ def test_several_python_threads_at_once() -> None:
     def work(seed: int) -> None:
         rng = np.random.default_rng(seed)
         for _ in range(10):
-            p, m, v, g = make_state(rng, 150_001, hard=False)
+            p, m, v, g = make_state(rng, 150_001)
             expected = reference.adamw(p, m, v, g, grad_scale=1.0, decoupled=True, **HYPER)
             step(p, m, v, g, DType.FP32)
             if not all(same_bits(a, b) for a, b in zip((p, m, v), expected, strict=True)):

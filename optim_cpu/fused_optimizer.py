@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import accumulate, repeat
@@ -83,7 +85,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Add parameters with options of their own, as torch's does. Raises ValueError for a bad option."""
         if isinstance(param_group, dict):
             self._check_options({**self.defaults, **param_group}, len(self.param_groups))
-        super().add_param_group(param_group)
+        _torch_method("add_param_group")(self, param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -122,9 +124,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         self._batch.forget()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters, or zero them in place."""
+        _torch_method("zero_grad")(self, set_to_none)
+
     def state_dict(self) -> dict[str, Any]:
         """As torch's: references to the state, except for step counts, which are copies."""
-        exported = super().state_dict()
+        exported: dict[str, Any] = _torch_method("state_dict")(self)
         exported["state"] = {
             key: {k: v.clone() if k == "step" else v for k, v in state.items()}
             for key, state in exported["state"].items()
@@ -141,7 +147,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         # passes unchanged. A hook registered here runs after the user's.
         handle = self.register_load_state_dict_pre_hook(_wrap_tensors)
         try:
-            super().load_state_dict(state_dict)
+            _torch_method("load_state_dict")(self, state_dict)
         finally:
             handle.remove()
 
@@ -210,6 +216,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._rule(group, 1)
         except ValueError as error:
             raise ValueError(f"{who}: {error}") from None
+
+
+def _torch_method(name: str) -> Callable[..., Any]:
+    """The method of ``torch.optim.Optimizer``, without its wrapper if that can be.
+
+    The wrapper keeps torch.compile out, and imports the compiler to do so, which takes a second. While nobody else has
+    imported it there is nothing to keep out.
+    """
+    method: Callable[..., Any] = getattr(torch.optim.Optimizer, name)
+    return method if "torch._dynamo" in sys.modules else inspect.unwrap(method)
 
 
 def _who(group: dict[str, Any], number: int, i: int) -> str:

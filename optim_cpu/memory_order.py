@@ -13,6 +13,8 @@ def _long_dims(tensor: Tensor) -> list[tuple[int, int]]:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements, in some order, are one block of memory, each of them once."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(_long_dims(tensor)):
         if stride != expected:
@@ -23,7 +25,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 def same_order(tensor: Tensor, param: Tensor) -> bool:
     """Whether ``tensor``, of the shape of dense ``param``, has its elements in the same places."""
-    return tensor.numel() == 0 or _long_dims(tensor) == _long_dims(param)
+    return tensor.stride() == param.stride() or tensor.numel() == 0 or _long_dims(tensor) == _long_dims(param)
 
 
 def in_order_of(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:

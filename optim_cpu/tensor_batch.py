@@ -144,7 +144,7 @@ class TensorBatch:
             torch.autograd.graph.increment_version(self._params)
             assert self._picture is not None
             self._picture[-1] = list(map(_VERSION, self._halves))
-        del copies
+            copies.clear()
 
     def _point_at(self, grads: list[Tensor]) -> list[Tensor]:
         """Let the segments read ``grads``; returns copies that must live through the run."""

@@ -18,6 +18,7 @@ from . import reference
 
 TORCH = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
 ALL_HALVES = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+QUIET_NAN = {DType.FP32: 0x7FC00000, DType.BF16: 0x7FC0, DType.FP16: 0x7E00}
 PAIRS = list(itertools.product(DType, DType))
 
 
@@ -102,6 +103,7 @@ def test_accumulate_adds_in_float32_and_rounds_once(isa: str, dst_dtype: DType, 
         expected = cast(dst.float() + src.float(), dst_dtype)
         kernels.accumulate(dst.data_ptr(), dst_dtype, src.data_ptr(), src_dtype, n, overwrite=False)
         assert_same_but_for_nan(dst, expected)
+        assert (bits(dst)[dst.isnan()] == QUIET_NAN[dst_dtype]).all()
         kernels.accumulate(dst.data_ptr(), dst_dtype, src.data_ptr(), src_dtype, n, overwrite=True)
         assert torch.equal(bits(dst), bits(cast(src, dst_dtype)))
 

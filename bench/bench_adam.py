@@ -1,7 +1,8 @@
 """Our optimizer steps beside torch's fused AdamW and DeepSpeedCPUAdam, alternating in one run.
 
     python bench/bench_adam.py [--peers PYTHON] [--part step single many start] [--numel 128000000] [--rounds 21]
-                               [--isa avx512 avx2] [--huge-pages] [--quick] [--json FILE] [--markdown FILE]
+                               [--isa avx512 avx2] [--huge-pages] [--as-allocated] [--quick]
+                               [--json FILE] [--markdown FILE]
 
 DeepSpeed is a peer for measuring and nothing else needs it. It lives in an environment of its own, whose interpreter
 --peers names; it compiles itself at its first use, which takes a minute and a C++ compiler:
@@ -19,6 +20,9 @@ a cast or copy really moves more, since what it writes is read into the cache fi
 - Tensors: torch and all our rows step the same ones in turn. DeepSpeed, in its own process, has equal ones, and
   measures its own time around the work only. All memory is torch's, hence pages of one kind: of 4 KiB, unless
   --huge-pages asks for transparent huge ones on both sides.
+- Addresses: arrays that are walked side by side start 512 bytes apart within a page, on both sides. Allocators start
+  them all at one place of a page, and then it is luck whether two of them evict each other from the first-level cache
+  (adam/values.py); --as-allocated shows it.
 - Threads: the same number, for our kernels, torch's and DeepSpeed's OpenMP. Before each reading everyone sleeps 20 ms,
   because idle OpenMP threads spin for a while. The CPU time that either side used while it was the other's turn is
   in the report.
@@ -84,6 +88,9 @@ def parse_arguments() -> argparse.Namespace:
         help="the first one is what the goals are judged by",
     )
     parser.add_argument("--huge-pages", action="store_true", help="ask for transparent huge pages everywhere")
+    parser.add_argument(
+        "--as-allocated", action="store_true", help="leave the large arrays where torch's allocator puts them"
+    )
     parser.add_argument("--quick", action="store_true", help=f"under a minute, proves nothing: {QUICK}")
     parser.add_argument("--json", type=Path, help="every reading, for later")
     parser.add_argument("--markdown", type=Path, help="the report")
@@ -105,12 +112,14 @@ def plural(threads: int) -> str:
 def large(options: argparse.Namespace, report: Report) -> Iterator[Part]:
     """The parts step and single, over the same tensors."""
     wanted = {"step": options.threads, "single": 1}
-    model = steps.Model(options.numel)
+    apart = not options.as_allocated
+    model = steps.Model(options.numel, apart=apart)
     for name, threads in wanted.items():
         if name not in options.part:
             continue
         use_threads(threads)
-        with Peer(options.peers, options.numel, threads) if options.peers else nullcontext() as peer:
+        peers = Peer(options.peers, options.numel, threads, apart=apart) if options.peers else nullcontext()
+        with peers as peer:
             rows = measure(options.rounds, model.rows(tuple(options.isa), peer))
             title = (
                 f"{name}: {options.numel / 1e6:g} M parameters, {plural(threads)}, {options.rounds} rounds"

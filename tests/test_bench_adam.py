@@ -333,6 +333,21 @@ class TestSteps:
         model.narrow[0][2 * values.STRIDE] = torch.inf
         assert model.odd() == 2
 
+    def test_arrays_of_one_step_start_apart_in_a_page(self) -> None:
+        model = steps.Model(5000)
+        m, v = model.torch_adam.state[model.parameter]["exp_avg"], model.wide[1]
+        for together in (
+            (model.parameter, model.grad, m, v, model.half_out),
+            (model.parameter, model.half_grad, *model.narrow, model.half_out),
+            (model.split, model.fp16_grad, *model.narrow, model.remainder),
+        ):
+            places = [tensor.data_ptr() % values.PAGE for tensor in together]
+            assert places == [0, 512, 1024, 1536, 2048 if together[-1] is model.half_out else 2560]
+        assert model.wide[0] is m  # what torch steps is what we step
+        plain = steps.Model(5000, apart=False)
+        assert plain.grad.untyped_storage().nbytes() == 4 * 5000  # no room to choose a place in
+        assert model.grad.untyped_storage().nbytes() > 4 * 5000
+
     def test_gradients_stay_clear_of_zero(self) -> None:
         grad = values.gradients(1001)
         assert float(grad.abs().min()) >= 0.5

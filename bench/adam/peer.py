@@ -33,11 +33,12 @@ def environment(python: Path, threads: int) -> dict[str, str]:
 class Peer:
     """A worker with ``numel`` parameters and ``threads`` threads, run by the interpreter ``python``.
 
+    ``apart``: its arrays start at different places of a page (see values.APART), not where torch puts them.
     ``idle_cpu`` are the CPU seconds that it used between its jobs, and ``our_cpu`` those that this process used during
     them: either side is to leave the machine to the other. Raises PeerError when it does not start.
     """
 
-    def __init__(self, python: Path, numel: int, threads: int) -> None:
+    def __init__(self, python: Path, numel: int, threads: int, *, apart: bool = True) -> None:
         self.idle_cpu = self.our_cpu = self.busy = 0.0
         self._last: float | None = None
         self._said = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - closed by close()
@@ -58,7 +59,7 @@ class Peer:
                 f" environment; {RECIPE}"
             ) from error
         try:
-            told = self._ask({"numel": numel, "threads": threads})
+            told = self._ask({"numel": numel, "threads": threads, "apart": apart})
             if "error" in told:
                 raise PeerError(f"--peers {python} has no DeepSpeedCPUAdam ({told['error']}); {RECIPE}")
         except PeerError:

@@ -72,23 +72,30 @@ class Model:
     """``numel`` parameters of which every format has its copy: 30 bytes each.
 
     Rows step the same tensors in turn, each as if it were step 1000. That changes nothing about their time, and keeps
-    their values: gradients are constant, so moments settle, and the parameter moves by the rate.
+    their values: gradients are constant, so moments settle, and the parameter moves by the rate. ``apart`` is as
+    ``Peer`` has it.
     """
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, *, apart: bool = True) -> None:
         torch.manual_seed(0)
+        slots = values.Slots(apart)
+        bf16, fp16, moved = torch.bfloat16, torch.float16, values.moved
         self.numel = numel
-        self.parameter = torch.nn.Parameter(values.parameters(numel))
-        self.parameter.grad = self.grad = values.gradients(numel)
+        self.parameter = torch.nn.Parameter(values.parameters(numel, slots.param))
+        self.parameter.grad = self.grad = values.gradients(numel, slots.grad)
         self.torch_adam = torch.optim.AdamW([self.parameter], fused=True, **values.HYPER)
         self.torch_adam.step()
         self.master = self.parameter.detach()
         state = self.torch_adam.state[self.parameter]
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = moved(state[name], getattr(slots, name))
         self.wide = state["exp_avg"], state["exp_avg_sq"]
-        self.narrow = self.wide[0].bfloat16(), self.wide[1].bfloat16()
-        self.half_grad, self.fp16_grad = self.grad.bfloat16(), self.grad.half()
-        self.half_out = torch.zeros_like(self.half_grad)
-        self.split, self.remainder = formats.split(self.master)
+        self.narrow = moved(self.wide[0], slots.exp_avg, bf16), moved(self.wide[1], slots.exp_avg_sq, bf16)
+        self.half_grad = moved(self.grad, slots.grad, bf16)
+        self.fp16_grad = moved(self.grad, slots.grad, fp16)
+        self.half_out = values.room(numel, bf16, slots.out).zero_()
+        upper, rest = formats.split(self.master)
+        self.split, self.remainder = moved(upper, slots.param), moved(rest, slots.remainder)
 
     def odd(self) -> int:
         """How many odd values the states have come to hold, among those looked at."""

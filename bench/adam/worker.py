@@ -24,7 +24,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 class Worker:
     """The tensors, and the jobs on them."""
 
-    def __init__(self, numel: int, threads: int) -> None:
+    def __init__(self, numel: int, threads: int, apart: bool) -> None:
         import deepspeed
         import torch
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -35,12 +35,16 @@ class Worker:
         torch.manual_seed(0)
         torch.set_num_threads(threads)
         self.values = values
-        self.parameter = torch.nn.Parameter(values.parameters(numel))
-        self.parameter.grad = self.grad = values.gradients(numel)
-        self.half_grad = self.grad.bfloat16()
-        self.half_out = torch.zeros_like(self.half_grad)
+        slots = values.Slots(apart)
+        self.parameter = torch.nn.Parameter(values.parameters(numel, slots.param))
+        self.parameter.grad = self.grad = values.gradients(numel, slots.grad)
+        self.half_grad = values.moved(self.grad, slots.grad, torch.bfloat16)
+        self.half_out = values.room(numel, torch.bfloat16, slots.out).zero_()
         self.optimizer = DeepSpeedCPUAdam([self.parameter], adamw_mode=True, **values.HYPER)
         self.optimizer.step()
+        state = self.optimizer.state[self.parameter]
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = values.moved(state[name], getattr(slots, name))
         arithmetic = CPUAdamBuilder().simd_width().strip("-D_")
         self.about = f"DeepSpeedCPUAdam {deepspeed.__version__} ({arithmetic}, torch {torch.__version__})"
 

@@ -121,11 +121,12 @@ class Arrays:
         return self.by_name[name]
 
     def copy(self, offset: int = 0) -> Arrays:
-        """Each `offset` elements after a 64-byte boundary, with guards on both sides."""
+        """The i-th `offset` * i elements after a 64-byte boundary, with guards on both sides."""
         placed, rooms = {}, []
-        for name, x in self.by_name.items():
-            room = np.full(x.nbytes + 2 * GUARD + 64 + offset * x.itemsize, 0xA5, np.uint8)
-            start = GUARD + -(room.ctypes.data + GUARD) % 64 + offset * x.itemsize
+        for i, (name, x) in enumerate(self.by_name.items(), 1):
+            skip = i * offset * x.itemsize
+            room = np.full(x.nbytes + 2 * GUARD + 64 + skip, 0xA5, np.uint8)
+            start = GUARD + -(room.ctypes.data + GUARD) % 64 + skip
             placed[name] = room[start : start + x.nbytes].view(x.dtype)
             placed[name][:] = x
             rooms.append(room)

@@ -22,7 +22,7 @@ LANES = 32
 WORD = (1 << 64) - 1
 BEYOND_F32 = 2.0**128 - 2.0**103  # rounds to infinity
 
-f32 = np.float32
+f32: Any = np.float32  # numpy's annotations take a float32 times an array of them for float64
 
 
 # Optimizers: the arguments of the rule of the same name, after parameter, state and widened gradient; the new
@@ -69,7 +69,8 @@ def adagrad(
 ) -> tuple[F32, State]:  # fmt: skip
     g = l2(scaled(grad, grad_scale, maximize), p, weight_decay)
     s = state[0] + g * g
-    return p - f32(lr / (1 + (step - 1) * lr_decay)) * (g / (np.sqrt(s) + f32(eps))), (s,)
+    u: F32 = f32(lr / (1 + (step - 1) * lr_decay)) * (g / (np.sqrt(s) + f32(eps)))
+    return p - u, (s,)
 
 
 def sgd(
@@ -89,17 +90,19 @@ STATE_COUNT = {"adam": 2, "lion": 1, "adagrad": 1, "sgd": 1}
 
 
 def scaled(grad: F32, grad_scale: float, maximize: bool) -> F32:
-    return grad * (-f32(grad_scale) if maximize else f32(grad_scale))
+    scale: F32 = -f32(grad_scale) if maximize else f32(grad_scale)
+    return grad * scale
 
 
 def l2(g: F32, p: F32, weight_decay: float) -> F32:
-    return g + f32(weight_decay) * p if weight_decay else g
+    decay: F32 = f32(weight_decay) * p
+    return g + decay if weight_decay else g
 
 
 def toward(a: F32, b: F32, beta: float) -> F32:
-    if f32(beta) >= 0.5:
-        return a + (b - a) * f32(1 - beta)
-    return a * f32(beta) + b * f32(1 - beta)
+    weight, kept = f32(1 - beta), f32(beta)
+    moved: F32 = a + (b - a) * weight if kept >= 0.5 else a * kept + b * weight
+    return moved
 
 
 def decayed_step(p: F32, u: F32, lr: float, weight_decay: float) -> F32:

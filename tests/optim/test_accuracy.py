@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -121,7 +121,12 @@ NAMES = {
     "sgd": ["momentum_buffer"],
     "lion": ["exp_avg"],
 }
-EXACT = {"adam": exact_adam, "adagrad": exact_adagrad, "sgd": exact_sgd, "lion": exact_lion}
+EXACT: dict[str, Callable[..., F64]] = {
+    "adam": exact_adam,
+    "adagrad": exact_adagrad,
+    "sgd": exact_sgd,
+    "lion": exact_lion,
+}
 
 
 def torch_optimizer(optimizer: str, q: torch.Tensor, hyper: dict[str, Any], **implementation: Any) -> Any:

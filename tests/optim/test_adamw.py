@@ -50,10 +50,9 @@ def test_step_adamw_equals_the_formula_and_writes_out(
     p, m, v, g = (torch.from_numpy(x).reshape(4, 25) for x in make_state(np.random.default_rng(1), 100))
     g = g.to(grad_dtype)
     out = None if out_dtype is None else torch.zeros(4, 25, dtype=out_dtype)
-    expected = reference.adamw(
-        *(x.numpy().copy() for x in (p, m, v)), g.float().numpy(), grad_scale=0.25, decoupled=decoupled,
-        **(HYPER | {"weight_decay": 0.1, "step": 1}),
-    )  # fmt: skip
+    before = [x.float().numpy().copy() for x in (p, m, v, g)]
+    hyper = HYPER | {"weight_decay": 0.1, "step": 1, "decoupled": decoupled, "grad_scale": 0.25}
+    expected = reference.adamw(*before, **hyper)
     step_adamw(p, m, v, g, out=out, grad_scale=0.25, decoupled=decoupled, **OPTIONS)
     for got, want in zip((p, m, v), expected, strict=True):
         assert same_bits(got.numpy(), want)
@@ -72,7 +71,7 @@ def test_step_adamw_writes_out_over_the_gradient() -> None:
 
 @pytest.mark.parametrize("name", ["master", "exp_avg", "exp_avg_sq", "grad", "out"])
 def test_step_adamw_says_which_tensor_is_wrong(name: str) -> None:
-    good = tensors() | {"out": torch.zeros(8)}
+    good: dict[str, Any] = tensors() | {"out": torch.zeros(8)}
     with pytest.raises(TypeError, match=rf"\b{name} is torch.float64; it must be"):
         step_adamw(**(good | {name: torch.ones(8, dtype=torch.float64)}), **OPTIONS)
     with pytest.raises(ValueError, match=rf"\b{name} is on meta"):

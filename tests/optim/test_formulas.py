@@ -57,6 +57,9 @@ OPTIONS: list[Kind] = [
     *(LOOPS[name].but(grad_scale=x) for name in LOOPS for x in (0.0, -1.0, 1e-45, 3e38, np.inf, np.nan)),
 ]  # fmt: skip
 
+STEPPED_ALIKE = list({(k.state_format, k.split, k.grad_dtype): k for k in FORMATS}.values())
+"""Of each format one: the output is rounded by itself."""
+
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_format_at_every_length(isa: str, loop: str) -> None:
@@ -67,7 +70,7 @@ def test_every_format_at_every_length(isa: str, loop: str) -> None:
         made(kind, LENGTH, 1).check(EVERY_LENGTH, offset=1)
 
 
-@pytest.mark.parametrize("layout", FORMATS, ids=str)
+@pytest.mark.parametrize("layout", STEPPED_ALIKE, ids=str)
 def test_every_option_in_every_format(layout: Kind) -> None:
     """Compilers make a loop of its own for each answer to what is uniform in it."""
     for kind in OPTIONS:
@@ -131,7 +134,7 @@ def test_an_index_passes_2_to_the_32(isa: str, before_the_turn: int) -> None:
     first_index=st.integers(0, 1 << 40) | st.integers((1 << 32) - 2000, 1 << 32),
     offset=st.integers(0, 40),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_rule_in_any_format_cut_anywhere(
     data: st.DataObject, kind: Kind, layout: Kind, hyper: dict[str, Any], threads: int, name: str, first_index: int,
     offset: int,
@@ -155,7 +158,7 @@ def test_any_rule_in_any_format_cut_anywhere(
     threads=st.sampled_from([1, 2, 3, 7]),
     name=st.sampled_from(kernels.available_instruction_sets()),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_batch_equals_its_segments_alone(
     sizes: list[int], kinds: list[Kind], layouts: list[Kind], threads: int, name: str
 ) -> None:

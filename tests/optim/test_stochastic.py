@@ -16,7 +16,7 @@ from optim_cpu.kernels import DType, StateFormat, StepBatch
 
 from . import reference
 from .cases import address, same_bits
-from .reference import F32, U16
+from .reference import F32, U16, Array
 
 N = 1 << 16
 SIGMAS = 6  # one in 10^9 by chance; nothing here is drawn anew from run to run
@@ -46,7 +46,7 @@ def ups(x: F32, got: U16) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Which were rounded away from zero; all others were cut."""
     down = (x.view(np.uint32) >> 16).astype(np.uint16)
     assert ((got == down) | (got == down + 1)).all()
-    return got != down
+    return np.asarray(got != down)
 
 
 def assert_share(hits: int, n: int, share: float) -> None:
@@ -151,9 +151,9 @@ def test_what_a_bfloat16_holds_stays(isa: str) -> None:
 
 def averages(gradients: F32, state_format: StateFormat, n: int, start: float = 0.0) -> np.ndarray[Any, Any]:
     """exp_avg_sq of n elements, each with the same gradients, after all of them: beta2 = 0.999."""
-    p, m, grad = (np.zeros(n, np.float32) for _ in range(3))
-    m = m.astype(np.float32 if state_format is StateFormat.FP32 else np.uint16)
-    v = np.full(n, start, np.float32)
+    p, grad = np.zeros(n, np.float32), np.zeros(n, np.float32)
+    m = np.zeros(n, np.float32 if state_format is StateFormat.FP32 else np.uint16)
+    v: Array = np.full(n, start, np.float32)
     if state_format is not StateFormat.FP32:
         v = reference.f32_to_bf16(v)
     batch, hyper = StepBatch(), {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}

@@ -7,12 +7,17 @@
  * two threads a tenth of the bandwidth), and then helps with the next ones. Every tile is claimed from its slice's
  * atomic counter, so a thread that the system holds up delays the end by one tile, not by its whole share.
  * The caller always works, hence a run finishes even if no worker could be started, and several callers at once just
- * put several jobs in the queue: no run waits for another. A job leaves its caller's frame only when no worker is
- * inside it, which is counted under the mutex.
+ * put several jobs in the queue: no run waits for another. Workers join the oldest job that has room for them; nobody
+ * joins any more once one has left, for it leaves when every tile is claimed. A job leaves its caller's frame only when
+ * no worker is inside it, which is counted under the mutex.
  *
  * Workers start at the first run that can use them and then sleep on a condition variable; they are never joined. A
- * smaller thread count lets fewer of them into each job; the rest sleep on. All signals are blocked in workers: they
- * belong to the interpreter's threads.
+ * smaller thread count lets fewer of them into each job; the rest sleep on. To wake one costs its waker microseconds,
+ * so that a caller wakes two at most, and each that has joined a job wakes two more while there is room in any: a tree,
+ * whose end is near also on large machines, and which leaves alone whom a small job has no work for.
+ *
+ * Signals are blocked in workers, for they belong to the interpreter's threads; but not those by which a thread is told
+ * of its own fault, or Python's faulthandler would stay silent.
  *
  * fork: a child has no workers, and may inherit a mutex that a vanished thread held. An at-fork handler, which runs
  * while the child has a single thread, forgets both; the child's first run starts workers of its own. (A pid compared
@@ -33,7 +38,7 @@
 #include "fp_environment.h"
 #include "kernels.h"
 
-enum { MAX_SLICES = 64, CACHE_LINE = 64 }; /* more threads than slices share them */
+enum { MAX_SLICES = 64, CACHE_LINE = 64, FAN_OUT = 2 }; /* more threads than slices share them */
 
 struct slice {
     _Alignas(CACHE_LINE) atomic_uint_fast64_t next; /* first unclaimed tile */
@@ -53,7 +58,7 @@ struct job {
 
 static struct {
     pthread_mutex_t mutex;
-    pthread_cond_t work; /* a job was queued */
+    pthread_cond_t work; /* a job has room */
     pthread_cond_t left; /* a worker left a job */
     struct job *queue;   /* oldest first            -- mutex */
     int workers;         /* started in this process -- mutex */
@@ -72,25 +77,25 @@ static void forget_in_child(void)
 
 static void register_at_fork(void) { pthread_atfork(NULL, NULL, forget_in_child); }
 
+/* Whether *tile is one that nobody else has. An exhausted slice is only read: helpers come by it, too. */
+static int claim(struct slice *slice, uint64_t *tile)
+{
+    if (atomic_load(&slice->next) >= slice->end)
+        return 0;
+    *tile = atomic_fetch_add(&slice->next, 1);
+    return *tile < slice->end;
+}
+
+/* Returns when every tile is claimed, by whomever. */
 static void work_on(struct job *job, int thread)
 {
     fp_environment saved = fp_enter_default();
     uint64_t tile;
 
-    for (int i = 0; i < job->slices; i++) {
-        struct slice *slice = &job->slice[(thread + i) % job->slices];
-        while ((tile = atomic_fetch_add(&slice->next, 1)) < slice->end)
-            job->function(job->context, tile);
-    }
-    fp_restore(saved);
-}
-
-static int has_tiles(struct job *job)
-{
     for (int i = 0; i < job->slices; i++)
-        if (atomic_load(&job->slice[i].next) < job->slice[i].end)
-            return 1;
-    return 0;
+        while (claim(&job->slice[(thread + i) % job->slices], &tile))
+            job->function(job->context, tile);
+    fp_restore(saved);
 }
 
 /* Call with the mutex held. */
@@ -98,14 +103,26 @@ static struct job *find_open_job(void)
 {
     struct job *job = pool.queue;
 
-    while (job && (!job->room || !has_tiles(job)))
+    while (job && !job->room)
         job = job->behind;
     return job;
+}
+
+/* Call with the mutex held, when a job was queued or joined; frees it. */
+static void unlock_and_wake(void)
+{
+    const struct job *open = find_open_job();
+    int sleepers = !open ? 0 : open->room < FAN_OUT ? open->room : FAN_OUT;
+
+    pthread_mutex_unlock(&pool.mutex);
+    while (sleepers--)
+        pthread_cond_signal(&pool.work);
 }
 
 static void *worker(void *unused)
 {
     (void)unused;
+    pthread_setname_np(pthread_self(), "tiering-optim");
     pthread_mutex_lock(&pool.mutex);
     for (;;) {
         struct job *job = find_open_job();
@@ -116,26 +133,37 @@ static void *worker(void *unused)
         int thread = job->joined++;
         job->room--;
         job->inside++;
-        pthread_mutex_unlock(&pool.mutex);
+        unlock_and_wake();
         work_on(job, thread);
         pthread_mutex_lock(&pool.mutex);
+        job->room = 0;
         if (--job->inside == 0)
             pthread_cond_broadcast(&pool.left);
     }
     return NULL;
 }
 
+static void block_signals(sigset_t *before)
+{
+    static const int own_faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+    sigset_t others;
+
+    sigfillset(&others);
+    for (size_t i = 0; i < sizeof own_faults / sizeof *own_faults; i++)
+        sigdelset(&others, own_faults[i]);
+    pthread_sigmask(SIG_SETMASK, &others, before);
+}
+
 /* Call with the mutex held. A failure to start one is no error: the run has the caller. */
 static void start_workers(int wanted)
 {
     pthread_attr_t attributes;
-    sigset_t all, before;
+    sigset_t before;
 
     if (pool.workers >= wanted || pthread_attr_init(&attributes))
         return;
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    block_signals(&before);
     while (pool.workers < wanted) {
         pthread_t thread;
         if (pthread_create(&thread, &attributes, worker, NULL))
@@ -155,8 +183,7 @@ static void enqueue(struct job *job)
     while (*end)
         end = &(*end)->behind;
     *end = job;
-    pthread_cond_broadcast(&pool.work);
-    pthread_mutex_unlock(&pool.mutex);
+    unlock_and_wake();
 }
 
 static void dequeue(struct job *job)

@@ -1,120 +1,161 @@
-/* stress_kernels.c - the kernels without Python, for the sanitizers: several callers share the pool, a child forks in
- * between, and every instruction set must leave the same bytes. Exit code 0 and silence mean success.
+/* stress_kernels.c - the kernels without Python, for the sanitizers: several callers share the pool while another thread
+ * changes the thread count and the instruction set, and a child is forked. Whatever happens, every caller must be left
+ * with the bytes that one thread of the portable unit makes. Exit code 0 and silence mean success.
  *
- *     gcc -g -O1 -std=gnu11 -ffp-contract=off -fno-math-errno -fno-trapping-math -pthread -fsanitize=thread \
- *         -Ioptim_cpu/csrc optim_cpu/csrc/[a-z]*.c tests/optim/stress_kernels.c -lm -o stress && ./stress
- *
- * and the same with -fsanitize=address,undefined.
+ * `make sanitize` builds and runs it for memory (each array is an allocation of its own, exactly as large as it must be)
+ * and for races.
  */
 
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <sys/wait.h>
-#include <unistd.h>
+#include <time.h>
 
-#include "kernels.h"
+#include "batch.h"
+#include "pool.h"
 
-enum { NUMEL = 300001, TAIL = 7, CALLERS = 3, ROUNDS = 4 };
-
-#define REQUIRE(condition)                                                                                   \
-    do {                                                                                                     \
-        if (!(condition)) {                                                                                  \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                                  \
-            _exit(1);                                                                                        \
-        }                                                                                                    \
-    } while (0)
-
-struct state {
-    float *p, *m, *v;
-    uint16_t *grad, *out;
-    double norm;
+enum {
+    CALLERS = 3,
+    MANY = 70 * (1 << 15) + 7, /* elements of 71 tiles: more threads than slices */
 };
 
-/* Exact sizes, so that the address sanitizer sees one element too many. */
-static struct state make_state(void)
+static uint64_t step_batches(void)
 {
-    struct state s = {malloc(NUMEL * 4), calloc(NUMEL, 4), calloc(NUMEL, 4),
-                      malloc(NUMEL * 2), calloc(NUMEL, 2), 0};
+    static const int64_t firsts[] = {1100, 70001, 31, 999, 64}; /* 70001: three tiles */
+    uint64_t all = 0;
 
-    REQUIRE(s.p && s.m && s.v && s.grad && s.out);
-    for (int i = 0; i < NUMEL; i++) {
-        s.p[i] = (float)(i % 1009) - 500;
-        s.grad[i] = (uint16_t)(0x3C00 + i % 777);
+    for (int optimizer = ADAM; optimizer < OPTIMIZERS; optimizer++) {
+        for (int form = 0; form < FORMS; form++) {
+            int variant = form * 7 % variants[optimizer];
+            struct batch *b = make_batch((uint64_t)form, optimizer, variant, form_of(form), firsts[form % 5]);
+            REQUIRE(!opt_run(b->segments, SEGMENTS, &b->rule, 0.5));
+            make_rule(&b->rule, optimizer, variant, 2);
+            REQUIRE(!opt_run(b->segments, SEGMENTS, &b->rule, 2));
+            all ^= digest_batch(b) * (uint64_t)(2 * form + 1);
+            free_batch(b);
+        }
     }
-    return s;
+    return all;
 }
 
-static void free_state(struct state *s)
+static uint64_t split_and_join(int64_t numel)
 {
-    free(s->p);
-    free(s->m);
-    free(s->v);
-    free(s->grad);
-    free(s->out);
+    uint64_t seed = (uint64_t)numel, left;
+    struct array master = make_array(&seed, OPT_FP32, numel, WILD, 0);
+    struct array param = make_array(&seed, OPT_BF16, numel, TAME, 0);
+    struct array rest = make_array(&seed, OPT_BF16, numel, TAME, 0);
+
+    REQUIRE(!opt_split(address_of(param), address_of(rest), address_of(master), numel));
+    REQUIRE(!opt_join(address_of(master), address_of(param), address_of(rest), numel));
+    left = digest(digest(0, param.block, param.bytes), master.block, master.bytes);
+    REQUIRE(!opt_split(address_of(param), 0, address_of(master), numel));
+    left = digest(left, param.block, param.bytes);
+    free(master.block);
+    free(param.block);
+    free(rest.block);
+    return left;
 }
 
-static void add_segment(opt_segment *segment, const opt_rule *rule, struct state *s, int64_t from, int64_t to)
+/* pair: dst_dtype and src_dtype. */
+static uint64_t accumulate_and_sum(int pair, int64_t numel)
 {
-    REQUIRE(!opt_segment_init(segment, rule, 0, to - from, (intptr_t)(s->p + from), 0,
-                              (intptr_t)(s->m + from), (intptr_t)(s->v + from), OPT_STATE_FP32,
-                              (intptr_t)(s->grad + from), OPT_BF16, (intptr_t)(s->out + from), OPT_BF16, 0));
+    int dst_dtype = pair / 3, src_dtype = pair % 3;
+    uint64_t seed = (uint64_t)pair, left;
+    struct array dst = make_array(&seed, dst_dtype, numel, TAME, 0);
+    struct array src = make_array(&seed, src_dtype, numel, TAME, 0);
+    double sum;
+
+    REQUIRE(!opt_accumulate(address_of(dst), dst_dtype, address_of(src), src_dtype, numel, 0));
+    left = digest(0, dst.block, dst.bytes);
+    REQUIRE(!opt_sum_of_squares(address_of(dst), dst_dtype, numel, 0.1, &sum));
+    left = digest(left, &sum, sizeof sum);
+    REQUIRE(!opt_accumulate(address_of(dst), dst_dtype, address_of(src), src_dtype, numel, 1));
+    left = digest(left, dst.block, dst.bytes);
+    free(dst.block);
+    free(src.block);
+    return left;
 }
 
 static void *work(void *result)
 {
-    struct state s = make_state();
+    uint64_t all = step_batches();
 
-    for (int round = 1; round <= ROUNDS; round++) {
-        opt_segment segments[2];
-        opt_rule rule;
-        REQUIRE(!opt_adam_rule(&rule, 1e-3, 0.9, 0.999, 1e-8, 0.01, 1, 0, round, 0));
-        add_segment(&segments[0], &rule, &s, 0, NUMEL - TAIL);
-        add_segment(&segments[1], &rule, &s, NUMEL - TAIL, NUMEL);
-        REQUIRE(!opt_run(segments, 2, &rule, 0.5f));
-        REQUIRE(!opt_accumulate((intptr_t)s.p, OPT_FP32, (intptr_t)s.out, OPT_BF16, NUMEL, 0));
-        REQUIRE(!opt_accumulate((intptr_t)s.grad, OPT_FP16, (intptr_t)s.p, OPT_FP32, NUMEL, 1));
-        REQUIRE(!opt_accumulate((intptr_t)s.grad, OPT_BF16, (intptr_t)s.p, OPT_FP32, NUMEL, 1));
-        REQUIRE(!opt_sum_of_squares((intptr_t)s.p, OPT_FP32, NUMEL, s.norm, &s.norm));
+    for (int i = 0; i < 9; i++) {
+        all = all * 31 + accumulate_and_sum(i, i == 4 ? MANY : 33333 + i);
+        all = all * 31 + split_and_join(i * i * i * 137 + i);
     }
-    *(struct state *)result = s;
+    *(uint64_t *)result = all;
     return NULL;
 }
 
-static void require_same(const struct state *a, const struct state *b)
+static atomic_int stop;
+
+static void *meddle(void *unused)
 {
-    REQUIRE(!memcmp(a->p, b->p, NUMEL * 4));
-    REQUIRE(!memcmp(a->m, b->m, NUMEL * 4));
-    REQUIRE(!memcmp(a->v, b->v, NUMEL * 4));
-    REQUIRE(!memcmp(a->out, b->out, NUMEL * 2));
-    REQUIRE(a->norm == b->norm);
+    static const int counts[] = {2, 3, 1, 70, 5};
+    const char *isa;
+
+    for (int i = 0; !atomic_load(&stop); i++) {
+        REQUIRE(!opt_set_thread_count(counts[i % 5]));
+        if (!(isa = opt_available_instruction_set(i % 4)))
+            isa = "portable";
+        REQUIRE(!opt_set_instruction_set(isa));
+        sched_yield();
+    }
+    return unused;
 }
 
-static void run_callers(const struct state *expected)
+static void run_callers(uint64_t expected)
 {
-    pthread_t threads[CALLERS];
-    struct state results[CALLERS];
+    pthread_t callers[CALLERS], meddler;
+    uint64_t results[CALLERS];
 
+    atomic_store(&stop, 0);
+    REQUIRE(!pthread_create(&meddler, NULL, meddle, NULL));
     for (int i = 0; i < CALLERS; i++)
-        REQUIRE(!pthread_create(&threads[i], NULL, work, &results[i]));
-    for (int i = 0; i < CALLERS; i++) {
-        REQUIRE(!pthread_join(threads[i], NULL));
-        require_same(&results[i], expected);
-        free_state(&results[i]);
+        REQUIRE(!pthread_create(&callers[i], NULL, work, &results[i]));
+    for (int i = 0; i < CALLERS; i++)
+        REQUIRE(!pthread_join(callers[i], NULL) && results[i] == expected);
+    atomic_store(&stop, 1);
+    REQUIRE(!pthread_join(meddler, NULL));
+}
+
+static void wait_for_all(void *context, uint64_t tile)
+{
+    atomic_int *missing = context;
+
+    (void)tile;
+    atomic_fetch_sub(missing, 1);
+    for (int i = 0; atomic_load(missing); i++) {
+        REQUIRE(i < 600000); /* a minute at least */
+        nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
     }
 }
 
-static void run_in_child(const struct state *expected)
+/* As many tiles as threads, each of which ends when all have begun: a thread that nobody wakes is missed. */
+static void require_all_to_join(void)
+{
+    static const int counts[] = {2, 3, 4, 9, 70};
+
+    for (int i = 0; i < 100; i++) {
+        atomic_int missing = counts[i % 5];
+        REQUIRE(!opt_set_thread_count(counts[i % 5]));
+        opt_pool_run(wait_for_all, &missing, (uint64_t)counts[i % 5]);
+    }
+}
+
+/* A child has no workers at first, and starts its own. */
+static void run_in_child(uint64_t expected)
 {
     int status;
     pid_t child = fork();
 
     REQUIRE(child >= 0);
     if (child == 0) {
-        struct state result;
+        uint64_t result;
         work(&result);
-        require_same(&result, expected);
+        REQUIRE(result == expected);
         _exit(0);
     }
     REQUIRE(waitpid(child, &status, 0) == child && status == 0);
@@ -122,20 +163,19 @@ static void run_in_child(const struct state *expected)
 
 int main(void)
 {
-    struct state expected;
-    const char *isa;
+    uint64_t expected;
 
     REQUIRE(!opt_set_instruction_set("portable") && !opt_set_thread_count(1));
     work(&expected);
-    for (int i = 0; (isa = opt_available_instruction_set(i)); i++) {
-        REQUIRE(!opt_set_instruction_set(isa) && !opt_set_thread_count(3));
-        run_callers(&expected);
+    require_all_to_join();
+    run_callers(expected);
+    require_all_to_join();
 #if !defined(__SANITIZE_THREAD__) /* which does not support threads started after a fork */
-        run_in_child(&expected);
+    REQUIRE(!opt_set_thread_count(3));
+    run_in_child(expected);
 #else
-        (void)run_in_child;
+    (void)run_in_child;
 #endif
-    }
-    free_state(&expected);
+    run_callers(expected);
     return 0;
 }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import accumulate, repeat
 from operator import attrgetter, is_
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from optim_cpu.kernels import Rule, StateFormat
 from optim_cpu.tensor_batch import Form, Member, TensorBatch, check_state
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+Derived = TypeVar("Derived")
 
 STATE_FORMATS = ("fp32", "bf16", "split", "split+bf16")
 
@@ -97,25 +99,34 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        everyone = [param for group in self.param_groups for param in group["params"]]
-        all_grads = list(map(attrgetter("grad"), everyone))
-        params, grads = everyone, all_grads
-        if any(map(is_, all_grads, repeat(None))):
-            params = [p for p, grad in zip(everyone, all_grads, strict=True) if grad is not None]
-            grads = [grad for grad in all_grads if grad is not None]
-        if not params:
-            return loss
-        layout = [(self._form(group), len(group["params"])) for group in self.param_groups]
-        if len(everyone) != len(self._everyone) or not all(map(is_, everyone, self._everyone)):
-            self._everyone = everyone
-            self._batch.forget()
-        if layout != self._layout or not self._batch.holds(params, grads, list(map(self.state.get, params))):
-            self._layout = []
-            self._batch.build(self._members(), self._checked_rule)
-            self._layout = layout
-        rules = [self._checked_rule(group, step) for group, step in self._batch.groups_and_steps()]
-        self._batch.run(grads, rules)
+        params, grads = self._with_gradients()
+        if params:
+            self._prepare(params, grads)
+            rules = [self._rule_now(group, step) for group, step in self._batch.groups_and_steps()]
+            self._batch.run(grads, rules)
         return loss
+
+    def _with_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        params = [param for group in self.param_groups for param in group["params"]]
+        if len(params) != len(self._everyone) or not all(map(is_, params, self._everyone)):
+            self._everyone = params
+            self._batch.forget()
+        grads = list(map(attrgetter("grad"), params))
+        if any(map(is_, grads, repeat(None))):
+            params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        return params, grads
+
+    def _prepare(self, params: list[Tensor], grads: list[Tensor]) -> None:
+        """Build the batch, unless it holds still."""
+        layout = [(self._form_now(i), len(group["params"])) for i, group in enumerate(self.param_groups)]
+        if layout == self._layout and self._batch.holds(params, grads, list(map(self.state.get, params))):
+            return
+        self._layout = []
+        for number, group in enumerate(self.param_groups):
+            self._check_options(group, number)
+        self._batch.build(self._members(), self._rule_now)
+        self._layout = layout
 
     def follow_parameters(self) -> None:
         """Let masters take over what was written into 16-bit parameters through ``.data``, at the next step.
@@ -200,22 +211,26 @@ class FusedOptimizer(torch.optim.Optimizer):
                 members.append(Member(param, param.grad, state, number, form, start, who))
         return members
 
-    def _checked_rule(self, number: int, step: int) -> Rule:
-        try:
-            return self._rule(self.param_groups[number], step)
-        except ValueError as error:
-            raise ValueError(f"{type(self).__name__}, param group {number}: {error}") from None
+    def _form_now(self, number: int) -> Form:
+        return self._named(number, self._form, self.param_groups[number])
+
+    def _rule_now(self, number: int, step: int) -> Rule:
+        return self._named(number, self._rule, self.param_groups[number], step)
 
     def _check_options(self, group: dict[str, Any], number: int) -> None:
-        who = f"{type(self).__name__}, param group {number}"
         for name, remedy in REFUSED.items():
             if group.get(name):
+                who = f"{type(self).__name__}, param group {number}"
                 raise ValueError(f"{who}: {name}={group[name]!r} is not supported: {remedy}")
+        self._named(number, self._form, group)
+        self._named(number, self._rule, group, 1)
+
+    def _named(self, number: int, derive: Callable[..., Derived], *arguments: Any) -> Derived:
+        """What ``derive`` gives; its errors say which param group they are about."""
         try:
-            self._form(group)
-            self._rule(group, 1)
-        except ValueError as error:
-            raise ValueError(f"{who}: {error}") from None
+            return derive(*arguments)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{type(self).__name__}, param group {number}: {error}") from None
 
 
 def _torch_method(name: str) -> Callable[..., Any]:

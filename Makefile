@@ -26,7 +26,7 @@ C_BUILDERS := $(wildcard aio_csrc/build_aio.py optim_cpu/build_optim.py)
 quietly = log=$$(mktemp); if $(1) >$$log 2>&1; then rm -f $$log; else \
 	status=$$?; cat $$log >&2; rm -f $$log; exit $$status; fi
 
-.PHONY: demo test test-all lint sanitize wheel clean toolchain
+.PHONY: demo test test-all lint sanitize wheel clean toolchain emulator
 
 demo: $(STAMP)
 	$(BIN)/tiering demo $(ARGS)
@@ -34,12 +34,16 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-all: $(STAMP) sanitize
+test-all: $(STAMP) sanitize emulator
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 # Both C libraries with threads, forks, faults and wild arguments, without an interpreter in between: for memory, then
 # for races.
 SANITIZED := gcc -std=gnu11 -O1 -g -Wall -Wextra -fno-sanitize-recover=all -pthread
+# The kernels' sources are loops in hundreds of forms: compiled side by side, and memory is checked by calls, not in line.
+SANITIZED_KERNEL := $(SANITIZED) -g1 -ffp-contract=off -fno-math-errno -fno-trapping-math \
+	--param asan-instrumentation-with-call-threshold=0 -Ioptim_cpu/csrc
+KERNEL_SOURCES := $(wildcard optim_cpu/csrc/*.c) tests/optim/stress_kernels.c
 
 sanitize: | toolchain
 	@scratch=$$(mktemp -d -p .); trap 'rm -rf '$$scratch EXIT; \
@@ -49,8 +53,10 @@ sanitize: | toolchain
 		$$scratch/aio $$scratch; \
 		$(SANITIZED) -fsanitize=$$check -Iaio_csrc aio_csrc/*.c tests/aio/fuzz_aio.c -o $$scratch/fuzz; \
 		$$scratch/fuzz $$scratch $(FUZZ_SECONDS); \
-		$(SANITIZED) -ffp-contract=off -fno-math-errno -fno-trapping-math -fsanitize=$$check \
-			-Ioptim_cpu/csrc optim_cpu/csrc/*.c tests/optim/stress_kernels.c -lm -o $$scratch/optim; \
+		mkdir $$scratch/$$check; \
+		printf '%s\n' $(KERNEL_SOURCES) | xargs -P "$$(nproc)" -I SOURCE sh -c \
+			"$(SANITIZED_KERNEL) -fsanitize=$$check -c SOURCE -o $$scratch/$$check/\$$(basename SOURCE).o"; \
+		$(SANITIZED) -fsanitize=$$check $$scratch/$$check/*.o -lm -o $$scratch/optim; \
 		$$scratch/optim; \
 		echo "kernels: sound"; \
 	done
@@ -76,6 +82,10 @@ $(STAMP): pyproject.toml setup.py constraints-dev.txt $(C_SOURCES) $(C_BUILDERS)
 
 toolchain:
 	@.ci/toolchain $(PYTHON)
+
+# For the tests on another CPU, which skip without it.
+emulator: | toolchain
+	@.ci/toolchain $(PYTHON) --emulator
 
 # A left-over build/ would smuggle deleted files into the wheel.
 wheel: $(STAMP)

@@ -122,7 +122,6 @@ static void unlock_and_wake(void)
 static void *worker(void *unused)
 {
     (void)unused;
-    pthread_setname_np(pthread_self(), "tiering-optim");
     pthread_mutex_lock(&pool.mutex);
     for (;;) {
         struct job *job = find_open_job();
@@ -168,6 +167,7 @@ static void start_workers(int wanted)
         pthread_t thread;
         if (pthread_create(&thread, &attributes, worker, NULL))
             break;
+        pthread_setname_np(thread, "tiering-optim"); /* never joined, never ending: still valid */
         pool.workers++;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);

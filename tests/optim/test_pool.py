@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -51,6 +52,61 @@ def test_workers_start_at_first_use_and_only_as_many_as_needed() -> None:
     )
     done = run_python(code)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_more_threads_than_slices() -> None:
+    """Tiles lie in at most 64 slices; 70 threads share them."""
+    x = torch.randn(80 << 15)
+    kernels.set_thread_count(1)
+    expected = norm_of(x)
+    code = (
+        "from optim_cpu import kernels as k; import array, os\n"
+        "a = array.array('f', [2.0]) * (80 << 15); p = a.buffer_info()[0]; k.set_thread_count(70)\n"
+        "assert k.sum_of_squares(p, 0, len(a)) == 4.0 * len(a)\n"
+        "tasks = ['/proc/self/task/' + task + '/comm' for task in os.listdir('/proc/self/task')]\n"
+        "print([open(task).read() for task in tasks].count('tiering-optim\\n'))"
+    )
+    done = run_python(code)
+    assert (done.stdout, done.stderr) == ("69\n", "")
+    kernels.set_thread_count(70)
+    assert [norm_of(x) for _ in range(20)] == [expected] * 20
+
+
+@pytest.mark.parametrize(
+    ("limit", "value"),
+    [
+        ("RLIMIT_AS", "int(open('/proc/self/statm').read().split()[0]) * 4096 + (1 << 20)"),
+        ("RLIMIT_NPROC", "1"),
+    ],
+)
+def test_without_new_threads_the_caller_does_it_all(limit: str, value: str) -> None:
+    """No memory for a stack, no process left for the user: a run is slower, not wrong; a later one has threads."""
+    code = (
+        "from optim_cpu import kernels as k; import array, os, resource as r\n"
+        "a = array.array('f', [2.0]) * 10**6; p = a.buffer_info()[0]; k.set_thread_count(3)\n"
+        "def run(): assert k.sum_of_squares(p, 0, 10**6) == 4e6; print(len(os.listdir('/proc/self/task')))\n"
+        "os.getuid() or os.setuid(65534)\n"  # root may have any number of processes
+        f"soft, hard = r.getrlimit(r.{limit}); r.setrlimit(r.{limit}, ({value}, hard)); run(); run()\n"
+        f"r.setrlimit(r.{limit}, (soft, hard)); run()"
+    )
+    done = run_python(code)
+    assert (done.stdout, done.stderr) == ("1\n1\n3\n", "")
+
+
+def test_a_fault_in_a_worker_is_told_by_faulthandler() -> None:
+    """The worker begins at the second half, which cannot be read, while the caller is busy with the first."""
+    code = (
+        "from optim_cpu import kernels as k; import ctypes, faulthandler, mmap\n"
+        "faulthandler.enable(); k.set_thread_count(2); half = 1 << 26; m = mmap.mmap(-1, 2 * half)\n"
+        "p = ctypes.addressof(ctypes.c_char.from_buffer(m)); libc = ctypes.CDLL(None)\n"
+        "assert libc.mprotect(ctypes.c_void_p(p + half), ctypes.c_size_t(half), 0) == 0\n"
+        "k.sum_of_squares(p, 0, half // 2)"
+    )
+    done = run_python(code)
+    assert done.returncode == -signal.SIGSEGV
+    assert done.stderr.startswith(
+        "Fatal Python error: "
+    )  # the rest is lost if the caller comes to fault in between
 
 
 def test_default_thread_count_is_the_affinity_mask() -> None:
@@ -134,6 +190,44 @@ def test_several_python_threads_at_once() -> None:
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_beside_threads_of_torch() -> None:
+    """torch's own pool is at work in two threads while two others step; both sides get what they get alone."""
+    kernels.set_thread_count(3)
+    # Whole numbers, so that torch may add in any order.
+    a, b = torch.randint(-8, 8, (300, 300)).float(), torch.arange(2_000_000.0, dtype=torch.float64)
+    product, total = a @ a, b.sum()
+    rng = np.random.default_rng(1)
+    start = make_state(rng, 150_001)
+    expected = reference.adamw(*start, grad_scale=1.0, decoupled=True, **HYPER)
+    stop, wrong = threading.Event(), list[str]()
+    torchs_steps, our_steps = [0], [0, 0]
+
+    def use_torch() -> None:
+        while not stop.is_set():
+            if not torch.equal(a @ a, product) or b.sum() != total:
+                wrong.append("torch")
+            torchs_steps[0] += 1
+
+    def use_kernels(i: int) -> None:
+        while not stop.is_set():
+            p, m, v, g = (x.copy() for x in start)
+            step(p, m, v, g, DType.FP32)
+            if not all(same_bits(x, y) for x, y in zip((p, m, v), expected, strict=True)):
+                wrong.append("kernels")
+            our_steps[i] += 1
+
+    threads = [threading.Thread(target=use_torch) for _ in range(2)]
+    threads += [threading.Thread(target=use_kernels, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    while not wrong and min(torchs_steps + our_steps) < 20:
+        stop.wait(0.01)
+    stop.set()
     for thread in threads:
         thread.join()
     assert wrong == []

@@ -19,7 +19,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
-from adam import goals, many, readings, start, steps, tables, values
+from adam import goals, many, readings, start, steps, tables, values, worker
 from adam.goals import Goal, judge, judged, narrower
 from adam.peer import Peer, PeerError
 from adam.readings import ROOF, Part, Readings, Row
@@ -367,6 +367,20 @@ class TestPeer:
             assert 0 <= peer.idle_cpu < 1
             process = peer._process
         assert process.returncode == 0
+
+    def test_the_whole_job_is_cast_step_and_copy(
+        self, peers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.syspath_prepend(str(tmp_path / "site"))
+        one = worker.Worker(1000, 1, apart=True)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+            del sys.modules[name]
+        one.grad.zero_()
+        before = one.parameter.detach().clone()
+        one.whole()
+        assert torch.equal(one.grad, one.half_grad.float())
+        assert not torch.equal(one.parameter, before)
+        assert torch.equal(one.half_out, one.parameter.detach().bfloat16())
 
     def test_its_milliseconds_are_the_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Fixed:

@@ -56,7 +56,11 @@ class Rule:
 
     def __init__(self, call: str, arguments: dict[str, Any]) -> None:
         self._rule = ffi.new("opt_rule *")
-        code = getattr(lib, f"opt_{call}_rule")(self._rule, *arguments.values())
+        function = getattr(lib, f"opt_{call}_rule")
+        try:
+            code = function(self._rule, *arguments.values())
+        except (TypeError, OverflowError) as error:
+            raise _unfit(call, function, error, {"rule": self._rule} | arguments) from None
         if code < 0:
             raise _error(call, code, arguments)
         self.state_count = int(lib.opt_state_count(self._rule))
@@ -185,10 +189,18 @@ class StepBatch:
             self._segments = _doubled("opt_segment[]", self._segments)
             self._capacity *= 2
         state0, state1 = (*state, 0, 0)[:2]
-        code = lib.opt_segment_init(
-            self._segments + self._count, self._rules, rule, numel, param, remainder, state0, state1, state_format,
-            grad, grad_dtype, out, out_dtype, first_index,
-        )  # fmt: skip
+        segment = self._segments + self._count
+        try:
+            code = lib.opt_segment_init(
+                segment, self._rules, rule, numel, param, remainder, state0, state1, state_format, grad, grad_dtype,
+                out, out_dtype, first_index,
+            )  # fmt: skip
+        except (TypeError, OverflowError) as error:
+            arguments = {"segment": segment, "rules": self._rules} | _ordered(
+                locals(),
+                "rule numel param remainder state0 state1 state_format grad grad_dtype out out_dtype first_index",
+            )
+            raise _unfit("StepBatch.add", lib.opt_segment_init, error, arguments) from None
         if code < 0:
             raise _error("StepBatch.add", code, locals())
         self._count += 1
@@ -323,6 +335,18 @@ def _text(c_string: Any) -> str:
 
 def _unsupported(asked_by: str, name: str) -> ValueError:
     return ValueError(f"{asked_by} is {name!r}: this CPU offers {', '.join(available_instruction_sets())}")
+
+
+def _unfit(call: str, function: Any, error: Exception, arguments: dict[str, Any]) -> Exception:
+    """What cffi could not convert, by name: cffi itself does not say which argument it was."""
+    for (name, value), c_type in zip(arguments.items(), ffi.typeof(function).args, strict=True):
+        try:
+            ffi.new(ffi.getctype(c_type, "[1]"), [value])
+        except TypeError:
+            return TypeError(f"{call}: {name}: {error}, got {value!r}")
+        except OverflowError:
+            return ValueError(f"{call}: {name} must fit {c_type.cname}, got {value!r}")
+    return error
 
 
 def _error(call: str, code: int, arguments: dict[str, Any]) -> Exception:

@@ -82,6 +82,25 @@ def test_scalars_are_rounded_once() -> None:
     assert kernels.adagrad(**ADAGRAD).scalar("step_size") == np.float32(1e-2 / 1.2)
 
 
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"step": 1 << 63}, ValueError, r"step must fit int64_t, got 9223372036854775808"),
+        ({"seed": -1}, ValueError, r"seed must fit uint64_t, got -1"),
+        ({"seed": 1 << 64}, ValueError, r"seed must fit uint64_t, got 18446744073709551616"),
+        ({"step": 1.0}, TypeError, r"step: an integer is required, got 1.0"),
+        ({"lr": "fast"}, TypeError, r"lr: must be real number, not str, got 'fast'"),
+        ({"maximize": None}, TypeError, r"maximize: .*, got None"),
+    ],
+    ids=str,
+)
+def test_what_no_c_argument_holds_is_named_too(
+    changed: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=rf"^adam: {message}$"):
+        kernels.adam(**(ADAM | changed))
+
+
 GOOD: dict[str, Any] = {
     "numel": 4,
     "param": 4096,
@@ -138,6 +157,26 @@ def test_a_bad_argument_is_named_and_leaves_the_batch_alone(argument: str, chang
         batch.add(**(GOOD | changed), rule=0)
     if argument in changed:
         assert str(caught.value).endswith(f"got {value!r}")
+    assert len(batch) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"first_index": -1}, ValueError, r"first_index must fit uint64_t, got -1"),
+        ({"numel": 1 << 63}, ValueError, r"numel must fit int64_t, got"),
+        ({"out": 1 << 70}, ValueError, r"out must fit intptr_t, got"),
+        ({"grad_dtype": "fp32"}, TypeError, r"grad_dtype: an integer is required, got 'fp32'"),
+        ({"state": (4096, 1.5)}, TypeError, r"state1: an integer is required, got 1.5"),
+    ],
+    ids=str,
+)
+def test_nor_is_the_batch_changed_by_what_no_c_argument_holds(
+    changed: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    batch = batch_of(kernels.adam(**ADAM))
+    with pytest.raises(error, match=rf"^StepBatch.add: {message}"):
+        batch.add(**(GOOD | changed), rule=0)
     assert len(batch) == 1
 
 

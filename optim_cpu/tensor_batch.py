@@ -99,12 +99,8 @@ class TensorBatch:
             return False
         try:
             return self._take_picture(grads) == self._picture and self._steps._version == self._steps_version
-        except (
-            RuntimeError,
-            KeyError,
-            TypeError,
-        ):  # a sparse gradient, a key removed: building says what it is
-            return False
+        except (RuntimeError, KeyError, TypeError):
+            return False  # a sparse gradient, a key removed: building says what it is
 
     def build(self, members: Sequence[Member], make_rule: Callable[[int, int], Rule]) -> None:
         """Check every tensor that was not seen like this before, then add all of them to a new batch.
@@ -233,9 +229,8 @@ class TensorBatch:
             list(map(_DTYPE, self._params)),
             list(map(_DTYPE, grads)),
             list(map(Tensor.numel, grads)),
-            list(
-                map(Tensor.is_contiguous, grads)
-            ),  # cheaper than strides, which say more only where it is False
+            # Cheaper than strides, which say more only where it is False.
+            list(map(Tensor.is_contiguous, grads)),
             [grads[i].stride() for i in self._strided],
             list(map(Tensor.data_ptr, map(getitem, self._dicts, self._keys))),
             list(map(id, map(getitem, self._counted, repeat("step")))),

@@ -155,6 +155,12 @@ def test_stochastic_rounding_needs_seed_and_place_only() -> None:
     exact = 0.001 * more[1].grad.square()
     assert torch.equal(runs[0], runs[1])
     assert not torch.equal(runs[0], other.state[params[1]]["exp_avg_sq"])
+    twin = [Parameter(torch.ones(300)) for _ in range(2)]
+    for param in twin:
+        param.grad = torch.linspace(0.1, 1, 300)
+    both = optim_cpu.AdamW(twin, state_format="bf16")
+    both.step()
+    assert not torch.equal(*(both.state[p]["exp_avg_sq"] for p in twin))
     assert torch.equal(nearest.state[more[1]]["exp_avg_sq"], exact.bfloat16())
 
 
@@ -199,6 +205,23 @@ def test_a_changed_format_converts_state(old: str, new: str) -> None:
         assert state["exp_avg"].dtype is (torch.bfloat16 if "bf16" in new else torch.float32)
         assert torch.equal(master_of(param, state), master_of(param, before[param]))
         assert float(state["step"]) == 4
+
+
+@pytest.mark.parametrize(("old", "new"), [("fp32", "split"), ("split", "fp32")])
+def test_a_parameter_edited_while_its_format_changes_stays_edited(old: str, new: str) -> None:
+    params = parameters([(64,)], torch.bfloat16)
+    optimizer = optim_cpu.AdamW(params, weight_decay=0, state_format=old)
+    give_gradients(params, seed=0)
+    optimizer.step()
+    master = master_of(params[0], optimizer.state[params[0]])
+    with torch.no_grad():
+        params[0][:2] = torch.tensor([0.0, 3.0])
+    optimizer.param_groups[0].update(lr=0.0, state_format=new)
+    optimizer.step()
+    assert params[0][:2].tolist() == [0.0, 3.0]
+    after = master_of(params[0], optimizer.state[params[0]])
+    assert torch.equal(after[2:], master[2:])
+    assert torch.equal(after.bfloat16()[:2], params[0][:2])
 
 
 def master_of(param: Parameter, state: dict[str, Any]) -> torch.Tensor:
@@ -318,7 +341,8 @@ def test_state_changed_by_hand_counts(what: str) -> None:
         give_gradients(params, seed=i)
         optimizer.step()
     state = optimizer.state[params[0]]
-    expected_step, moment = 4.0, state["exp_avg"].clone()
+    before = params[0].detach().clone()
+    expected_step, moment, square = 4.0, state["exp_avg"].clone(), state["exp_avg_sq"].clone()
     if what == "step":
         state["step"] = torch.tensor(10.0)
         expected_step = 11.0
@@ -336,10 +360,16 @@ def test_state_changed_by_hand_counts(what: str) -> None:
             optimizer.state.clear()
         else:
             state.clear()
-        expected_step, moment = 1.0, torch.zeros(6)
+        expected_step, moment, square = 1.0, torch.zeros(6), torch.zeros(6)
     optimizer.step()
     assert params[0].grad is not None
     expected = moment + (params[0].grad - moment) * 0.1
     state = optimizer.state[params[0]]
     torch.testing.assert_close(state["exp_avg"], expected, rtol=1e-6, atol=1e-7)
     assert float(state["step"]) == expected_step
+    fresh = [Parameter(before)]
+    other = optim_cpu.AdamW(fresh, weight_decay=0)
+    fresh[0].grad = params[0].grad
+    other.state[fresh[0]] = {"step": torch.tensor(expected_step - 1), "exp_avg": moment, "exp_avg_sq": square}
+    other.step()
+    assert_same(params, fresh)

@@ -221,6 +221,34 @@ def test_a_gradient_may_change_its_order_and_dtype_from_step_to_step() -> None:
         assert_same(a, b)
 
 
+def test_a_gradient_of_a_transposed_parameter_may_change_its_order() -> None:
+    a = [Parameter(orders((6, 5))["transposed"])]
+    b = [Parameter(orders((6, 5))["contiguous"])]
+    mine, plain = optim_cpu.AdamW(a, lr=0.1), optim_cpu.AdamW(b, lr=0.1)
+    for order in ("transposed", "gaps", "transposed", "contiguous"):
+        a[0].grad, b[0].grad = orders((6, 5))[order], orders((6, 5))["contiguous"]
+        mine.step()
+        plain.step()
+        assert_same(a, b)
+
+
+def test_a_parameter_of_another_dtype_at_the_same_address_is_seen() -> None:
+    param = Parameter(torch.ones(4))
+    optimizer = optim_cpu.SGD([param], lr=0.5)
+    param.grad = torch.ones(4)
+    optimizer.step()
+    memory = param.data
+    memory.fill_(7.0)
+    address = param.data_ptr()
+    param.data = memory.view(torch.bfloat16)[:4]
+    with torch.no_grad():
+        param.fill_(1.0)
+    assert param.data_ptr() == address
+    optimizer.step()
+    assert param.tolist() == [0.5] * 4
+    assert memory[2:].tolist() == [7.0] * 2
+
+
 def sparse(param: Parameter) -> Tensor:
     return torch.ones_like(param).to_sparse()
 

@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -19,7 +20,7 @@ from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
 import optim_cpu
-from optim_cpu import kernels
+from optim_cpu import kernels, tensor_batch
 
 from .stepping import (
     CLASSES,
@@ -421,19 +422,47 @@ def test_an_interrupt_during_the_run_counts_the_step(monkeypatch: pytest.MonkeyP
     assert_same(params, straight)
 
 
-def test_nothing_is_checked_twice_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = parameters()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_checked_twice_while_nothing_changes(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    params = parameters(dtype=dtype)
     optimizer = optim_cpu.AdamW(params, lr=0.1)
     give_gradients(params, seed=0)
     optimizer.step()
-    adds = []
-    monkeypatch.setattr(kernels.StepBatch, "add", lambda *args, **kwargs: adds.append(args))
+    added, prepared = [], []
+    add, fit = kernels.StepBatch.add, tensor_batch.fit_master
+    monkeypatch.setattr(
+        kernels.StepBatch, "add", lambda *args, **kwargs: (added.append(args), add(*args, **kwargs))[1]
+    )
+    monkeypatch.setattr(
+        tensor_batch, "fit_master", lambda *args, **kwargs: (prepared.append(args), fit(*args, **kwargs))
+    )
     for i in range(3):
         optimizer.param_groups[0]["lr"] *= 0.5
         optimizer.zero_grad()
         give_gradients(params, seed=i)
         optimizer.step()
-    assert adds == []
+    assert (len(added), len(prepared)) == (0, 0)
+    give_gradients(params, seed=3, missing=[1])
+    optimizer.step()
+    assert (len(added), len(prepared)) == (len(params) - 1, 0)
+    with torch.no_grad():
+        params[0].mul_(2)
+    optimizer.step()
+    assert len(prepared) == (dtype is torch.bfloat16)
+
+
+def test_a_removed_parameter_is_let_go() -> None:
+    params = parameters([(3,), (4,)])
+    optimizer = optim_cpu.AdamW(params)
+    give_gradients(params, seed=0)
+    optimizer.step()
+    moment = weakref.ref(optimizer.state[params[0]]["exp_avg"])
+    gone = optimizer.param_groups[0]["params"].pop(0)
+    del optimizer.state[gone]
+    optimizer.step()
+    assert moment() is None
 
 
 def run_python(code: str, **environment: str) -> str:

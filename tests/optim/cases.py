@@ -220,6 +220,17 @@ def make(kind: Kind, n: int, seed: int = 0, *, first_index: int = 0, hard: bool 
     return Problem(kind, arrays, expected(kind, arrays, first_index), first_index)
 
 
+def make_special(kind: Kind) -> Problem:
+    """Every combination of a parameter, state and gradient out of SPECIAL_F32; a second moment out of fewer."""
+    special = reference.SPECIAL_F32.view(np.float32)
+    columns = [special] * (1 + kind.state_count) + [special]
+    if kind.state_count == 2:
+        columns[2] = special[[0, 2, 5, 7, 9, 12]]
+    p, *state, grad = (np.ascontiguousarray(x.reshape(-1)) for x in np.meshgrid(*columns, indexing="ij"))
+    before = Arrays({"param": p} | {f"state{i}": x for i, x in enumerate(state)} | {"grad": grad})
+    return Problem(kind, before, expected(kind, before, 0), 0)
+
+
 def expected(kind: Kind, before: Arrays, first_index: int) -> Arrays:
     """What the step makes of these bytes."""
     state_dtype = DType.FP32 if kind.state_format is StateFormat.FP32 else DType.BF16

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from optim_cpu import kernels
 from optim_cpu.kernels import DType, StateFormat, StepBatch
 
-from .cases import FORMATS, Kind, address, every_length, expected, made, make, pieces, same_bits
+from .cases import FORMATS, Kind, address, every_length, expected, made, make, make_special, pieces, same_bits
 
 STOCHASTIC = StateFormat.BF16_STOCHASTIC
 LENGTH, EVERY_LENGTH = every_length(100)  # three pairs of the widest vectors, and a rest
@@ -27,7 +27,7 @@ LOOPS = {
 }
 """Each is a loop of its own in each format."""
 
-BETAS = [(0.9, 0.999), (0.3, 0.2), (0.0, 0.0), (0.9, 0.0), (0.2, 0.999), (0.5, 0.4999)]
+BETAS = [(0.9, 0.999), (0.3, 0.2), (0.0, 0.0), (0.9, 0.0), (0.2, 0.999), (0.5, 0.4999), (0.4999, 0.5)]
 
 OPTIONS: list[Kind] = [
     *(
@@ -75,6 +75,18 @@ def test_every_option_in_every_format(layout: Kind) -> None:
     """Compilers make a loop of its own for each answer to what is uniform in it."""
     for kind in OPTIONS:
         problem = make(kind.like(layout), 263, 2)
+        for name in kernels.available_instruction_sets():
+            kernels.set_instruction_set(name)
+            problem.check()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_combination_of_special_values(loop: str) -> None:
+    """Down to the sign of a zero, which seldom tells."""
+    betas = {"beta1": 0.4, "beta2": 0.3} if loop in ("adam", "lion") else {}
+    kinds = [LOOPS[loop].but(grad_scale=1.0), LOOPS[loop].but(grad_scale=1.0, weight_decay=0.0, **betas)]
+    for kind in kinds:
+        problem = make_special(kind)
         for name in kernels.available_instruction_sets():
             kernels.set_instruction_set(name)
             problem.check()

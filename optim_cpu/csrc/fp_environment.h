@@ -3,7 +3,7 @@
 #ifndef OPTIM_CPU_FP_ENVIRONMENT_H
 #define OPTIM_CPU_FP_ENVIRONMENT_H
 
-#if defined(__x86_64__)
+#if defined(__SSE_MATH__) /* x86, unless its x87 computes, which isa_portable.c refuses */
 
 #include <xmmintrin.h>
 

@@ -166,7 +166,11 @@ int opt_sgd_rule(opt_rule *rule, double lr, double momentum, double dampening, i
 
 int opt_state_count(const opt_rule *rule)
 {
+    uint32_t momentum;
+
+    /* By its bits: a caller that flushes subnormals would see 0 in one, and the kernel would not. */
+    memcpy(&momentum, &rule->momentum, sizeof momentum);
     if (rule->optimizer == OPT_SGD)
-        return rule->momentum != 0;
+        return momentum != 0;
     return rule->optimizer == OPT_ADAM ? 2 : 1;
 }

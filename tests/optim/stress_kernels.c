@@ -83,7 +83,7 @@ static void *work(void *result)
 
     for (int i = 0; i < 9; i++) {
         all = all * 31 + accumulate_and_sum(i, i == 4 ? MANY : 33333 + i);
-        all = all * 31 + split_and_join(i * i * i * 137 + i);
+        all = all * 31 + split_and_join(i * i * i * 137 + i / 2);
     }
     *(uint64_t *)result = all;
     return NULL;
@@ -154,6 +154,7 @@ static void run_in_child(uint64_t expected)
     REQUIRE(child >= 0);
     if (child == 0) {
         uint64_t result;
+        require_all_to_join();
         work(&result);
         REQUIRE(result == expected);
         _exit(0);

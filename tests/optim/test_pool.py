@@ -120,6 +120,15 @@ def test_default_thread_count_is_the_affinity_mask() -> None:
     assert run_python(code).stdout == f"{len(os.sched_getaffinity(0))}\n"
 
 
+def test_a_later_change_of_the_affinity_mask_leaves_the_thread_count() -> None:
+    code = (
+        "import os; from optim_cpu import kernels as k; cpus = os.sched_getaffinity(0)\n"
+        "assert k.thread_count() == len(cpus); os.sched_setaffinity(0, [min(cpus)])\n"
+        "print(k.thread_count() == len(cpus))"
+    )
+    assert run_python(code).stdout == "True\n"
+
+
 @pytest.mark.parametrize("n", [0, -1, 4097, 1 << 40])
 def test_a_thread_count_out_of_range_is_refused(n: int) -> None:
     before = kernels.thread_count()
@@ -270,7 +279,7 @@ def test_flush_to_zero_neither_leaks_in_nor_is_lost(isa: str, flushed_subnormals
     assert flushed.view(torch.int32).item() == 0, "the caller's own mode must be back"
 
 
-@pytest.mark.parametrize("name", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("name", ["portable", "avx2", "avx512", "neon"])
 def test_the_environment_forces_an_instruction_set(name: str) -> None:
     done = run_python("from optim_cpu import kernels as k; print(k.instruction_set())", TIERING_ISA=name)
     if name in kernels.available_instruction_sets():

@@ -143,6 +143,8 @@ static void rule_cases(int unused)
             left = digest(left, &rule, sizeof rule);
             CALL(opt_adagrad_rule(&rule, 1e-42, 1e-3, 1e-42, 1e-42, 0, step, 5));
             left = digest(left, &rule, sizeof rule);
+            CALL(opt_sgd_rule(&rule, 1e-3, 1e-42, 0, 1, 0, 0, step, 5));
+            CALL(opt_state_count(&rule) != 1);
         }
         ran(left);
     }

@@ -164,22 +164,35 @@ def test_stochastic_rounding_needs_seed_and_place_only() -> None:
     assert torch.equal(nearest.state[more[1]]["exp_avg_sq"], exact.bfloat16())
 
 
-def test_options_of_a_checkpoint_win_and_what_torchs_lacks_stays() -> None:
+@pytest.mark.parametrize("older", [False, True])
+def test_options_of_a_checkpoint_win_and_what_torchs_lacks_stays(older: bool) -> None:
     params = parameters([(4,)])
     their = torch.optim.Adam(twins(params), lr=0.25)
-    del (saved := their.state_dict())["param_groups"][0]["decoupled_weight_decay"]  # as an older torch's
+    saved = their.state_dict()
+    if older:
+        del saved["param_groups"][0]["decoupled_weight_decay"]
     my = optim_cpu.AdamW(params, lr=0.5, state_format="bf16", seed=9)
     my.load_state_dict(saved)
     (group,) = my.param_groups
-    assert (group["lr"], group["state_format"], group["seed"], group["decoupled_weight_decay"]) == (
-        0.25,
-        "bf16",
-        9,
-        True,
-    )
+    assert (group["lr"], group["state_format"], group["seed"]) == (0.25, "bf16", 9)
+    assert group["decoupled_weight_decay"] is True  # AdamW is AdamW
     fp32 = optim_cpu.AdamW(parameters([(4,)]))
     fp32.load_state_dict(my.state_dict())
     assert fp32.param_groups[0]["state_format"] == "bf16"
+
+
+def test_adagrad_has_its_state_from_the_start_as_torchs_needs_it() -> None:
+    mine = parameters([(4,), (2, 3), (5,)])
+    theirs = twins(mine)
+    my = optim_cpu.Adagrad(mine[:2], initial_accumulator_value=0.25)
+    my.add_param_group({"params": mine[2:], "initial_accumulator_value": 0.5})
+    sums = [my.state[p]["sum"].unique().tolist() for p in mine]
+    assert sums == [[0.25], [0.25], [0.5]]
+    their = torch.optim.Adagrad([{"params": theirs[:2]}, {"params": theirs[2:]}])
+    their.load_state_dict(copy.deepcopy(my.state_dict()))
+    steps(my, mine, 1, 4)
+    steps(their, theirs, 1, 4)
+    assert_near(mine, theirs)
 
 
 @pytest.mark.parametrize("old", STATE_FORMATS)

@@ -141,6 +141,15 @@ def test_bad_options_are_refused_by_name_wherever_they_come(
         assert state.get("step", 1) == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"lr": "0.1"}, TypeError), ({"betas": (0.1, 0.2, 0.3)}, ValueError), ({"betas": 3}, TypeError)],
+)
+def test_options_of_a_wrong_kind_say_whose_they_are(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^Adam, param group 0: "):
+        optim_cpu.Adam(parameters([(2,)]), **options)
+
+
 def test_foreach_and_fused_change_nothing() -> None:
     plain, other = parameters(), parameters()
     a, b = optim_cpu.AdamW(plain), optim_cpu.AdamW(other, fused=True, foreach=True)

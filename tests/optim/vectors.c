@@ -160,10 +160,10 @@ static void split_cases(int both)
         if (!next_case())
             continue;
         uint64_t seed = (uint64_t)i, left;
-        struct array master = make_array(&seed, OPT_FP32, sizes[i], WILD, 0), back = master;
+        struct array master = make_array(&seed, OPT_FP32, sizes[i], WILD, 0);
         struct array param = make_array(&seed, OPT_BF16, sizes[i], TAME, 0);
         struct array rest = make_array(&seed, OPT_BF16, sizes[i], TAME, 0);
-        back = make_array(&seed, OPT_FP32, sizes[i], TAME, 0);
+        struct array back = make_array(&seed, OPT_FP32, sizes[i], TAME, 0);
         CALL(opt_split(address_of(param), both ? address_of(rest) : 0, address_of(master), sizes[i]));
         if (both)
             CALL(opt_join(address_of(back), address_of(param), address_of(rest), sizes[i]));

@@ -62,7 +62,8 @@ class _Row:
     seen: tuple[Any, ...]
     version: int
     keys: tuple[str, ...]
-    arrays: tuple[Tensor, ...]  # held, so that an address seen again is the same memory
+    arrays: tuple[Tensor, ...]
+    memory: Tensor  # the parameter's: it and the arrays are held, so that an address seen again is the same memory
     copies_grad: bool  # the gradient's strides are not the parameter's
 
 
@@ -84,6 +85,7 @@ class TensorBatch:
         self._counts: list[tuple[int, int]] = []  # rule -> param group and steps taken
         self._addresses: list[int] = []  # of the gradients, as the segments have them
         self._strided: list[int] = []  # gradients that are not contiguous
+        self._strided_params: list[Tensor] = []
         self._copied: list[int] = []  # those not in their parameter's order, which are copied in each step
 
     def forget(self) -> None:
@@ -184,7 +186,7 @@ class TensorBatch:
             self._add(member, numbers[member.group, count])
         self._addresses = [m.grad.data_ptr() for m in members]
         self._copied = [i for i, m in enumerate(members) if self._rows[m.param].copies_grad]
-        self._steps = torch.tensor(counts, dtype=torch.float32)
+        self._steps = torch.tensor(counts, dtype=torch.float32, device="cpu")
         for member, step in zip(members, self._steps.unbind(), strict=True):
             if member.form.arrays:
                 member.state["step"] = step
@@ -220,6 +222,7 @@ class TensorBatch:
         self._counted = [m.state for m in members if m.form.arrays]
         self._halves = [m.param for m in members if m.param.dtype in HALVES]
         self._strided = [i for i, m in enumerate(members) if not m.grad.is_contiguous()]
+        self._strided_params = [m.param for m in members if not m.param.is_contiguous()]
         self._picture = self._take_picture([m.grad for m in members])
         self._steps_version = self._steps._version
 
@@ -227,9 +230,11 @@ class TensorBatch:
         return [
             list(map(Tensor.data_ptr, self._params)),
             list(map(_DTYPE, self._params)),
+            # Cheaper than strides, which say more only where it is False.
+            list(map(Tensor.is_contiguous, self._params)),
+            list(map(Tensor.stride, self._strided_params)),
             list(map(_DTYPE, grads)),
             list(map(Tensor.numel, grads)),
-            # Cheaper than strides, which say more only where it is False.
             list(map(Tensor.is_contiguous, grads)),
             [grads[i].stride() for i in self._strided],
             list(map(Tensor.data_ptr, map(getitem, self._dicts, self._keys))),
@@ -268,7 +273,7 @@ def _prepared(member: Member) -> _Row:
     keys = form.arrays + master_keys(param, form.split)
     arrays = tuple(state[key] for key in keys)
     copies_grad = not same_order(member.grad, param)
-    return _Row(_look(member, keys), param._version, keys, arrays, copies_grad)
+    return _Row(_look(member, keys), param._version, keys, arrays, param.detach(), copies_grad)
 
 
 def start_state(param: Tensor, state: dict[str, Any], form: Form) -> None:
@@ -276,7 +281,7 @@ def start_state(param: Tensor, state: dict[str, Any], form: Form) -> None:
     if not form.arrays:
         return
     if any(state.get(key) is None for key in form.arrays):
-        state["step"] = torch.zeros(())
+        state["step"] = torch.zeros((), device="cpu")
         for key in form.arrays:
             state[key] = torch.full_like(param, form.initial, dtype=form.dtype, requires_grad=False)
     for key in form.arrays:

@@ -358,6 +358,43 @@ def test_parameters_that_move_in_memory_are_followed() -> None:
         assert_same(straight, params)
 
 
+def test_a_parameter_that_changes_its_order_in_place_is_seen() -> None:
+    """At the same address, with gradients that do not change: only the parameter's strides tell."""
+    mine, plain = parameters([(4, 4, 4)]), parameters([(4, 4, 4)])
+    optimizers = [optim_cpu.SGD(mine, lr=0.1, momentum=0.9), torch.optim.SGD(plain, lr=0.1, momentum=0.9)]
+    for dims in ((0, 1), (1, 2), (0, 2), (0, 1), (0, 1)):
+        give_gradients(mine, plain, seed=0)
+        for (param,), optimizer in zip((mine, plain), optimizers, strict=True):
+            optimizer.step()
+            param.data = param.data.transpose(*dims)
+        torch.testing.assert_close(mine[0], plain[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_parameter_dropped_and_loaded_again_is_seen(dtype: torch.dtype) -> None:
+    """The allocator likes to give the same address again: it must not look like the parameter that was there."""
+    for n in range(3200, 64000, 3200):  # some of these came back at their address, were it free
+        (param,) = parameters([(n,)], dtype)
+        optimizer = optim_cpu.SGD([param], lr=0.0)
+        give_gradients([param], seed=0)
+        optimizer.step()
+        edited = param.detach().float() + 4.0
+        param.data = torch.empty(0, dtype=dtype)
+        param.data = edited.to(dtype)
+        optimizer.step()
+        assert torch.equal(param, edited.to(dtype))
+
+
+def test_step_counts_stay_on_the_cpu_whatever_the_default_device() -> None:
+    params = parameters([(3,)])
+    optimizer = optim_cpu.AdamW(params)
+    for i in range(2):
+        give_gradients(params, seed=i)
+        with torch.device("meta"):
+            optimizer.step()
+    assert optimizer.state_dict()["state"][0]["step"].item() == 2
+
+
 def test_the_grad_scaler_unscales_and_skips() -> None:
     params = parameters([(5,)])
     expected = twins(params)

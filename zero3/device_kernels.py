@@ -79,12 +79,13 @@ def adam(
     scalar = kernels.adam(**options._asdict()).scalar
     decay = scalar("decay")
     g = grad.float() * grad_scale
-    if decay and not options.decoupled:
+    decays = options.weight_decay != 0  # not by its float32, which may be 0: 0 * inf is NaN in the kernels, too
+    if decays and not options.decoupled:
         g = g + master * decay
     _move(exp_avg, g, scalar("beta1"), scalar("one_minus_beta1"))
     _move(exp_avg_sq, g * g, scalar("beta2"), scalar("one_minus_beta2"))
     update = exp_avg / (exp_avg_sq.sqrt() * scalar("denominator_scale") + scalar("denominator_eps"))
-    if decay and options.decoupled:
+    if decays and options.decoupled:
         update = update + master * decay
     master.sub_(update)
     if out is not None:

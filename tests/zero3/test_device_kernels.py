@@ -56,3 +56,30 @@ def test_adamw(decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         )  # fmt: skip
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 1e-50, 0.1])
+@pytest.mark.parametrize("lr", [0.0, 1e-3, 1e20])
+def test_adam_at_the_edges(
+    lr: float, weight_decay: float, beta1: float, decoupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both forms of an average, decay that float32 does not hold, a warmup's lr of 0; zeros, subnormals, infinities."""
+    sqrt = torch.Tensor.sqrt
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda t: sqrt(t.double()).float())
+    special = torch.tensor([0.0, -0.0, 1e-42, -1e-42, 3e38, float("inf"), -float("inf"), 1.0, -2.5])
+    param, grad = (t.flatten() for t in torch.meshgrid(special, special[[0, 1, 2, 3, 7, 8]], indexing="ij"))
+    ours = [param.clone(), torch.zeros_like(param), torch.zeros_like(param)]
+    theirs = [tensor.clone() for tensor in ours]
+    for step in range(1, 4):
+        options = AdamOptions(lr, beta1, 0.95, 1e-8, weight_decay, step, decoupled)
+        device_kernels.adam(*ours, grad, None, options, 1.0)
+        step_adamw(
+            *theirs, grad, lr=lr, betas=(beta1, 0.95), eps=1e-8, weight_decay=weight_decay, step=step,
+            decoupled=decoupled,
+        )  # fmt: skip
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a.nan_to_num(7.0).signbit(), b.nan_to_num(7.0).signbit())
+        assert torch.equal(a.isnan(), b.isnan())
+        assert torch.equal(a[~a.isnan()], b[~b.isnan()])

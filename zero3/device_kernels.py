@@ -79,7 +79,7 @@ def adam(
     scalar = kernels.adam(**options._asdict()).scalar
     decay = scalar("decay")
     g = grad.float() * grad_scale
-    decays = options.weight_decay != 0  # not by its float32, which may be 0: 0 * inf is NaN in the kernels, too
+    decays = options.weight_decay != 0  # `decay` may have become 0, and 0 * inf is NaN in the C kernels, too
     if decays and not options.decoupled:
         g = g + master * decay
     _move(exp_avg, g, scalar("beta1"), scalar("one_minus_beta1"))

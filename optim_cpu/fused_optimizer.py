@@ -58,8 +58,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     Parameters without a gradient are skipped, and step counts are per parameter.
 
     A 16-bit parameter that was edited between steps (in place, by ``load_state_dict`` of its model, by assigning
-    ``.data``) keeps its new value, and its master follows. Only a write *through* ``.data`` is invisible: call
-    ``follow_parameters`` after one.
+    ``.data``) keeps its new value, and its master follows. Only writes that torch does not count are invisible, those
+    *through* ``.data``, numpy or another library: call ``follow_parameters`` after one. What ``.data`` was before stays
+    in memory until the next step. A 16-bit parameter made float32 starts from its rounded value, and its master is
+    dropped; to go on from the master, assign that: ``param.data = optimizer.state[param]["master"]``.
 
     ``load_state_dict`` copies what it is given, keeps every dtype, and takes state of torch.optim's class of the same
     name; what that lacks stays as it is here. torch's class loads this one's, where parameters are float32.
@@ -129,9 +131,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._layout = layout
 
     def follow_parameters(self) -> None:
-        """Let masters take over what was written into 16-bit parameters through ``.data``, at the next step.
+        """Let masters take over what was written into 16-bit parameters past torch's notice, at the next step.
 
-        Such a write leaves no trace that a step could notice, and a whole master would overwrite it.
+        A write through ``.data`` or numpy leaves no trace that a step could find, and a whole master would undo it.
         """
         self._batch.forget()
 

@@ -171,6 +171,24 @@ def test_a_model_may_change_its_dtype_between_steps() -> None:
     assert {float(s["step"]) for s in optimizer.state.values()} == {5}
 
 
+def test_a_parameter_may_become_its_master() -> None:
+    """As the class says: what the 16-bit parameter cannot hold is not lost when training goes on in float32."""
+    (half,) = parameters([(300,)], torch.bfloat16)
+    wide = Parameter(half.detach().float())
+    mine, plain = optim_cpu.AdamW([half], lr=1e-4), optim_cpu.AdamW([wide], lr=1e-4)
+    for i in range(6):
+        if i == 3:
+            half.data, half.grad = mine.state[half]["master"], None
+        give_gradients([half], [wide], seed=i)
+        if i < 3:
+            assert half.grad is not None
+            wide.grad = half.grad.float()
+        mine.step()
+        plain.step()
+    assert half.dtype is torch.float32
+    assert_same([half], [wide])
+
+
 def orders(shape: tuple[int, ...]) -> dict[str, Tensor]:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     wide = torch.zeros(*shape[:-1], 2 * shape[-1])

@@ -1,8 +1,7 @@
 """Our optimizer steps beside torch's fused AdamW and DeepSpeedCPUAdam, alternating in one run.
 
     python bench/bench_adam.py [--peers PYTHON] [--part step single many start] [--numel 128000000] [--rounds 21]
-                               [--isa avx512 avx2] [--huge-pages] [--as-allocated] [--quick]
-                               [--json FILE] [--markdown FILE]
+                               [--isa avx512 avx2] [--as-allocated] [--quick] [--json FILE] [--markdown FILE]
 
 DeepSpeed is a peer for measuring and nothing else needs it. It lives in an environment of its own, whose interpreter
 --peers names; it compiles itself at its first use, which takes a minute and a C++ compiler:
@@ -17,9 +16,8 @@ goes first rotates. Each side is charged for the whole job from bf16 gradient to
 gradient to fp32 (6 B per parameter), steps (28 B) and copies out (6 B). Bytes are those that the operation has to move;
 a cast or copy really moves more, since what it writes is read into the cache first. What makes the sides the same:
 
-- Tensors: torch and all our rows step the same ones in turn. DeepSpeed, in its own process, has equal ones, and
-  measures its own time around the work only. All memory is torch's, hence pages of one kind: of 4 KiB, unless
-  --huge-pages asks for transparent huge ones on both sides.
+- Tensors: torch, DeepSpeed and all our rows step the very same ones in turn. DeepSpeed, in its own process, has them as
+  shared memory, and measures its own time around the work only.
 - Addresses: arrays that are walked side by side start 512 bytes apart within a page, on both sides. Allocators start
   them all at one place of a page, and then it is luck whether two of them evict each other from the first-level cache
   (adam/values.py); --as-allocated shows it.
@@ -35,7 +33,10 @@ a cast or copy really moves more, since what it writes is read into the cache fi
 
 **start.** Import and first step, each time in a new process that has imported torch.
 
-Speeds of shared machines swing within minutes; only ratios of one run mean anything. Memory: 50 B per parameter, 6.4 GB
+The small tensors come first, in a young process: what its heap and its OpenMP have been through shows in torch's times
+(0.13 to 4.5 s were seen for the same step).
+
+Speeds of shared machines swing within minutes; only ratios of one run mean anything. Memory: 40 B per parameter, 5 GB
 by default, and 12 GB for the many tensors. Exit status: 0 when all goals hold, 1 when one does not, 2 when something
 could not be measured.
 """
@@ -54,7 +55,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from adam import many, start, steps, tables, values
+from adam import many, start, steps, tables
 from adam.peer import Peer, PeerError
 from adam.readings import Part, measure
 from figures import machine
@@ -87,9 +88,8 @@ def parse_arguments() -> argparse.Namespace:
         choices=kernels.available_instruction_sets(),
         help="the first one is what the goals are judged by",
     )
-    parser.add_argument("--huge-pages", action="store_true", help="ask for transparent huge pages everywhere")
     parser.add_argument(
-        "--as-allocated", action="store_true", help="leave the large arrays where torch's allocator puts them"
+        "--as-allocated", action="store_true", help="start the large arrays where an allocator would"
     )
     parser.add_argument("--quick", action="store_true", help=f"under a minute, proves nothing: {QUICK}")
     parser.add_argument("--json", type=Path, help="every reading, for later")
@@ -118,7 +118,7 @@ def large(options: argparse.Namespace, report: Report) -> Iterator[Part]:
         if name not in options.part:
             continue
         use_threads(threads)
-        peers = Peer(options.peers, options.numel, threads, apart=apart) if options.peers else nullcontext()
+        peers = Peer(options.peers, model, threads) if options.peers else nullcontext()
         with peers as peer:
             rows = measure(options.rounds, model.rows(tuple(options.isa), peer))
             title = (
@@ -128,7 +128,7 @@ def large(options: argparse.Namespace, report: Report) -> Iterator[Part]:
             if peer is not None:
                 said = peer.check()
                 report.facts["peer"] = f"{peer.about}, in a process and an environment of its own"
-                part.notes.append(account(f"DeepSpeed, step {said['step']}", said["odd"], said))
+                part.notes.append(account(f"DeepSpeed, step {said['step']}", said["odd"]))
                 part.notes.append(
                     f"While the other side worked: DeepSpeed's process used {peer.idle_cpu:.2f} s of CPU between"
                     f" its turns, ours {peer.our_cpu:.2f} s during its {peer.busy:.1f} s."
@@ -136,13 +136,9 @@ def large(options: argparse.Namespace, report: Report) -> Iterator[Part]:
             yield part
 
 
-def account(side: str, odd: int, memory: dict[str, float] | None = None) -> str:
-    """What a side's values and memory are like at the end."""
-    memory = memory or values.memory()
-    return (
-        f"{side}: {odd or 'no'} odd values (infinite, NaN, subnormal) in the states at the end;"
-        f" {memory['huge']:.1f} of {memory['resident']:.1f} GB in huge pages."
-    )
+def account(side: str, odd: int) -> str:
+    """What a side's values are like at the end."""
+    return f"{side}: {odd or 'no'} odd values (infinite, NaN, subnormal) in the states at the end."
 
 
 def small(options: argparse.Namespace) -> Iterator[Part]:
@@ -156,6 +152,7 @@ def small(options: argparse.Namespace) -> Iterator[Part]:
             f" {model.numel / 1e6:.0f} M together, {plural(options.threads)}, {options.rounds} rounds"
         )
         note = account("both", model.odd())
+        del model  # the memory is for the next one
         yield Part(f"many, {name}", title, options.threads, options.isa[0], rows, [note])
 
 
@@ -178,18 +175,16 @@ def asked_for(options: argparse.Namespace) -> list[str]:
 
 def parts(options: argparse.Namespace, report: Report) -> Iterator[Part]:
     """Every part that was asked for, as it is done."""
-    if {"step", "single"} & set(options.part):
-        yield from large(options, report)
     if "many" in options.part:
         yield from small(options)
+    if {"step", "single"} & set(options.part):
+        yield from large(options, report)
     if "start" in options.part:
         yield first_steps(options)
 
 
 def main() -> int:
     options = parse_arguments()
-    if options.huge_pages:  # torch reads it at its first allocation; child processes inherit it
-        os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
     console = Console(width=None if sys.stdout.isatty() else 200)
     facts = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),

@@ -32,8 +32,8 @@ def log_uniform(source: np.random.Generator, count: int, largest: int) -> NDArra
 
 
 SIZES: dict[str, Callable[[np.random.Generator, int, int], NDArray[np.int64]]] = {
-    "uniform": uniform,
     "log-uniform": log_uniform,
+    "uniform": uniform,
 }
 
 

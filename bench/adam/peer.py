@@ -10,7 +10,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from .steps import Model
 
 RECIPE = (
     "make one with `python -m venv DIR && DIR/bin/pip install torch deepspeed==0.19.8 ninja` (a C++ compiler is"
@@ -31,14 +34,13 @@ def environment(python: Path, threads: int) -> dict[str, str]:
 
 
 class Peer:
-    """A worker with ``numel`` parameters and ``threads`` threads, run by the interpreter ``python``.
+    """A worker with ``threads`` threads, run by the interpreter ``python``, that steps the arrays of ``model``.
 
-    ``apart``: its arrays start at different places of a page (see values.APART), not where torch puts them.
     ``idle_cpu`` are the CPU seconds that it used between its jobs, and ``our_cpu`` those that this process used during
     them: either side is to leave the machine to the other. Raises PeerError when it does not start.
     """
 
-    def __init__(self, python: Path, numel: int, threads: int, *, apart: bool = True) -> None:
+    def __init__(self, python: Path, model: Model, threads: int) -> None:
         self.idle_cpu = self.our_cpu = self.busy = 0.0
         self._last: float | None = None
         self._said = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - closed by close()
@@ -50,6 +52,7 @@ class Peer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._said,
+                pass_fds=(model.pages.descriptor,),
                 text=True,
             )
         except OSError as error:
@@ -59,7 +62,7 @@ class Peer:
                 f" environment; {RECIPE}"
             ) from error
         try:
-            told = self._ask({"numel": numel, "threads": threads, "apart": apart})
+            told = self._ask({"threads": threads, **model.for_peer()})
             if "error" in told:
                 raise PeerError(f"--peers {python} has no DeepSpeedCPUAdam ({told['error']}); {RECIPE}")
         except PeerError:
@@ -79,7 +82,7 @@ class Peer:
         return float(told["ms"])
 
     def check(self) -> dict[str, Any]:
-        """``odd`` values found in its state, its ``step``, ``resident`` and ``huge`` GB of memory."""
+        """``odd`` values found in its state, its and its ``step``."""
         return self._ask("check")
 
     def close(self) -> None:

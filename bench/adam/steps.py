@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,34 +69,60 @@ class Kept:
         )
 
 
+BYTES, ARRAYS = 30, 11
+"""Of a model: bytes per parameter, and in how many arrays."""
+
+
 class Model:
-    """``numel`` parameters of which every format has its copy: 30 bytes each.
+    """``numel`` parameters of which every format has its copy, in memory that a peer can be given.
 
     Rows step the same tensors in turn, each as if it were step 1000. That changes nothing about their time, and keeps
-    their values: gradients are constant, so moments settle, and the parameter moves by the rate. ``apart`` is as
-    ``Peer`` has it.
+    their values: gradients are constant, so moments settle, and the parameter moves by the rate. ``apart``: arrays
+    start at different places of a page (see values.APART), not where an allocator would put them.
     """
 
     def __init__(self, numel: int, *, apart: bool = True) -> None:
         torch.manual_seed(0)
         slots = values.Slots(apart)
-        bf16, fp16, moved = torch.bfloat16, torch.float16, values.moved
+        bf16, fp16 = torch.bfloat16, torch.float16
+        self.pages = pages = values.Pages(BYTES * numel + ARRAYS * 2 * values.PAGE)
         self.numel = numel
-        self.parameter = torch.nn.Parameter(values.parameters(numel, slots.param))
-        self.parameter.grad = self.grad = values.gradients(numel, slots.grad)
+        self.master = pages.copy(values.parameters(numel), slots.param)
+        self.grad = pages.copy(values.gradients(numel), slots.grad)
+        self.parameter = torch.nn.Parameter(self.master)
+        self.parameter.grad = self.grad
         self.torch_adam = torch.optim.AdamW([self.parameter], fused=True, **values.HYPER)
         self.torch_adam.step()
-        self.master = self.parameter.detach()
         state = self.torch_adam.state[self.parameter]
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = moved(state[name], getattr(slots, name))
+            state[name] = pages.copy(state[name], getattr(slots, name))
         self.wide = state["exp_avg"], state["exp_avg_sq"]
-        self.narrow = moved(self.wide[0], slots.exp_avg, bf16), moved(self.wide[1], slots.exp_avg_sq, bf16)
-        self.half_grad = moved(self.grad, slots.grad, bf16)
-        self.fp16_grad = moved(self.grad, slots.grad, fp16)
-        self.half_out = values.room(numel, bf16, slots.out).zero_()
+        self.narrow = (
+            pages.copy(self.wide[0], slots.exp_avg, bf16),
+            pages.copy(self.wide[1], slots.exp_avg_sq, bf16),
+        )
+        self.half_grad = pages.copy(self.grad, slots.grad, bf16)
+        self.fp16_grad = pages.copy(self.grad, slots.grad, fp16)
+        self.half_out = pages.room(numel, bf16, slots.out)
         upper, rest = formats.split(self.master)
-        self.split, self.remainder = moved(upper, slots.param), moved(rest, slots.remainder)
+        self.split, self.remainder = pages.copy(upper, slots.param), pages.copy(rest, slots.remainder)
+
+    def for_peer(self) -> dict[str, Any]:
+        """What another process needs in order to step these very arrays."""
+        arrays = {
+            "parameter": self.master,
+            "grad": self.grad,
+            "exp_avg": self.wide[0],
+            "exp_avg_sq": self.wide[1],
+            "half_grad": self.half_grad,
+            "half_out": self.half_out,
+        }
+        return {
+            "numel": self.numel,
+            "descriptor": self.pages.descriptor,
+            "nbytes": self.pages.nbytes,
+            "starts": {name: self.pages.start_of(array) for name, array in arrays.items()},
+        }
 
     def odd(self) -> int:
         """How many odd values the states have come to hold, among those looked at."""

@@ -1,7 +1,7 @@
-"""DeepSpeedCPUAdam in a process and an environment of its own: one flat parameter, driven from standard input.
+"""DeepSpeedCPUAdam in a process and an environment of its own: one flat parameter in shared memory, driven from stdin.
 
 Run by the peers' interpreter, so: the standard library, torch and deepspeed, nothing of ours. The first line of input
-says how large the parameter is; each further one names a job and is answered by a line of JSON with the milliseconds
+says where the arrays are; each further one names a job and is answered by a line of JSON with the milliseconds
 that it took, measured here around the work only, and this process' CPU seconds when it was asked and when it was done:
 what lies between an answer and the next question was spent idle.
 
@@ -24,7 +24,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 class Worker:
     """The tensors, and the jobs on them."""
 
-    def __init__(self, numel: int, threads: int, apart: bool) -> None:
+    def __init__(
+        self, threads: int, numel: int, descriptor: int, nbytes: int, starts: dict[str, int]
+    ) -> None:
         import deepspeed
         import torch
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -32,19 +34,19 @@ class Worker:
 
         from adam import values
 
-        torch.manual_seed(0)
         torch.set_num_threads(threads)
-        self.values = values
-        slots = values.Slots(apart)
-        self.parameter = torch.nn.Parameter(values.parameters(numel, slots.param))
-        self.parameter.grad = self.grad = values.gradients(numel, slots.grad)
-        self.half_grad = values.moved(self.grad, slots.grad, torch.bfloat16)
-        self.half_out = values.room(numel, torch.bfloat16, slots.out).zero_()
+        pages = values.Pages(nbytes, descriptor)
+        array = {
+            name: pages.at(start, numel, torch.bfloat16 if name.startswith("half") else torch.float32)
+            for name, start in starts.items()
+        }
+        self.odd = values.odd
+        self.parameter = torch.nn.Parameter(array["parameter"])
+        self.parameter.grad = self.grad = array["grad"]
+        self.half_grad, self.half_out = array["half_grad"], array["half_out"]
         self.optimizer = DeepSpeedCPUAdam([self.parameter], adamw_mode=True, **values.HYPER)
         self.optimizer.step()
-        state = self.optimizer.state[self.parameter]
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = values.moved(state[name], getattr(slots, name))
+        self.optimizer.state[self.parameter].update(exp_avg=array["exp_avg"], exp_avg_sq=array["exp_avg_sq"])
         arithmetic = CPUAdamBuilder().simd_width().strip("-D_")
         self.about = f"DeepSpeedCPUAdam {deepspeed.__version__} ({arithmetic}, torch {torch.__version__})"
 
@@ -59,7 +61,7 @@ class Worker:
     def check(self) -> dict[str, Any]:
         state = self.optimizer.state[self.parameter]
         kept = (self.parameter, state["exp_avg"], state["exp_avg_sq"], self.half_out)
-        return {"odd": sum(map(self.values.odd, kept)), "step": int(state["step"]), **self.values.memory()}
+        return {"odd": sum(map(self.odd, kept)), "step": int(state["step"])}
 
 
 def timed(job: Any) -> dict[str, float]:

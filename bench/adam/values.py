@@ -34,10 +34,11 @@ class Pages:
 
     def __init__(self, nbytes: int, descriptor: int | None = None) -> None:
         self.nbytes = nbytes
-        self.descriptor = os.memfd_create("bench_adam") if descriptor is None else descriptor
         if descriptor is None:
-            os.ftruncate(self.descriptor, nbytes)
-        weakref.finalize(self, os.close, self.descriptor)
+            descriptor = os.memfd_create("bench_adam")
+            os.ftruncate(descriptor, nbytes)
+            weakref.finalize(self, os.close, descriptor)
+        self.descriptor = descriptor
         self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, nbytes), dtype=torch.uint8)
         self._end = 0
 

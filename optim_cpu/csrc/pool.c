@@ -37,6 +37,7 @@
 
 #include "fp_environment.h"
 #include "kernels.h"
+#include "refuse.h"
 
 enum { MAX_SLICES = 64, CACHE_LINE = 64, FAN_OUT = 2 }; /* more threads than slices share them */
 
@@ -270,7 +271,7 @@ int opt_thread_count(void)
 int opt_set_thread_count(int threads)
 {
     if (threads < 1 || threads > OPT_MAX_THREADS)
-        return -EINVAL;
+        return opt_refuse("threads must be 1 to 4096");
     atomic_store(&pool.threads, threads);
     return 0;
 }

@@ -25,8 +25,6 @@ static int check_rule(const opt_rule *rule, double lr, double weight_decay, int6
         return opt_refuse("lr must be 0 or more, and finite as float32");
     if (!is_scalar(weight_decay))
         return opt_refuse("weight_decay must be 0 or more, and finite as float32");
-    if (!is_scalar(lr * weight_decay))
-        return opt_refuse("weight_decay must, times lr, be finite as float32");
     if (step < 1)
         return opt_refuse("step must be 1 or more: it counts the step being taken");
     return 0;

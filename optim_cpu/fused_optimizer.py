@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import accumulate, repeat
@@ -30,7 +31,7 @@ REFUSED = {
 }
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(torch.optim.Optimizer, ABC):
     """A ``torch.optim.Optimizer`` over CPU tensors that steps all its parameters in one run of the kernels.
 
     Arguments have torch.optim's names, order and defaults; ``lr`` may be a one-element tensor. ``foreach`` and
@@ -78,12 +79,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._reset()
         super().__init__(params, defaults)
 
+    @abstractmethod
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         """The kernels' rule for the step numbered ``step``; ValueError names a bad option."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _form(self, group: dict[str, Any]) -> Form:
-        raise NotImplementedError
+        """How the group's state is kept; ValueError names a bad option."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own, as torch's does. Raises ValueError for a bad option."""
@@ -91,6 +93,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check_options({**self.defaults, **param_group}, len(self.param_groups))
         _torch_method("add_param_group")(self, param_group)
 
+    # torch declares two overloads; this signature takes and gives what both do.
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step every parameter that has a gradient; returns what ``closure``, called first with autograd on, gives.
@@ -263,9 +266,9 @@ def form_of(group: dict[str, Any], arrays: tuple[str, ...], initial: float = 0.0
 
 def scalar(group: dict[str, Any], name: str) -> float:
     """The option ``name``, which may be a tensor of one element."""
-    value = group[name]
+    value: float | Tensor = group[name]
     if not isinstance(value, Tensor):
-        return value  # type: ignore[no-any-return]
+        return value
     if value.numel() != 1:
         raise ValueError(
             f"{name} must be a number or a tensor of one element, got shape {tuple(value.shape)}"

@@ -47,7 +47,7 @@ class Init:
     def __enter__(self) -> Self:
         if nn.Module.register_parameter is not Init._register:
             raise EngineStateError("zero.Init is open already: build the whole model in one context")
-        nn.Module.register_parameter = _register_on_meta  # type: ignore
+        nn.Module.register_parameter = _register_on_meta  # type: ignore[method-assign,assignment] # replaced on purpose
         return self
 
     def __exit__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -133,15 +135,15 @@ def test_hundreds_of_steps_equal_those_with_a_float32_master(kind: Kind, state_f
     state, split_state = ([np.zeros(n, dtype) for _ in range(kind.state_count)] for _ in range(2))
     batch = StepBatch()
     rule = batch.add_rule(kind.rule())
-    common = {
+    common: dict[str, Any] = {
         "grad": address(grad),
         "grad_dtype": DType.BF16,
         "state_format": state_format,
         "first_index": 1 << 33,
     }
-    batch.add(n, rule, param=address(master), state=tuple(map(address, state)), out=address(out), **common)  # type: ignore[arg-type]
+    batch.add(n, rule, param=address(master), state=tuple(map(address, state)), out=address(out), **common)
     batch.add(
-        n, rule, param=address(param), remainder=address(remainder), state=tuple(map(address, split_state)), **common  # type: ignore[arg-type]
+        n, rule, param=address(param), remainder=address(remainder), state=tuple(map(address, split_state)), **common
     )  # fmt: skip
     start = master.copy()
     for t in range(1, 301):

@@ -156,15 +156,16 @@ def averages(gradients: F32, state_format: StateFormat, n: int, start: float = 0
     v: Array = np.full(n, start, np.float32)
     if state_format is not StateFormat.FP32:
         v = reference.f32_to_bf16(v)
-    batch, hyper = StepBatch(), {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
-    rule = batch.add_rule(kernels.adam(**hyper, step=1))  # type: ignore[arg-type]
+    batch = StepBatch()
+    hyper: dict[str, Any] = {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+    rule = batch.add_rule(kernels.adam(**hyper, step=1))
     batch.add(
         n, rule, param=address(p), state=(address(m), address(v)), state_format=state_format, grad=address(grad),
         grad_dtype=DType.FP32,
     )  # fmt: skip
     for t, g in enumerate(gradients, 1):
         grad[:] = g
-        batch.set_rule(rule, kernels.adam(**hyper, step=t))  # type: ignore[arg-type]
+        batch.set_rule(rule, kernels.adam(**hyper, step=t))
         batch.run()
     return v if state_format is StateFormat.FP32 else reference.bf16_to_f32(v)
 

@@ -7,6 +7,7 @@ import torch
 
 from optim_cpu import kernels
 from optim_cpu.adam import step_adamw
+from optim_cpu.formats import round_parameters
 from optim_cpu.kernels import DType
 from zero3 import device_kernels
 from zero3.device_kernels import AdamOptions
@@ -83,3 +84,17 @@ def test_adam_at_the_edges(
         assert torch.equal(a.nan_to_num(7.0).signbit(), b.nan_to_num(7.0).signbit())
         assert torch.equal(a.isnan(), b.isnan())
         assert torch.equal(a[~a.isnan()], b[~b.isnan()])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_round_parameters(dtype: torch.dtype) -> None:
+    bits = torch.randint(
+        -(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(3), dtype=torch.int64
+    )
+    bits[::2] = bits[::2] & ~0xFFFF | 0x8000  # just between two bf16
+    master = bits.to(torch.int32).view(torch.float32)
+    one, other = torch.empty(100_000, dtype=dtype), torch.empty(100_000, dtype=dtype)
+    device_kernels.round_parameters(master, one)
+    round_parameters(master, other)
+    assert torch.equal(one.isnan(), other.isnan())
+    assert torch.equal(one.nan_to_num(nan=0), other.nan_to_num(nan=0))

@@ -82,6 +82,23 @@ def test_experts_frozen_shared_and_unused_modules(
     assert all(torch.equal(weights[name], split(masters[name])[0]) for name in masters)
 
 
+def test_values_just_between_two_bf16_are_rounded_one_way(start: Callable[..., Any]) -> None:
+    """At first, by the kernels, and where a slot is written back with parameters that were not stepped."""
+    model = mixture()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.view(torch.int32).bitwise_and_(~0xFFFF).bitwise_or_(0x8000)
+    original = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = start(model, accumulation=1, threshold=0, **STREAMED)
+    weights = engine.state_dict()
+    assert all(torch.equal(weights[name], split(original[name])[0]) for name in original)
+    train_mixture(engine, [0])
+    weights, masters = engine.state_dict(), engine.master_state_dict()
+    assert torch.equal(masters["unused.weight"], original["unused.weight"])
+    assert not torch.equal(weights["unused.weight"], original["unused.weight"].bfloat16())
+    assert all(torch.equal(weights[name], split(masters[name])[0]) for name in masters)
+
+
 def test_a_parameter_without_gradient_keeps_its_step_count(start: Callable[..., Any]) -> None:
     """As torch does: expert 3 takes its first step at the third update and must be corrected for bias as step 1."""
     engine = start(mixture(), accumulation=1, threshold=0, clip=0.0, optimizer={"weight_decay": 0.0})

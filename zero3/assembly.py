@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OFFLOAD_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
+ClientOptimizerChoice = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 ModelParameters = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
 
 
@@ -46,8 +47,20 @@ class Assembly:
     optimizer: TieredOptimizer
 
 
-def assemble(model: nn.Module, config: TieringConfig, model_parameters: ModelParameters | None) -> Assembly:
-    """Plan, make the tiers and move ``model`` onto them. What is refused is refused before anything moves."""
+def assemble(
+    model: nn.Module,
+    config: TieringConfig,
+    model_parameters: ModelParameters | None,
+    optimizer: ClientOptimizerChoice | None = None,
+) -> Assembly:
+    """Plan, make the tiers and move ``model`` onto them. What is refused is refused before anything moves.
+
+    ``optimizer`` is what the user gave in place of the configuration's: an optimizer, or a function of the parameters.
+    """
+    if optimizer is not None:
+        raise ConfigError(
+            "initialize(optimizer=...) is not supported in this version: name one in the configuration"
+        )
     device = _device()
     compute = COMPUTE_DTYPES[config.precision]
     grad_dtype = _grad_dtype(config, compute)
@@ -69,7 +82,7 @@ def assemble(model: nn.Module, config: TieringConfig, model_parameters: ModelPar
             buffer.data = buffer.data.to(device, compute if buffer.is_floating_point() else buffer.dtype)
         fill(model, groups, tiles, tiers)
         chosen = config.optimizer
-        optimizer = TieredOptimizer(
+        made = TieredOptimizer(
             param_groups,
             {"lr": chosen.lr, "betas": chosen.betas, "eps": chosen.eps, "weight_decay": chosen.weight_decay},
             tiles,
@@ -81,7 +94,7 @@ def assemble(model: nn.Module, config: TieringConfig, model_parameters: ModelPar
     except BaseException:
         tiers.close()
         raise
-    return Assembly(device, plan, tiers, groups, tiles, gradients, optimizer)
+    return Assembly(device, plan, tiers, groups, tiles, gradients, made)
 
 
 def _device() -> torch.device:

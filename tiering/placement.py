@@ -10,9 +10,11 @@ Budgets are ceilings. What cannot fit is refused here with the numbers and the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tiering.arena import PAGE, round_up
@@ -22,7 +24,6 @@ from tiering.errors import PlacementError
 if TYPE_CHECKING:
     from rich.table import Table
 
-STATE_ITEMS = 2  # exp_avg and exp_avg_sq
 FP32 = 4
 CHECKSUM_SHARE = PAGE // 4  # bytes on NVMe per byte of checksums: four for each page
 CHECKSUM_CHUNK = 16 << 20  # bytes of a file whose checksums are allocated together
@@ -62,6 +63,7 @@ class Workload:
     micro_batches: int
     compute_itemsize: int
     grad_itemsize: int
+    state_tensors: int  # fp32 per element beside the master, as exp_avg and exp_avg_sq are
     offload_param: Tier
     offload_optimizer: Tier
     cache_in_host: bool
@@ -70,11 +72,13 @@ class Workload:
     device_is_host: bool  # training on the CPU: host memory is the device's memory
     verified_files: int = 0  # swap files whose pages have checksums in host memory
     fetch_by_copy: bool = False  # NVMe reads cannot land where compute uses them: they pass through a window
+    offload_ratio: float = 1.0  # share of the optimizer state that offload_optimizer takes off the device
+    whole_groups: bool = False  # who steps this needs each group's state in one piece
 
     @property
     def state_itemsize(self) -> int:
         """Bytes of optimizer state per element; in fp32 the parameter itself is the master."""
-        return FP32 * (STATE_ITEMS + (0 if self.compute_itemsize == FP32 else 1))
+        return FP32 * (self.state_tensors + (0 if self.compute_itemsize == FP32 else 1))
 
     @property
     def master_is_param(self) -> bool:
@@ -92,10 +96,29 @@ class Workload:
         """The tiers whose parameters compute can use where they are."""
         return frozenset({Tier.DEVICE, Tier.HOST} if self.device_is_host else {Tier.DEVICE})
 
+    @cached_property
+    def optimizer_tiers(self) -> tuple[Tier, ...]:
+        """The slowest tier that the gradients and optimizer state of each group may live on.
+
+        ``offload_ratio`` of the state leaves the device, or a little more: groups are kept whole. Those stay that come
+        first in the model, as far as they fit the share: their gradients come last in backward, when the least of it is
+        left to hide their way off the device.
+        """
+        trained = sum(group.trainable_numel for group in self.groups)
+        stays = trained - math.ceil(self.offload_ratio * trained)
+        tiers = []
+        for group in self.groups:
+            kept = 0 < group.trainable_numel <= stays
+            stays -= group.trainable_numel if kept else 0
+            tiers.append(Tier.DEVICE if kept else self.offload_optimizer)
+        return tuple(tiers)
+
     @property
     def steps_copy_out(self) -> bool:
         """Whether the CPU steps parameters that the device keeps in memory of its own."""
-        return not self.device_is_host and self.offload_optimizer is not Tier.DEVICE
+        trained = zip(self.groups, self.optimizer_tiers, strict=True)
+        stepped = any(group.trainable_numel and tier is not Tier.DEVICE for group, tier in trained)
+        return stepped and not self.device_is_host
 
 
 @dataclass(frozen=True)
@@ -239,8 +262,8 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
     parents = {group.parent for group in load.groups}
     stays_open = [group.persistent or index in parents for index, group in enumerate(load.groups)]
     grad_tiers = [
-        Tier.HOST if load.offload_optimizer is Tier.NVME and open_ else load.offload_optimizer
-        for open_ in stays_open
+        Tier.HOST if tier is Tier.NVME and open_ else tier
+        for tier, open_ in zip(load.optimizer_tiers, stays_open, strict=True)
     ]
 
     for index, group in enumerate(load.groups):
@@ -249,9 +272,9 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
         if grad_tiers[index] is not Tier.NVME:
             nbytes = group.trainable_numel * load.grad_itemsize
             fixed.take(grad_tiers[index], nbytes, f"gradients of {group.name}")
-    if load.offload_optimizer is not Tier.NVME:
-        nbytes = sum(group.trainable_numel for group in load.groups) * load.state_itemsize
-        fixed.take(load.offload_optimizer, nbytes, "optimizer state")
+        if load.optimizer_tiers[index] is not Tier.NVME:
+            nbytes = group.trainable_numel * load.state_itemsize
+            fixed.take(load.optimizer_tiers[index], nbytes, f"optimizer state of {group.name}")
     fixed.check()
 
     _keep_what_cannot_move(load, fixed, param_tiers)
@@ -261,9 +284,7 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
     fetch_window = 2 * largest if load.fetch_by_copy and Tier.NVME in param_tiers else 0
     offload_window = 2 * largest if load.steps_copy_out else 0
     fixed.take(Tier.HOST, fetch_window + offload_window, "copies to and from the device")
-    largest_tile = min(
-        LARGEST_TILE, max(SMALLEST_TILE, load.sub_group_numel // SMALLEST_TILE * SMALLEST_TILE)
-    )
+    largest_tile = _largest_tile(load)
 
     # Where the device has memory of its own, updated parameters reach it through a slot.
     staging, window = Staging(), 0
@@ -305,6 +326,12 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
                 f" {format_size(budgets.of(tier))}: {_listed(plan.contents(tier))}; raise {tier.value}_budget"
             )
     return plan
+
+
+def _largest_tile(load: Workload) -> int:
+    if load.whole_groups:
+        return max([SMALLEST_TILE, *(group.trainable_numel for group in load.groups)])
+    return min(LARGEST_TILE, max(SMALLEST_TILE, load.sub_group_numel // SMALLEST_TILE * SMALLEST_TILE))
 
 
 def _keep_what_cannot_move(load: Workload, fixed: _Room, param_tiers: list[Tier]) -> None:
@@ -373,6 +400,8 @@ def _fill_host(
 
     def keep(nbytes: int, *, cached: bool = True) -> bool:
         nonlocal room, whole
+        if not nbytes:  # SGD's state in fp32: there is nothing to move
+            return True
         if nbytes <= room and (load.cache_in_host or not cached):
             room -= nbytes
             return True
@@ -394,10 +423,10 @@ def _fill_host(
         if keep(sizes[index], cached=False):
             grads[index] = Tier.HOST
     tiles: list[SubGroup] = []
-    for index, group in enumerate(load.groups):
+    for index, (group, home) in enumerate(zip(load.groups, load.optimizer_tiers, strict=True)):
         for start in range(0, group.trainable_numel, tile):
             end = min(start + tile, group.trainable_numel)
-            tier = load.offload_optimizer
+            tier = home
             if tier is Tier.NVME and keep((end - start) * load.state_itemsize):
                 tier = Tier.HOST
             tiles.append(SubGroup(index, start, end, tier))
@@ -412,7 +441,7 @@ def _staging(
     largest_tile: int,
 ) -> tuple[int, Staging]:
     """The tile (elements) and the slots, for what may have to stream."""
-    state = load.state_itemsize if load.offload_optimizer is Tier.NVME else 0
+    state = load.state_itemsize if Tier.NVME in load.optimizer_tiers else 0
     param = load.compute_itemsize if Tier.NVME in param_tiers or load.steps_copy_out else 0
     grad = load.grad_itemsize if Tier.NVME in grad_tiers else 0
     per_element = state + param + grad
@@ -440,10 +469,11 @@ def _grad_window(load: Workload, grad_tiers: Sequence[Tier]) -> int:
 def _most_on_nvme(load: Workload, param_tiers: Sequence[Tier], grad_tiers: Sequence[Tier]) -> int:
     """Bytes on NVMe if nothing that may live there were kept in host memory."""
     total = 0
-    for group, param, grad in zip(load.groups, param_tiers, grad_tiers, strict=True):
+    kinds = zip(load.groups, param_tiers, grad_tiers, load.optimizer_tiers, strict=True)
+    for group, param, grad, state in kinds:
         total += group.param_bytes if param is Tier.NVME else 0
         total += group.trainable_numel * load.grad_itemsize if grad is Tier.NVME else 0
-        total += group.trainable_numel * load.state_itemsize if load.offload_optimizer is Tier.NVME else 0
+        total += group.trainable_numel * load.state_itemsize if state is Tier.NVME else 0
     return total
 
 

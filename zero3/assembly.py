@@ -207,6 +207,7 @@ def _plan(
         micro_batches=config.gradient_accumulation_steps,
         compute_itemsize=compute.itemsize,
         grad_itemsize=grad_dtype.itemsize,
+        state_tensors=2,
         offload_param=OFFLOAD_TIERS[config.zero.offload_param.device],
         offload_optimizer=OFFLOAD_TIERS[config.zero.offload_optimizer.device],
         cache_in_host=config.tiering.cache_in_host,

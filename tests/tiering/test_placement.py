@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -51,6 +52,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         micro_batches=draw(st.integers(1, 3)),
         compute_itemsize=itemsize,
         grad_itemsize=draw(st.sampled_from([2, 4])),
+        state_tensors=draw(st.sampled_from([0, 1, 2])),
         offload_param=draw(st.sampled_from([DEVICE, HOST, NVME, NVME])),
         offload_optimizer=draw(st.sampled_from([DEVICE, HOST, NVME, NVME])),
         cache_in_host=draw(st.integers(0, 3)) > 0,
@@ -59,6 +61,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         device_is_host=device_is_host,
         verified_files=draw(st.sampled_from([0, 0, 1, 2])),
         fetch_by_copy=not device_is_host or draw(st.booleans()),
+        offload_ratio=draw(st.just(1.0) | st.floats(0, 1)),
     )
 
 
@@ -121,12 +124,39 @@ def test_nothing_is_placed_where_the_configuration_does_not_allow_it(load: Workl
     strictly = allowed if load.cache_in_host else {tier: {tier} for tier in order}
     for group, tier in zip(load.groups, plan.param_tiers, strict=True):
         assert tier in ({DEVICE} if group.persistent else strictly[load.offload_param])
-    assert {tile.tier for tile in plan.sub_groups} <= strictly[load.offload_optimizer]
-    assert set(plan.grad_tiers) <= allowed[load.offload_optimizer]
+    for tile in plan.sub_groups:
+        home = load.optimizer_tiers[tile.group]
+        assert tile.tier in (strictly[home] if load.state_itemsize else {home, HOST})
+    for tier, home in zip(plan.grad_tiers, load.optimizer_tiers, strict=True):
+        assert tier in allowed[home]
     parents = {group.parent for group in load.groups}
     for index, (group, tier) in enumerate(zip(load.groups, plan.grad_tiers, strict=True)):
         if group.persistent or index in parents:
             assert tier is not NVME  # it would hold the window open for the whole pass
+
+
+@settings(deadline=None, max_examples=150)
+@given(load=workloads())
+def test_the_share_that_leaves_the_device_is_as_configured_but_for_whole_groups(load: Workload) -> None:
+    sizes = [group.trainable_numel for group in load.groups]
+    stays = [
+        size and tier is DEVICE and load.offload_optimizer is not DEVICE
+        for size, tier in zip(sizes, load.optimizer_tiers, strict=True)
+    ]
+    assert set(load.optimizer_tiers) <= {DEVICE, load.offload_optimizer}
+    if load.offload_optimizer is DEVICE:
+        return
+    left = sum(size for size, kept in zip(sizes, stays, strict=True) if not kept)
+    spare = left - math.ceil(load.offload_ratio * sum(sizes))  # more than was asked to leave
+    assert spare >= 0
+    skipped = [size for size, kept in zip(sizes, stays, strict=True) if size and not kept]
+    assert all(size > spare for size in skipped)  # any other group would have been too much
+    assert sum(sizes) == left or load.offload_ratio < 1
+    # The first groups come first: whatever was skipped did not fit beside those kept before it.
+    allowed = sum(sizes) - math.ceil(load.offload_ratio * sum(sizes))
+    for index, size in enumerate(sizes):
+        before = sum(size for size, kept in zip(sizes[:index], stays[:index], strict=True) if kept)
+        assert not size or bool(stays[index]) == (before + size <= allowed)
 
 
 @settings(deadline=None, max_examples=150)
@@ -140,12 +170,15 @@ def test_the_windows_suffice(load: Workload, limits: Budgets) -> None:
         if tier is NVME
     ]
     streams = NVME in plan.param_tiers or bool(grads) or any(tile.tier is NVME for tile in plan.sub_groups)
-    if streams or (load.steps_copy_out and plan.sub_groups):
+    leaves = [tile for tile in plan.sub_groups if load.optimizer_tiers[tile.group] is not DEVICE]
+    assert load.steps_copy_out == (bool(leaves) and not load.device_is_host)
+    if streams or load.steps_copy_out:
         assert staging.slots >= FEWEST_SLOTS
         assert staging.slot_bytes % PAGE == staging.param_offset % PAGE == staging.grad_offset % PAGE == 0
     for tile in plan.sub_groups:  # every part of a tile fits its part of a slot
         state = tile.numel * load.state_itemsize if tile.tier is NVME else 0
-        through = load.steps_copy_out or plan.param_tiers[tile.group] is NVME
+        leaves_device = load.optimizer_tiers[tile.group] is not DEVICE
+        through = (leaves_device and load.steps_copy_out) or plan.param_tiers[tile.group] is NVME
         param = tile.numel * load.compute_itemsize if through else 0
         grad = tile.numel * load.grad_itemsize if plan.grad_tiers[tile.group] is NVME else 0
         assert state <= staging.param_offset or not state
@@ -218,6 +251,7 @@ def example(**changes: object) -> Workload:
         micro_batches=1,
         compute_itemsize=2,
         grad_itemsize=2,
+        state_tensors=2,
         offload_param=NVME,
         offload_optimizer=NVME,
         cache_in_host=False,
@@ -257,6 +291,85 @@ def test_traffic_of_fp32_compute() -> None:
     assert load.state_itemsize == 8
     assert traffic_per_param(load) == (4 + 4 + 4 + 8, 4 + 8)
     assert traffic_per_param(replace(load, offload_param=HOST)) == (8, 8)
+
+
+@pytest.mark.parametrize("moments", [0, 1, 2])
+def test_state_is_counted_by_the_tensors_that_the_update_rule_keeps(moments: int) -> None:
+    state = 4 * moments
+    load = example(state_tensors=moments)
+    assert make_plan(load, Budgets(PLENTY, PLENTY, PLENTY)).contents(NVME) == {
+        "parameters": 3 * 2 * NUMEL,
+        "optimizer state": 3 * (4 + state) * NUMEL,
+    }
+    assert traffic_per_param(load) == (2 + 2 + 4 + state, 2 + 4 + state)
+    groups = tuple(GroupSizes(f"g{i}", 4 * NUMEL, NUMEL) for i in range(3))
+    in_fp32 = replace(load, compute_itemsize=4, groups=groups)
+    assert traffic_per_param(in_fp32) == (4 + 4 + 4 + state, 4 + state)
+    slot = make_plan(in_fp32, Budgets(PLENTY, PLENTY, PLENTY)).staging.slot_bytes
+    assert slot == SMALLEST_TILE * (state + 4 + 2)
+
+
+def test_without_any_state_nothing_is_staged() -> None:
+    """SGD in fp32 whose parameters stay in memory: offloading its state asks for nothing at all."""
+    groups = tuple(GroupSizes(f"g{i}", 4 * NUMEL, NUMEL) for i in range(3))
+    load = example(compute_itemsize=4, groups=groups, state_tensors=0, offload_param=HOST)
+    plan = make_plan(load, Budgets(PLENTY, PLENTY, 0))
+    assert (plan.total(NVME), plan.nvme_traffic(), plan.staging) == (0, (0, 0), Staging())
+    assert plan.contents(HOST) == {"parameters": 3 * 4 * NUMEL, "gradients": 3 * 2 * NUMEL}
+
+
+def test_a_share_of_the_state_stays_on_the_device_with_its_gradients() -> None:
+    """The first groups stay, with gradients and state, as far as they fit; the others may go to NVMe."""
+    sizes = (2 * NUMEL, 4 * NUMEL, NUMEL, 3 * NUMEL)
+    groups = tuple(GroupSizes(f"g{i}", 2 * size, size) for i, size in enumerate(sizes))
+    kept = {
+        0.0: (0, 1, 2, 3),
+        0.3: (0, 1, 2),
+        0.35: (0, 1),
+        0.5: (0, 2),  # 5 may stay; g1 would make it 6
+        0.85: (2,),
+        1.0: (),
+    }
+    for ratio, expected in kept.items():
+        load = example(groups=groups, offload_param=DEVICE, offload_ratio=ratio)
+        plan = make_plan(load, Budgets(PLENTY, PLENTY, PLENTY))
+        stays = sum(sizes[i] for i in expected)
+        assert plan.contents(DEVICE) == {
+            kind: nbytes
+            for kind, nbytes in (
+                ("parameters", 2 * sum(sizes)),
+                ("gradients", 2 * stays),
+                ("optimizer state", 12 * stays),
+            )
+            if nbytes
+        }, ratio
+        on_device = {tile.group for tile in plan.sub_groups if tile.tier is DEVICE}
+        assert on_device == set(expected), ratio
+        assert plan.nvme_traffic() == (12 * (sum(sizes) - stays),) * 2
+
+
+def test_what_no_ratio_lets_leave_is_not_copied_out() -> None:
+    load = example(
+        offload_param=DEVICE,
+        offload_optimizer=HOST,
+        device_is_host=False,
+        fetch_by_copy=True,
+        offload_ratio=0.0,
+    )
+    plan = make_plan(load, Budgets(PLENTY, PLENTY, PLENTY))
+    assert not load.steps_copy_out
+    assert (plan.total(HOST), plan.total(NVME)) == (0, 0)
+    leaving = make_plan(replace(load, offload_ratio=0.5), Budgets(PLENTY, PLENTY, PLENTY))
+    assert leaving.offload_window_bytes == 2 * 2 * NUMEL
+    assert leaving.staging.slots >= FEWEST_SLOTS
+
+
+def test_whole_groups_are_one_tile_each() -> None:
+    groups = (GroupSizes("large", 2 * 6 * MIB, 6 * MIB), GroupSizes("small", 2 * NUMEL, NUMEL))
+    load = example(groups=groups, offload_param=DEVICE, offload_optimizer=DEVICE)
+    tiles = make_plan(replace(load, whole_groups=True), Budgets(PLENTY, PLENTY, PLENTY)).sub_groups
+    assert [(tile.group, tile.start, tile.end) for tile in tiles] == [(0, 0, 6 * MIB), (1, 0, NUMEL)]
+    assert len(make_plan(load, Budgets(PLENTY, PLENTY, PLENTY)).sub_groups) > 2
 
 
 def test_traffic_of_gradients_that_spill() -> None:

@@ -3,86 +3,48 @@
 ``ds_config.load`` is the usual way to one of these: it reads a DeepSpeed file, gathers every problem it finds
 into one :class:`~tiering.errors.ConfigError` and fills in a :class:`TieringConfig`. Built directly, a wrong
 value raises ``pydantic.ValidationError``.
-
-Sizes are bytes, written ``4K``, ``1M``, ``1GiB`` (1024-based) or ``1GB`` (10^9); fields that count elements
-say so. What is planned but not done yet is refused with the words "not supported in this version".
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable
-from difflib import get_close_matches
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictBool,
-    model_validator,
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, model_validator
+
+from .fields import (
+    ALIGNMENT,
+    Bytes,
+    Count,
+    Elements,
+    Number,
+    Section,
+    format_size,
+    not_yet,
+    parse_size,
+    whole_number,
 )
+from .optimizer_config import OptimizerConfig
+from .scheduler_config import Schedule, SchedulerConfig
 
-ALIGNMENT = 4096
-"""Bytes to which O_DIRECT wants address, offset and length aligned."""
-
-_UNITS = {"": 1, "B": 1, "kB": 1000}
-for _power, _letter in enumerate("KMGTP", start=1):
-    _UNITS |= {_letter: 1024**_power, f"{_letter}iB": 1024**_power, f"{_letter}B": 1000**_power}
-_SPELLINGS = {unit.lower(): unit for unit in _UNITS}
-_SIZE = re.compile(r"(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
-
-
-def parse_size(size: float | str) -> int:
-    """Bytes in ``size``: a whole number, or text such as ``4K``, ``1.5GiB`` (1024-based) or ``1GB`` (10^9).
-
-    A fraction of a byte is rounded down. Raises ``ValueError`` for negative sizes and unknown units.
-    """
-    if isinstance(size, str):
-        number, unit = _split_size(size)
-        value = math.floor(Fraction(number) * _UNITS[unit])
-    else:
-        value = whole_number(size)
-    if value < 0:
-        raise ValueError(f"a size cannot be negative: {size!r}")
-    return value
-
-
-def _split_size(text: str) -> tuple[str, str]:
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"a size is a number with a unit such as '4K', '1GiB' or '1GB', not {text!r}")
-    number, unit = match.groups()
-    if unit in _UNITS:
-        return number, unit
-    similar = get_close_matches(unit.lower(), _SPELLINGS, n=1)
-    hint = (
-        f"did you mean {_SPELLINGS[similar[0]]!r}?" if similar else "use K, M, G, T, KiB ... TiB or KB ... TB"
-    )
-    raise ValueError(f"unknown unit {unit!r} in size {text!r}; {hint}")
-
-
-def format_size(size: float) -> str:
-    """``size`` bytes as people read them, 1024-based: ``1.50 GiB``."""
-    scaled, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while abs(scaled) >= 1024 and len(units) > 1:
-        scaled /= 1024
-        units.pop(0)
-    return f"{scaled:.0f} {units[0]}" if units[0] == "B" else f"{scaled:.2f} {units[0]}"
-
-
-def whole_number(value: object) -> int:
-    """``value`` as int; a whole float counts, as JSON writers say ``1e9``. Raises ``ValueError``."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    raise ValueError(f"a whole number is needed, not {value!r}")
+__all__ = [
+    "ALIGNMENT",
+    "Batch",
+    "IoConfig",
+    "LossScaleConfig",
+    "OffloadConfig",
+    "OffloadOptimizerConfig",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "TelemetryConfig",
+    "TieringConfig",
+    "TiersConfig",
+    "ZeroConfig",
+    "format_size",
+    "parse_size",
+    "resolve_batch",
+    "whole_number",
+]
 
 
 def _size_or_auto(value: object) -> int | str:
@@ -109,80 +71,27 @@ def _named_once(paths: tuple[Path, ...]) -> tuple[Path, ...]:
     return paths
 
 
-def _not_yet(*planned: object, instead: str) -> Callable[[object], object]:
-    """A validator that refuses values this version does not do yet, and says what to use."""
-
-    def check(value: object) -> object:
-        if value in planned:
-            raise ValueError(f"{value!r} is not supported in this version; {instead}")
-        return value
-
-    return check
-
-
 def _one_process(world_size: int) -> int:
     if world_size > 1:
         raise ValueError(f"world size {world_size} is not supported in this version; run one process")
     return world_size
 
 
-Count = Annotated[int, BeforeValidator(whole_number), Field(gt=0)]
-Elements = Annotated[int, BeforeValidator(whole_number), Field(ge=0)]
-Number = Annotated[float, Field(strict=True, ge=0)]
-Beta = Annotated[float, Field(strict=True, ge=0, lt=1)]
-Bytes = Annotated[int, BeforeValidator(parse_size)]
 Budget = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
-AlwaysOff = Annotated[StrictBool, AfterValidator(_not_yet(True, instead="leave it false"))]
+AlwaysOff = Annotated[StrictBool, AfterValidator(not_yet(True, instead="leave it false"))]
 
-UpdateRule = Annotated[
-    Literal["AdamW", "Adam"],
-    BeforeValidator(_not_yet("Lion", "Adagrad", "SGD", "Lamb", "Muon", "OneBitAdam", instead="use 'AdamW'")),
-]
-Stage = Annotated[
-    Literal[3],
-    BeforeValidator(_not_yet(0, 1, 2, instead="use stage 3; with one process it partitions nothing")),
-    BeforeValidator(whole_number),
-]
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole_number)]
 OneProcess = Annotated[Literal[1], BeforeValidator(_one_process), BeforeValidator(whole_number)]
 Directories = Annotated[tuple[Path, ...], BeforeValidator(_paths), AfterValidator(_named_once)]
-Precision = Annotated[
-    Literal["bf16", "fp32"],
-    BeforeValidator(_not_yet("fp16", instead='use bf16: {"bf16": {"enabled": true}}')),
-]
+Precision = Literal["bf16", "fp16", "fp32"]
 StateFormat = Annotated[
-    Literal["fp32"], BeforeValidator(_not_yet("split", "bf16", "split+bf16", instead="use 'fp32'"))
+    Literal["fp32"], BeforeValidator(not_yet("split", "bf16", "split+bf16", instead="use 'fp32'"))
 ]
-GradDtype = Annotated[
-    Literal["auto", "fp32", "bf16"],
-    BeforeValidator(_not_yet("fp16", instead="use 'auto', 'fp32' or 'bf16'")),
-]
+GradDtype = Literal["auto", "fp32", "bf16", "fp16"]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class OptimizerConfig(_Section):
-    """Which update rule, and its numbers. Defaults are DeepSpeed's."""
-
-    type: UpdateRule = Field(default="AdamW", description="Update rule: AdamW or Adam; see decoupled.")
-    lr: Number = Field(default=1e-3, description="Learning rate.")
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="Decay of first and second moment.")
-    eps: Number = Field(default=1e-8, description="Added to the root of the second moment.")
-    weight_decay: Number = Field(default=0.0, description="Weight decay; 0 turns it off.")
-    decoupled: StrictBool = Field(
-        default=True, description="Decay weights directly, not through the gradient."
-    )
-
-    @model_validator(mode="after")
-    def _adamw_is_decoupled(self) -> Self:
-        if self.type == "AdamW" and not self.decoupled:
-            raise ValueError("AdamW decays weights directly; for decay through the gradient use type 'Adam'")
-        return self
-
-
-class OffloadConfig(_Section):
+class OffloadConfig(Section):
     """Where a kind of state may live beside the device."""
 
     device: Literal["none", "cpu", "nvme"] = Field(
@@ -200,15 +109,26 @@ class OffloadConfig(_Section):
         return self
 
 
-class ZeroConfig(_Section):
+class OffloadOptimizerConfig(OffloadConfig):
+    """Where the optimizer state may live beside the device, and how much of it."""
+
+    ratio: Annotated[float, Field(strict=True, ge=0, le=1)] = Field(
+        default=1.0, description="Share of the optimizer state that leaves the device."
+    )
+
+
+class ZeroConfig(Section):
     """Partitioning and movement of parameters, gradients and optimizer state."""
 
-    stage: Stage = Field(default=3, description="3 partitions parameters, gradients and optimizer state.")
+    stage: Stage = Field(
+        default=0,
+        description="0 partitions nothing, 1 the optimizer state, 2 also gradients, 3 also parameters.",
+    )
     offload_param: OffloadConfig = Field(
         default=OffloadConfig(), description="Home of the compute parameters."
     )
-    offload_optimizer: OffloadConfig = Field(
-        default=OffloadConfig(), description="Home of master, exp_avg and exp_avg_sq."
+    offload_optimizer: OffloadOptimizerConfig = Field(
+        default=OffloadOptimizerConfig(), description="Home of masters and optimizer state."
     )
     sub_group_size: Count = Field(default=10**9, description="Most elements of state stepped together.")
     prefetch_elements: Elements = Field(
@@ -218,8 +138,48 @@ class ZeroConfig(_Section):
         default=10**5, description="Parameters with fewer elements stay on the device."
     )
 
+    @model_validator(mode="after")
+    def _the_stage_partitions_what_is_offloaded(self) -> Self:
+        if self.offload_param.device != "none" and self.stage < 3:
+            raise ValueError(
+                f"stage {self.stage} keeps parameters on the device, so offload_param cannot move them:"
+                " use stage 3, or remove offload_param"
+            )
+        if self.offload_optimizer.device != "none" and self.stage < 1:
+            raise ValueError(
+                "stage 0 keeps optimizer state on the device, so offload_optimizer cannot move it:"
+                " use stage 1, 2 or 3, or remove offload_optimizer"
+            )
+        return self
 
-class IoConfig(_Section):
+
+class LossScaleConfig(Section):
+    """The factor of the loss in fp16, which keeps small gradients from vanishing."""
+
+    scale: Number = Field(default=0.0, description="Fixed factor, best a power of two; 0 follows overflows.")
+    initial_power: Annotated[Elements, Field(le=127)] = Field(
+        default=16, description="The factor starts as 2 to this power."
+    )
+    window: Count = Field(default=1000, description="Updates without overflow until the factor doubles.")
+    hysteresis: Count = Field(default=2, description="Overflows until the factor halves.")
+    consecutive_hysteresis: StrictBool = Field(
+        default=False, description="Count overflows anew after each update without one."
+    )
+    min_scale: Annotated[Number, Field(gt=0)] = Field(
+        default=1.0, description="The factor never falls below this."
+    )
+
+    @model_validator(mode="after")
+    def _starts_at_or_above_the_minimum(self) -> Self:
+        if not self.scale and 2.0**self.initial_power < self.min_scale:
+            raise ValueError(
+                f"the loss scale starts at 2**{self.initial_power}, below its minimum {self.min_scale:g};"
+                " raise the one or lower the other"
+            )
+        return self
+
+
+class IoConfig(Section):
     """How bytes travel between memory and NVMe."""
 
     engine: Literal["auto", "io_uring", "libaio", "threads"] = Field(
@@ -238,7 +198,7 @@ class IoConfig(_Section):
     )
 
 
-class TelemetryConfig(_Section):
+class TelemetryConfig(Section):
     """What the run publishes about itself."""
 
     enabled: StrictBool = Field(default=True, description="Publish a telemetry page that the sidecar reads.")
@@ -247,7 +207,7 @@ class TelemetryConfig(_Section):
     )
 
 
-class TiersConfig(_Section):
+class TiersConfig(Section):
     """Budgets and policies of the tiers: the ``tiering`` block of a configuration file."""
 
     device_budget: Budget = Field(default="auto", description="Most bytes the engine may own on the device.")
@@ -272,7 +232,7 @@ class TiersConfig(_Section):
     )
 
 
-class TieringConfig(_Section):
+class TieringConfig(Section):
     """Everything the engine needs to know, resolved."""
 
     train_batch_size: Count = Field(description="Samples per optimizer step over all ranks.")
@@ -280,9 +240,21 @@ class TieringConfig(_Section):
     gradient_accumulation_steps: Count = Field(default=1, description="Forward and backward passes per step.")
     world_size: OneProcess = Field(default=1, description="Ranks that train together.")
     precision: Precision = Field(default="fp32", description="Compute dtype of parameters and activations.")
+    autocast: Literal["bf16", "fp16"] | None = Field(
+        default=None, description="Run forward under torch.autocast with this dtype; null does not."
+    )
+    cast_inputs: StrictBool = Field(
+        default=False, description="Cast floating-point inputs of the model to the compute dtype."
+    )
+    loss_scale: LossScaleConfig = Field(
+        default=LossScaleConfig(), description="Loss scaling; only fp16 has any."
+    )
     gradient_clipping: Number = Field(default=0.0, description="Largest global gradient norm; 0 is off.")
     steps_per_print: Count | None = Field(default=None, description="Log every so many steps; null is never.")
-    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Update rule.")
+    optimizer: OptimizerConfig | None = Field(
+        default=None, description="Update rule; null leaves it to the optimizer given to initialize()."
+    )
+    scheduler: Schedule | None = Field(default=None, description="Schedule of the learning rate.")
     zero: ZeroConfig = Field(default=ZeroConfig(), description="Partitioning and movement.")
     tiering: TiersConfig = Field(default=TiersConfig(), description="Budgets and policies of the tiers.")
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from .config import Batch, TieringConfig, parse_size, resolve_batch, whole_number
-from .ds_keys import KEYS, SECTIONS, Key, Verdict
+from .ds_keys import KEYS, OPTIMIZER_KEYS, SECTIONS, Key, Verdict
 from .errors import ConfigError
+from .optimizer_config import RULES
+from .scheduler_config import PARAMS
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -109,11 +111,9 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_REQUIRED = {
-    "optimizer.type": 'missing; give "optimizer": {"type": "AdamW", "params": {"lr": ...}}',
-    "zero_optimization.stage": "missing, and DeepSpeed's default 0 is not supported in this version; give 3",
-}
 _AUTO = "'auto' is for a trainer to fill in; give a value"
+_ANY_SCHEDULER = "Any other can be passed to initialize(lr_scheduler=...)"
+_ABSENT = "as if it were not there"
 
 
 class _Reading:
@@ -132,18 +132,18 @@ class _Reading:
                 self._take(key, value, KEYS[key])
             elif key not in SECTIONS:
                 self._note(key, value, Verdict.REFUSED, f"unknown key; {_suggestion(key)}")
+            elif value is None or value == {}:
+                self._note(key, value, Verdict.IGNORED, _ABSENT)
             elif isinstance(value, Mapping):
                 self.walk(value, f"{key}.")
-            elif value is None:
-                self._note(key, value, Verdict.IGNORED, "null: as if it were not there")
             else:
                 self._note(key, value, Verdict.REFUSED, f"a section {{...}} is needed, not {value!r}")
 
     def resolve(self) -> TieringConfig | None:
         """The native configuration; what is wrong with it becomes refused entries."""
-        for key, note in _REQUIRED.items():
-            if key not in self.entries:
-                self._refuse(key, note)
+        self._settle_optimizer()
+        self._settle_scheduler()
+        self._settle_precision()
         # A stand-in for a batch that is wrong lets the schema look at the rest; the entry is refused by then.
         batch = self._batch() or Batch(self.world_size, 1, 1)
         tree: dict[str, Any] = {"world_size": self.world_size}
@@ -191,6 +191,90 @@ class _Reading:
         if not _equal(known, read):
             self._refuse(key, f"{value!r} contradicts {other}, which says {known!r}; keep one of them")
 
+    def _settle_optimizer(self) -> None:
+        rule = self._type_of("optimizer", "for example 'AdamW'")
+        if rule not in RULES:
+            return  # there is none, or the schema says what is wrong with it
+        for key in self._given("optimizer.params"):
+            field, name = KEYS[key].to.removeprefix("optimizer."), key.rpartition(".")[2]
+            if field not in RULES[rule] if field else rule not in OPTIMIZER_KEYS.get(name, rule).split():
+                self._refuse(key, f"{rule} has no {name}; it has {', '.join(RULES[rule])}")
+                self.values.pop(KEYS[key].to, None)
+        torch_adam = self.entries.get("optimizer.params.torch_adam")
+        if (
+            torch_adam is not None
+            and torch_adam.value is True
+            and self._value("optimizer.decoupled") is not False
+        ):
+            # torch.optim.AdamW has a default of its own, and DeepSpeed leaves it to that
+            self.values.setdefault("optimizer.weight_decay", (torch_adam.key, 0.01))
+
+    def _settle_scheduler(self) -> None:
+        schedule = self._type_of("scheduler", "for example 'WarmupLR'")
+        if schedule is None:
+            return
+        if schedule not in PARAMS:
+            similar = get_close_matches(schedule, PARAMS, n=1)
+            hint = f"did you mean {similar[0]!r}?" if similar else f"there are {', '.join(PARAMS)}."
+            self._refuse("scheduler.type", f"unknown schedule {schedule!r}; {hint} {_ANY_SCHEDULER}")
+            self._leave_out("scheduler.")
+            return
+        known = PARAMS[schedule].model_fields
+        for key in self._given("scheduler.params"):
+            name = key.rpartition(".")[2]
+            if name not in known and KEYS[key].to:
+                self._refuse(key, f"{schedule} has no {name}; it has {', '.join(known)}")
+                self.values.pop(KEYS[key].to, None)
+        for name, info in known.items():
+            if info.is_required() and f"scheduler.params.{name}" not in self.values:
+                self._refuse(f"scheduler.params.{name}", f"missing; {schedule} needs it")
+
+    def _settle_precision(self) -> None:
+        enabled = self.entries.get("torch_autocast.enabled")
+        if enabled is None or enabled.verdict is Verdict.IGNORED:
+            self._leave_out("autocast")
+            for key in self._given("torch_autocast"):
+                self._note(key, self.entries[key].value, Verdict.IGNORED, "off: autocast is not enabled")
+        elif enabled.value is not True:
+            self._refuse(
+                enabled.key, _AUTO if enabled.value == "auto" else f"true or false, not {enabled.value!r}"
+            )
+        elif "torch_autocast.dtype" not in self.entries:
+            self._refuse("torch_autocast.dtype", "missing; give 'bfloat16' or 'float16'")
+        if self._value("precision") != "fp16":
+            self._leave_out("loss_scale.", "loss scaling belongs to fp16, which is not enabled")
+            self._leave_out("cast_inputs", "casting inputs belongs to fp16, which is not enabled")
+            if self._value("autocast") == "fp16":
+                # those of torch.amp.GradScaler, which DeepSpeed takes then
+                self.values["loss_scale.window"] = ("torch_autocast.dtype", 2000)
+                self.values["loss_scale.hysteresis"] = ("torch_autocast.dtype", 1)
+        elif self._value("loss_scale.scale"):
+            for name in ("initial_power", "window", "hysteresis", "consecutive_hysteresis", "min_scale"):
+                self._leave_out(f"loss_scale.{name}", "a fixed loss scale stays as it is")
+
+    def _type_of(self, section: str, example: str) -> str | None:
+        """The type that ``section`` names; what is in the section without a type is refused."""
+        named = self._value(f"{section}.type")
+        if named is not None:
+            return named if isinstance(named, str) else repr(named)
+        if self._given(f"{section}.params"):
+            self._refuse(f"{section}.type", f"missing; name one, {example}")
+        self._leave_out(f"{section}.", _ABSENT)
+        return None
+
+    def _given(self, section: str) -> list[str]:
+        return [key for key in self.entries if key.startswith(f"{section}.") and key in KEYS]
+
+    def _value(self, field: str) -> object:
+        return self.values[field][1] if field in self.values else None
+
+    def _leave_out(self, fields: str, why: str = "") -> None:
+        """Takes back what was read into the native fields that start with ``fields``."""
+        for field in [field for field in self.values if field.startswith(fields)]:
+            key, _ = self.values.pop(field)
+            if why and self.entries[key].verdict is not Verdict.REFUSED:
+                self._note(key, self.entries[key].value, Verdict.IGNORED, why)
+
     def _batch(self) -> Batch | None:
         numbers: dict[str, int | None] = dict.fromkeys(_BATCH)
         for key in _BATCH:
@@ -215,6 +299,8 @@ class _Reading:
 
     def _key_of(self, location: tuple[int | str, ...]) -> str:
         """The given key that set the native field at ``location``, or the section that did."""
+        if location[0] == "scheduler":
+            location = location[:1] + location[2:]  # the second names the schedule
         path = ".".join(str(part) for part in location)
         for to, (key, _) in self.values.items():
             if path == to or path.startswith(f"{to}."):

@@ -14,6 +14,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from .config import TiersConfig
+from .optimizer_config import RULES
+from .scheduler_config import PARAMS
 
 
 class Verdict(StrEnum):
@@ -82,9 +84,33 @@ def _one_of(choices: Mapping[bool, str]) -> Callable[[Any], object]:
 
 
 def _update_rule(name: object) -> object:
-    # DeepSpeed compares optimizer names in lower case.
-    return {"adamw": "AdamW", "adam": "Adam"}.get(name.lower(), name) if isinstance(name, str) else name
+    # DeepSpeed compares the names of its own optimizers in lower case.
+    known = {rule.lower(): rule for rule in RULES}
+    return known.get(name.lower(), name) if isinstance(name, str) else name
 
+
+def _autocast(name: object) -> str:
+    for dtype, names in {"bf16": "bf16 bfloat16", "fp16": "fp16 float16 half"}.items():
+        if isinstance(name, str) and name.removeprefix("torch.") in names.split():
+            return dtype
+    raise ValueError(f"autocast to 'bfloat16' or 'float16', not {name!r}")
+
+
+def _filled(value: object) -> Callable[[object], object]:
+    """Reads the "auto" that a trainer would fill with ``value``."""
+    return lambda given: value if given == "auto" else given
+
+
+OPTIMIZER_KEYS: dict[str, str] = {
+    "torch_adam": "AdamW Adam",
+    "bias_correction": "AdamW Adam",
+    "amsgrad": "AdamW Adam Adagrad",
+    "fp32_optimizer_states": "AdamW Adam Lion Adagrad",
+    "set_grad_none": "AdamW Adam Lion",
+    "capturable": "AdamW Adam",
+    **dict.fromkeys(("foreach", "fused", "maximize", "differentiable"), "AdamW Adam Adagrad SGD"),
+}
+"""The rules whose classes in DeepSpeed or torch have a parameter that is no field of ours."""
 
 _BATCH = "what the other two make it"
 _COLLECTIVES = _ignored("one process has no collectives to tune")
@@ -95,13 +121,12 @@ _OVERLAP = _ignored("the step always reads and writes ahead")
 _KERNEL = _ignored("the step is one fused kernel, always")
 _TELEMETRY = _ignored("progress is published as telemetry, which tierd shows")
 _GATHERS = _ignored("engine.state_dict() always gathers")
-_LOSS_SCALE = _ignored("loss scaling belongs to fp16")
 _DRIVER = _ignored("one driver thread keeps queue_depth requests in flight")
 _NO_MATTER = _ignored("makes no difference here")
 _NOT_YET = _refused("remove it", False, 0)
 _CPU = _one_of({True: "cpu"})
 _BF16: Tree = {
-    "enabled": _mapped("precision", read=_one_of({True: "bf16", False: "fp32"})),
+    "enabled": _mapped("precision", read=_one_of({True: "bf16"}), off=(False,)),
     **_each("immediate_grad_update check_grad_overflow", _NO_MATTER),
     **_each("bf16_master_weights_and_grads bf16_optimizer_states", _refused("masters are fp32", False)),
 }
@@ -135,7 +160,7 @@ _ZERO: Tree = {
         "pin_memory": _PINNED,
         **_each("pipeline pipeline_read pipeline_write", _OVERLAP),
         "fast_init": _ignored("swap space is preallocated and written once"),
-        "ratio": _refused("budgets decide the share: tiering.host_budget", 1),
+        "ratio": _same("zero.offload_optimizer.ratio"),
         "super_offload": _NOT_YET,
         "convert_grad_on_cpu": _ignored("gradients are not cast on their way"),
         "cpuadam_cores_perc": _ignored("kernel threads follow the affinity mask"),
@@ -169,30 +194,58 @@ _FILE: Tree = {
     "optimizer": {
         "type": _same("optimizer.type", read=_update_rule),
         "params": {
-            "lr": _same("optimizer.lr"),
-            "betas": _same("optimizer.betas"),
-            "eps": _same("optimizer.eps"),
-            "weight_decay": _same("optimizer.weight_decay"),
+            **{
+                name: _same(f"optimizer.{name}")
+                for rule in RULES.values()
+                for name in rule
+                if name != "decoupled"
+            },
             "adam_w_mode": _mapped("optimizer.decoupled"),
-            "torch_adam": _KERNEL,
+            **_each("torch_adam foreach fused capturable", _KERNEL),
+            "set_grad_none": _NO_MATTER,
             "bias_correction": _refused("bias correction is always on", True),
             "amsgrad": _refused("use AdamW without amsgrad", False),
+            "maximize": _refused("negate the loss", False),
+            "differentiable": _refused("remove it", False),
             "fp32_optimizer_states": _refused("optimizer state is fp32", True),
             "max_grad_norm": _refused("use gradient_clipping", 0),
         },
         "legacy_fusion": _KERNEL,
     },
-    "scheduler": _refused("drive a torch.optim.lr_scheduler with the returned optimizer"),
+    "scheduler": {
+        "type": _same("scheduler.type"),
+        "params": {
+            **{
+                name: _same(f"scheduler.params.{name}")
+                for params in PARAMS.values()
+                for name in params.model_fields
+            },
+            "warmup_min_lr": _same("scheduler.params.warmup_min_lr", read=_filled(0.0)),
+            "warmup_max_lr": _same("scheduler.params.warmup_max_lr", read=_filled(None)),
+            "last_batch_iteration": _refused("load the scheduler's state instead", -1),
+        },
+    },
     "zero_optimization": _ZERO,
     "zero_allow_untested_optimizer": _NO_MATTER,
     "zero_force_ds_cpu_optimizer": _KERNEL,
     "bf16": _BF16,
     "bfloat16": _BF16,
     "fp16": {
-        "enabled": _refused('use bf16: {"bf16": {"enabled": true}}', False),
-        **_each("auto_cast loss_scale initial_scale_power loss_scale_window hysteresis", _LOSS_SCALE),
-        **_each("consecutive_hysteresis min_loss_scale fused_mode", _LOSS_SCALE),
+        "enabled": _mapped("precision", read=_one_of({True: "fp16"}), off=(False,)),
+        "auto_cast": _mapped("cast_inputs"),
+        "loss_scale": _mapped("loss_scale.scale"),
+        "initial_scale_power": _mapped("loss_scale.initial_power"),
+        "loss_scale_window": _mapped("loss_scale.window"),
+        "hysteresis": _mapped("loss_scale.hysteresis"),
+        "consecutive_hysteresis": _mapped("loss_scale.consecutive_hysteresis"),
+        "min_loss_scale": _mapped("loss_scale.min_scale"),
+        "fused_mode": _KERNEL,
         "fp16_master_weights_and_grads": _refused("masters are fp32", False),
+    },
+    "torch_autocast": {
+        "enabled": Key(Verdict.HONOURED, off=(False,)),
+        "dtype": _mapped("autocast", read=_autocast),
+        "lower_precision_safe_modules": _COLLECTIVES,
     },
     "aio": {
         "block_size": _same("tiering.io.block_size"),
@@ -214,7 +267,7 @@ _FILE: Tree = {
     **_each("communication_data_type seq_parallel_comm_data_type disable_allgather", _COLLECTIVES),
     **_each("seq_parallel_communication_data_type prescale_gradients", _COLLECTIVES),
     **_each("use_data_before_expert_parallelism nebula", _NO_MATTER),
-    **_each("amp torch_autocast elasticity autotuning compression_training", _NOT_YET),
+    **_each("amp elasticity autotuning compression_training", _NOT_YET),
     **_each("curriculum_learning data_efficiency eigenvalue progressive_layer_drop", _NOT_YET),
     **_each("hybrid_engine sparse_attention sparse_gradients graph_harvesting compile", _NOT_YET),
     **_each("tensor_parallel sequence_parallel_size pipeline", _NOT_YET),

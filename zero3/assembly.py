@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,22 +14,30 @@ from tiering.budgets import resolve_budgets
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
 from tiering.placement import GroupSizes, Plan, Tier, Workload, make_plan
+from zero3.client_optimizer import ClientOptimizer
 from zero3.flat_storage import Streams, can_exchange
 from zero3.grads import GradientStore
 from zero3.groups import GroupMembers, form_groups
 from zero3.init import fill
 from zero3.optimizer import TieredOptimizer, Tile, make_tiles
+from zero3.optimizer_choice import (
+    ClientOptimizerChoice as ClientOptimizerChoice,
+)
+from zero3.optimizer_choice import (
+    ModelParameters as ModelParameters,
+)
+from zero3.optimizer_choice import (
+    OptimizerChoice,
+    choose_optimizer,
+)
 from zero3.param_group import ParamGroup
 from zero3.partition import FlatLayout, lay_out
 from zero3.tiers import Home, NvmePaths, Tiers
 
 log = logging.getLogger(__name__)
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OFFLOAD_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
-
-ClientOptimizerChoice = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
-ModelParameters = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Assembly:
     groups: list[ParamGroup]
     tiles: list[Tile]
     gradients: GradientStore
-    optimizer: TieredOptimizer
+    optimizer: TieredOptimizer | ClientOptimizer
 
 
 def assemble(
@@ -57,17 +63,13 @@ def assemble(
 
     ``optimizer`` is what the user gave in place of the configuration's: an optimizer, or a function of the parameters.
     """
-    if optimizer is not None:
-        raise ConfigError(
-            "initialize(optimizer=...) is not supported in this version: name one in the configuration"
-        )
     device = _device()
     compute = COMPUTE_DTYPES[config.precision]
-    grad_dtype = _grad_dtype(config, compute)
-    param_groups = _param_groups(model, model_parameters)
-    members, layouts = _grouped(model, config, compute, param_groups)
+    chosen = choose_optimizer(model, config, model_parameters, optimizer)
+    grad_dtype = _grad_dtype(config, compute, chosen)
+    members, layouts = _grouped(model, config, compute, chosen)
     nvme = _nvme_paths(config)
-    plan = _plan(config, members, layouts, compute, grad_dtype, device, nvme)
+    plan = _plan(config, members, layouts, compute, grad_dtype, chosen, device, nvme)
     log.info("%s", plan)
 
     tiers = Tiers(plan, device, config.tiering, nvme)
@@ -80,21 +82,12 @@ def assemble(
         )
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device, compute if buffer.is_floating_point() else buffer.dtype)
-        fill(model, groups, tiles, tiers)
-        chosen = config.optimizer
-        made = TieredOptimizer(
-            param_groups,
-            {"lr": chosen.lr, "betas": chosen.betas, "eps": chosen.eps, "weight_decay": chosen.weight_decay},
-            tiles,
-            gradients,
-            tiers,
-            streams,
-            decoupled=chosen.decoupled,
-        )
+        fill(model, groups, tiles, tiers, chosen.initial_state)
+        stepper = _stepper(chosen, tiles, gradients, tiers, streams)
     except BaseException:
         tiers.close()
         raise
-    return Assembly(device, plan, tiers, groups, tiles, gradients, made)
+    return Assembly(device, plan, tiers, groups, tiles, gradients, stepper)
 
 
 def _device() -> torch.device:
@@ -111,12 +104,15 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _grad_dtype(config: TieringConfig, compute: torch.dtype) -> torch.dtype:
-    """The dtype gradients accumulate in: the compute dtype for one micro-batch, else fp32, unless configured."""
-    chosen = config.tiering.grad_accum_dtype
-    if chosen == "auto":
-        return compute if config.gradient_accumulation_steps == 1 else torch.float32
-    return COMPUTE_DTYPES[chosen]
+def _grad_dtype(config: TieringConfig, compute: torch.dtype, chosen: OptimizerChoice) -> torch.dtype:
+    """The dtype gradients accumulate in: the compute dtype for one micro-batch, else fp32, unless configured.
+
+    An optimizer without a kernel takes fp32 gradients: what is fp32 already needs no second copy.
+    """
+    if config.tiering.grad_accum_dtype != "auto":
+        return COMPUTE_DTYPES[config.tiering.grad_accum_dtype]
+    one_pass = config.gradient_accumulation_steps == 1 and chosen.rule is not None
+    return compute if one_pass else torch.float32
 
 
 def _nvme_paths(config: TieringConfig) -> NvmePaths:
@@ -127,49 +123,10 @@ def _nvme_paths(config: TieringConfig) -> NvmePaths:
     return NvmePaths(param, optimizer)
 
 
-def _param_groups(model: nn.Module, given: ModelParameters | None) -> list[dict[str, Any]]:
-    """torch-style param groups of trainable parameters; every one of the model must be in them."""
-    listed: list[Any] = (
-        list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
-    )
-    grouped = bool(listed) and all(isinstance(item, Mapping) for item in listed)
-    chosen = []
-    for group in listed if grouped else [{"params": listed}]:
-        params = group["params"]
-        params = [params] if isinstance(params, nn.Parameter) else list(params)
-        params = [p[1] if isinstance(p, tuple) else p for p in params]  # named_parameters() gives pairs
-        chosen.append({**group, "params": [p for p in params if p.requires_grad]})
-    listed_once = [param for group in chosen for param in group["params"]]
-    inside = set(listed_once)
-    if len(inside) < len(listed_once):
-        raise ConfigError("model_parameters lists a parameter twice: each belongs to one param group")
-    foreign = len(inside - set(model.parameters()))
-    if foreign:
-        raise ConfigError(
-            f"model_parameters lists {foreign} parameters that are not the model's, which would never be trained:"
-            " make them part of the model, or step them with an optimizer of their own"
-        )
-    missing = [name for name, p in model.named_parameters() if p.requires_grad and p not in inside]
-    if missing:
-        raise ConfigError(
-            f"{len(missing)} parameters require gradients but are not in model_parameters"
-            f" ({', '.join(missing[:3])}, ...):"
-            " add them, or freeze them with requires_grad_(False)"
-        )
-    odd = [f"{name} ({p.dtype})" for name, p in model.named_parameters() if not p.is_floating_point()]
-    if odd:
-        raise ConfigError(
-            f"only floating-point parameters can be tiered, not {', '.join(odd[:3])}: register them as buffers"
-        )
-    if not inside:
-        raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
-    return chosen
-
-
 def _grouped(
-    model: nn.Module, config: TieringConfig, compute: torch.dtype, param_groups: list[dict[str, Any]]
+    model: nn.Module, config: TieringConfig, compute: torch.dtype, chosen: OptimizerChoice
 ) -> tuple[list[GroupMembers], list[FlatLayout]]:
-    trainable = {param for group in param_groups for param in group["params"]}
+    trainable = chosen.trained
     members = form_groups(model, config.zero.persistence_threshold)
     layouts = [
         lay_out([(i, name, tuple(p.shape), p in trainable) for i, name, p in group.params], compute.itemsize)
@@ -184,6 +141,7 @@ def _plan(
     layouts: list[FlatLayout],
     compute: torch.dtype,
     grad_dtype: torch.dtype,
+    chosen: OptimizerChoice,
     device: torch.device,
     nvme: NvmePaths,
 ) -> Plan:
@@ -191,6 +149,13 @@ def _plan(
     if on_gpu and config.zero.offload_optimizer.device == "none" != config.zero.offload_param.device:
         raise ConfigError(
             "offload_param without offload_optimizer is not supported in this version on a GPU: offload both"
+        )
+    ratio = config.zero.offload_optimizer.ratio
+    if on_gpu and ratio < 1 and config.zero.offload_param.device != "none":
+        raise ConfigError(
+            f"offload_optimizer.ratio {ratio} keeps optimizer state on the GPU, where it steps parameters that stay"
+            f" there, but offload_param.device is {config.zero.offload_param.device!r}; set ratio to 1, or"
+            " offload_param.device to 'none'"
         )
     load = Workload(
         groups=tuple(
@@ -207,7 +172,7 @@ def _plan(
         micro_batches=config.gradient_accumulation_steps,
         compute_itemsize=compute.itemsize,
         grad_itemsize=grad_dtype.itemsize,
-        state_tensors=2,
+        state_tensors=chosen.state_tensors,
         offload_param=OFFLOAD_TIERS[config.zero.offload_param.device],
         offload_optimizer=OFFLOAD_TIERS[config.zero.offload_optimizer.device],
         cache_in_host=config.tiering.cache_in_host,
@@ -216,9 +181,32 @@ def _plan(
         device_is_host=not on_gpu,
         verified_files=len(nvme.all) if config.tiering.verify else 0,
         fetch_by_copy=on_gpu or not can_exchange(),
+        offload_ratio=ratio,
+        whole_groups=chosen.rule is None,
     )
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else None
     return make_plan(load, resolve_budgets(config.tiering, device_memory=free, nvme_paths=nvme.all))
+
+
+def _stepper(
+    chosen: OptimizerChoice,
+    tiles: list[Tile],
+    gradients: GradientStore,
+    tiers: Tiers,
+    streams: Streams | None,
+) -> TieredOptimizer | ClientOptimizer:
+    client = chosen.client
+    if chosen.rule is None:
+        assert client is not None
+        log.info(
+            "%s steps by itself, on the device; what it keeps there is not in the plan", type(client).__name__
+        )
+        return ClientOptimizer(client, tiles, gradients)
+    if client is not None:
+        client.state.clear()  # Adagrad's sums: they are on the tiers now
+    return TieredOptimizer(
+        chosen.param_groups, chosen.defaults, chosen.rule, tiles, gradients, tiers, streams, taken_over=client
+    )
 
 
 def _make_groups(

@@ -1,13 +1,15 @@
-"""The optimizer's kernels as torch operations, for state that stays on a GPU.
+"""The optimizers' kernels as torch operations, for state that stays on a GPU.
 
 Each torch operation rounds once, and IEEE multiplication, addition, division and square root have one right answer,
-so these give the bits that optim_cpu's kernels give: the formulas and their order are written in kernels.h.
+so these give the bits that optim_cpu's kernels give: the formulas, their order and the one NaN that is stored are
+written in kernels.h.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -19,16 +21,24 @@ LANES = 32
 BLOCKS_AT_ONCE = 1024  # bounds the float64 temporaries to 64 MiB
 
 
-class AdamOptions(NamedTuple):
-    """One parameter's hyperparameters at one step, as ``optim_cpu.kernels.adam`` takes them."""
+class _Optimizer(IntEnum):
+    """opt_rule.optimizer, as kernels.h numbers it."""
 
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-    decoupled: bool
+    ADAM = 0
+    LION = 1
+    ADAGRAD = 2
+    SGD = 3
+
+
+class _Decay(IntEnum):
+    """opt_rule.decay_kind."""
+
+    NONE = 0
+    L2 = 1
+    DECOUPLED = 2
+
+
+Scalar = Callable[[str], float]  # a number of the rule, by its name in opt_rule
 
 
 def accumulate(target: Tensor, grad: Tensor, *, overwrite: bool) -> None:
@@ -66,30 +76,73 @@ def round_parameters(master: Tensor, out: Tensor) -> None:
         out.copy_(master)
 
 
-def adam(
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+def step(
+    rule: kernels.Rule,
+    param: Tensor,
+    state: Sequence[Tensor],
     grad: Tensor,
+    *,
     out: Tensor | None,
-    options: AdamOptions,
     grad_scale: float,
 ) -> None:
-    """One step on flat float32 ``master``, ``exp_avg`` and ``exp_avg_sq``; ``out`` receives the rounded master."""
-    scalar = kernels.adam(**options._asdict()).scalar
-    decay = scalar("decay")
-    g = grad.float() * grad_scale
-    decays = options.weight_decay != 0  # `decay` may have become 0, and 0 * inf is NaN in the C kernels, too
-    if decays and not options.decoupled:
-        g = g + master * decay
+    """One step by ``rule`` on flat float32 ``param`` and ``state``, in place; ``out`` receives the rounded parameter.
+
+    As a segment of ``optim_cpu.kernels.StepBatch``; ``state`` may hold more tensors than the rule has.
+    """
+    scalar = rule.scalar
+    # `decay` may have become 0, and 0 * inf is NaN in the C kernels, too: so not `if decay`.
+    decay_kind, decay = _Decay(int(scalar("decay_kind"))), scalar("decay")
+    g = grad.float() * (scalar("scale") * grad_scale)
+    if decay_kind is _Decay.L2:
+        g = g + param * decay
+    kept = state[: rule.state_count]
+    update = _UPDATES[_Optimizer(int(scalar("optimizer")))](kept, g, scalar)
+    if decay_kind is _Decay.DECOUPLED:
+        update = update + param * decay
+    param.sub_(update)
+    for tensor in (param, *kept):
+        tensor.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)  # any NaN becomes the quiet one
+    if out is not None:
+        round_parameters(param, out)
+
+
+def _adam(state: Sequence[Tensor], g: Tensor, scalar: Scalar) -> Tensor:
+    exp_avg, exp_avg_sq = state
     _move(exp_avg, g, scalar("beta1"), scalar("one_minus_beta1"))
     _move(exp_avg_sq, g * g, scalar("beta2"), scalar("one_minus_beta2"))
-    update = exp_avg / (exp_avg_sq.sqrt() * scalar("denominator_scale") + scalar("denominator_eps"))
-    if decays and options.decoupled:
-        update = update + master * decay
-    master.sub_(update)
-    if out is not None:
-        round_parameters(master, out)
+    return exp_avg / (exp_avg_sq.sqrt() * scalar("denominator_scale") + scalar("denominator_eps"))
+
+
+def _lion(state: Sequence[Tensor], g: Tensor, scalar: Scalar) -> Tensor:
+    (exp_avg,) = state
+    direction = exp_avg.clone()
+    _move(direction, g, scalar("beta1"), scalar("one_minus_beta1"))
+    _move(exp_avg, g, scalar("beta2"), scalar("one_minus_beta2"))
+    own = (direction == 0) | direction.isnan()  # zeros and NaN are their own sign
+    return torch.where(own, direction, direction.sign()) * scalar("step_size")
+
+
+def _adagrad(state: Sequence[Tensor], g: Tensor, scalar: Scalar) -> Tensor:
+    (total,) = state
+    total.add_(g * g)
+    return g / (total.sqrt() + scalar("eps")) * scalar("step_size")
+
+
+def _sgd(state: Sequence[Tensor], g: Tensor, scalar: Scalar) -> Tensor:
+    if not state:
+        return g * scalar("step_size")
+    (momentum_buffer,) = state
+    momentum_buffer.mul_(scalar("carry")).add_(g * scalar("gain"))
+    looked_ahead = g + momentum_buffer * scalar("momentum") if scalar("nesterov") else momentum_buffer
+    return looked_ahead * scalar("step_size")
+
+
+_UPDATES = {
+    _Optimizer.ADAM: _adam,
+    _Optimizer.LION: _lion,
+    _Optimizer.ADAGRAD: _adagrad,
+    _Optimizer.SGD: _sgd,
+}
 
 
 def _move(average: Tensor, new: Tensor, beta: float, one_minus_beta: float) -> None:

@@ -12,7 +12,7 @@ its last parameter has a value; only groups in the making take memory. A paramet
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -62,17 +62,30 @@ def _register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) 
     Init._register(module, name, param)
 
 
-def fill(model: nn.Module, groups: list[ParamGroup], optimizer_tiles: list[Tile], tiers: Tiers) -> None:
-    """Send every parameter's value to its group's home and, as fp32, to the masters; moments become zero.
+def fill(
+    model: nn.Module,
+    groups: list[ParamGroup],
+    optimizer_tiles: list[Tile],
+    tiers: Tiers,
+    initial_state: Mapping[nn.Parameter, float],
+) -> None:
+    """Send every parameter's value to its group's home and, as fp32, to the masters; what else is state starts as
+    ``initial_state`` says, or as zero.
 
     Afterwards the model's parameters belong to their groups.
     """
+    starts = {
+        piece.index: initial_state[param]
+        for group in groups
+        for piece, param in zip(group.layout.pieces, group.params, strict=True)
+        if initial_state.get(param)
+    }
     missing = {group: sum(param.is_meta for param in group.params) for group in groups}
     owner = {param: group for group in groups for param in group.params}
     expected: dict[nn.Parameter, int] = {}  # how often the ordinary build wrote the parameter
     for group, count in missing.items():
         if count == 0:
-            _store(group, optimizer_tiles, tiers)
+            _store(group, optimizer_tiles, tiers, starts)
     for module in _children_first(model):
         filled = _materialize(module)
         expected.update(filled)
@@ -81,7 +94,7 @@ def fill(model: nn.Module, groups: list[ParamGroup], optimizer_tiles: list[Tile]
         for group in {owner[param]: None for param in filled}:
             if missing[group] == 0:
                 _check_repeated(group, expected)
-                _store(group, optimizer_tiles, tiers)
+                _store(group, optimizer_tiles, tiers, starts)
     tiers.staging.drain()
 
 
@@ -103,7 +116,7 @@ def _check_repeated(group: ParamGroup, expected: dict[nn.Parameter, int]) -> Non
             )
 
 
-def _store(group: ParamGroup, optimizer_tiles: list[Tile], tiers: Tiers) -> None:
+def _store(group: ParamGroup, optimizer_tiles: list[Tile], tiers: Tiers, starts: Mapping[int, float]) -> None:
     """Write the group's parameters in the compute dtype and its tiles' state, piece by piece."""
     values = {
         piece.index: param.detach().flatten().cpu()
@@ -122,13 +135,24 @@ def _store(group: ParamGroup, optimizer_tiles: list[Tile], tiers: Tiers) -> None
             nbytes = tile.numel * tiers.plan.workload.state_itemsize
             with tiers.writing(tile.state, 0, nbytes) as raw:
                 raw.zero_()
-                if not tiers.plan.workload.master_is_param:
-                    _place(values, group, tile.start, tile.end, raw[: tile.numel * FP32].view(torch.float32))
+                master = 0 if tiers.plan.workload.master_is_param else tile.numel
+                arrays = raw.view(torch.float32)
+                if master:
+                    _place(values, group, tile.start, tile.end, arrays[:master])
+                _start(tile, arrays[master:], starts)
     for param in group.params:
         param.grad = None
     group.adopt_parameters()
     del values
     _trim_heap()  # after each group, or the originals of all of them would stay resident
+
+
+def _start(tile: Tile, state: Tensor, starts: Mapping[int, float]) -> None:
+    """Set the state, all its tensors one after the other, of the parameters that do not start from zero."""
+    for segment in tile.segments:
+        if segment.piece.index in starts:
+            inside = segment.start - tile.start
+            state.view(-1, tile.numel)[:, inside : inside + segment.numel] = starts[segment.piece.index]
 
 
 def _place(values: dict[int, Tensor], group: ParamGroup, start: int, end: int, into: Tensor) -> None:

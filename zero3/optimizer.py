@@ -6,7 +6,8 @@ both are written back while the next tiles are read and stepped. Reads of the fi
 last writes run on into the next forward, and storage.py makes a read of the same bytes wait for them.
 
 A staging slot holds, each part at a multiple of 4096 bytes: optimizer state | parameter | gradient, as far as they live
-on NVMe. State is master | exp_avg | exp_avg_sq; in fp32 the parameter itself is the master.
+on NVMe. State is the master and then what the update rule keeps, as exp_avg | exp_avg_sq; in fp32 the parameter itself
+is the master, and SGD without momentum has no state at all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -25,11 +25,11 @@ from tiering.errors import EngineStateError
 from tiering.placement import SubGroup
 from tiering.tickets import AllOf, Transfer
 from zero3 import device_kernels
-from zero3.device_kernels import AdamOptions
 from zero3.flat_storage import StreamEvent, Streams
 from zero3.grads import KERNEL_DTYPES, GradientStore
 from zero3.param_group import ParamGroup
 from zero3.partition import Segment, segments
+from zero3.rules import Options, UpdateRule
 from zero3.tiers import Home, Tiers, as_tensor
 
 FP32 = 4
@@ -73,28 +73,37 @@ def make_tiles(sub_groups: Iterable[SubGroup], groups: list[ParamGroup], tiers: 
 
 
 class TieredOptimizer(torch.optim.Optimizer):
-    """AdamW or Adam over tiered state; a true ``torch.optim.Optimizer``, so schedulers and loops can drive it.
+    """An update rule over tiered state; a true ``torch.optim.Optimizer``, so schedulers and loops can drive it.
 
-    ``param_groups`` carry lr, betas, eps and weight_decay as torch's do. ``step`` needs the gradients of a finished
-    backward; the engine calls it.
+    ``param_groups`` carry the rule's options as torch's do, each group its own. Of an optimizer that the user made
+    (``taken_over``) they are the same list of the same dicts: a scheduler made for either steers both. ``step`` needs
+    the gradients of a finished backward; the engine calls it.
+
+    ``state_names`` names the state tensors that every trained parameter has, in the order in which tiles hold them.
+    ``steps`` counts the updates that used them, by parameter (``Piece.index``).
     """
 
     def __init__(
         self,
-        param_groups: list[dict[str, Any]],
-        defaults: dict[str, Any],
+        param_groups: list[Options],
+        defaults: Options,
+        rule: UpdateRule,
         tiles: list[Tile],
         gradients: GradientStore,
         tiers: Tiers,
         streams: Streams | None,
-        *,
-        decoupled: bool,
+        taken_over: torch.optim.Optimizer | None = None,
     ) -> None:
         super().__init__(param_groups, defaults)
+        if taken_over is not None:
+            self.param_groups = taken_over.param_groups
+        self.rule = rule
+        self.state_names = rule.state_names(self.param_groups)
+        self.steps: dict[int, int] = {}
+        self._taken_over = taken_over
         self._tiers = tiers
         self._streams = streams
         self._gradients = gradients
-        self._decoupled = decoupled
         self._param_at = tiers.plan.staging.param_offset
         self._grad_at = tiers.plan.staging.grad_offset
         self._master_is_param = tiers.plan.workload.master_is_param
@@ -109,11 +118,10 @@ class TieredOptimizer(torch.optim.Optimizer):
             for group in {tile.group for tile in tiles}
             for piece, param in zip(group.layout.pieces, group.params, strict=True)
         }
-        self._options: dict[int, dict[str, Any]] = {}  # piece index -> its param group, as of this step
+        self._rule_of: dict[int, kernels.Rule] = {}  # piece index -> as of this step, if it got a gradient
         self._ahead: deque[_Staged] = deque()
-        self._steps: dict[int, int] = {}  # piece index -> updates so far
         self._batch = StepBatch()
-        self._rules: dict[AdamOptions, int] = {}  # those of the batch
+        self._numbers: dict[kernels.Rule, int] = {}  # of the rules in the batch
 
     def read_ahead(self) -> None:
         """Start to read the state of the first tiles; called when the last backward of a step begins."""
@@ -143,15 +151,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._streams is not None:
             # Nothing has waited for a forward without gradients: it may still read what changes in host memory now.
             self._streams.fetch.synchronize()
-        self._options = {
-            self._index_of[param]: group
-            for group in self.param_groups
-            for param in group["params"]
-            if param in self._index_of
-        }
-        for piece in self._pieces.values():
-            if self._gradients.received(piece):
-                self._steps[piece.index] = self._steps.get(piece.index, 0) + 1
+        self._count_and_derive()
         self.read_ahead()
         for tile in self._in_place:
             self._add_to_batch(tile, tile.state.address, 0, 0)
@@ -165,11 +165,44 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self._ahead.append(staged)
                 upcoming.popleft()
             self._update(self._ahead.popleft(), grad_scale)
+        if self._taken_over is not None:
+            self._taken_over._opt_called = True  # type: ignore[attr-defined] # its schedulers ask
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated so far."""
         self._gradients.reset()
         super().zero_grad(set_to_none=True)
+
+    def _count_and_derive(self) -> None:
+        """Count this step and derive its rules. A bad option raises before anything has changed."""
+        steps = dict(self.steps)
+        known: dict[tuple[int, int], kernels.Rule] = {}
+        self._rule_of = {}
+        for number, options in enumerate(self.param_groups):
+            counts = bool(self.rule.keeps(options))
+            for param in options["params"]:
+                index = self._index_of.get(param)
+                if index not in self._pieces or not self._gradients.received(self._pieces[index]):
+                    continue
+                step = steps.get(index, 0) + 1
+                if counts:
+                    steps[index] = step
+                if (number, step) not in known:
+                    known[number, step] = self._rule_at(number, options, step)
+                self._rule_of[index] = known[number, step]
+        self.steps = steps
+
+    def _rule_at(self, number: int, options: Options, step: int) -> kernels.Rule:
+        try:
+            rule = self.rule.at(options, step)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{self.rule.name}, param group {number}: {error}") from None
+        if rule.state_count > len(self.state_names):
+            raise EngineStateError(
+                f"{self.rule.name}, param group {number} has momentum {options['momentum']} now, but had none at"
+                " initialize, so nothing keeps its momentum_buffer: initialize with a momentum above 0"
+            )
+        return rule
 
     def _way_of(self, tile: Tile) -> list[Tile]:
         """The list of the tiles that are stepped as this one has to be."""
@@ -284,9 +317,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             inside = segment.start - tile.start
             self._batch.add(
                 segment.numel,
-                self._rule(segment),
+                self._number(self._rule_of[segment.piece.index]),
                 param=(param if self._master_is_param else state) + inside * FP32,
-                state=(moments + inside * FP32, moments + (tile.numel + inside) * FP32),
+                state=tuple(moments + (i * tile.numel + inside) * FP32 for i in range(len(self.state_names))),
                 grad=grads + segment.start * self._gradients.dtype.itemsize,
                 grad_dtype=KERNEL_DTYPES[self._gradients.dtype],
                 out=0 if self._master_is_param else param + inside * itemsize,
@@ -296,44 +329,30 @@ class TieredOptimizer(torch.optim.Optimizer):
     def _run_batch(self, grad_scale: float) -> None:
         self._batch.run(grad_scale)
         self._batch.clear()
-        self._rules.clear()
+        self._numbers.clear()
 
-    def _rule(self, segment: Segment) -> int:
-        """The number in the batch of the rule for this segment's parameter."""
-        options = self._adam_options(segment)
-        if options not in self._rules:
-            self._rules[options] = self._batch.add_rule(kernels.adam(**options._asdict()))
-        return self._rules[options]
-
-    def _adam_options(self, segment: Segment) -> AdamOptions:
-        options = self._options[segment.piece.index]
-        beta1, beta2 = options["betas"]
-        return AdamOptions(
-            lr=float(options["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=options["eps"],
-            weight_decay=options["weight_decay"],
-            step=self._steps[segment.piece.index],
-            decoupled=self._decoupled,
-        )
+    def _number(self, rule: kernels.Rule) -> int:
+        """The number of ``rule`` in the batch."""
+        if rule not in self._numbers:
+            self._numbers[rule] = self._batch.add_rule(rule)
+        return self._numbers[rule]
 
     def _step_on_device(self, tile: Tile, grad_scale: float) -> None:
         """Step a tile whose state is in a GPU's memory, by torch operations."""
         param, grads = tile.group.home.tensor, self._gradients.homes[tile.group.index].tensor
         assert tile.state.tensor is not None and param is not None and grads is not None
-        state = tile.state.tensor.view(torch.float32).view(-1, tile.numel)
+        own = () if self._master_is_param else ("master",)
+        state = tile.state.tensor.view(torch.float32).view(len(own) + len(self.state_names), tile.numel)
         whole = param.view(tile.group.dtype)[tile.start : tile.end]
         for segment in tile.segments:
             if not self._gradients.received(segment.piece):
                 continue
             inside = slice(segment.start - tile.start, segment.start - tile.start + segment.numel)
-            device_kernels.adam(
+            device_kernels.step(
+                self._rule_of[segment.piece.index],
                 whole[inside] if self._master_is_param else state[0, inside],
-                state[-2, inside],
-                state[-1, inside],
+                state[len(own) :, inside].unbind(),
                 grads.view(self._gradients.dtype)[segment.start : segment.start + segment.numel],
-                None if self._master_is_param else whole[inside],
-                self._adam_options(segment),
-                grad_scale,
+                out=None if self._master_is_param else whole[inside],
+                grad_scale=grad_scale,
             )

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from optim_cpu import kernels
-from optim_cpu.adam import step_adamw
-from optim_cpu.kernels import DType
+from optim_cpu.kernels import DType, Rule
 from zero3 import device_kernels
-from zero3.device_kernels import AdamOptions
 
 pytestmark = pytest.mark.gpu
 
-CODES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16}
+CODES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
 NUMELS = [1, 31, 4095, 4096, 4097, 3 * 4096 + 5, 50_001, 1_000_003]
 
 
@@ -56,23 +55,55 @@ def test_accumulate(overwrite: bool, source: torch.dtype, target: torch.dtype) -
     assert torch.equal(on_gpu.cpu().view(torch.uint8), held.view(torch.uint8))
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
-def test_adamw(decoupled: bool, grad_dtype: torch.dtype) -> None:
+RULES: dict[str, Callable[[int], Rule]] = {
+    "adamw": lambda step: kernels.adam(
+        lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step, decoupled=True
+    ),
+    "adam": lambda step: kernels.adam(
+        lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step, decoupled=False
+    ),
+    "lion": lambda step: kernels.lion(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, step=step),
+    "adagrad": lambda step: kernels.adagrad(lr=1e-2, lr_decay=0.1, eps=1e-10, weight_decay=0.1, step=step),
+    "sgd": lambda step: kernels.sgd(
+        lr=1e-2, momentum=0.9, dampening=0.3, nesterov=False, weight_decay=0.1, step=step
+    ),
+    "sgd, nesterov": lambda step: kernels.sgd(
+        lr=1e-2, momentum=0.9, dampening=0.0, nesterov=True, weight_decay=0.1, step=step
+    ),
+    "sgd without momentum": lambda step: kernels.sgd(
+        lr=1e-2, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=0.1, step=step
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+def test_every_rule(name: str, grad_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    """Values of every magnitude: some squares overflow, so infinities and NaN come up, too."""
     numel = 300_007
-    ours = [spread(numel, 3), spread(numel, 4), spread(numel, 5).abs()]
+    ours = [spread(numel, 3), torch.zeros(numel), torch.zeros(numel)]
     theirs = [tensor.cuda() for tensor in ours]
-    out = torch.empty(numel, dtype=torch.bfloat16)
+    out = torch.empty(numel, dtype=out_dtype)
     out_there = out.cuda()
+    batch = kernels.StepBatch()
     for step in range(1, 6):
-        grad = spread(numel, 10 + step).clamp(-1e15, 1e15).to(grad_dtype)
-        options = AdamOptions(1e-3, 0.9, 0.95, 1e-8, 0.1, step, decoupled)
-        device_kernels.adam(*theirs, grad.cuda(), out_there, options, 0.37)
-        step_adamw(
-            *ours, grad, out=out, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=step,
-            grad_scale=0.37, decoupled=decoupled,
-        )  # fmt: skip
-    for name, mine, there in zip(("master", "exp_avg", "exp_avg_sq"), ours, theirs, strict=True):
-        assert torch.equal(mine.view(torch.int32), there.cpu().view(torch.int32)), name
+        grad = spread(numel, 10 + step).mul(1e15).to(grad_dtype)
+        rule = RULES[name](step)
+        device_kernels.step(rule, theirs[0], theirs[1:], grad.cuda(), out=out_there, grad_scale=0.37)
+        batch.clear()
+        batch.add(
+            numel,
+            batch.add_rule(rule),
+            param=ours[0].data_ptr(),
+            state=(ours[1].data_ptr(), ours[2].data_ptr()),
+            grad=grad.data_ptr(),
+            grad_dtype=CODES[grad_dtype],
+            out=out.data_ptr(),
+            out_dtype=CODES[out_dtype],
+        )
+        batch.run(0.37)
+    for which, mine, there in zip(("param", "state 0", "state 1"), ours, theirs, strict=True):
+        assert torch.equal(mine.view(torch.int32), there.cpu().view(torch.int32)), which
     assert torch.equal(out.view(torch.int16), out_there.cpu().view(torch.int16))
     assert not torch.equal(ours[0], spread(numel, 3))

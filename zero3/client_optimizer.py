@@ -1,0 +1,135 @@
+"""ClientOptimizer: a torch optimizer that no kernel replaces, on state that stays on the device.
+
+It steps fp32: in fp32 the parameters themselves, else their masters, which take the place of the parameters' data for
+as long as it works. So it keeps its own param groups and its own state, by the model's parameters, and whatever was
+made for it (schedulers, hooks) goes on to work. Gradients are the accumulated ones, unscaled and clipped, in fp32.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optim_cpu import formats
+from tiering.errors import EngineStateError
+from zero3 import device_kernels
+from zero3.grads import GradientStore
+from zero3.optimizer import Tile
+from zero3.partition import Piece
+
+
+@dataclass
+class _Trained:
+    """A parameter that is stepped: flat views of its gradient and of its master (None: it is its own)."""
+
+    param: nn.Parameter
+    piece: Piece
+    grad: Tensor
+    master: Tensor | None
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step`` cannot be called without a closure, as that of LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+class ClientOptimizer(torch.optim.Optimizer):
+    """Steps ``client``, and shares its ``param_groups`` and ``state``. ``tiles`` hold masters, each a whole group's."""
+
+    state_names: tuple[str, ...] = ()  # on the tiers; what else there is, the client keeps itself
+
+    def __init__(self, client: torch.optim.Optimizer, tiles: list[Tile], gradients: GradientStore) -> None:
+        super().__init__(client.param_groups, client.defaults)
+        self.client = client
+        self.steps: dict[int, int] = {}
+        self._gradients = gradients
+        self._share()
+        self._trained = [trained for tile in tiles for trained in _trained(tile, gradients)]
+
+    def read_ahead(self) -> None:
+        """Nothing: all state is on the device."""
+
+    def release_read_ahead(self) -> None:
+        """Nothing was read ahead."""
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, grad_scale: float | None = None
+    ) -> None:
+        """Update every parameter that got a gradient, gradients multiplied by ``grad_scale`` (unscale x clip).
+
+        For the engine alone: call ``engine.step()``.
+        """
+        if closure is not None or grad_scale is None:
+            raise EngineStateError(
+                "optimizer.step() would neither clip nor count this step; call engine.step()"
+            )
+        received = [each for each in self._trained if self._gradients.received(each.piece)]
+        with self._on_masters():
+            try:
+                for each in received:
+                    each.param.grad = _scaled(each.grad, grad_scale).view(each.param.shape)
+                self.client.step()
+            finally:
+                for each in received:
+                    each.param.grad = None
+        for each in received:
+            if each.master is not None:
+                _round(each.master, each.param.data.view(-1))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients accumulated so far."""
+        self._gradients.reset()
+        super().zero_grad(set_to_none=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the client's; state keeps the precision of the masters."""
+        with self._on_masters():
+            self.client.load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self.client.param_groups, self.client.state
+
+    @contextmanager
+    def _on_masters(self) -> Iterator[None]:
+        """Within, the data of the parameters is their fp32 master."""
+        held = [(each.param, each.param.data) for each in self._trained if each.master is not None]
+        try:
+            for each in self._trained:
+                if each.master is not None:
+                    each.param.data = each.master.view(each.param.shape)
+            yield
+        finally:
+            for param, data in held:
+                param.data = data
+
+
+def _trained(tile: Tile, gradients: GradientStore) -> Iterator[_Trained]:
+    grads, state = gradients.homes[tile.group.index].tensor, tile.state.tensor
+    assert grads is not None and state is not None and tile.start == 0
+    by_piece = dict(zip(tile.group.layout.pieces, tile.group.params, strict=True))
+    for piece in (segment.piece for segment in tile.segments):
+        here = slice(piece.start, piece.end)
+        masters = state.view(torch.float32)
+        grad = grads.view(gradients.dtype)[here]
+        yield _Trained(by_piece[piece], piece, grad, masters[here] if masters.numel() else None)
+
+
+def _scaled(grad: Tensor, scale: float) -> Tensor:
+    """In fp32, and in place where it is that already: gradients are dropped after the step."""
+    wide = grad if grad.dtype is torch.float32 else grad.float()
+    return wide if scale == 1 else wide.mul_(scale)
+
+
+def _round(master: Tensor, out: Tensor) -> None:
+    if out.is_cuda:
+        device_kernels.round_parameters(master, out)
+    else:
+        formats.round_parameters(master, out)

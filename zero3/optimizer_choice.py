@@ -1,0 +1,186 @@
+"""What is trained, and by which rule: from the configuration, or from the optimizer that a caller brings along."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiering.config import TieringConfig
+from tiering.errors import ConfigError
+from zero3 import rules
+from zero3.client_optimizer import needs_closure
+from zero3.rules import Options, UpdateRule
+
+log = logging.getLogger(__name__)
+
+ModelParameters = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
+ClientOptimizerChoice = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """Param groups and who steps them: ``rule`` by the kernels, or ``client`` itself where that is None.
+
+    With a client, ``param_groups`` are its own, and may list frozen parameters beside the trained ones.
+    """
+
+    param_groups: list[Options]
+    defaults: Options
+    rule: UpdateRule | None
+    client: torch.optim.Optimizer | None = None
+
+    @property
+    def trained(self) -> set[nn.Parameter]:
+        return {param for group in self.param_groups for param in group["params"] if param.requires_grad}
+
+    @property
+    def state_tensors(self) -> int:
+        """How many tensors of state the tiers hold for each parameter, beside its master."""
+        return len(self.rule.state_names(self.param_groups)) if self.rule is not None else 0
+
+    @property
+    def initial_state(self) -> dict[nn.Parameter, float]:
+        """What the state of a parameter starts as."""
+        if self.rule is None:
+            return {}
+        return {param: self.rule.initial(group) for group in self.param_groups for param in group["params"]}
+
+
+def choose_optimizer(
+    model: nn.Module,
+    config: TieringConfig,
+    model_parameters: ModelParameters | None,
+    optimizer: ClientOptimizerChoice | None,
+) -> OptimizerChoice:
+    """The caller's ``optimizer`` (or what it makes of the parameters) if there is one, else the configuration's.
+
+    Raises ConfigError for what can not be trained as asked.
+    """
+    _check_dtypes(model)
+    if optimizer is not None:
+        client = _made(optimizer, model, model_parameters)
+        if config.optimizer is not None:
+            log.warning(
+                "the %s given to initialize() is used, the configuration's optimizer section (%s) is not",
+                _name(client),
+                config.optimizer.type,
+            )
+        return _of_client(client, model, config)
+    if config.optimizer is None:
+        raise ConfigError(
+            "no optimizer: name one in the configuration's optimizer section"
+            ' ({"type": "AdamW", "params": {"lr": 1e-4}}), or pass a torch optimizer to initialize(optimizer=...)'
+        )
+    rule, defaults = rules.from_config(config.optimizer)
+    groups = _param_groups(model, model_parameters)
+    _check_params(model, groups, "model_parameters")
+    rule.check([defaults | group for group in groups])
+    return OptimizerChoice(groups, defaults, rule)
+
+
+def _made(
+    optimizer: ClientOptimizerChoice, model: nn.Module, model_parameters: ModelParameters | None
+) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    given = model_parameters
+    if given is None:
+        given = [param for param in model.parameters() if param.requires_grad]
+    made = optimizer(given) if callable(optimizer) else optimizer
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            "initialize(optimizer=...) takes a torch.optim.Optimizer, or a function of the parameters that makes one,"
+            f" not {type(made).__name__}"
+        )
+    return made
+
+
+def _of_client(client: torch.optim.Optimizer, model: nn.Module, config: TieringConfig) -> OptimizerChoice:
+    name = _name(client)
+    _check_params(model, client.param_groups, f"the {name}")
+    rule = rules.from_optimizer(client)
+    if rule is None:
+        _check_stays(client, config)
+        return OptimizerChoice(client.param_groups, client.defaults, None, client)
+    if rules.has_stepped(client):
+        raise ConfigError(
+            f"the {name} has stepped before, and its state cannot be taken over in this version: give a new one"
+        )
+    rule.check(client.param_groups)
+    return OptimizerChoice(client.param_groups, client.defaults, rule, client)
+
+
+def _check_stays(client: torch.optim.Optimizer, config: TieringConfig) -> None:
+    """An optimizer without a kernel steps tensors, so all that it needs has to be on the device."""
+    name = _name(client)
+    for kind, section in (
+        ("offload_param", config.zero.offload_param),
+        ("offload_optimizer", config.zero.offload_optimizer),
+    ):
+        if section.device != "none":
+            raise ConfigError(
+                f"the {name} can only step what stays on the device, but {kind}.device is {section.device!r}. Use"
+                " AdamW, Adam, Lion, Adagrad or SGD (named in the configuration; or of torch.optim or optim_cpu,"
+                " without amsgrad and differentiable, and with the step that they have), or set"
+                f" {kind}.device to 'none'"
+            )
+    if needs_closure(client):
+        raise ConfigError(
+            f"the step of {name} takes a closure that computes the loss anew, which engine.step() cannot give it; use"
+            " an optimizer that steps by gradients alone"
+        )
+
+
+def _param_groups(model: nn.Module, given: ModelParameters | None) -> list[Options]:
+    """torch-style param groups of trainable parameters."""
+    listed: list[Any] = (
+        list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    )
+    grouped = bool(listed) and all(isinstance(item, Mapping) for item in listed)
+    chosen = []
+    for group in listed if grouped else [{"params": listed}]:
+        params = group["params"]
+        params = [params] if isinstance(params, nn.Parameter) else list(params)
+        params = [p[1] if isinstance(p, tuple) else p for p in params]  # named_parameters() gives pairs
+        chosen.append({**group, "params": [p for p in params if p.requires_grad]})
+    return chosen
+
+
+def _check_params(model: nn.Module, groups: list[Options], who: str) -> None:
+    """Every trainable parameter of the model is in one group, and nothing else is in any."""
+    listed_once = [param for group in groups for param in group["params"]]
+    inside = set(listed_once)
+    if len(inside) < len(listed_once):
+        raise ConfigError(f"{who} lists a parameter twice: each belongs to one param group")
+    foreign = len(inside - set(model.parameters()))
+    if foreign:
+        raise ConfigError(
+            f"{who} lists {foreign} parameters that are not the model's, which would never be trained:"
+            " make them part of the model, or step them with an optimizer of their own"
+        )
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and p not in inside]
+    if missing:
+        raise ConfigError(
+            f"{len(missing)} parameters require gradients but are not in {who}"
+            f" ({', '.join(missing[:3])}, ...):"
+            " add them, or freeze them with requires_grad_(False)"
+        )
+    if not any(param.requires_grad for param in inside):
+        raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    odd = [f"{name} ({p.dtype})" for name, p in model.named_parameters() if not p.is_floating_point()]
+    if odd:
+        raise ConfigError(
+            f"only floating-point parameters can be tiered, not {', '.join(odd[:3])}: register them as buffers"
+        )
+
+
+def _name(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__name__

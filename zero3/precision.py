@@ -1,0 +1,102 @@
+"""The loss scale: the factor that keeps the small gradients of fp16 from vanishing."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Self
+
+from tiering.config import TieringConfig
+from tiering.errors import EngineStateError
+
+log = logging.getLogger(__name__)
+
+FACTOR = 2.0  # a power of two, so that only exponents change
+
+
+class LossScale:
+    """What the loss is multiplied by before backward, and the gradients divided by before the step.
+
+    ``value`` is that factor. A dynamic one halves when ``hysteresis`` updates have overflowed, and doubles when
+    ``window`` updates in a row have not (the first time one update later, as in DeepSpeed, whose rules these are).
+    Overflows are counted anew when the factor doubles, with ``consecutive_hysteresis`` after any update without one.
+    It never falls below ``minimum``: what overflows there raises EngineStateError, since the gradients are then not
+    finite for another reason.
+
+    A fixed one stays; the updates that overflow are skipped all the same. Powers of two cost nothing, for scaling by
+    them is exact; any other factor rounds each gradient twice more and is no longer bit-identical to training without.
+    """
+
+    def __init__(
+        self,
+        value: float,
+        *,
+        dynamic: bool = False,
+        window: int = 1000,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+        minimum: float = 1.0,
+    ) -> None:
+        self.value = value
+        self._dynamic = dynamic
+        self._window = window
+        self._hysteresis = hysteresis
+        self._consecutive_hysteresis = consecutive_hysteresis
+        self._minimum = minimum
+        self._overflows_left = hysteresis  # until the factor halves, this one included
+        self._clean = 0  # updates without overflow since the last one with it
+
+    @classmethod
+    def from_config(cls, config: TieringConfig) -> Self:
+        """The loss scale that ``config`` asks for; 1.0, and that for good, unless something computes in fp16."""
+        if "fp16" not in (config.precision, config.autocast):
+            return cls(1.0)
+        chosen = config.loss_scale
+        return cls(
+            chosen.scale or 2.0**chosen.initial_power,
+            dynamic=not chosen.scale,
+            window=chosen.window,
+            hysteresis=chosen.hysteresis,
+            consecutive_hysteresis=chosen.consecutive_hysteresis,
+            minimum=chosen.min_scale,
+        )
+
+    def update(self, overflow: bool) -> None:
+        """Follow an update, whose gradients were finite or not. Raises EngineStateError, see above."""
+        if not self._dynamic:
+            return
+        if overflow:
+            self._shrink()
+            self._clean = 0
+        else:
+            self._grow()
+            self._clean += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The factor, and what decides when it changes."""
+        return {"value": self.value, "clean": self._clean, "overflows_left": self._overflows_left}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from ``state_dict``. A fixed factor stays what the configuration says."""
+        if self._dynamic:
+            self.value = state_dict["value"]
+            self._clean = state_dict["clean"]
+            self._overflows_left = min(state_dict["overflows_left"], self._hysteresis)
+
+    def _shrink(self) -> None:
+        if self._overflows_left > 1:
+            self._overflows_left -= 1
+            return
+        if self.value <= self._minimum:
+            raise EngineStateError(
+                f"the gradients overflow although the loss scale is at its minimum, {self.value:g}: a loss or a"
+                " gradient is not finite by itself; look for it, lower the learning rate, or train in bf16"
+            )
+        self.value = max(self.value / FACTOR, self._minimum)
+        log.info("loss scale lowered to %g", self.value)
+
+    def _grow(self) -> None:
+        grows = self._clean > 0 and self._clean % self._window == 0
+        if grows:
+            self.value *= FACTOR
+        if grows or self._consecutive_hysteresis:
+            self._overflows_left = self._hysteresis

@@ -84,12 +84,17 @@ def config(
     sub_group_size: int = 10**9,
     prefetch: int = 10**6,
     clip: float = 1.0,
+    rule: str | None = "AdamW",
     optimizer: dict[str, Any] | None = None,
+    ratio: float | None = None,
+    stage: int = 3,
+    fp16: dict[str, Any] | None = None,
     **tiers: Any,
 ) -> dict[str, Any]:
     """A configuration as a user writes it; keyword arguments left over go to the ``tiering`` block.
 
-    ``nvme`` is a directory, a list of them, or either for each of "param" and "optimizer".
+    ``nvme`` is a directory, a list of them, or either for each of "param" and "optimizer". ``rule`` None leaves the
+    optimizer's section out.
     """
 
     def section(kind: str, device: str) -> dict[str, Any]:
@@ -97,16 +102,19 @@ def config(
         given = [str(path) for path in where] if isinstance(where, list) else str(where)
         return {"device": device} | ({"nvme_path": given} if device == "nvme" else {})
 
-    return {
+    usual = {"lr": 1e-3, "weight_decay": 0.1} if rule == "AdamW" else {}
+    named = {"optimizer": {"type": rule, "params": usual | (optimizer or {})}} if rule else {}
+    share = {} if ratio is None else {"ratio": ratio}
+    return named | {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clip,
         "bf16": {"enabled": precision == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1} | (optimizer or {})},
+        "fp16": {"enabled": precision == "fp16"} | (fp16 or {}),
         "zero_optimization": {
-            "stage": 3,
+            "stage": stage,
             "offload_param": section("param", offload_param),
-            "offload_optimizer": section("optimizer", offload_optimizer),
+            "offload_optimizer": section("optimizer", offload_optimizer) | share,
             "sub_group_size": sub_group_size,
             "stage3_prefetch_bucket_size": prefetch,
             "stage3_param_persistence_threshold": threshold,
@@ -130,17 +138,26 @@ def nvme(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(nvme: Path) -> Iterator[Callable[..., Engine]]:
-    """``start(model=None, **config)`` makes an engine; it is closed after the test."""
+    """``start(model=None, **config)`` makes an engine; it is closed after the test.
+
+    ``client`` is what ``initialize`` takes as optimizer.
+    """
     engines: list[Engine] = []
 
     def make(
-        model: nn.Module | None = None, *, model_parameters: Any = None, paths: Any = None, **options: Any
+        model: nn.Module | None = None,
+        *,
+        model_parameters: Any = None,
+        paths: Any = None,
+        client: Any = None,
+        **options: Any,
     ) -> Engine:
         if model is None:
             torch.manual_seed(3)
             model = SmallModel()
         settings = config(paths or nvme, **options)
-        engine = tiering.initialize(model=model, config=settings, model_parameters=model_parameters).engine
+        given = {"model_parameters": model_parameters} | ({"optimizer": client} if client is not None else {})
+        engine = tiering.initialize(model=model, config=settings, **given).engine
         engines.append(engine)
         return engine
 

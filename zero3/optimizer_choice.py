@@ -77,9 +77,9 @@ def choose_optimizer(
             ' ({"type": "AdamW", "params": {"lr": 1e-4}}), or pass a torch optimizer to initialize(optimizer=...)'
         )
     rule, defaults = rules.from_config(config.optimizer)
-    groups = _param_groups(model, model_parameters)
+    groups = [defaults | group for group in _param_groups(model, model_parameters)]
     _check_params(model, groups, "model_parameters")
-    rule.check([defaults | group for group in groups])
+    rule.check(groups)
     return OptimizerChoice(groups, defaults, rule)
 
 

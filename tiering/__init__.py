@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TieringError,
     )
     from zero3 import init as zero
+    from zero3.access import gathered
     from zero3.engine import Engine, EngineParts, initialize
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ _LAZY = {
     "initialize": ("zero3.engine", "initialize"),
     "Engine": ("zero3.engine", "Engine"),
     "EngineParts": ("zero3.engine", "EngineParts"),
+    "gathered": ("zero3.access", "gathered"),
     "zero": ("zero3.init", ""),
     "TieringError": ("tiering.errors", "TieringError"),
     "ConfigError": ("tiering.errors", "ConfigError"),
@@ -53,6 +55,7 @@ __all__ = [
     "SwapError",
     "SwapSpaceError",
     "TieringError",
+    "gathered",
     "initialize",
     "zero",
 ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -13,16 +14,22 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from tiering import ds_config
 from tiering.config import TieringConfig
-from tiering.errors import EngineStateError
+from tiering.errors import ConfigError, EngineStateError
 from tiering.interrupts import deferred_interrupts
 from tiering.telemetry import PageWriter, Publisher, Snapshot
-from zero3 import hooks
-from zero3.assembly import ModelParameters, assemble
+from zero3 import hooks, resharded, schedulers
+from zero3.access import Access
+from zero3.assembly import COMPUTE_DTYPES, assemble
+from zero3.client_optimizer import ClientOptimizer
 from zero3.optimizer import TieredOptimizer
+from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
+from zero3.partition import Piece
+from zero3.precision import LossScale
 from zero3.prefetch import Prefetcher
 from zero3.run_record import RunRecord
 from zero3.schedule import PassSchedule
@@ -39,7 +46,7 @@ class EngineParts(NamedTuple):
     """What ``initialize`` returns, in DeepSpeed's order."""
 
     engine: Engine
-    optimizer: TieredOptimizer
+    optimizer: TieredOptimizer | ClientOptimizer
     dataloader: DataLoader[Any] | None
     lr_scheduler: LRScheduler | None
 
@@ -49,6 +56,7 @@ def initialize(
     model: nn.Module,
     config: Mapping[str, Any] | str | Path,
     model_parameters: ModelParameters | None = None,
+    optimizer: ClientOptimizerChoice | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: LRScheduler | SchedulerFactory | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -56,19 +64,24 @@ def initialize(
     """Place ``model`` on the tiers that ``config`` allows and return (engine, optimizer, dataloader, lr_scheduler).
 
     ``config`` is a DeepSpeed configuration (dict or path) with an optional ``tiering`` block. ``model_parameters`` may
-    be param groups with lr, betas, eps and weight_decay of their own; the default is every parameter that requires a
-    gradient. ``lr_scheduler`` is a torch scheduler made for the returned optimizer, so usually a function of it.
+    be param groups with hyperparameters of their own; the default is every parameter that requires a gradient.
+    ``optimizer`` (a torch optimizer over the model's parameters, or a function from them to one) replaces the section
+    of that name: a class that has a kernel here gives its groups and hyperparameters, any other one steps what stays on
+    the device. ``lr_scheduler`` is a torch scheduler, made for ``optimizer`` or, as a function, for the one returned;
+    it replaces the section "scheduler".
 
-    From here on the model's parameters belong to the engine: outside of their modules' forward they may hold NaN.
+    From here on the model's parameters belong to the engine: outside of forward and backward, use ``gathered``.
     Raises ConfigError, PlacementError or SwapSpaceError, each before anything is moved.
     """
     settings, report = ds_config.load(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     for entry in report.entries:
         log.debug("config: %s", entry)
-    engine = Engine(model, settings, model_parameters)
+    engine = Engine(model, settings, model_parameters, optimizer)
     try:
         scheduler = lr_scheduler
-        if scheduler is not None and not isinstance(scheduler, LRScheduler):
+        if scheduler is None and settings.scheduler is not None:
+            scheduler = schedulers.from_config(settings.scheduler, engine.optimizer)
+        elif scheduler is not None and not isinstance(scheduler, LRScheduler):
             scheduler = scheduler(engine.optimizer)
         engine.lr_scheduler = scheduler
         loader = None
@@ -89,8 +102,13 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, config: TieringConfig, model_parameters: ModelParameters | None = None
+        self,
+        model: nn.Module,
+        config: TieringConfig,
+        model_parameters: ModelParameters | None = None,
+        optimizer: ClientOptimizerChoice | None = None,
     ) -> None:
+        _check_untouched(model)
         self.module = model
         self.config = config
         self.lr_scheduler: LRScheduler | None = None
@@ -102,9 +120,11 @@ class Engine:
         self._norm: float | None = None
         self._loss: Tensor | None = None
         self._pending_backward = False
-        self._in_engine_backward = False
+        self._scaled = False  # the loss of the backward that comes next, or runs
+        self._syncing = True  # False inside no_sync
+        self.loss_scale = LossScale.from_config(config)
 
-        parts = assemble(model, config, model_parameters)
+        parts = assemble(model, config, model_parameters, optimizer)
         self.device, self.plan, self.optimizer = parts.device, parts.plan, parts.optimizer
         self._tiers, self._groups, self._gradients = parts.tiers, parts.groups, parts.gradients
         self._state = TieredState(parts)
@@ -118,8 +138,8 @@ class Engine:
         except BaseException:
             self._tiers.close()
             raise
-        self._handles = hooks.install(self._groups, self._schedule)
-        self._handles += hooks.install_root(model, self._schedule)
+        self._handles = hooks.install(model, self._groups, self._schedule)
+        self._access = Access(model, self._groups, self._schedule, self._prefetcher, self._state)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -127,29 +147,41 @@ class Engine:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. After an exception the engine is as before the call."""
         self._check_open("forward")
-        with self._record.phase("forward"):
+        self._check_whole()
+        if self.config.cast_inputs:
+            args, kwargs = tree_map(self._cast_input, (args, kwargs))
+        with self._record.phase("forward"), self._autocast():
             try:
                 return self.module(*args, **kwargs)
             except BaseException:
                 self._schedule.abandon()
                 raise
 
-    def backward(self, loss: Tensor) -> Tensor:
-        """Accumulate the gradients of a scalar ``loss``, divided by gradient_accumulation_steps; returns that quotient.
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` as its backward needs it: times the loss scale, divided by gradient_accumulation_steps.
 
-        After an exception the engine is as after its last step: gradients accumulated since then are gone.
+        ``engine.scale(loss).backward()`` is what ``engine.backward(loss)`` does.
         """
-        self._check_open("backward")
         if loss.numel() != 1:
             raise EngineStateError(
                 f"backward needs a scalar loss, not shape {tuple(loss.shape)}; reduce it, as by .mean()"
             )
         self._loss = loss.detach()
-        scaled = loss / self.config.gradient_accumulation_steps
-        self._in_engine_backward = True
+        self._scaled = True
+        if self.config.precision == "fp16" or self.config.autocast == "fp16":
+            loss = loss.float() * self.loss_scale.value
+        return loss / self.config.gradient_accumulation_steps
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> Tensor:
+        """Accumulate the gradients of a scalar ``loss``, divided by gradient_accumulation_steps; returns that quotient.
+
+        After an exception the engine is as after its last step: gradients accumulated since then are gone.
+        """
+        self._check_open("backward")
+        scaled = self.scale(loss)
         with self._record.phase("backward"):
             try:
-                scaled.backward()
+                scaled.backward(retain_graph=retain_graph)
             except BaseException:
                 self._schedule.abandon()
                 self._gradients.reset()
@@ -157,24 +189,44 @@ class Engine:
                 self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
                 raise
             finally:
-                self._in_engine_backward = False
-        return scaled
+                self._scaled = False
+        return loss / self.config.gradient_accumulation_steps
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate only: backwards inside the block add to the gradients, and the next one outside completes them.
+
+        For a loop that does its own accumulation, with gradient_accumulation_steps 1 and losses that it has divided.
+        ``step`` is refused inside. With ``tiering.grad_accum_dtype`` "fp32" the sums do not round to 16 bits.
+        """
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
 
     def step(self) -> None:
         """End a micro-batch; after gradient_accumulation_steps of them, update the parameters.
 
-        A step whose gradients are not finite is skipped with a warning and leaves all state as it was. Ctrl-C waits for
-        the end of the step (a second one does not). A step that is ended by an exception leaves some parameters updated
-        and others not: then the engine can only be closed.
+        A step whose gradients are not finite is skipped and leaves all state as it was; with dynamic loss scaling the
+        scale is lowered, else a warning says which parameter it was. Ctrl-C waits for the end of the step (a second one
+        does not). A step that is ended by an exception leaves some parameters updated and others not: then the engine
+        can only be closed.
         """
         self._check_open("step")
+        self._check_whole()
         if not self._pending_backward:
             raise EngineStateError(
                 "step was called without a backward since the last one; call engine.backward(loss) first"
             )
+        if not self._syncing:
+            raise EngineStateError(
+                "step was called inside no_sync(); do the last backward and step() outside of it"
+            )
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
-            self._check_unfrozen()
+            self._check_model()
+            self._access.store_edits_of_residents()
         with deferred_interrupts():
             self._pending_backward = False
             self.micro_steps += 1
@@ -192,7 +244,13 @@ class Engine:
         return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
 
     def get_global_grad_norm(self) -> float | None:
-        """The 2-norm of all gradients at the last update, before clipping; None before the first."""
+        """The 2-norm of all gradients, unscaled, before clipping; None before the first.
+
+        Between the last backward and ``step`` that of the gradients that wait there, otherwise that of the last update.
+        """
+        self._check_open("get_global_grad_norm")
+        if self._pending_backward and self._syncing and self.is_gradient_accumulation_boundary():
+            return self._gradients.norm() / self.loss_scale.value
         return self._norm
 
     def train(self, mode: bool = True) -> Self:
@@ -214,6 +272,61 @@ class Engine:
         self._check_open("master_state_dict")
         return self._state.masters()
 
+    def get_fp32_parameter(self, name: str) -> Tensor:
+        """A copy of a parameter's fp32 master in host memory, of the parameter's shape; a frozen one as it is, in fp32.
+
+        ``name`` as in ``module.named_parameters()``. ConfigError for a name that is not there.
+        """
+        self._check_open("get_fp32_parameter")
+        return self._state.master(*self._access.named(name))
+
+    def set_fp32_parameter(self, name: str, values: Tensor) -> None:
+        """Make ``values`` (of the parameter's shape) the master, and the parameter what it rounds to.
+
+        EngineStateError while a forward or backward is running.
+        """
+        self._check_open("set_fp32_parameter")
+        group, piece = self._access.named(name)
+        self._access.before_write(group, piece)
+        self._state.set_master(group, piece, _flat_fp32(values, piece))
+
+    def get_fp32_gradient(self, name: str) -> Tensor | None:
+        """A copy of the accumulated gradient, unscaled, before clipping, in fp32; None where there was none."""
+        self._check_open("get_fp32_gradient")
+        gradient = self._state.gradient(*self._access.named(name))
+        return None if gradient is None else gradient.float() / self.loss_scale.value
+
+    def set_fp32_gradient(self, name: str, values: Tensor) -> None:
+        """Replace the accumulated gradient by ``values`` (unscaled), between backward and ``step``."""
+        self._check_open("set_fp32_gradient")
+        group, piece = self._access.named(name)
+        _check_trained(piece)
+        self._access.check_idle("set_fp32_gradient")
+        if not self._pending_backward:
+            raise EngineStateError(
+                "set_fp32_gradient was called without a backward since the last step; it replaces what that gave"
+            )
+        self._state.set_gradient(group, piece, _flat_fp32(values, piece) * self.loss_scale.value)
+
+    def get_fp32_state(self, name: str, key: str) -> Tensor:
+        """A copy of a state tensor of a parameter ("exp_avg", ...; see ``state_names``), fp32, of its shape."""
+        self._check_open("get_fp32_state")
+        _, piece = self._access.named(name)
+        _check_trained(piece)
+        return self._state.moment(piece, key)
+
+    def set_fp32_state(self, name: str, key: str, values: Tensor) -> None:
+        """Replace a state tensor of a parameter."""
+        self._check_open("set_fp32_state")
+        _, piece = self._access.named(name)
+        _check_trained(piece)
+        self._state.set_moment(piece, key, _flat_fp32(values, piece))
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The optimizer's state tensors, beside the master."""
+        return self._state.state_names
+
     def snapshot(self) -> Snapshot:
         """What telemetry publishes, as of now."""
         return self._record.snapshot()
@@ -233,6 +346,8 @@ class Engine:
             self._publisher.close()
         for handle in self._handles:
             handle.remove()
+        self._schedule.close()
+        self._access.close()
         self._tiers.close()
 
     def __enter__(self) -> Self:
@@ -246,24 +361,25 @@ class Engine:
     def _update(self) -> None:
         try:
             self._prefetcher.forget()
-            self._norm = self._gradients.norm()
-            if math.isfinite(self._norm):
-                self._apply(self._norm)
-            else:
+            scale = self.loss_scale.value
+            self._norm = self._gradients.norm() / scale
+            overflow = not math.isfinite(self._norm)
+            if overflow:
                 self.skipped_steps += 1
-                log.warning(
-                    "step %d skipped: the gradient of %r is not finite; parameters and optimizer state are unchanged",
-                    self.global_steps + 1,
-                    self._gradients.first_not_finite(),
-                )
+            else:
+                self._apply(self._norm, scale)
+            self.loss_scale.update(overflow)
+            if overflow:
+                self._say_skipped(scale)
         finally:
             self._gradients.reset()
 
-    def _apply(self, norm: float) -> None:
+    def _apply(self, norm: float, scale: float) -> None:
         """Clip and step. What fails in between leaves state of two steps, which nobody may train on."""
         clip = self.config.gradient_clipping
         try:
-            self.optimizer.step(grad_scale=min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0)
+            factor = min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0
+            self.optimizer.step(grad_scale=factor / scale)
         except BaseException as error:
             self._torn = f"step {self.global_steps + 1} was ended by {type(error).__name__}: {error}"
             raise
@@ -272,22 +388,26 @@ class Engine:
             torch.autograd.graph.increment_version(
                 [param for group in self.optimizer.param_groups for param in group["params"]]
             )
+            self._access.note_versions()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
     def _on_backward(self) -> None:
         """The first gradient of a backward pass has arrived."""
-        steps = self.config.gradient_accumulation_steps
-        if steps > 1 and not self._in_engine_backward:
+        steps, scale = self.config.gradient_accumulation_steps, self.loss_scale.value
+        if (steps > 1 or scale != 1.0) and not self._scaled:
             raise EngineStateError(
-                f"loss.backward() does not divide by gradient_accumulation_steps ({steps}); call engine.backward(loss)"
+                f"loss.backward() neither divides by gradient_accumulation_steps ({steps}) nor multiplies by the loss"
+                f" scale ({scale:g}); call engine.backward(loss), or engine.scale(loss).backward()"
             )
-        self._gradients.last_micro_batch = self.is_gradient_accumulation_boundary()
-        if self._gradients.last_micro_batch:
+        last = self._syncing and self.is_gradient_accumulation_boundary()
+        self._gradients.last_micro_batch = last
+        if last:
             self.optimizer.read_ahead()
 
     def _on_end_of_backward(self) -> None:
         self._pending_backward = True
+        self._scaled = False
 
     def _publish(self) -> Publisher | None:
         telemetry = self.config.tiering.telemetry
@@ -304,7 +424,50 @@ class Engine:
         if every and self.global_steps % every == 0:
             log.info("step %d: loss %s, gradient norm %s", self.global_steps, self._record.loss, self._norm)
 
-    def _check_unfrozen(self) -> None:
+    def _say_skipped(self, scale: float) -> None:
+        bad = self._gradients.first_not_finite()
+        if self.loss_scale.value != scale:
+            log.info(
+                "step %d skipped: the gradient of %r is not finite at loss scale %g; the scale is %g now",
+                *(self.global_steps + 1, bad, scale, self.loss_scale.value),
+            )
+        else:
+            log.warning(
+                "step %d skipped: the gradient of %r is not finite; parameters and optimizer state are unchanged",
+                *(self.global_steps + 1, bad),
+            )
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.config.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, COMPUTE_DTYPES[self.config.autocast])
+
+    def _cast_input(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(COMPUTE_DTYPES[self.config.precision])
+        return value
+
+    def _check_whole(self) -> None:
+        """A pass that an exception ended outside of the engine's calls (the user's loss.backward()) is given up."""
+        if self._schedule.running and not hooks.in_backward_pass():
+            unfinished = self._schedule.in_backward
+            self._schedule.abandon()
+            if unfinished:
+                self._gradients.reset()
+                self._pending_backward = False
+
+    def _check_model(self) -> None:
+        """Before an update: the model still is the one that was initialized."""
+        if self._access.lending:
+            raise EngineStateError(
+                "step was called inside tiering.gathered(), whose copies would undo it; end that block first"
+            )
+        for name, param in self.module.named_parameters():
+            if not self._access.knows(param):
+                raise EngineStateError(
+                    f"{name!r} became a parameter of the model after initialize and would never be trained; build the"
+                    " whole model first, then initialize"
+                )
         for group in self._groups:
             for piece, param in zip(group.layout.pieces, group.params, strict=True):
                 if param.requires_grad and not piece.trainable:
@@ -320,4 +483,30 @@ class Engine:
             raise EngineStateError(
                 f"{what} was called on parameters that are partly updated ({self._torn}); close the engine, and"
                 " initialize the model again from a checkpoint"
+            )
+
+
+def _flat_fp32(values: Tensor, piece: Piece) -> Tensor:
+    if tuple(values.shape) != piece.shape:
+        raise ConfigError(f"{piece.name!r} has shape {piece.shape}, not {tuple(values.shape)}")
+    return values.detach().to("cpu", torch.float32).reshape(-1)
+
+
+def _check_trained(piece: Piece) -> None:
+    if not piece.trainable:
+        raise ConfigError(f"{piece.name!r} is frozen: it has neither gradient nor optimizer state")
+
+
+def _check_untouched(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if resharded.is_adopted(param):
+            raise EngineStateError(
+                f"{name!r} belongs to an engine already, or did until that was closed; build the model anew and load"
+                " what engine.state_dict() gave"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+            raise ConfigError(
+                f"{name or type(model).__name__} is compiled by torch.compile, which does not see parameters come and"
+                " go; initialize the model as it was before"
             )

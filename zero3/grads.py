@@ -89,6 +89,13 @@ class GradientStore:
         else:
             self._send_to_host(group, piece, grad)
 
+    def replaced(self, group: ParamGroup, piece: Piece) -> None:
+        """The gradient of ``piece`` was written at home."""
+        if self.homes[group.index].extent is not None:
+            self._written.add(group)
+        self._received.add(piece.index)
+        self._squares.pop(piece.index, None)
+
     def close(self, group: ParamGroup) -> None:
         """The group gets no more gradients in this pass, as far as the schedule can tell: write its window out."""
         self._receive(group)

@@ -1,14 +1,18 @@
 """Module and gradient hooks: they turn what torch does into events. No policy lives here.
 
-``Events`` is what listens: the pass schedule. Forward hooks sit on the entry modules of each group. The pre-backward
+``Events`` is what listens: the pass schedule. Forward hooks sit on the entry modules of each group, and on every module
+outside of the blocks, so that whatever part of the model is called, a forward is known to be running. The pre-backward
 event of a group is the first gradient that reaches an output of one of its entries. ``always_call`` makes the
 post-forward event come also when forward raised, or when activation checkpointing stopped a recomputation early.
+
+An event moves groups in several steps; Ctrl-C waits until they are consistent again. A copied or pickled module takes
+its hooks along: there they do nothing.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from tiering.interrupts import deferred_interrupts
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
 
@@ -23,7 +28,8 @@ from zero3.partition import Piece
 class Events(Protocol):
     """What happens to groups, in the order in which it happens."""
 
-    def begin_forward(self, training: bool) -> None: ...
+    def begin_forward(self, training: bool, *, whole: bool) -> None: ...
+    def end_forward(self) -> None: ...
     def begin_backward(self) -> None: ...
     def pre_forward(self, group: ParamGroup) -> None: ...
     def post_forward(self, group: ParamGroup) -> None: ...
@@ -32,29 +38,40 @@ class Events(Protocol):
     def end_of_backward(self) -> None: ...
 
 
-def install(groups: Iterable[ParamGroup], events: Events) -> list[RemovableHandle]:
-    """Hook ``groups`` up to ``events``; the handles remove the hooks."""
+def install(model: nn.Module, groups: Iterable[ParamGroup], events: Events) -> list[RemovableHandle]:
+    """Hook ``groups`` of ``model`` up to ``events``; the handles remove the hooks."""
+    groups = list(groups)
     handles: list[RemovableHandle] = []
     for group in groups:
         for entry in group.entries:
-            handles.append(entry.register_forward_pre_hook(_before(events, group), prepend=True))
-            handles.append(entry.register_forward_hook(_after(events, group), always_call=True))
+            handles.append(entry.register_forward_pre_hook(_BeforeGroup(events, group), prepend=True))
+            handles.append(entry.register_forward_hook(_AfterGroup(events, group), always_call=True))
         for piece, param in zip(group.layout.pieces, group.params, strict=True):
             if piece.trainable:
                 handles.append(param.register_post_accumulate_grad_hook(_accumulated(events, group, piece)))
+    # After the groups': a prepended hook runs before those that are there, another one behind them.
+    anything_moves = any(group.moves for group in groups)
+    for module in _outside_of_blocks(model, groups) if anything_moves else [model]:
+        whole = module is model
+        handles.append(module.register_forward_pre_hook(_BeforeForward(events, whole), prepend=True))
+        handles.append(module.register_forward_hook(_AfterForward(events, whole), always_call=True))
     return handles
 
 
-def install_root(model: nn.Module, events: Events) -> list[RemovableHandle]:
-    """Tell ``events`` when a pass over the whole model begins. Its hooks run before those of any group."""
-
-    def before(module: nn.Module, args: Any) -> None:
-        events.begin_forward(torch.is_grad_enabled())
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        watch_backward(output, events.begin_backward)
-
-    return [model.register_forward_pre_hook(before, prepend=True), model.register_forward_hook(after)]
+def _outside_of_blocks(model: nn.Module, groups: Iterable[ParamGroup]) -> Iterator[nn.Module]:
+    """``model`` and the modules in it, down to the entries that enclose no other group's."""
+    entries = {entry for group in groups for entry in group.entries}
+    queue = [model]
+    seen = set()
+    while queue:
+        module = queue.pop(0)
+        if module in seen:
+            continue
+        seen.add(module)
+        encloses = any(inner in entries for inner in module.modules() if inner is not module)
+        if module is model or module not in entries or encloses:
+            yield module
+            queue.extend(module.children())
 
 
 def watch_backward(outputs: Any, on_first_gradient: Callable[[], None]) -> None:
@@ -75,19 +92,65 @@ def in_backward_pass() -> bool:
     return task != -1
 
 
-def _before(events: Events, group: ParamGroup) -> Callable[[nn.Module, Any], None]:
-    def pre_forward(module: nn.Module, args: Any) -> None:
-        events.pre_forward(group)
+class OurHook:
+    """A hook on the user's module, which means nothing on a copy of that module."""
 
-    return pre_forward
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return does_nothing
+
+    def __reduce__(self) -> Any:
+        return _what_is_left, ()
 
 
-def _after(events: Events, group: ParamGroup) -> Callable[[nn.Module, Any, Any], None]:
-    def post_forward(module: nn.Module, args: Any, output: Any) -> None:
-        watch_backward(output, lambda: events.pre_backward(group))
-        events.post_forward(group)
+def _what_is_left() -> Callable[..., None]:
+    return does_nothing
 
-    return post_forward
+
+def does_nothing(*args: Any, **kwargs: Any) -> None:
+    """What a hook of ours becomes when its module is copied or pickled."""
+
+
+class _BeforeForward(OurHook):
+    def __init__(self, events: Events, whole: bool) -> None:
+        self.events = events
+        self.whole = whole
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        with deferred_interrupts():
+            self.events.begin_forward(torch.is_grad_enabled(), whole=self.whole)
+
+
+class _AfterForward(OurHook):
+    def __init__(self, events: Events, whole: bool) -> None:
+        self.events = events
+        self.whole = whole
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.whole:
+            watch_backward(output, self.events.begin_backward)
+        with deferred_interrupts():
+            self.events.end_forward()
+
+
+class _BeforeGroup(OurHook):
+    def __init__(self, events: Events, group: ParamGroup) -> None:
+        self.events = events
+        self.group = group
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        with deferred_interrupts():
+            self.events.pre_forward(self.group)
+
+
+class _AfterGroup(_BeforeGroup):
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        watch_backward(output, self._pre_backward)
+        with deferred_interrupts():
+            self.events.post_forward(self.group)
+
+    def _pre_backward(self) -> None:
+        with deferred_interrupts():
+            self.events.pre_backward(self.group)
 
 
 def _accumulated(events: Events, group: ParamGroup, piece: Piece) -> Callable[[Tensor], None]:
@@ -98,6 +161,7 @@ def _accumulated(events: Events, group: ParamGroup, piece: Piece) -> Callable[[T
         assert isinstance(param, nn.Parameter)
         events, group = listener(), of()
         if events is not None and group is not None:
-            events.gradient(group, piece, param)
+            with deferred_interrupts():
+                events.gradient(group, piece, param)
 
     return gradient

@@ -1,18 +1,20 @@
 """ParamGroup: parameters that are unsharded and resharded together.
 
-Note [A resharded parameter points nowhere]
-    Reading freed memory through a parameter would end the process. While its group is resharded a parameter therefore
-    holds one NaN expanded to its shape: reads give NaN, in-place writes raise.
+While a group is resharded its parameters hold no bytes and are of a class that knows it: see resharded.py. In-place
+edits by the user's code are noticed by the version that torch counts for each parameter, and written back: an edit in
+forward counts wherever the parameter lives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
 
 from tiering.errors import EngineStateError
+from zero3 import resharded
 from zero3.flat_storage import CopiedStorage, ExchangedStorage, FlatStorage, Streams
 from zero3.partition import FlatLayout
 from zero3.tiers import Home, Tiers
@@ -76,12 +78,84 @@ class ParamGroup:
         self._views = [flat[p.start : p.end].view(p.shape) for p in layout.pieces]
         nan = torch.full((), torch.nan, dtype=dtype, device=tiers.device)
         self._absent = [nan.expand(p.shape) for p in layout.pieces]
+        self._plain = [type(param) for param in params]
+        self._versions: list[int] = []  # as of when the parameters were pointed at bytes
+        self._lent: dict[int, int] = {}  # position in params that shows a copy (gathered) -> its version then
+        self.on_edit: Callable[[ParamGroup, list[int]], None] = _nobody_edits
         if self._storage is not None:
             flat.untyped_storage().resize_(0)
 
     def adopt_parameters(self) -> None:
         """Point the parameters at this group, once its bytes are at home."""
-        self._point(self._views if self.residency is Residency.RESIDENT else self._absent)
+        if self.residency is Residency.RESIDENT:
+            self._point_at_bytes()
+        else:
+            self._point_nowhere()
+
+    def give_up_parameters(self) -> None:
+        """The engine is closed: whatever uses the parameters from now on is told so."""
+        self._lent.clear()
+        self._point_nowhere()
+        resharded.disown(self.params)
+
+    def lend(self, position: int, copy: Tensor) -> None:
+        """Let the parameter at ``position`` show ``copy``, whatever the group does, until ``take_back``."""
+        self._show(position, copy)
+        self._lent[position] = self.params[position]._version
+
+    def lends_at(self, position: int) -> bool:
+        """Whether the parameter at ``position`` is lent."""
+        return position in self._lent
+
+    def lent_was_edited(self, position: int) -> bool:
+        """Whether the parameter at ``position`` was written in place since it was lent."""
+        return self.params[position]._version != self._lent[position]
+
+    def take_back(self, position: int) -> None:
+        """Undo ``lend``."""
+        del self._lent[position]
+        if self.usable:
+            self._show(position, self._views[position])
+            self._versions[position] = self.params[position]._version
+        else:
+            self._hide(position)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the parameters show their bytes."""
+        return self.residency in (Residency.RESIDENT, Residency.UNSHARDED)
+
+    @property
+    def lends(self) -> bool:
+        """Whether any parameter shows a copy."""
+        return bool(self._lent)
+
+    def view(self, position: int) -> Tensor:
+        """The parameter's values in the flat storage; without bytes while the group is resharded."""
+        return self._views[position]
+
+    def edited(self) -> list[int]:
+        """Positions of the parameters that were written in place since they were pointed at their bytes.
+
+        EngineStateError for one that no longer shows these bytes.
+        """
+        changed = []
+        for position, (param, version) in enumerate(zip(self.params, self._versions, strict=True)):
+            if position in self._lent:
+                continue
+            if param.data_ptr() != self._views[position].data_ptr():
+                raise EngineStateError(
+                    f"{self.layout.pieces[position].name!r} was given other memory after initialize (by .data = or"
+                    " module.to()), which the engine does not train; change values in place inside"
+                    " tiering.gathered(param, modify=True), and dtype or device before initialize"
+                )
+            if param._version != version:
+                changed.append(position)
+        return changed
+
+    def note_versions(self) -> None:
+        """What the parameters hold now is what the engine knows."""
+        self._versions = [param._version for param in self.params]
 
     def unshard(self, *, wait: bool = False) -> bool:
         """Start to bring the bytes to the device; False when there is no room now, unless ``wait`` is given."""
@@ -95,7 +169,7 @@ class ParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Wait for the bytes and make the parameters usable."""
-        if self.residency in (Residency.RESIDENT, Residency.UNSHARDED):
+        if self.usable:
             return
         if self.residency is not Residency.FETCHING:
             raise EngineStateError(
@@ -104,19 +178,42 @@ class ParamGroup:
         assert self._storage is not None
         with self._stalls.waiting_for("parameters"):
             self._storage.finish()
-        self._point(self._views)
         self.residency = Residency.UNSHARDED
+        self._point_at_bytes()
 
-    def reshard(self) -> None:
-        """Free the device's copy. Nothing is written: updates reach the home by the optimizer only."""
+    def reshard(self, *, keep_edits: bool = True) -> None:
+        """Free the device's copy. Updates reach the home by the optimizer; only an in-place edit is written here."""
         if self.residency in (Residency.RESIDENT, Residency.SHARDED):
             return
         assert self._storage is not None
-        if self.residency is Residency.UNSHARDED:
-            self._point(self._absent)
-        self.residency = Residency.SHARDED
-        self._storage.drop()
+        try:
+            if self.residency is Residency.UNSHARDED and keep_edits and (edited := self.edited()):
+                self.on_edit(self, edited)
+        finally:
+            self._point_nowhere()
+            self.residency = Residency.SHARDED
+            self._storage.drop()
 
-    def _point(self, tensors: list[Tensor]) -> None:
-        for param, tensor in zip(self.params, tensors, strict=True):
-            param.data = tensor
+    def _point_at_bytes(self) -> None:
+        for position, view in enumerate(self._views):
+            if position not in self._lent:
+                self._show(position, view)
+        self.note_versions()
+
+    def _point_nowhere(self) -> None:
+        for position in range(len(self.params)):
+            if position not in self._lent:
+                self._hide(position)
+
+    def _show(self, position: int, values: Tensor) -> None:
+        param = self.params[position]
+        param.__class__ = self._plain[position]
+        param.data = values
+
+    def _hide(self, position: int) -> None:
+        self._show(position, self._absent[position])
+        self.params[position].__class__ = resharded.resharded_form(self._plain[position])
+
+
+def _nobody_edits(group: ParamGroup, positions: list[int]) -> None:
+    raise AssertionError("the engine has not said what becomes of edits")

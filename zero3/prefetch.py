@@ -77,6 +77,12 @@ class Prefetcher:
                 return
             self._ahead.append(group)
 
+    def drop(self, group: ParamGroup) -> None:
+        """Drop ``group`` if it was fetched ahead: its bytes at home are about to change."""
+        if group in self._ahead:
+            self._ahead.remove(group)
+            group.reshard()
+
     def forget(self) -> None:
         """Drop what was fetched ahead: the parameters are about to change, or a pass was abandoned."""
         self._drop_ahead()

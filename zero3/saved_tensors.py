@@ -4,7 +4,7 @@ Note [Backward enters a group from anywhere]
     The pre-backward event, a gradient at an output of the group, comes in time for nearly every graph, and brings the
     bytes early. Not for all: an auxiliary loss kept on the module, an output inside an object that pytree does not
     know, an activation caught by a user's hook, a second derivative, a module that another block calls. Backward then
-    reads a storage without bytes, which ends the process. So, while a module of a group that moves is running, what
+    reads a storage without bytes, which ends the process. So, while a forward is running and any group moves, what
     autograd saves passes through here: tensors in a group's storage are marked with the group, and it is asked for
     before they are handed out. All other tensors go to the hooks that were there before (activation checkpointing's).
 """
@@ -42,7 +42,7 @@ class SavedTensors:
         self._entered.append(hooks)
 
     def leave(self) -> None:
-        hooks = self._entered.pop()
+        hooks = self._entered.pop() if self._entered else None
         if hooks is not None:
             hooks.__exit__()
 

@@ -40,35 +40,69 @@ class PassSchedule:
         self._on_backward = on_backward
         self._on_end_of_backward = on_end_of_backward
         self._enclosing = {group: _enclosing(group, groups) for group in groups}
-        self._calls: Counter[ParamGroup] = Counter()  # forwards of entries that are running now
+        self._calls: Counter[ParamGroup] = Counter()  # forwards that are running now and use the group
+        self._borrowed: list[list[ParamGroup]] = []  # by each forward that is running, outermost first
         self._live: list[ParamGroup] = []  # held for backward
+        self._until_end: set[ParamGroup] = set()  # of these, those that only the end of backward releases
         self._saved = SavedTensors(groups, self.need)
         self.in_backward = False
+        self._closed = False
 
-    def begin_forward(self, training: bool) -> None:
-        """The whole model is about to be called."""
-        if self.in_backward and not in_backward_pass():
-            # A backward that nobody guarded (the user's loss.backward()) ended by an exception: start clean.
-            self.abandon()
-            self._gradients.reset()
-        self._prefetcher.begin_pass(training)
+    @property
+    def running(self) -> bool:
+        """Whether a forward or a backward is under way."""
+        return bool(self._borrowed) or self.in_backward
+
+    def begin_forward(self, training: bool, *, whole: bool = True) -> None:
+        """A module outside of the blocks, the ``whole`` model or not, is called; the outermost call begins a pass."""
+        if not in_backward_pass():
+            if self.in_backward:
+                # A backward that nobody guarded (the user's loss.backward()) ended by an exception: start clean.
+                self.abandon()
+                self._gradients.reset()
+            elif whole and self._borrowed:
+                self.abandon()  # so did a forward that nobody guarded: the model does not call itself
+            if not self._borrowed:
+                self._prefetcher.begin_pass(training)
+        self._borrowed.append([])
+        self._saved.enter()
+
+    def end_forward(self) -> None:
+        """The module that ``begin_forward`` told of has returned or raised."""
+        self._saved.leave()
+        self._give_back()
 
     def pre_forward(self, group: ParamGroup) -> None:
-        self._calls[group] += 1
+        self._borrowed.append([])
         self._saved.enter()
-        if self._calls[group] == 1 and group not in self._live:
-            if self.in_backward:  # recomputed under checkpointing
-                self._finish_unrelated(group)
-            self._prefetcher.acquire(group)
+        self._use(group)
 
     def post_forward(self, group: ParamGroup) -> None:
-        self._calls[group] -= 1
         self._saved.leave()
-        if self._calls[group] == 0 and group not in self._live:
-            self._prefetcher.release(group)
+        self._give_back()
+        self._stop_using(group)
+
+    def borrow(self, group: ParamGroup) -> bool:
+        """A parameter of ``group`` is read by a forward that is not one of its entries; False if none is running.
+
+        The group stays until that forward ends. See Note [A resharded parameter points nowhere].
+        """
+        if self._borrowed:
+            self._borrowed[-1].append(group)
+            self._use(group)
+            return True
+        if in_backward_pass():
+            # By a hook, or a function recomputed outside of every module: nothing will tell when it is done.
+            self.begin_backward()
+            self._hold_for_backward(group)
+            self._until_end.add(group)
+            return True
+        return False
 
     def begin_backward(self) -> None:
         """A gradient has reached an output of the model or of a group. Further calls in the same pass do nothing."""
+        if self._closed:
+            raise EngineStateError("backward was called after close(); initialize the model again")
         if not self.in_backward:
             if torch.is_grad_enabled() and self._saved.owners:
                 raise EngineStateError(
@@ -81,12 +115,10 @@ class PassSchedule:
 
     def pre_backward(self, group: ParamGroup) -> None:
         self.begin_backward()
-        for other in [g for g in self._live if g is not group and g not in self._enclosing[group]]:
+        keep = self._enclosing[group] | self._until_end
+        for other in [g for g in self._live if g is not group and g not in keep]:
             self._finish(other)
-        if group not in self._live:
-            self._live.append(group)
-            if self._calls[group] == 0:
-                self._prefetcher.acquire(group)
+        self._hold_for_backward(group)
 
     def need(self, group: ParamGroup) -> None:
         """Backward is about to use a saved tensor of ``group``. See Note [Backward enters a group from anywhere]."""
@@ -99,8 +131,7 @@ class PassSchedule:
             )
         self.begin_backward()
         self._finish_unrelated(group)
-        self._live.append(group)
-        self._prefetcher.acquire(group)
+        self._hold_for_backward(group)
 
     def gradient(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
         self._gradients.accumulate(group, piece, param)
@@ -109,6 +140,7 @@ class PassSchedule:
         """Every gradient of this pass has arrived."""
         if not self.in_backward:
             return
+        self._until_end.clear()
         for group in list(self._live):
             self._finish(group)
         self._gradients.close_all()
@@ -120,17 +152,47 @@ class PassSchedule:
     def abandon(self) -> None:
         """A pass ended by an exception: free what it held, so that the next one starts clean."""
         for group in {*self._live, *self._calls}:
-            group.reshard()
+            group.reshard(keep_edits=False)
         self._live.clear()
+        self._until_end.clear()
         self._calls.clear()
+        self._borrowed.clear()
         self._saved.leave_all()
         self._saved.end_of_backward()
         self.in_backward = False
         self._prefetcher.forget()
 
+    def close(self) -> None:
+        """No pass comes any more: free what one that was interrupted holds."""
+        self.abandon()
+        self._closed = True
+
+    def _use(self, group: ParamGroup) -> None:
+        self._calls[group] += 1
+        if self._calls[group] == 1 and group not in self._live:
+            if self.in_backward:  # recomputed under checkpointing
+                self._finish_unrelated(group)
+            self._prefetcher.acquire(group)
+
+    def _stop_using(self, group: ParamGroup) -> None:
+        self._calls[group] -= 1
+        if self._calls[group] == 0 and group not in self._live:
+            self._prefetcher.release(group)
+
+    def _give_back(self) -> None:
+        """The forward that is ending needs what it has borrowed no more."""
+        for group in self._borrowed.pop() if self._borrowed else ():
+            self._stop_using(group)
+
+    def _hold_for_backward(self, group: ParamGroup) -> None:
+        if group not in self._live:
+            self._live.append(group)
+            if self._calls[group] == 0:
+                self._prefetcher.acquire(group)
+
     def _finish_unrelated(self, group: ParamGroup) -> None:
         """Finish the live groups that neither enclose ``group`` nor lie inside of it."""
-        around = self._enclosing[group] | self._saved.in_use()
+        around = self._enclosing[group] | self._saved.in_use() | self._until_end
         for other in [g for g in self._live if g not in around and group not in self._enclosing[g]]:
             self._finish(other)
 

@@ -1,32 +1,45 @@
-"""Tiered state as ordinary tensors: read out of its homes piece by piece, for inspection and saving."""
+"""Tiered state as ordinary tensors: read from its homes and written to them piece by piece, between steps."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from tiering.arena import PAGE
+from optim_cpu.formats import round_parameters
+from tiering.arena import PAGE, round_up
 from tiering.errors import EngineStateError
 from zero3.assembly import Assembly
+from zero3.optimizer import Tile
 from zero3.param_group import ParamGroup
-from zero3.partition import Piece
+from zero3.partition import Piece, Segment
+from zero3.tiers import Home
 
 FP32 = 4
 
 
 class TieredState:
-    """Reads what ``parts`` keeps on the tiers. Between steps only: not while a step is running."""
+    """Reads and writes what ``parts`` keeps on the tiers. Not while a step is running."""
 
     def __init__(self, parts: Assembly) -> None:
         self._tiers = parts.tiers
         self._groups = parts.groups
-        self._tiles = parts.tiles
         self._optimizer = parts.optimizer
+        self._gradients = parts.gradients
         self._master_is_param = parts.plan.workload.master_is_param
+        self._tiles_of: dict[int, list[tuple[Tile, Segment]]] = {}  # piece index -> where its state is
+        for tile in parts.tiles:
+            for segment in tile.segments:
+                self._tiles_of.setdefault(segment.piece.index, []).append((tile, segment))
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The optimizer's state tensors, in the order in which they lie."""
+        return self._optimizer.state_names
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The model's ``state_dict`` with real values, in the compute dtype; tied parameters share their tensor."""
-        self._optimizer.release_read_ahead()
         places = {
             param: (group, piece)
             for group in self._groups
@@ -36,53 +49,150 @@ class TieredState:
         result: dict[str, Tensor] = {}
         for name, value in model.state_dict(keep_vars=True).items():
             if not isinstance(value, nn.Parameter):
-                result[name] = value.detach().to("cpu", copy=True)
+                result[name] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
                 continue
             group, piece = places[value]
             if piece.index not in loaded:
-                loaded[piece.index] = self._weight(group, piece)
+                loaded[piece.index] = self.weight(group, piece)
             result[name] = loaded[piece.index]
         return result
 
     def masters(self) -> dict[str, Tensor]:
         """The fp32 masters of all trainable parameters, by name."""
+        return {
+            piece.name: self.master(group, piece)
+            for group in self._groups
+            for piece in group.layout.pieces
+            if piece.trainable
+        }
+
+    def weight(self, group: ParamGroup, piece: Piece) -> Tensor:
+        """A copy, in host memory, of a parameter in the compute dtype."""
         self._optimizer.release_read_ahead()
-        if self._master_is_param:
-            return {
-                piece.name: self._weight(group, piece)
-                for group in self._groups
-                for piece in group.layout.pieces
-                if piece.trainable
-            }
-        masters: dict[str, Tensor] = {}
-        for tile in self._tiles:
-            for segment in tile.segments:
-                piece = segment.piece
-                if piece.name not in masters:
-                    masters[piece.name] = torch.empty(piece.shape, device="cpu")
-                raw = self._tiers.load(tile.state, (segment.start - tile.start) * FP32, segment.numel * FP32)
-                flat = masters[piece.name].view(-1)
-                flat[segment.start - piece.start :][: segment.numel] = raw.view(torch.float32)
-        return masters
+        itemsize = group.dtype.itemsize
+        raw = self._tiers.load(group.home, piece.start * itemsize, piece.numel * itemsize)
+        return raw.view(group.dtype).view(piece.shape)
+
+    def master(self, group: ParamGroup, piece: Piece) -> Tensor:
+        """A copy, in host memory, of a parameter's fp32 master; a frozen one has none but its value."""
+        if self._master_is_param or not piece.trainable:
+            return self.weight(group, piece).float()
+        return self._gather(piece, 0)
+
+    def set_master(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
+        """Make ``values`` (fp32, flat) the master, and the parameter what it rounds to."""
+        self._optimizer.release_read_ahead()
+        if not self._master_is_param and piece.trainable:
+            self._scatter(piece, 0, values)
+        rounded = torch.empty(piece.numel, dtype=group.dtype, device="cpu")
+        round_parameters(values, rounded)
+        self._patch(group.home, piece.start * group.dtype.itemsize, rounded)
+
+    def moment(self, piece: Piece, name: str) -> Tensor:
+        """A copy, in host memory, of the state tensor ``name`` (fp32) of a trainable parameter."""
+        return self._gather(piece, self._position(name))
+
+    def set_moment(self, piece: Piece, name: str, values: Tensor) -> None:
+        """Replace the state tensor ``name`` by ``values`` (fp32, flat)."""
+        self._optimizer.release_read_ahead()
+        self._scatter(piece, self._position(name), values)
+
+    def gradient(self, group: ParamGroup, piece: Piece) -> Tensor | None:
+        """A copy, in host memory, of the accumulated gradient in its dtype; None if there was none."""
+        if not self._gradients.received(piece):
+            return None
+        self._optimizer.release_read_ahead()
+        home, dtype = self._gradients.homes[group.index], self._gradients.dtype
+        raw = self._tiers.load(home, piece.start * dtype.itemsize, piece.numel * dtype.itemsize)
+        return raw.view(dtype).view(piece.shape)
+
+    def set_gradient(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
+        """Replace the accumulated gradient by ``values`` (flat, any dtype)."""
+        self._optimizer.release_read_ahead()
+        dtype = self._gradients.dtype
+        self._patch(self._gradients.homes[group.index], piece.start * dtype.itemsize, values.to(dtype))
+        self._gradients.replaced(group, piece)
+
+    def follow(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
+        """Someone has made ``values`` (flat, compute dtype) the parameter: store them, and let the master follow.
+
+        Elements that still are what their master rounds to leave the master as it is, with all its bits.
+        """
+        self._optimizer.release_read_ahead()
+        values = values.cpu()
+        self._patch(group.home, piece.start * group.dtype.itemsize, values)
+        if self._master_is_param or not piece.trainable:
+            return
+        for tile, segment in self._tiles_of[piece.index]:
+            offset = (segment.start - tile.start) * FP32
+            master = self._tiers.load(tile.state, offset, segment.numel * FP32).view(torch.float32)
+            now = values[segment.start - piece.start :][: segment.numel]
+            rounded = torch.empty_like(now)
+            round_parameters(master, rounded)
+            changed = rounded.view(torch.int16) != now.view(torch.int16)
+            if changed.any():
+                master[changed] = now[changed].float()
+                self._patch(tile.state, offset, master)
 
     def flip_bit(self) -> str:
         """Flip bit 20 of the middle element of the first master on NVMe; returns where that is."""
         self._optimizer.release_read_ahead()
-        for tile in self._tiles:
+        for tile, segment in self._largest_segments():
             home, base = (tile.group.home, tile.start * FP32) if self._master_is_param else (tile.state, 0)
-            if home.extent is None or not tile.segments:
+            if home.extent is None:
                 continue
-            segment = max(tile.segments, key=lambda part: part.numel)
             offset = base + (segment.start - tile.start + segment.numel // 2) * FP32
-            page = offset // PAGE * PAGE
-            held = self._tiers.load(home, page, PAGE)
-            with self._tiers.writing(home, page, PAGE) as raw:
-                raw.copy_(held)
-                raw[offset - page + 2] ^= 1 << 4
+            flipped = self._tiers.load(home, offset, FP32)
+            flipped[2] ^= 1 << 4
+            self._patch(home, offset, flipped)
             return f"bit 20 of a master of {segment.piece.name!r}, {home.extent.where(offset)}"
         raise EngineStateError("flip_bit needs a master on NVMe, and the plan keeps none there")
 
-    def _weight(self, group: ParamGroup, piece: Piece) -> Tensor:
-        itemsize = group.dtype.itemsize
-        raw = self._tiers.load(group.home, piece.start * itemsize, piece.numel * itemsize)
-        return raw.view(group.dtype).view(piece.shape)
+    def _largest_segments(self) -> Iterable[tuple[Tile, Segment]]:
+        """Each tile with the longest of its segments."""
+        longest: dict[Tile, Segment] = {}
+        for places in self._tiles_of.values():
+            for tile, segment in places:
+                if tile not in longest or longest[tile].numel < segment.numel:
+                    longest[tile] = segment
+        return longest.items()
+
+    def _position(self, name: str) -> int:
+        if name not in self.state_names:
+            known = ", ".join(self.state_names) or "none"
+            raise EngineStateError(f"the optimizer has no state {name!r}; it has: {known}")
+        return self.state_names.index(name) + (0 if self._master_is_param else 1)
+
+    def _gather(self, piece: Piece, position: int) -> Tensor:
+        """The tensor at ``position`` of the state, over all tiles that hold a part of ``piece``."""
+        self._optimizer.release_read_ahead()
+        whole = torch.empty(piece.numel, device="cpu")
+        for home, offset, part in self._parts(piece, position, whole):
+            part.copy_(self._tiers.load(home, offset, part.numel() * FP32).view(torch.float32))
+        return whole.view(piece.shape)
+
+    def _scatter(self, piece: Piece, position: int, values: Tensor) -> None:
+        for home, offset, part in self._parts(piece, position, values):
+            self._patch(home, offset, part)
+
+    def _parts(self, piece: Piece, position: int, flat: Tensor) -> Iterator[tuple[Home, int, Tensor]]:
+        """Where the state of ``piece`` lies: (home, offset in bytes, the range of ``flat``) for each tile."""
+        for tile, segment in self._tiles_of.get(piece.index, []):
+            offset = (position * tile.numel + segment.start - tile.start) * FP32
+            yield tile.state, offset, flat[segment.start - piece.start :][: segment.numel]
+
+    def _patch(self, home: Home, offset: int, values: Tensor) -> None:
+        """Write the bytes of the flat ``values`` at ``offset`` of ``home``; on NVMe whole pages around them, too."""
+        raw = values.contiguous().view(torch.uint8)
+        if home.tensor is not None:
+            home.tensor[offset : offset + raw.numel()] = raw
+            return
+        end = round_up(offset + raw.numel())
+        for at in range(offset // PAGE * PAGE, end, self._tiers.chunk_bytes):
+            size = min(self._tiers.chunk_bytes, end - at)
+            first, last = max(at, offset), min(at + size, offset + raw.numel())
+            held = self._tiers.load(home, at, size) if last - first < size else None
+            with self._tiers.writing(home, at, size) as target:
+                if held is not None:
+                    target.copy_(held)
+                target[first - at : last - at] = raw[first - offset : last - offset]

@@ -52,7 +52,7 @@ class FakeGroup:
         self._leave_window()
         self.residency = Residency.UNSHARDED
 
-    def reshard(self) -> None:
+    def reshard(self, *, keep_edits: bool = True) -> None:
         if self.residency is not Residency.SHARDED:
             self._leave_window()
             self.device.room += 1
@@ -104,15 +104,20 @@ def call(passes: PassSchedule, group: FakeGroup) -> None:
     passes.post_forward(group)  # type: ignore[arg-type]
 
 
+def forward(passes: PassSchedule, groups: list[FakeGroup], *, training: bool = True) -> None:
+    passes.begin_forward(training)
+    for group in groups:
+        call(passes, group)
+    passes.end_forward()
+
+
 def backward(passes: PassSchedule, group: FakeGroup) -> None:
     passes.pre_backward(group)  # type: ignore[arg-type]
     assert group.usable
 
 
 def one_pass(passes: PassSchedule, groups: list[FakeGroup], end: list[Callable[[], None]]) -> None:
-    passes.begin_forward(True)
-    for group in groups:
-        call(passes, group)
+    forward(passes, groups)
     for group in reversed(groups):
         backward(passes, group)
     end.pop()()
@@ -165,6 +170,7 @@ def test_what_passes_a_window_is_never_fetched_in_vain(
             for group in (blocks[0], *blocks):  # the first is used twice in a row
                 call(passes, group)
             passes.post_forward(root)  # type: ignore[arg-type]
+            passes.end_forward()
             for group in (root, *reversed(blocks)):
                 backward(passes, group)
             end_callbacks.pop()()
@@ -198,18 +204,14 @@ def test_a_changed_order_only_costs_prefetch(end_callbacks: list[Callable[[], No
     chosen = random.Random(4)
     for _ in range(50):
         one_pass(passes, [g for g in groups if chosen.random() < 0.6] or groups[:1], end_callbacks)
-        passes.begin_forward(False)
-        for group in chosen.sample(groups, 3):
-            call(passes, group)
+        forward(passes, chosen.sample(groups, 3), training=False)
         passes._prefetcher.forget()
         assert device.room == 3
 
 
 def test_recomputation_and_repeated_use_inside_backward(end_callbacks: list[Callable[[], None]]) -> None:
     device, groups, passes, _ = make(3, room=2)
-    passes.begin_forward(True)
-    for group in (groups[0], groups[1], groups[0], groups[2]):
-        call(passes, group)
+    forward(passes, [groups[0], groups[1], groups[0], groups[2]])
     backward(passes, groups[2])
     backward(passes, groups[0])
     call(passes, groups[0])  # recomputed: the group is live and stays
@@ -226,7 +228,7 @@ def test_an_abandoned_pass_frees_everything(end_callbacks: list[Callable[[], Non
     device, groups, passes, _ = make(3, room=3)
     one_pass(passes, groups, end_callbacks)
     for stop in range(6):
-        passes.begin_forward(True)
+        passes.begin_forward(True)  # and nothing tells of its end
         events = [lambda g=g: call(passes, g) for g in groups]
         events += [lambda g=g: backward(passes, g) for g in reversed(groups)]
         for event in events[: stop + 1]:

@@ -1,0 +1,240 @@
+"""Access to parameters from outside of the engine's own passes: gathered, borrowed, copied, edited.
+
+with tiering.gathered(model.head.weight, modify=True) as weight:
+    weight.mul_(0.5)                       # the fp32 master follows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tiering.errors import ConfigError, EngineStateError
+from zero3 import resharded
+from zero3.hooks import OurHook
+from zero3.param_group import ParamGroup, Residency
+from zero3.partition import Piece
+from zero3.prefetch import Prefetcher
+from zero3.schedule import PassSchedule
+from zero3.state import TieredState
+
+
+@contextmanager
+def gathered(
+    params: nn.Parameter | nn.Module | Iterable[nn.Parameter], *, modify: bool = False
+) -> Iterator[Any]:
+    """Within the block, ``params`` (one, several, or a module's) hold their values, in the compute dtype.
+
+    They show copies, on the device and outside of every budget: as many bytes as ``params`` have. Modules may be called meanwhile and use what is shown. With ``modify``, what was changed in place
+    becomes the parameter, and its fp32 master takes the values of the changed elements (not of others, whose bits
+    below the compute dtype stay), also when the block ends by an exception; optimizer state stays. Yields ``params``
+    (a list, unless it is one). Ordinary parameters pass through.
+
+    EngineStateError: without ``modify``, if the block has changed something (the change is dropped); with it, while a
+    forward or backward is running; in the block, ``engine.step()``.
+    """
+    listed, yielded = _listed(params)
+    lent: list[tuple[Access, nn.Parameter]] = []
+    changed: list[str] = []
+    try:
+        for param in dict.fromkeys(listed):
+            owner = resharded.owner_of(param)
+            if owner is None and resharded.is_adopted(param):
+                raise EngineStateError("a parameter cannot be gathered: its engine is closed")
+            if owner is not None:
+                assert isinstance(owner, Access)
+                owner.lend(param, modify=modify)
+                lent.append((owner, param))
+        yield yielded
+    finally:
+        for owner, param in lent:
+            changed += owner.take_back(param, modify=modify)
+    if changed:
+        raise EngineStateError(
+            f"{', '.join(changed[:3])} was changed inside gathered(), and the change is dropped; pass modify=True"
+        )
+
+
+def _listed(params: Any) -> tuple[list[nn.Parameter], Any]:
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    if isinstance(params, Tensor):
+        params, yielded = [params], params
+    else:
+        yielded = params = list(params)
+    for param in params:
+        if not isinstance(param, nn.Parameter):
+            raise ConfigError(f"gathered takes parameters, or a module, not {type(param).__name__}")
+    return params, yielded
+
+
+class Access:
+    """One engine's parameters, by object and by name (resharded.Owner)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[ParamGroup],
+        schedule: PassSchedule,
+        prefetcher: Prefetcher,
+        state: TieredState,
+    ) -> None:
+        self._schedule = schedule
+        self._prefetcher = prefetcher
+        self._state = state
+        self._groups = groups
+        self._places = {
+            param: (group, position) for group in groups for position, param in enumerate(group.params)
+        }
+        self._by_name = {piece.name: (group, piece) for group in groups for piece in group.layout.pieces}
+        self._saving = 0  # state_dict calls, nested, that are running
+        self._saved: dict[nn.Parameter, Tensor] = {}  # by them
+        resharded.adopt(self._places, self)
+        for group in groups:
+            group.on_edit = self._store_edits
+        self.handles = _watch_state_dict(model, self)
+
+    def named(self, name: str) -> tuple[ParamGroup, Piece]:
+        """The group and the piece of the parameter ``name``; ConfigError if there is none."""
+        if name not in self._by_name:
+            raise ConfigError(f"the model has no parameter {name!r}; see dict(model.named_parameters())")
+        return self._by_name[name]
+
+    def knows(self, param: nn.Parameter) -> bool:
+        """Whether the engine moves ``param``."""
+        return param in self._places
+
+    @property
+    def lending(self) -> bool:
+        """Whether a ``gathered`` block is open."""
+        return any(group.lends for group in self._groups)
+
+    def borrow(self, param: nn.Parameter) -> bool:
+        return self._schedule.borrow(self._places[param][0])
+
+    def usable(self, param: nn.Parameter) -> bool:
+        group, position = self._places[param]
+        return group.usable or group.lends_at(position)
+
+    def copy_of(self, param: nn.Parameter) -> Tensor:
+        group, position = self._places[param]
+        return self._state.weight(group, group.layout.pieces[position]).to(param.device)
+
+    def copy_to_save(self, param: nn.Parameter) -> Tensor | None:
+        if not self._saving:
+            return None
+        if param not in self._saved:
+            group, position = self._places[param]
+            self._saved[param] = self._state.weight(group, group.layout.pieces[position])
+        return self._saved[param]
+
+    def where(self, param: nn.Parameter) -> str:
+        group, position = self._places[param]
+        home = "on NVMe" if group.home.extent is not None else "in host memory"
+        return f"{group.layout.pieces[position].name!r}, whose bytes are {home} (group {group.name!r})"
+
+    def lend(self, param: nn.Parameter, *, modify: bool) -> None:
+        """Let ``param`` show its values until ``take_back``."""
+        group, position = self._places[param]
+        if modify:
+            self.check_idle("gathered(modify=True)")
+        if group.lends_at(position):
+            raise EngineStateError(
+                f"{group.layout.pieces[position].name!r} is gathered already; nest no blocks"
+            )
+        self.store_edits_of_residents(group)
+        group.lend(position, self.copy_of(param))
+
+    def take_back(self, param: nn.Parameter, *, modify: bool) -> list[str]:
+        """End ``lend`` and keep the changes, or return the name of a parameter that was changed for nothing."""
+        group, position = self._places[param]
+        piece, shown = group.layout.pieces[position], param.detach()
+        edited = group.lent_was_edited(position)
+        if modify:
+            self._prefetcher.drop(group)
+            self._state.follow(group, piece, shown.reshape(-1))
+            torch.autograd.graph.increment_version([param])
+        group.take_back(position)
+        return [piece.name] if edited and not modify else []
+
+    def store_edits_of_residents(self, only: ParamGroup | None = None) -> None:
+        """Let the masters follow parameters that are always on the device and were edited in place."""
+        for group in self._groups if only is None else [only]:
+            if group.residency is Residency.RESIDENT and (edited := group.edited()):
+                self._store_edits(group, edited)
+
+    def note_versions(self) -> None:
+        """The engine itself has changed parameters, which torch counts as in-place edits."""
+        for group in self._groups:
+            if group.residency is Residency.RESIDENT:
+                group.note_versions()
+
+    def check_idle(self, what: str) -> None:
+        """EngineStateError while a pass is running: it would go on with values of before."""
+        if self._schedule.running:
+            raise EngineStateError(
+                f"{what} was called while a forward or backward is running, which would not see the change;"
+                " call it between passes"
+            )
+
+    def before_write(self, group: ParamGroup, piece: Piece) -> None:
+        """A parameter is about to be changed at home."""
+        self.check_idle(f"a change of {piece.name!r}")
+        if self.lending:
+            raise EngineStateError(f"{piece.name!r} cannot be set inside gathered(); edit it in place there")
+        self._prefetcher.drop(group)
+        self.store_edits_of_residents(group)
+        position = group.layout.pieces.index(piece)
+        torch.autograd.graph.increment_version([group.params[position]])
+        if group.residency is Residency.RESIDENT:
+            group.note_versions()
+
+    def begin_saving(self) -> None:
+        self._saving += 1
+
+    def end_saving(self) -> None:
+        self._saving = max(0, self._saving - 1)
+        if not self._saving:
+            self._saved.clear()
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for group in self._groups:
+            group.give_up_parameters()
+
+    def _store_edits(self, group: ParamGroup, positions: list[int]) -> None:
+        for position in positions:
+            piece = group.layout.pieces[position]
+            self._state.follow(group, piece, group.view(position).detach().reshape(-1))
+        group.note_versions()
+
+
+class _BeginSaving(OurHook):
+    def __init__(self, access: Access) -> None:
+        self.access = access
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self.access.begin_saving()
+
+
+class _EndSaving(OurHook):
+    def __init__(self, access: Access) -> None:
+        self.access = access
+
+    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
+        self.access.end_saving()
+
+
+def _watch_state_dict(model: nn.Module, access: Access) -> list[RemovableHandle]:
+    """Tell ``access`` while a ``state_dict`` of any part of ``model`` is made: torch takes it by detaching."""
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_state_dict_pre_hook(_BeginSaving(access)))
+        handles.append(module.register_state_dict_post_hook(_EndSaving(access)))
+    return handles

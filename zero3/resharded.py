@@ -1,0 +1,199 @@
+"""What a parameter is while its bytes are on another tier.
+
+Note [A resharded parameter points nowhere]
+    Reading freed memory through a parameter would end the process, so while its group is resharded it holds one NaN
+    expanded to its shape. NaN would spread in silence, so it also changes its class, to one that sees every torch
+    operation on it (``__torch_function__``). Shape, dtype, gradient and hooks are there as always. What needs the
+    values unshards the group while a forward or backward is running (a module read another's weight without calling
+    it); while none is, it raises ResidencyError with the remedy. Copies are given where a copy is what was asked for:
+    a module's ``state_dict``, ``copy.deepcopy``, pickling.
+
+    An unsharded parameter is a plain one: none of this costs anything in compute.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tiering.errors import ResidencyError
+
+# What torch may ask of a parameter without its values. Properties other than these few are metadata, too.
+VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_NEEDS_NO_VALUES = """
+    size stride dim ndimension numel nelement element_size storage_offset get_device is_floating_point is_complex
+    is_signed is_contiguous is_shared is_pinned is_inference has_names is_tensor is_same_size result_type can_cast
+    _is_view _has_compatible_shallow_copy_type __len__ __dir__ __hash__
+    empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_tensor
+    register_hook register_post_accumulate_grad_hook requires_grad_
+"""
+METADATA = frozenset(_NEEDS_NO_VALUES.split())
+
+
+class Owner(Protocol):
+    """Whoever moves the parameters: what a resharded one asks for."""
+
+    def borrow(self, param: nn.Parameter) -> bool:
+        """Make the values of ``param`` usable for what is running now; False if nothing is."""
+
+    def usable(self, param: nn.Parameter) -> bool:
+        """Whether the values of ``param`` are there now."""
+
+    def copy_of(self, param: nn.Parameter) -> Tensor:
+        """A copy of the values, on the parameter's device."""
+
+    def copy_to_save(self, param: nn.Parameter) -> Tensor | None:
+        """A copy for the ``state_dict`` that is being made; None if none is."""
+
+    def where(self, param: nn.Parameter) -> str:
+        """Name of ``param`` and where its bytes are, as an error says it."""
+
+
+_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> weak reference to its Owner
+
+
+def adopt(params: Iterable[nn.Parameter], owner: Owner) -> None:
+    """From now on ``owner`` is asked for the values of ``params``."""
+    reference = weakref.ref(owner)
+    for param in params:
+        _owners[param] = reference
+
+
+def disown(params: Iterable[nn.Parameter]) -> None:
+    """``params`` never become usable again: their engine is closed."""
+    for param in params:
+        _owners[param] = _nobody
+
+
+def owner_of(param: Tensor) -> Owner | None:
+    """Who moves ``param``; None for an ordinary one, and where the engine is gone."""
+    reference: Callable[[], Owner | None] = _owners.get(param, _nobody)
+    return reference()
+
+
+def is_adopted(param: Tensor) -> bool:
+    """Whether ``param`` belongs to an engine, or did when that was closed or dropped."""
+    return param in _owners
+
+
+class _Resharded:
+    """Mixed into the class of a parameter for as long as its bytes are elsewhere."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _is_metadata(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            with _plain(_resharded_among((args, kwargs))):
+                return func(*args, **kwargs)
+        for param in _resharded_among((args, kwargs)):
+            if not isinstance(param, _Resharded):
+                continue  # came along with one before it
+            owner = owner_of(param)
+            if owner is not None and func is Tensor.detach:
+                saved = owner.copy_to_save(param)
+                if saved is not None:
+                    return saved
+            replaces = getattr(func, "__name__", "") == "__set__"
+            if owner is None or replaces or not owner.borrow(param):
+                raise ResidencyError(_refusal(owner, param, func))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        assert isinstance(self, nn.Parameter)
+        if id(self) not in memo:
+            memo[id(self)] = _plain_copy(self)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        assert isinstance(self, nn.Parameter)
+        return _plain_copy(self).__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        assert isinstance(self, nn.Parameter)
+        owner = owner_of(self)
+        state = owner.where(self) if owner is not None else "its engine is closed"
+        return f"Parameter of shape {tuple(self.shape)}, {self.dtype}, resharded: {state}"
+
+
+@cache
+def resharded_form(plain: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class that a parameter of class ``plain`` takes while its bytes are elsewhere."""
+    return type(f"Resharded{plain.__name__}", (_Resharded, plain), {"__module__": __name__})
+
+
+@contextmanager
+def _plain(params: list[nn.Parameter]) -> Iterator[None]:
+    """Let ``params`` pass for plain ones: who asks for their gradients needs no values."""
+    for param in params:
+        param.__class__ = type(param).__bases__[1]
+    try:
+        yield
+    finally:
+        for param in params:
+            owner = owner_of(param)
+            if not isinstance(param, _Resharded) and (owner is None or not owner.usable(param)):
+                param.__class__ = resharded_form(type(param))
+
+
+def _plain_copy(param: nn.Parameter) -> nn.Parameter:
+    owner = owner_of(param)
+    if owner is None:
+        raise ResidencyError(_refusal(None, param, copy_of_it))
+    return nn.Parameter(owner.copy_of(param), requires_grad=param.requires_grad)
+
+
+def copy_of_it() -> None:
+    """Stands for copying where an error names what was tried."""
+
+
+def _nobody() -> None:
+    return None
+
+
+def _is_metadata(func: Callable[..., Any]) -> bool:
+    accessor = getattr(func, "__name__", "")
+    if accessor in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in VALUES
+    return accessor in METADATA
+
+
+def _resharded_among(arguments: Any) -> list[nn.Parameter]:
+    found: list[nn.Parameter] = []
+    if isinstance(arguments, dict):
+        arguments = arguments.values()
+    for argument in arguments:
+        if isinstance(argument, _Resharded):
+            assert isinstance(argument, nn.Parameter)
+            found.append(argument)
+        elif isinstance(argument, list | tuple | dict):
+            found += _resharded_among(argument)
+    return found
+
+
+def _refusal(owner: Owner | None, param: nn.Parameter, func: Callable[..., Any]) -> str:
+    what = func.__name__.strip("_")
+    if what in ("get", "set"):
+        what = f"{what} .{func.__self__.__name__}"  # type: ignore[attr-defined] # of a property
+    if owner is None:
+        return (
+            f"{what} of a parameter of shape {tuple(param.shape)} whose engine is closed: it has no values any more;"
+            " take engine.state_dict() before close()"
+        )
+    return (
+        f"{what} of {owner.where(param)}: no forward or backward is running that would bring it here. Use it inside"
+        " `with tiering.gathered(param):` (modify=True to change it); engine.state_dict() and"
+        " engine.get_fp32_parameter(name) give copies"
+    )

@@ -30,10 +30,11 @@ def gathered(
 ) -> Iterator[Any]:
     """Within the block, ``params`` (one, several, or a module's) hold their values, in the compute dtype.
 
-    They show copies, on the device and outside of every budget: as many bytes as ``params`` have. Modules may be called meanwhile and use what is shown. With ``modify``, what was changed in place
-    becomes the parameter, and its fp32 master takes the values of the changed elements (not of others, whose bits
-    below the compute dtype stay), also when the block ends by an exception; optimizer state stays. Yields ``params``
-    (a list, unless it is one). Ordinary parameters pass through.
+    They show copies, on the device and outside of every budget: as many bytes as ``params`` have. Modules may be called
+    meanwhile and use what is shown. With ``modify``, what was changed in place becomes the parameter, and its fp32
+    master takes the values of the changed elements (the others keep their bits below the compute dtype), also when the
+    block ends by an exception; optimizer state stays. Yields ``params`` (as a list, unless it is one). Ordinary
+    parameters pass through.
 
     EngineStateError: without ``modify``, if the block has changed something (the change is dropped); with it, while a
     forward or backward is running; in the block, ``engine.step()``.

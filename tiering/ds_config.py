@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from .config import Batch, TieringConfig, parse_size, resolve_batch, whole_number
-from .ds_keys import KEYS, OPTIMIZER_KEYS, SECTIONS, Key, Verdict
+from .ds_keys import KEYS, PARAMS_BY_TYPE, SECTIONS, Key, Verdict
 from .errors import ConfigError
-from .optimizer_config import RULES
 from .scheduler_config import PARAMS
 
 if TYPE_CHECKING:
@@ -149,6 +148,8 @@ class _Reading:
         tree: dict[str, Any] = {"world_size": self.world_size}
         for to, (_, value) in self.values.items():
             _plant(tree, to, value)
+        if "scheduler" in tree:
+            tree["scheduler"].setdefault("params", {})
         tree["train_batch_size"], tree["micro_batch_size"], tree["gradient_accumulation_steps"] = batch
         try:
             return TieringConfig.model_validate(tree)
@@ -192,48 +193,47 @@ class _Reading:
             self._refuse(key, f"{value!r} contradicts {other}, which says {known!r}; keep one of them")
 
     def _settle_optimizer(self) -> None:
-        rule = self._type_of("optimizer", "for example 'AdamW'")
-        if rule not in RULES:
-            return  # there is none, or the schema says what is wrong with it
-        for key in self._given("optimizer.params"):
-            field, name = KEYS[key].to.removeprefix("optimizer."), key.rpartition(".")[2]
-            if field not in RULES[rule] if field else rule not in OPTIMIZER_KEYS.get(name, rule).split():
-                self._refuse(key, f"{rule} has no {name}; it has {', '.join(RULES[rule])}")
-                self.values.pop(KEYS[key].to, None)
+        self._settle_type("optimizer", "for example 'AdamW'")
         torch_adam = self.entries.get("optimizer.params.torch_adam")
-        if (
-            torch_adam is not None
-            and torch_adam.value is True
-            and self._value("optimizer.decoupled") is not False
-        ):
+        if torch_adam and torch_adam.value is True and self._value("optimizer.decoupled") is not False:
             # torch.optim.AdamW has a default of its own, and DeepSpeed leaves it to that
             self.values.setdefault("optimizer.weight_decay", (torch_adam.key, 0.01))
 
     def _settle_scheduler(self) -> None:
-        schedule = self._type_of("scheduler", "for example 'WarmupLR'")
-        if schedule is None:
-            return
-        if schedule not in PARAMS:
+        schedule = self._settle_type("scheduler", "for example 'WarmupLR'")
+        if schedule in PARAMS:
+            for name, info in PARAMS[schedule].model_fields.items():
+                if info.is_required() and f"scheduler.params.{name}" not in self.entries:
+                    self._refuse(f"scheduler.params.{name}", f"missing; {schedule} needs it")
+        elif schedule is not None:
             similar = get_close_matches(schedule, PARAMS, n=1)
             hint = f"did you mean {similar[0]!r}?" if similar else f"there are {', '.join(PARAMS)}."
             self._refuse("scheduler.type", f"unknown schedule {schedule!r}; {hint} {_ANY_SCHEDULER}")
             self._leave_out("scheduler.")
-            return
-        known = PARAMS[schedule].model_fields
-        for key in self._given("scheduler.params"):
+
+    def _settle_type(self, section: str, example: str) -> str | None:
+        """The type that ``section`` names. Refuses params that it does not have, and params without any type."""
+        kind = self._value(f"{section}.type")
+        params = [key for key in self.entries if key.startswith(f"{section}.params.") and key in KEYS]
+        if kind is None:
+            if params:
+                self._refuse(f"{section}.type", f"missing; name one, {example}")
+            self._leave_out(f"{section}.", _ABSENT)
+            return None
+        known = PARAMS_BY_TYPE[section].get(str(kind))
+        for key in params:
             name = key.rpartition(".")[2]
-            if name not in known and KEYS[key].to:
-                self._refuse(key, f"{schedule} has no {name}; it has {', '.join(known)}")
+            if known and name not in known:
+                why = f"{kind} has no {name}; it has {', '.join(known)}"
+                self._note(key, self.entries[key].value, Verdict.REFUSED, why)
                 self.values.pop(KEYS[key].to, None)
-        for name, info in known.items():
-            if info.is_required() and f"scheduler.params.{name}" not in self.values:
-                self._refuse(f"scheduler.params.{name}", f"missing; {schedule} needs it")
+        return str(kind)
 
     def _settle_precision(self) -> None:
         enabled = self.entries.get("torch_autocast.enabled")
         if enabled is None or enabled.verdict is Verdict.IGNORED:
             self._leave_out("autocast")
-            for key in self._given("torch_autocast"):
+            for key in [key for key in self.entries if key.startswith("torch_autocast.") and key in KEYS]:
                 self._note(key, self.entries[key].value, Verdict.IGNORED, "off: autocast is not enabled")
         elif enabled.value is not True:
             self._refuse(
@@ -251,19 +251,6 @@ class _Reading:
         elif self._value("loss_scale.scale"):
             for name in ("initial_power", "window", "hysteresis", "consecutive_hysteresis", "min_scale"):
                 self._leave_out(f"loss_scale.{name}", "a fixed loss scale stays as it is")
-
-    def _type_of(self, section: str, example: str) -> str | None:
-        """The type that ``section`` names; what is in the section without a type is refused."""
-        named = self._value(f"{section}.type")
-        if named is not None:
-            return named if isinstance(named, str) else repr(named)
-        if self._given(f"{section}.params"):
-            self._refuse(f"{section}.type", f"missing; name one, {example}")
-        self._leave_out(f"{section}.", _ABSENT)
-        return None
-
-    def _given(self, section: str) -> list[str]:
-        return [key for key in self.entries if key.startswith(f"{section}.") and key in KEYS]
 
     def _value(self, field: str) -> object:
         return self.values[field][1] if field in self.values else None

@@ -89,11 +89,16 @@ def _update_rule(name: object) -> object:
     return known.get(name.lower(), name) if isinstance(name, str) else name
 
 
-def _autocast(name: object) -> str:
-    for dtype, names in {"bf16": "bf16 bfloat16", "fp16": "fp16 float16 half"}.items():
-        if isinstance(name, str) and name.removeprefix("torch.") in names.split():
-            return dtype
-    raise ValueError(f"autocast to 'bfloat16' or 'float16', not {name!r}")
+def _dtype_among(*dtypes: str) -> Callable[[object], object]:
+    """Reads a dtype by any of the names that DeepSpeed takes for it."""
+
+    def read(name: object) -> str:
+        for dtype in dtypes:
+            if isinstance(name, str) and name.removeprefix("torch.") in _DTYPES[dtype]:
+                return dtype
+        raise ValueError(f"one of {', '.join(_DTYPES[dtype][1] for dtype in dtypes)} is needed, not {name!r}")
+
+    return read
 
 
 def _filled(value: object) -> Callable[[object], object]:
@@ -101,17 +106,11 @@ def _filled(value: object) -> Callable[[object], object]:
     return lambda given: value if given == "auto" else given
 
 
-OPTIMIZER_KEYS: dict[str, str] = {
-    "torch_adam": "AdamW Adam",
-    "bias_correction": "AdamW Adam",
-    "amsgrad": "AdamW Adam Adagrad",
-    "fp32_optimizer_states": "AdamW Adam Lion Adagrad",
-    "set_grad_none": "AdamW Adam Lion",
-    "capturable": "AdamW Adam",
-    **dict.fromkeys(("foreach", "fused", "maximize", "differentiable"), "AdamW Adam Adagrad SGD"),
+_DTYPES = {
+    "fp32": ("fp32", "float32", "float"),
+    "bf16": ("bf16", "bfloat16"),
+    "fp16": ("fp16", "float16", "half"),
 }
-"""The rules whose classes in DeepSpeed or torch have a parameter that is no field of ours."""
-
 _BATCH = "what the other two make it"
 _COLLECTIVES = _ignored("one process has no collectives to tune")
 _BUDGETS = _ignored("tiering.device_budget and tiering.host_budget decide this")
@@ -177,6 +176,8 @@ _ZERO: Tree = {
     **_each("zero_quantized_gradients zeropp_loco_param zenflow elastic_checkpoint", _NOT_YET),
     "zero_hpz_partition_size": _refused("remove it", 0, 1),
     "mics_shard_size": _refused("remove it", -1, 0),
+    "compute_grad_norm": _ignored("the norm is always computed"),
+    "parameter_alignment": _ignored("parameters are aligned, always"),
     "load_from_fp32_weights": _ignored("the master starts from the original values, always"),
     "cpu_offload": _mapped("zero.offload_optimizer.device", read=_CPU, off=(False,)),
     **_each(
@@ -244,7 +245,7 @@ _FILE: Tree = {
     },
     "torch_autocast": {
         "enabled": Key(Verdict.HONOURED, off=(False,)),
-        "dtype": _mapped("autocast", read=_autocast),
+        "dtype": _mapped("autocast", read=_dtype_among("bf16", "fp16")),
         "lower_precision_safe_modules": _COLLECTIVES,
     },
     "aio": {
@@ -254,10 +255,12 @@ _FILE: Tree = {
         "use_gds": _NOT_YET,
     },
     "data_types": {
-        "grad_accum_dtype": _mapped("tiering.grad_accum_dtype", read=lambda dtype: dtype or "auto")
+        "grad_accum_dtype": _mapped("tiering.grad_accum_dtype", read=lambda dtype: dtype or "auto"),
+        "param_dtype": _mapped("precision", read=_dtype_among("fp32", "bf16", "fp16"), off=(None,)),
+        "buffer_dtype": _refused("cast the model's buffers yourself"),
     },
     "activation_checkpointing": _ignored("use torch.utils.checkpoint in the model"),
-    "checkpoint": _ignored("options of DeepSpeed's checkpoint files"),
+    **_each("checkpoint datastates_ckpt", _ignored("options of DeepSpeed's checkpoint files")),
     "dataloader_drop_last": _refused("pass a DataLoader of your own with drop_last", False),
     "gradient_predivide_factor": _refused("remove it", 1),
     "dump_state": _ignored("see 'tiering check'"),
@@ -270,7 +273,11 @@ _FILE: Tree = {
     **_each("amp elasticity autotuning compression_training", _NOT_YET),
     **_each("curriculum_learning data_efficiency eigenvalue progressive_layer_drop", _NOT_YET),
     **_each("hybrid_engine sparse_attention sparse_gradients graph_harvesting compile", _NOT_YET),
-    **_each("tensor_parallel sequence_parallel_size pipeline", _NOT_YET),
+    **_each("tensor_parallel sequence_parallel_size pipeline expert_parallel", _NOT_YET),
+    **_each("quantize_training weight_quantization", _NOT_YET),
+    "gradient_allreduce_op": _COLLECTIVES,
+    "managed_gradient_accumulation": _refused("use gradient_accumulation_steps", True),
+    **_each("disable_python_gc log_level", _NO_MATTER),
 }
 
 
@@ -300,3 +307,25 @@ SECTIONS: frozenset[str] = frozenset(
     key.rsplit(".", depth)[0] for key in KEYS for depth in range(1, key.count(".") + 1)
 )
 """The dotted paths above the keys."""
+
+_FURTHER = {
+    "bias_correction": "AdamW Adam",
+    "torch_adam": "AdamW Adam",
+    "capturable": "AdamW Adam",
+    "amsgrad": "AdamW Adam Adagrad",
+    "set_grad_none": "AdamW Adam Lion",
+    "fp32_optimizer_states": "AdamW Adam Lion Adagrad",
+    **dict.fromkeys(("foreach", "fused", "maximize", "differentiable"), "AdamW Adam Adagrad SGD"),
+    "max_grad_norm": " ".join(RULES),
+}
+"""Which rules have the parameters that are no fields of ours, in the classes of DeepSpeed or torch."""
+
+PARAMS_BY_TYPE: dict[str, dict[str, list[str]]] = {
+    "optimizer": {
+        rule: ["adam_w_mode" if name == "decoupled" else name for name in fields]
+        + [name for name, rules in _FURTHER.items() if rule in rules.split()]
+        for rule, fields in RULES.items()
+    },
+    "scheduler": {name: [*params.model_fields, "last_batch_iteration"] for name, params in PARAMS.items()},
+}
+"""The keys that the ``params`` of a section may have, by the ``type`` that it names."""

@@ -75,7 +75,7 @@ class OneCycleParams(Section):
 
     cycle_min_lr: PerGroup = Field(description="Learning rate at both ends of the cycle.")
     cycle_max_lr: PerGroup = Field(description="Learning rate at the peak of the cycle.")
-    decay_lr_rate: Rate = Field(default=0.0, description="Decay of the rate after the cycle; 0 is none.")
+    decay_lr_rate: Number = Field(default=0.0, description="Decay of the rate after the cycle; 0 is none.")
     cycle_first_step_size: Annotated[Number, Field(gt=0)] = Field(
         default=2000, description="Updates of the rising half."
     )
@@ -107,7 +107,7 @@ class LRRangeTestParams(Section):
 
     lr_range_test_min_lr: PerGroup = Field(default=1e-3, description="Learning rate at the start.")
     lr_range_test_step_size: Count = Field(default=2000, description="Updates per interval.")
-    lr_range_test_step_rate: Rate = Field(
+    lr_range_test_step_rate: Number = Field(
         default=1.0, description="Growth per interval, as a share of the start."
     )
     lr_range_test_staircase: StrictBool = Field(

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,9 @@ from pydantic import BaseModel, ValidationError
 from tiering.config import (
     Batch,
     IoConfig,
+    LossScaleConfig,
     OffloadConfig,
+    OffloadOptimizerConfig,
     OptimizerConfig,
     TieringConfig,
     TiersConfig,
@@ -23,6 +25,9 @@ from tiering.config import (
     parse_size,
     resolve_batch,
 )
+from tiering.scheduler_config import PARAMS, Schedule
+
+SCHEDULES: tuple[type[BaseModel], ...] = get_args(get_args(Schedule)[0])
 
 UNITS = {
     "": 1,
@@ -158,10 +163,22 @@ def test_the_config_is_frozen_and_knows_its_keys() -> None:
 
 def test_defaults_are_deepspeeds() -> None:
     config = TieringConfig(train_batch_size=1, micro_batch_size=1)
-    assert config.optimizer == OptimizerConfig(
-        type="AdamW", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=True
+    assert (config.optimizer, config.scheduler, config.autocast, config.cast_inputs) == (
+        None,
+        None,
+        None,
+        False,
+    )
+    assert config.loss_scale == LossScaleConfig(
+        scale=0.0,
+        initial_power=16,
+        window=1000,
+        hysteresis=2,
+        consecutive_hysteresis=False,
+        min_scale=1.0,
     )
     zero = config.zero
+    assert (zero.stage, zero.offload_optimizer.ratio) == (0, 1.0)
     assert (zero.sub_group_size, zero.prefetch_elements, zero.persistence_threshold) == (
         10**9,
         5 * 10**7,
@@ -170,15 +187,21 @@ def test_defaults_are_deepspeeds() -> None:
     assert (config.precision, config.gradient_clipping, config.steps_per_print) == ("fp32", 0.0, None)
 
 
-def _sections(model: type[BaseModel]) -> list[type[BaseModel]]:
+def _sections(model: type[BaseModel]) -> set[type[BaseModel]]:
+    """``model`` and every section below it, also where it is one of several or may be missing."""
+    found = {model}
     kinds = [info.annotation for info in model.model_fields.values()]
-    nested = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-    return [model, *(section for kind in nested for section in _sections(kind))]
+    while kinds:
+        kind = kinds.pop()
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found |= _sections(kind)
+        kinds += get_args(kind)
+    return found
 
 
 def test_every_field_is_described() -> None:
     sections = _sections(TieringConfig)
-    assert len(set(sections)) == 7
+    assert {OptimizerConfig, LossScaleConfig, OffloadOptimizerConfig, *SCHEDULES} <= sections
     for section in sections:
         for name, info in section.model_fields.items():
             assert info.description and info.description.endswith("."), f"{section.__name__}.{name}"
@@ -191,12 +214,8 @@ def test_every_field_is_described() -> None:
         (TiersConfig, {"state": "bf16"}),
         (TiersConfig, {"state": "split+bf16"}),
         (TiersConfig, {"step_in_backward": True}),
-        (TiersConfig, {"grad_accum_dtype": "fp16"}),
-        (ZeroConfig, {"stage": 0}),
-        (ZeroConfig, {"stage": 2}),
-        (OptimizerConfig, {"type": "Lion"}),
+        (OptimizerConfig, {"type": "Lamb"}),
         (TieringConfig, {"train_batch_size": 2, "micro_batch_size": 1, "world_size": 2}),
-        (TieringConfig, {"train_batch_size": 1, "micro_batch_size": 1, "precision": "fp16"}),
     ],
 )
 def test_what_is_planned_is_refused_by_name(section: type[BaseModel], values: dict[str, object]) -> None:
@@ -207,7 +226,31 @@ def test_what_is_planned_is_refused_by_name(section: type[BaseModel], values: di
 @pytest.mark.parametrize(
     ("section", "values", "message"),
     [
-        (ZeroConfig, {"stage": 4}, "should be 3"),
+        (ZeroConfig, {"stage": 4}, "should be 0, 1, 2 or 3"),
+        (
+            ZeroConfig,
+            {"stage": 2, "offload_param": {"device": "cpu"}},
+            "stage 2 keeps .*: use stage 3, or remove",
+        ),
+        (
+            ZeroConfig,
+            {"stage": 0, "offload_optimizer": {"device": "cpu"}},
+            "stage 0 keeps .*: use stage 1, 2 or 3, or remove",
+        ),
+        (OffloadOptimizerConfig, {"ratio": 1.1}, "less than or equal to 1"),
+        (OffloadOptimizerConfig, {"ratio": -0.1}, "greater than or equal to 0"),
+        (OffloadOptimizerConfig, {"ratio": True}, "valid number"),
+        (OffloadConfig, {"ratio": 0.5}, "Extra inputs"),
+        (LossScaleConfig, {"scale": -1}, "greater than or equal to 0"),
+        (LossScaleConfig, {"initial_power": 128}, "less than or equal to 127"),
+        (LossScaleConfig, {"window": 0}, "greater than 0"),
+        (LossScaleConfig, {"hysteresis": 0}, "greater than 0"),
+        (LossScaleConfig, {"min_scale": 0}, "greater than 0"),
+        (
+            LossScaleConfig,
+            {"initial_power": 3, "min_scale": 9},
+            r"starts at 2\*\*3, below its minimum 9; raise",
+        ),
         (ZeroConfig, {"stage": True}, "whole number"),
         (ZeroConfig, {"sub_group_size": 0}, "greater than 0"),
         (ZeroConfig, {"prefetch_elements": -1}, "greater than or equal to 0"),
@@ -231,6 +274,17 @@ def test_what_is_planned_is_refused_by_name(section: type[BaseModel], values: di
         (OptimizerConfig, {"betas": [0.9, 1.0]}, "less than 1"),
         (OptimizerConfig, {"betas": [0.9]}, "Field required"),
         (OptimizerConfig, {"type": "AdamW", "decoupled": False}, "use type 'Adam'"),
+        (OptimizerConfig, {"type": "adamw"}, "'AdamW', 'Adam', 'Lion', 'Adagrad' or 'SGD'"),
+        (OptimizerConfig, {"type": 3}, "'AdamW', 'Adam', 'Lion', 'Adagrad' or 'SGD'"),
+        (OptimizerConfig, {"momentum": 0.9}, "AdamW has no momentum; it has lr, betas, eps, weight_decay"),
+        (OptimizerConfig, {"type": "Lion", "eps": 1e-6}, "Lion has no eps; it has lr, betas, weight_decay "),
+        (OptimizerConfig, {"type": "SGD", "betas": [0.5, 0.5]}, "SGD has no betas"),
+        (OptimizerConfig, {"type": "SGD", "nesterov": True}, "nesterov needs a momentum above 0"),
+        (
+            OptimizerConfig,
+            {"type": "SGD", "nesterov": True, "momentum": 0.9, "dampening": 0.1},
+            "and no dampening",
+        ),
         (TiersConfig, {"host_budget": "-1GiB"}, "negative"),
         (TiersConfig, {"host_budget": "most"}, "a number with a unit"),
         (TiersConfig, {"cache_in_host": 1}, "valid boolean"),
@@ -257,6 +311,53 @@ def test_values_are_read_as_written_in_files() -> None:
     assert (tiers.host_budget, tiers.nvme_budget, tiers.io.block_size) == (3 * 2**29, "auto", 65536)
     assert tiers.io.engine == "auto"
     assert IoConfig.model_validate({"engine": "io_uring", "registered": False}).engine == "io_uring"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("param", ["none", "cpu"])
+@pytest.mark.parametrize("optimizer", ["none", "cpu"])
+def test_a_stage_moves_only_what_it_partitions(stage: int, param: str, optimizer: str) -> None:
+    values = {"stage": stage, "offload_param": {"device": param}, "offload_optimizer": {"device": optimizer}}
+    if stage >= (3 if param == "cpu" else 1 if optimizer == "cpu" else 0):
+        assert ZeroConfig.model_validate(values).stage == stage
+    else:
+        with pytest.raises(ValidationError, match=f"stage {stage} keeps"):
+            ZeroConfig.model_validate(values)
+
+
+def test_a_rule_has_the_defaults_of_the_class_that_deepspeed_makes() -> None:
+    adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+    rules: dict[str, dict[str, object]] = {
+        "AdamW": adam,
+        "Adam": adam,
+        "Lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
+        "Adagrad": {
+            "lr": 1e-2,
+            "lr_decay": 0.0,
+            "weight_decay": 0.0,
+            "initial_accumulator_value": 0.0,
+            "eps": 1e-10,
+        },
+        "SGD": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+    }
+    for rule, fields in rules.items():
+        config = OptimizerConfig.model_validate({"type": rule})
+        assert {name: getattr(config, name) for name in fields} == fields
+        assert OptimizerConfig.model_validate(config.model_dump()) == config
+    # What a rule does not have stays off.
+    sgd = OptimizerConfig(type="SGD", momentum=0.9)
+    assert (sgd.momentum, sgd.lr_decay, sgd.initial_accumulator_value) == (0.9, 0.0, 0.0)
+
+
+def test_a_loss_scale_below_a_minimum_that_a_fixed_one_never_reads() -> None:
+    assert LossScaleConfig(scale=2.0, initial_power=0, min_scale=8.0).scale == 2.0
+
+
+def test_every_schedule_has_its_parameters() -> None:
+    assert {schedule.__name__ for schedule in SCHEDULES} == {f"{name}Config" for name in PARAMS}
+    for schedule in SCHEDULES:
+        (name,) = get_args(schedule.model_fields["type"].annotation)
+        assert schedule.model_fields["params"].annotation is PARAMS[name]
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def test_a_usual_zero3_nvme_file_passes() -> None:
             "steps_per_print": 2000,
             "optimizer": {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
             "zero": {
+                "stage": 3,
                 "offload_param": {"device": "nvme", "nvme_path": "/local_nvme"},
                 "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"},
                 "sub_group_size": 10**8,
@@ -238,19 +239,17 @@ def test_all_problems_come_together() -> None:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("fp16.enabled", True),
-        ("scheduler", {"type": "WarmupLR", "params": {}}),
-        ("zero_optimization.stage", 2),
         ("optimizer.type", "OneBitAdam"),
         ("optimizer.params.amsgrad", True),
         ("zero_optimization.zero_quantized_weights", True),
-        ("zero_optimization.offload_optimizer.ratio", 0.5),
         ("tiering.step_in_backward", True),
         ("tiering.state", "split"),
-        ("data_types.grad_accum_dtype", "fp16"),
         ("elasticity", {"enabled": True}),
         ("amp", {"opt_level": "O1"}),
         ("sparse_gradients", True),
+        ("managed_gradient_accumulation", False),
+        ("data_types.buffer_dtype", "fp32"),
+        ("scheduler.params.last_batch_iteration", 5),
     ],
 )
 def test_what_is_planned_is_refused(path: str, value: object) -> None:
@@ -267,7 +266,6 @@ def test_what_is_planned_is_refused(path: str, value: object) -> None:
         ("scheduler", {}),
         ("zero_optimization.offload_param", None),
         ("zero_optimization.zero_hpz_partition_size", 1),
-        ("zero_optimization.offload_optimizer.ratio", 1.0),
         ("zero_optimization.cpu_offload", False),
         ("optimizer.params.bias_correction", True),
         ("prescale_gradients", False),
@@ -286,9 +284,11 @@ def test_more_than_one_process_is_refused() -> None:
     )
 
 
-def test_the_stage_and_the_optimizer_must_be_given() -> None:
-    assert "zero_optimization.stage: missing" in refusal(without("zero_optimization.stage"))
-    assert "optimizer.type: missing" in refusal(without("optimizer"))
+@pytest.mark.parametrize("section", [None, {}, {"stage": 0}])
+def test_without_zero_nothing_is_partitioned(section: object) -> None:
+    config, report = load({"train_batch_size": 1, "zero_optimization": section})
+    assert (config.zero.stage, config.zero.offload_param.device) == (0, "none")
+    assert (load({"train_batch_size": 1})[0], report.refused) == (config, ())
 
 
 @pytest.mark.parametrize(
@@ -418,6 +418,12 @@ ATOMS = [
     "1K",
     "nvme",
     "AdamW",
+    "SGD",
+    "WarmupLR",
+    "OneCycle",
+    "float16",
+    {},
+    10**400,
     [],
     [0.9, 0.99],
 ]

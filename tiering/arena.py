@@ -211,6 +211,10 @@ class Arena:
         if error is not None:
             raise error
 
+    def forget_memory(self) -> None:
+        """Let go of the memory, once nothing is leased any more that anybody will use; the counts stay."""
+        self.memory = memoryview(b"")
+
     def _collect(self) -> None:
         """Free the retired leases whose transfers have ended, in any order."""
         waiting: deque[tuple[Lease, Completion]] = deque()

@@ -3,11 +3,16 @@ begun but not noted would go on in memory that its owner has given back."""
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @contextmanager
@@ -35,3 +40,14 @@ def deferred_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
     if held:
         handler(*held[0])
+
+
+def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` under ``deferred_interrupts``."""
+
+    @functools.wraps(function)
+    def whole(*args: P.args, **kwargs: P.kwargs) -> R:
+        with deferred_interrupts():
+            return function(*args, **kwargs)
+
+    return whole

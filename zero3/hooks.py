@@ -5,8 +5,7 @@ outside of the blocks, so that whatever part of the model is called, a forward i
 event of a group is the first gradient that reaches an output of one of its entries. ``always_call`` makes the
 post-forward event come also when forward raised, or when activation checkpointing stopped a recomputation early.
 
-An event moves groups in several steps; Ctrl-C waits until they are consistent again. A copied or pickled module takes
-its hooks along: there they do nothing.
+A copied or pickled module takes its hooks along: there they do nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from tiering.interrupts import deferred_interrupts
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
 
@@ -116,8 +114,7 @@ class _BeforeForward(OurHook):
         self.whole = whole
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        with deferred_interrupts():
-            self.events.begin_forward(torch.is_grad_enabled(), whole=self.whole)
+        self.events.begin_forward(torch.is_grad_enabled(), whole=self.whole)
 
 
 class _AfterForward(OurHook):
@@ -128,8 +125,7 @@ class _AfterForward(OurHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.whole:
             watch_backward(output, self.events.begin_backward)
-        with deferred_interrupts():
-            self.events.end_forward()
+        self.events.end_forward()
 
 
 class _BeforeGroup(OurHook):
@@ -138,19 +134,13 @@ class _BeforeGroup(OurHook):
         self.group = group
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        with deferred_interrupts():
-            self.events.pre_forward(self.group)
+        self.events.pre_forward(self.group)
 
 
 class _AfterGroup(_BeforeGroup):
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        watch_backward(output, self._pre_backward)
-        with deferred_interrupts():
-            self.events.post_forward(self.group)
-
-    def _pre_backward(self) -> None:
-        with deferred_interrupts():
-            self.events.pre_backward(self.group)
+        watch_backward(output, lambda: self.events.pre_backward(self.group))
+        self.events.post_forward(self.group)
 
 
 def _accumulated(events: Events, group: ParamGroup, piece: Piece) -> Callable[[Tensor], None]:
@@ -161,7 +151,6 @@ def _accumulated(events: Events, group: ParamGroup, piece: Piece) -> Callable[[T
         assert isinstance(param, nn.Parameter)
         events, group = listener(), of()
         if events is not None and group is not None:
-            with deferred_interrupts():
-                events.gradient(group, piece, param)
+            events.gradient(group, piece, param)
 
     return gradient

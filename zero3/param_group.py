@@ -96,6 +96,7 @@ class ParamGroup:
         """The engine is closed: whatever uses the parameters from now on is told so."""
         self._lent.clear()
         self._point_nowhere()
+        self._views.clear()
         resharded.disown(self.params)
 
     def lend(self, position: int, copy: Tensor) -> None:

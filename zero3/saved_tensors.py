@@ -43,7 +43,9 @@ class SavedTensors:
 
     def leave(self) -> None:
         hooks = self._entered.pop() if self._entered else None
-        if hooks is not None:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        # An exception in a recomputation has taken them off already: autograd gives each backward a stack of its own.
+        if hooks is not None and top is not None and top[0] == hooks.pack_hook:
             hooks.__exit__()
 
     def hand_out(self, group: ParamGroup) -> None:

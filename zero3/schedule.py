@@ -5,6 +5,8 @@ Note [When is a group done in backward]
     a parameter gets several. The order tells: autograd runs nodes in the reverse of their creation, so when a gradient
     first reaches another group's output, every group that does not enclose that one has no node left to run. What is
     still live when backward ends is done then.
+
+An event moves groups in several steps: Ctrl-C waits until they are consistent again.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from tiering.errors import EngineStateError
+from tiering.interrupts import deferred_interrupts, uninterrupted
 from zero3.grads import GradientStore
 from zero3.hooks import call_at_end_of_backward, in_backward_pass
 from zero3.param_group import ParamGroup
@@ -53,6 +56,7 @@ class PassSchedule:
         """Whether a forward or a backward is under way."""
         return bool(self._borrowed) or self.in_backward
 
+    @uninterrupted
     def begin_forward(self, training: bool, *, whole: bool = True) -> None:
         """A module outside of the blocks, the ``whole`` model or not, is called; the outermost call begins a pass."""
         if not in_backward_pass():
@@ -67,21 +71,25 @@ class PassSchedule:
         self._borrowed.append([])
         self._saved.enter()
 
+    @uninterrupted
     def end_forward(self) -> None:
         """The module that ``begin_forward`` told of has returned or raised."""
         self._saved.leave()
         self._give_back()
 
+    @uninterrupted
     def pre_forward(self, group: ParamGroup) -> None:
         self._borrowed.append([])
         self._saved.enter()
         self._use(group)
 
+    @uninterrupted
     def post_forward(self, group: ParamGroup) -> None:
         self._saved.leave()
         self._give_back()
         self._stop_using(group)
 
+    @uninterrupted
     def borrow(self, group: ParamGroup) -> bool:
         """A parameter of ``group`` is read by a forward that is not one of its entries; False if none is running.
 
@@ -99,6 +107,7 @@ class PassSchedule:
             return True
         return False
 
+    @uninterrupted
     def begin_backward(self) -> None:
         """A gradient has reached an output of the model or of a group. Further calls in the same pass do nothing."""
         if self._closed:
@@ -113,6 +122,7 @@ class PassSchedule:
             call_at_end_of_backward(self.end_of_backward)
             self._on_backward()
 
+    @uninterrupted
     def pre_backward(self, group: ParamGroup) -> None:
         self.begin_backward()
         keep = self._enclosing[group] | self._until_end
@@ -129,13 +139,16 @@ class PassSchedule:
                 f"a tensor that autograd saved from group {group.name!r} was asked for outside of backward, where the"
                 " group is not unsharded; read it inside of the module's forward"
             )
-        self.begin_backward()
-        self._finish_unrelated(group)
-        self._hold_for_backward(group)
+        with deferred_interrupts():
+            self.begin_backward()
+            self._finish_unrelated(group)
+            self._hold_for_backward(group)
 
+    @uninterrupted
     def gradient(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
         self._gradients.accumulate(group, piece, param)
 
+    @uninterrupted
     def end_of_backward(self) -> None:
         """Every gradient of this pass has arrived."""
         if not self.in_backward:
@@ -149,8 +162,11 @@ class PassSchedule:
         self._prefetcher.end_pass()
         self._on_end_of_backward()
 
+    @uninterrupted
     def abandon(self) -> None:
         """A pass ended by an exception: free what it held, so that the next one starts clean."""
+        if self.in_backward:
+            self._drop_fresh_gradients()
         for group in {*self._live, *self._calls}:
             group.reshard(keep_edits=False)
         self._live.clear()
@@ -189,6 +205,12 @@ class PassSchedule:
             self._live.append(group)
             if self._calls[group] == 0:
                 self._prefetcher.acquire(group)
+
+    def _drop_fresh_gradients(self) -> None:
+        """What autograd has put on parameters and nobody has taken: the next backward would add to it."""
+        for group in self._enclosing:
+            for param in group.params:
+                param.grad = None
 
     def _finish_unrelated(self, group: ParamGroup) -> None:
         """Finish the live groups that neither enclose ``group`` nor lie inside of it."""

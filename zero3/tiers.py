@@ -126,6 +126,8 @@ class Tiers:
         self.stalls = StallClock()
         self.aio: AioContext | None = None
         self.swap: SwapSpace | None = None
+        self._homes: list[Home] = []
+        self._arenas: list[Arena] = []
         self._on_gpu: Counter[str] = Counter()
         self._on_nvme: Counter[str] = Counter()
         self._unpin: weakref.finalize[..., Tiers] | None = None  # lets CUDA forget the arena, once
@@ -169,13 +171,22 @@ class Tiers:
             if plan.workload.fetch_by_copy
             else self.device_arena.split(plan.working_bytes, "working")
         )
+        windows = (self.staging, self.grad_window, self.fetch_window, self.offload_window, self.working)
+        self._arenas = [
+            arena for arena in (self.host, self.device_arena, *windows) if isinstance(arena, Arena)
+        ]
 
     @property
     def device_is_host(self) -> bool:
         return self.device.type == "cpu"
 
     def home(self, tier: Tier, nbytes: int, kind: str, names: tuple[str, ...]) -> Home:
-        """A place of ``nbytes`` on ``tier`` for as long as the engine lives. ``kind`` is one of the plan's."""
+        """A place of ``nbytes`` on ``tier`` until ``close``. ``kind`` is one of the plan's."""
+        home = self._make_home(tier, nbytes, kind, names)
+        self._homes.append(home)
+        return home
+
+    def _make_home(self, tier: Tier, nbytes: int, kind: str, names: tuple[str, ...]) -> Home:
         if tier is Tier.NVME and not nbytes:  # a group without gradients: nothing to swap
             return Home(tensor=torch.empty(0, dtype=torch.uint8, device="cpu"))
         if tier is Tier.NVME:
@@ -290,6 +301,11 @@ class Tiers:
                 self.swap.close()
             if self._unpin is not None:
                 self._unpin()
+            # The engine may be referred to for long; its memory must not wait for that.
+            for home in self._homes:
+                home.tensor = None
+            for arena in self._arenas:
+                arena.forget_memory()
 
 
 def _sections(plan: Plan, nvme: NvmePaths) -> dict[str, Section]:

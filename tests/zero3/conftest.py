@@ -125,8 +125,12 @@ def config(
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TIERING_DEVICE", "cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for models as small as these, threads only wait for each other
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

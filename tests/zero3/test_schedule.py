@@ -32,6 +32,7 @@ class FakeGroup:
         self.parent = parent
         self.residency = Residency.SHARDED
         self.moves = False  # saves no tensors
+        self.params: list[Any] = []
         self.through_window = device.window is not None
 
     def unshard(self, *, wait: bool = False) -> bool:

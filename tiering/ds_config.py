@@ -172,6 +172,8 @@ class _Reading:
             self._note(key, value, Verdict.IGNORED, "off: there is nothing to do")
         elif value == "auto" and rule.auto:
             self._note(key, value, Verdict.MAPPED, rule.auto)
+            for filled in rule.auto_sets:
+                self.values[rule.to] = (key, filled)
         elif value == "auto" and rule.verdict is Verdict.REFUSED:
             self._note(key, value, Verdict.REFUSED, _AUTO)
         elif rule.to:

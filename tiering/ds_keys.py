@@ -37,6 +37,7 @@ class Key:
     read: Callable[[Any], object] = lambda value: value  # raises ValueError
     off: tuple[object, ...] = ()  # values that ask for nothing
     auto: str = ""  # what "auto" comes to, where that is known without a trainer
+    auto_sets: tuple[object, ...] = ()  # the value of ``to`` then, if it is not the default
 
     def asks_nothing(self, value: object) -> bool:
         """Whether ``value`` leaves the feature off; a section is off when it is empty or says so."""
@@ -96,14 +97,9 @@ def _dtype_among(*dtypes: str) -> Callable[[object], object]:
         for dtype in dtypes:
             if isinstance(name, str) and name.removeprefix("torch.") in _DTYPES[dtype]:
                 return dtype
-        raise ValueError(f"one of {', '.join(_DTYPES[dtype][1] for dtype in dtypes)} is needed, not {name!r}")
+        raise ValueError(f"one of {', '.join(dtypes)} is needed, not {name!r}")
 
     return read
-
-
-def _filled(value: object) -> Callable[[object], object]:
-    """Reads the "auto" that a trainer would fill with ``value``."""
-    return lambda given: value if given == "auto" else given
 
 
 _DTYPES = {
@@ -221,8 +217,13 @@ _FILE: Tree = {
                 for params in PARAMS.values()
                 for name in params.model_fields
             },
-            "warmup_min_lr": _same("scheduler.params.warmup_min_lr", read=_filled(0.0)),
-            "warmup_max_lr": _same("scheduler.params.warmup_max_lr", read=_filled(None)),
+            "warmup_min_lr": _same("scheduler.params.warmup_min_lr", auto="0, as trainers fill in"),
+            "warmup_max_lr": Key(
+                Verdict.HONOURED,
+                "scheduler.params.warmup_max_lr",
+                auto="the optimizer's rate, as trainers fill in",
+                auto_sets=(None,),
+            ),
             "last_batch_iteration": _refused("load the scheduler's state instead", -1),
         },
     },
@@ -255,7 +256,9 @@ _FILE: Tree = {
         "use_gds": _NOT_YET,
     },
     "data_types": {
-        "grad_accum_dtype": _mapped("tiering.grad_accum_dtype", read=lambda dtype: dtype or "auto"),
+        "grad_accum_dtype": _mapped(
+            "tiering.grad_accum_dtype", read=_dtype_among("fp32", "bf16", "fp16"), off=(None, "auto")
+        ),
         "param_dtype": _mapped("precision", read=_dtype_among("fp32", "bf16", "fp16"), off=(None,)),
         "buffer_dtype": _refused("cast the model's buffers yourself"),
     },

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -172,6 +173,28 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Forget the gradients accumulated so far."""
         self._gradients.reset()
         super().zero_grad(set_to_none=True)
+
+    def add_param_group(self, param_group: Options) -> None:
+        """For construction alone: tiers are planned once."""
+        if hasattr(self, "rule"):
+            raise EngineStateError(
+                "a param group was added after initialize, but nothing holds its parameters' state: initialize with all"
+                " of them"
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the options of the param groups; they stay the same dicts. State is on the tiers, not in here."""
+        if state_dict["state"]:
+            raise EngineStateError(
+                "optimizer.load_state_dict() cannot bring state onto the tiers; give it options alone"
+                " ({'state': {}, 'param_groups': ...}), and set state by parameter"
+            )
+        kept = self.param_groups
+        super().load_state_dict(state_dict)
+        for group, loaded in zip(kept, self.param_groups, strict=True):
+            group.update(loaded)
+        self.param_groups = kept
 
     def _count_and_derive(self) -> None:
         """Count this step and derive its rules. A bad option raises before anything has changed."""

@@ -174,6 +174,8 @@ def test_auto_is_what_a_trainer_would_fill_in(kind: str) -> None:
     assert scheduler is not None
     dumped = scheduler.params.model_dump()
     assert (dumped["warmup_min_lr"], dumped["warmup_max_lr"]) == (0.0, None)  # None: the optimizer's rate
+    note = verdicts(scheduler={"type": kind, "params": given})["scheduler.params.warmup_max_lr"]
+    assert note == (Verdict.MAPPED, "the optimizer's rate, as trainers fill in")
     told = refused(scheduler={"type": kind, "params": given | {"warmup_num_steps": "auto"}})
     assert told == {"scheduler.params.warmup_num_steps": "'auto' is for a trainer to fill in; give a value"}
 
@@ -328,7 +330,7 @@ def test_autocast_that_cannot_be_read() -> None:
     assert refused(torch_autocast={"enabled": True}) == {
         "torch_autocast.dtype": "missing; give 'bfloat16' or 'float16'"
     }
-    assert "one of bfloat16, float16 is needed, not 'float32'" in str(
+    assert "one of bf16, fp16 is needed, not 'float32'" in str(
         refused(torch_autocast={"enabled": True, "dtype": "float32"})
     )
     assert refused(torch_autocast={"enabled": "yes", "dtype": "half"}) == {
@@ -370,6 +372,17 @@ def test_a_stage_that_does_not_partition_is_told() -> None:
     assert read(zero_optimization={"stage": 1, "cpu_offload": True}).zero.offload_optimizer.device == "cpu"
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_gradients_accumulate_in_any_of_the_dtypes(dtype: str) -> None:
-    assert read(data_types={"grad_accum_dtype": dtype}).tiering.grad_accum_dtype == dtype
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("fp32", "fp32"),
+        ("bf16", "bf16"),
+        ("fp16", "fp16"),
+        ("bfloat16", "bf16"),
+        (None, "auto"),
+        ("auto", "auto"),
+    ],
+)
+def test_gradients_accumulate_in_any_of_the_dtypes(name: str | None, dtype: str) -> None:
+    assert read(data_types={"grad_accum_dtype": name}).tiering.grad_accum_dtype == dtype
+    assert "one of fp32, bf16, fp16" in str(refused(data_types={"grad_accum_dtype": "int8"}))

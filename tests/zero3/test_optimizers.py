@@ -1,0 +1,187 @@
+"""Every update rule over tiers: to the bit as optim_cpu's optimizers in a plain loop, wherever the state lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import optim_cpu
+from tiering.errors import EngineStateError
+from tiering.placement import Staging, Tier
+
+from .scales import (
+    CASES,
+    CLIP,
+    LR,
+    PLACEMENTS,
+    PRECISIONS,
+    STEPS,
+    WHOLE,
+    Case,
+    Run,
+    Scales,
+    param_groups,
+    script,
+    settings,
+    train_engine,
+    train_plainly,
+)
+
+
+@pytest.fixture
+def run(start: Callable[..., Any]) -> Callable[..., Run]:
+    def trained(case: Case, precision: str, accumulation: int, **options: Any) -> Run:
+        model = Scales()
+        settings = {
+            "precision": precision, "accumulation": accumulation, "clip": CLIP, "rule": case.name,
+            "optimizer": case.options, "fp16": {"loss_scale": 1.0},
+        }  # fmt: skip
+        groups = param_groups(model, case.options)
+        return train_engine(start(model, model_parameters=groups, **settings | options), accumulation)
+
+    return trained
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_rule_gives_the_bits_of_a_plain_loop_wherever_its_state_lives(
+    case: Case,
+    precision: str,
+    accumulation: int,
+    run: Callable[..., Run],
+    differing: Callable[..., list[str]],
+) -> None:
+    reference = run(case, precision, accumulation)
+    assert reference.engine.optimizer.state_names == case.state
+    assert min(reference.norms) < CLIP < max(reference.norms)
+    plain = train_plainly(case.make, case.options, precision, accumulation, reference.norms)
+    assert differing(reference.masters, plain.masters) == []
+    assert differing(reference.weights, plain.weights) == []
+    for name, placement in PLACEMENTS.items():
+        moved = run(case, precision, accumulation, **placement)
+        assert moved.norms == reference.norms, name
+        assert differing(moved.masters, reference.masters) == [], name
+        assert differing(moved.weights, reference.weights) == [], name
+        assert moved.engine.optimizer.steps == reference.engine.optimizer.steps, name
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_groups_with_and_without_momentum_in_one_optimizer(
+    start: Callable[..., Any], differing: Callable[..., list[str]], precision: str, placement: dict[str, Any]
+) -> None:
+    """State for all if any has it; a momentum that begins later begins with its first gradient, undampened."""
+
+    def groups(model: nn.Module, momentum: float) -> list[dict[str, Any]]:
+        rest, shifts = param_groups(model, {})
+        return [{**rest, "momentum": momentum}, shifts | {"momentum": 0.8}]
+
+    def begin_later(engine: Any) -> Run:
+        norms = []
+        for number, (inputs, _) in enumerate(script(STEPS, 1)):
+            engine.optimizer.param_groups[0]["momentum"] = 0.9 if number > 1 else 0.0
+            for x, skip in inputs:
+                engine.backward(engine(x, skip))
+                engine.step()
+            norms.append(engine.get_global_grad_norm())
+        return Run(norms, engine.master_state_dict(), engine.state_dict(), engine)
+
+    class BeginsLater(optim_cpu.SGD):
+        def step(self, closure: Any = None) -> Any:
+            number = self.__dict__.setdefault("number", 0)
+            self.number = number + 1
+            self.param_groups[0]["momentum"] = 0.9 if number > 1 else 0.0
+            for group, rate in zip(self.param_groups, (LR, LR / 2), strict=True):
+                group["lr"] = rate
+            super().step(closure)
+
+    model = Scales()
+    options = {"lr": LR, "momentum": 0.9, "dampening": 0.5}
+    engine = start(
+        model,
+        model_parameters=groups(model, 0.0),
+        rule="SGD",
+        optimizer=options,
+        **settings(precision),
+        **placement,
+    )
+    run = begin_later(engine)
+    assert engine.optimizer.state_names == ("momentum_buffer",)
+    plain = train_plainly(
+        lambda chosen: BeginsLater(chosen, LR, 0.9, 0.5),
+        options,
+        precision,
+        1,
+        run.norms,
+        groups=lambda model, _: groups(model, 0.0),
+    )
+    assert differing(run.masters, plain.masters) == []
+    assert differing(run.weights, plain.weights) == []
+
+
+def test_sgd_without_momentum_has_no_state(start: Callable[..., Any]) -> None:
+    def plan(**options: Any) -> Any:
+        return start(Scales(), rule="SGD", optimizer={"lr": LR}, **settings(), **WHOLE, **options).plan
+
+    offloaded = plan(offload_optimizer="nvme")
+    assert offloaded.workload.state_tensors == 0
+    assert offloaded.staging == Staging()
+    assert offloaded.total(Tier.NVME) == offloaded.total(Tier.HOST) - sum(
+        group.trainable_numel * 4 for group in offloaded.workload.groups
+    )
+    assert all("optimizer state" not in offloaded.contents(tier) for tier in Tier)
+    streamed = plan(offload_optimizer="nvme", offload_param="nvme").staging
+    assert (streamed.slots > 0, streamed.param_offset) == (True, 0)
+
+
+@pytest.mark.parametrize("placement", ["host", "all on nvme"])
+def test_options_that_no_kernel_takes_are_refused_before_anything_has_changed(
+    start: Callable[..., Any], differing: Callable[..., list[str]], placement: str
+) -> None:
+    model = Scales()
+    engine = start(
+        model, model_parameters=param_groups(model, {}), rule="SGD", **settings(), **PLACEMENTS[placement]
+    )
+    before, steps = engine.master_state_dict(), dict(engine.optimizer.steps)
+
+    def step() -> None:
+        engine.backward(engine(torch.ones(40), 0))
+        engine.optimizer.step(grad_scale=1.0)
+
+    engine.optimizer.param_groups[1]["lr"] = -1.0
+    with pytest.raises(ValueError, match=r"^SGD, param group 1: sgd: lr must be 0 or more"):
+        step()
+    engine.optimizer.param_groups[1]["lr"] = LR
+    engine.optimizer.param_groups[1]["momentum"] = 0.5
+    with pytest.raises(EngineStateError, match=r"param group 1 has momentum 0\.5 now, but had none at init"):
+        step()
+    assert differing(engine.master_state_dict(), before) == []
+    assert engine.optimizer.steps == steps
+    with pytest.raises(EngineStateError, match=r"call engine\.step"):
+        engine.optimizer.step()
+
+
+def test_options_are_loaded_into_the_same_dicts_and_state_is_refused(start: Callable[..., Any]) -> None:
+    model = Scales()
+    engine = start(model, model_parameters=param_groups(model, {}), rule="Lion", **settings())
+    optimizer = engine.optimizer
+    groups, dicts = optimizer.param_groups, list(optimizer.param_groups)
+    saved = optimizer.state_dict()
+    saved["param_groups"][1]["lr"] = 0.25
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups is groups
+    assert all(one is other for one, other in zip(optimizer.param_groups, dicts, strict=True))
+    assert dicts[1]["lr"] == 0.25
+    assert all(
+        one is other
+        for one, other in zip(dicts[0]["params"], param_groups(model, {})[0]["params"], strict=True)
+    )
+    with pytest.raises(EngineStateError, match="cannot bring state onto the tiers"):
+        optimizer.load_state_dict({"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []})
+    with pytest.raises(EngineStateError, match="a param group was added after initialize"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})

@@ -1,0 +1,84 @@
+"""Several backwards for one step, and the gradient norm before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .plain import STREAMED, Loop, Tower, assert_same_everywhere, differing, inputs, run_engine
+
+PRECISIONS = ["fp32", "bf16"]
+Start = Callable[..., Any]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_accumulation_by_configuration(start: Start, precision: str, accumulation: int) -> None:
+    def script(loop: Loop) -> list[float]:
+        losses = []
+        for x in inputs(4 * accumulation):
+            loss = loop(x)
+            losses.append(loss.item())
+            loop.backward(loss)
+            loop.step()
+        return losses
+
+    assert_same_everywhere(start, Tower, script, precision=precision, accumulation=accumulation)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_several_backwards_in_one_step(start: Start, precision: str) -> None:
+    def script(loop: Loop) -> list[float]:
+        losses = []
+        for number, x in enumerate(inputs(9)):
+            loss = loop(x, skip=number % 3)  # the last backward brings one block no gradient
+            losses.append(loss.item())
+            loop.backward(loss)
+            if number % 3 == 2:
+                loop.step()
+        return losses
+
+    assert_same_everywhere(start, Tower, script, precision=precision)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_backwards_without_sync_and_one_with(start: Start, precision: str) -> None:
+    def script(loop: Loop) -> list[float]:
+        losses = []
+        for number, x in enumerate(inputs(9)):
+            loss = loop(x, skip=number % 3)
+            losses.append(loss.item())
+            if number % 3 < 2:
+                with loop.no_sync():
+                    loop.backward(loss)
+            else:
+                loop.backward(loss)
+                loop.step()
+        return losses
+
+    assert_same_everywhere(start, Tower, script, precision=precision)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_norm_is_known_before_the_step(start: Start, precision: str, accumulation: int) -> None:
+    """Of what is accumulated so far, unscaled, before clipping; reading it twice, or never, changes nothing."""
+
+    def script(loop: Loop, read: bool = True) -> list[float]:
+        seen = []
+        for number, x in enumerate(inputs(4 * accumulation)):
+            loop.backward(loop(x, skip=number % 2))
+            if read and number % accumulation == accumulation - 1:
+                norm = loop.get_global_grad_norm()
+                assert norm is not None
+                assert loop.get_global_grad_norm() == norm
+                seen.append(norm)
+            loop.step()
+        return seen
+
+    options: dict[str, Any] = {"precision": precision, "accumulation": accumulation, "clip": 0.05}
+    run = assert_same_everywhere(start, Tower, script, **options)
+    unread = run_engine(start, Tower, lambda loop: script(loop, read=False), **options, **STREAMED)
+    assert differing(unread.masters, run.masters) == []

@@ -1,0 +1,245 @@
+"""Parameters read by modules that do not hold them: their group unshards by itself, and no bit depends on placement."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tiering.errors import ArenaError
+
+from .plain import (
+    STREAMED,
+    WIDTH,
+    Loop,
+    assert_nothing_held,
+    assert_same_everywhere,
+    inputs,
+    starved_soon,
+    update,
+)
+
+Start = Callable[..., Any]
+
+
+def mean_square(x: Tensor) -> Tensor:
+    result: Tensor = x.float().pow(2).mean()
+    return result
+
+
+class TiedInForward(nn.Module):
+    """The embedding is a group of its own; the root's forward reads its weight again for the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(300, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x[:, :3].float() * 1000).long() % 300
+        stream = self.embedding(tokens)
+        for layer in self.blocks:
+            stream = stream + torch.tanh(layer(stream))
+        logits = functional.linear(stream, self.embedding.weight)
+        return functional.cross_entropy(logits.float().flatten(0, 1), tokens.roll(1, 0).flatten())
+
+
+class PlainPythonList(nn.Module):
+    """Parameters registered in one module, and held in a list that torch does not know by the one that reads them."""
+
+    class Reader(nn.Module):
+        def __init__(self, tables: list[nn.Parameter]) -> None:
+            super().__init__()
+            self.own, self.tables = nn.Linear(WIDTH, WIDTH), tables
+
+        def forward(self, x: Tensor) -> Tensor:
+            for table in self.tables:
+                x = x + torch.tanh(x @ table)
+            result: Tensor = self.own(x)
+            return result
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [nn.Parameter(torch.randn(WIDTH, WIDTH) / 6) for _ in range(4)]
+        self.store = nn.ParameterList(tables)
+        self.blocks = nn.ModuleList(self.Reader(tables[i : i + 2]) for i in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for reader in self.blocks:
+            x = reader(x)
+        return mean_square(x)
+
+
+class ReadBySibling(nn.Module):
+    """A block's forward computes with the weight of the block after it, without calling that block."""
+
+    class Peeking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.next: list[nn.Module] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.layer(x))
+            for other in self.next:
+                x = x + functional.linear(x, other.layer.weight, other.layer.bias)  # type: ignore[union-attr, arg-type]
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Peeking() for _ in range(3))
+        for one, other in zip(self.blocks, self.blocks[1:], strict=False):
+            one.next.append(other)  # type: ignore[union-attr, operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for peeking in self.blocks:
+            x = peeking(x)
+        return mean_square(x)
+
+
+class ChildNeverCalled(nn.Module):
+    """A block reads the weights of a child that is a group of its own, and never calls it (as Mamba does)."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+            self.gate = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.inner:
+                x = x + self.gate * torch.tanh(x @ layer.weight.t() + layer.bias)  # type: ignore[operator]
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = self.Block(), self.Block()
+        self.never = nn.Linear(WIDTH, 5 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x)) + self.never.bias[:WIDTH]
+        return mean_square(torch.einsum("bi,oi->bo", x, self.never.weight))
+
+
+class Penalised(nn.Module):
+    """The root's forward reads every parameter of every block, for a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.blocks:
+            x = torch.tanh(layer(x))
+        penalty = torch.stack([p.float().pow(2).sum() for p in self.parameters()]).sum()
+        return mean_square(x) + 1e-3 * penalty
+
+
+class Recomputed(nn.Module):
+    """A function under checkpointing that reads two blocks' weights and calls one of them."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three, four = self.blocks
+
+        def part(x: Tensor, this: Any, other: Any) -> Tensor:
+            result: Tensor = torch.tanh(this(x)) + functional.linear(x, other.weight, this.bias)
+            return result
+
+        x = checkpoint(part, x, one, three, use_reentrant=self.reentrant)
+        x = checkpoint(part, x, two, one, use_reentrant=self.reentrant)
+        return mean_square(part(x, four, two))
+
+
+class Elsewhere(nn.Module):
+    """Free functions, views taken earlier in the same forward, and modules that are called through another's method."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 6)
+
+        def project(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.project(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three, four = self.blocks
+        rows = four.weight[:2]  # type: ignore[index]
+        x = three.project(two(one.project(x)))  # type: ignore[operator]
+        x = x + rows.sum(0)
+        norm = two.weight.norm().clamp(min=1)  # type: ignore[operator, union-attr]
+        return mean_square(four(x) / norm)
+
+
+WAYS: dict[str, Callable[[], nn.Module]] = {
+    "tied in forward": TiedInForward,
+    "a plain Python list": PlainPythonList,
+    "read by a sibling": ReadBySibling,
+    "a child that is never called": ChildNeverCalled,
+    "a penalty over all parameters": Penalised,
+    "recomputed": lambda: Recomputed(reentrant=False),
+    "recomputed reentrantly": lambda: Recomputed(reentrant=True),
+    "methods, views and norms": Elsewhere,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_reading_what_another_module_holds(start: Start, way: str) -> None:
+    def script(loop: Loop) -> list[float]:
+        losses = []
+        for x in inputs(4):
+            given = x.to(torch.bfloat16).requires_grad_("reentrantly" in way)
+            losses.append(update(loop, given))
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", "None of the inputs have requires_grad"
+                )  # of reentrant checkpoints
+                losses.append(loop(given).item())
+        return losses
+
+    assert_same_everywhere(start, WAYS[way], script, precision="bf16", roomy=True)
+
+
+def test_hooks_of_the_user_read_parameters(start: Start) -> None:
+    """A module's own, after it ran, and those of a module that runs later."""
+
+    def script(loop: Loop) -> list[float]:
+        seen: list[float] = []
+
+        def note(module: nn.Module, args: Any, out: Tensor) -> None:
+            later: Any = loop.module.get_submodule("blocks.2")
+            for p in (*module.parameters(), later.weight):
+                seen.append(float(p.detach().double().norm()))
+
+        loop.module.get_submodule("blocks.1").register_forward_hook(note)
+        losses = [update(loop, x.to(torch.bfloat16)) for x in inputs(3)]
+        return losses + seen
+
+    assert_same_everywhere(start, Penalised, script, precision="bf16", roomy=True)
+
+
+def test_too_little_room_for_what_is_borrowed_says_so(start: Start) -> None:
+    """A plan counts on one block at a time; a block that reads another's weights needs room for both."""
+    engine = start(Penalised(), threshold=0, accumulation=1, prefetch=0, **STREAMED)
+    with starved_soon(), pytest.raises(ArenaError, match=r"'unsharded groups'.*working"):
+        engine(torch.ones(4, WIDTH, dtype=torch.bfloat16))
+    roomy = start(Penalised(), threshold=0, accumulation=1, prefetch=4 * 1152, **STREAMED)
+    update(roomy, torch.ones(4, WIDTH, dtype=torch.bfloat16))
+    assert_nothing_held(engine)

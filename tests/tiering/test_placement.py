@@ -348,6 +348,16 @@ def test_a_share_of_the_state_stays_on_the_device_with_its_gradients() -> None:
         assert plan.nvme_traffic() == (12 * (sum(sizes) - stays),) * 2
 
 
+def test_state_that_stays_on_the_device_leaves_less_room_to_fetch_ahead() -> None:
+    load = example(offload_ratio=0.0, prefetch_bytes=PLENTY)
+    stays = 3 * NUMEL * (2 + 12)
+    for groups_at_once in (1, 2, 3):
+        device = stays + groups_at_once * 2 * NUMEL
+        assert make_plan(load, Budgets(device, PLENTY, PLENTY)).working_bytes == groups_at_once * 2 * NUMEL
+    with pytest.raises(PlacementError, match=r"raise device_budget to at least 704\.00 KiB"):
+        make_plan(load, Budgets(stays, PLENTY, PLENTY))
+
+
 def test_what_no_ratio_lets_leave_is_not_copied_out() -> None:
     load = example(
         offload_param=DEVICE,

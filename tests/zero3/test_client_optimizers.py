@@ -164,7 +164,10 @@ def test_any_other_optimizer_steps_fp32_on_the_device(
     model = Scales()
     client = make(param_groups(model, {}))
     with caplog.at_level("INFO"):
-        engine = start(model, client=client, rule=None, stage=0, **settings(precision, accumulation))
+        engine = start(
+            model, client=client, rule=None, stage=0, sub_group_size=1, **settings(precision, accumulation)
+        )
+    assert engine.plan.workload.grad_itemsize == 4
     assert f"{type(client).__name__} steps by itself, on the device" in caplog.text
     assert engine.optimizer.param_groups is client.param_groups
     assert isinstance(engine.optimizer, torch.optim.Optimizer)

@@ -146,7 +146,7 @@ def test_every_rule_at_the_edges(
     special = torch.tensor([0.0, -0.0, 1e-42, -1e-42, 3e38, -1e19, math.inf, -math.inf, 1.0, -2.5, math.nan])
     special = torch.cat([special, torch.tensor([-1, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)])
     param, grad = (t.flatten() for t in torch.meshgrid(special, special, indexing="ij"))
-    ours = [param.clone(), torch.zeros_like(param), torch.zeros_like(param)]
+    ours = [param.clone(), torch.full_like(param, -0.0), torch.zeros_like(param)]
     theirs = [tensor.clone() for tensor in ours]
     for step in range(1, 4):
         rule = rule_at(step, lr=lr, beta=beta, weight_decay=weight_decay)

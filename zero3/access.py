@@ -220,7 +220,7 @@ class _BeginSaving(OurHook):
     def __init__(self, access: Access) -> None:
         self.access = access
 
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def run(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self.access.begin_saving()
 
 
@@ -228,7 +228,7 @@ class _EndSaving(OurHook):
     def __init__(self, access: Access) -> None:
         self.access = access
 
-    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
+    def run(self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
         self.access.end_saving()
 
 

@@ -81,7 +81,9 @@ def assemble(
             groups, _gradient_homes(groups, grad_dtype, tiers), grad_dtype, tiers, streams
         )
         for buffer in model.buffers():
-            buffer.data = buffer.data.to(device, compute if buffer.is_floating_point() else buffer.dtype)
+            buffer.data = buffer.data.to(
+                device
+            )  # in their own dtype: rotary frequencies in 16 bits are useless
         fill(model, groups, tiles, tiers, chosen.initial_state)
         stepper = _stepper(chosen, tiles, gradients, tiers, streams)
     except BaseException:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from tiering import ds_config
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
-from tiering.interrupts import deferred_interrupts
+from tiering.interrupts import EXIT_SAVED, StopRequest, deferred_interrupts
 from tiering.telemetry import PageWriter, Publisher, Snapshot
 from zero3 import hooks, resharded, schedulers
 from zero3.access import Access
@@ -109,6 +109,7 @@ class Engine:
         optimizer: ClientOptimizerChoice | None = None,
     ) -> None:
         _check_untouched(model)
+        hooks.keep_eager(Engine, "forward", "backward", "step")
         self.module = model
         self.config = config
         self.lr_scheduler: LRScheduler | None = None
@@ -122,6 +123,8 @@ class Engine:
         self._pending_backward = False
         self._scaled = False  # the loss of the backward that comes next, or runs
         self._syncing = True  # False inside no_sync
+        self._stop: StopRequest | None = None
+        self._save: Callable[[], object] | None = None
         self.loss_scale = LossScale.from_config(config)
 
         parts = assemble(model, config, model_parameters, optimizer)
@@ -238,6 +241,26 @@ class Engine:
                 self._record.end_step()
                 self._say_progress()
             self._prefetcher.look_ahead()
+        if boundary and self.stop_requested and self._save is not None:
+            self._save_and_exit(self._save)
+
+    def save_and_exit_on(self, *signals: str, save: Callable[[], object] | None = None) -> None:
+        """Take ``signals`` (default SIGTERM and SIGUSR1) as the request to stop after the step that is under way.
+
+        That step then ends by calling ``save``, closing the engine and raising SystemExit(75), whose code says "try
+        again later" (EX_TEMPFAIL). Without ``save`` only ``stop_requested`` tells, for a loop that ends by itself. From
+        the main thread only; until ``close``. A second signal changes nothing.
+        """
+        self._check_open("save_and_exit_on")
+        if self._stop is not None:
+            self._stop.restore()
+        self._stop = StopRequest(signals or ("SIGTERM", "SIGUSR1"))
+        self._save = save
+
+    @property
+    def stop_requested(self) -> str:
+        """The name of the signal that has asked to stop; empty if none has."""
+        return self._stop.received if self._stop is not None else ""
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last one before an update."""
@@ -341,6 +364,8 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        if self._stop is not None:
+            self._stop.restore()
         if self._publisher is not None:
             self._publisher.publish_now()
             self._publisher.close()
@@ -424,6 +449,14 @@ class Engine:
         if every and self.global_steps % every == 0:
             log.info("step %d: loss %s, gradient norm %s", self.global_steps, self._record.loss, self._norm)
 
+    def _save_and_exit(self, save: Callable[[], object]) -> None:
+        log.warning(
+            "%s: saving after step %d, then exit %d", self.stop_requested, self.global_steps, EXIT_SAVED
+        )
+        save()
+        self.close()
+        raise SystemExit(EXIT_SAVED)
+
     def _say_skipped(self, scale: float) -> None:
         bad = self._gradients.first_not_finite()
         if self.loss_scale.value != scale:
@@ -505,8 +538,10 @@ def _check_untouched(model: nn.Module) -> None:
                 " what engine.state_dict() gave"
             )
     for name, module in model.named_modules():
-        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+        if (
+            type(module).__name__ == "OptimizedModule"
+        ):  # torch.compile's wrapper; asking for the class loads it
             raise ConfigError(
-                f"{name or type(model).__name__} is compiled by torch.compile, which does not see parameters come and"
-                " go; initialize the model as it was before"
+                f"{name or 'the model'} is wrapped by torch.compile, which does not see parameters come and go;"
+                " initialize the model as it was before, with blocks that were compiled in place (block.compile())"
             )

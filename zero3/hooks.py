@@ -10,8 +10,11 @@ A copied or pickled module takes its hooks along: there they do nothing.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from tiering.errors import EngineStateError
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
 
@@ -38,6 +42,7 @@ class Events(Protocol):
 
 def install(model: nn.Module, groups: Iterable[ParamGroup], events: Events) -> list[RemovableHandle]:
     """Hook ``groups`` of ``model`` up to ``events``; the handles remove the hooks."""
+    keep_eager(OurHook, "__call__")
     groups = list(groups)
     handles: list[RemovableHandle] = []
     for group in groups:
@@ -91,7 +96,13 @@ def in_backward_pass() -> bool:
 
 
 class OurHook:
-    """A hook on the user's module, which means nothing on a copy of that module."""
+    """A hook on the user's module, which means nothing on a copy of that module. Compiled code calls it eagerly."""
+
+    def __call__(self, *args: Any) -> None:
+        self.run(*args)
+
+    def run(self, *args: Any) -> None:
+        raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return does_nothing
@@ -108,12 +119,34 @@ def does_nothing(*args: Any, **kwargs: Any) -> None:
     """What a hook of ours becomes when its module is copied or pickled."""
 
 
+@cache
+def keep_eager(owner: type, *methods: str) -> None:
+    """Have torch.compile call these methods of ``owner`` as they are. Not done on import: it loads the compiler."""
+    for name in methods:
+        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
+
+
+def _called_by_compiled_code() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_qualname.startswith("_TorchDynamoContext.__call__"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class _BeforeForward(OurHook):
     def __init__(self, events: Events, whole: bool) -> None:
         self.events = events
         self.whole = whole
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def run(self, module: nn.Module, args: Any) -> None:
+        if self.whole and _called_by_compiled_code():
+            raise EngineStateError(
+                "the whole model is called by code that torch.compile has compiled: it would be cut at every module"
+                " whose parameters move, and differently for each placement; compile the blocks instead, as by"
+                " `for block in model.layers: block.compile()`"
+            )
         self.events.begin_forward(torch.is_grad_enabled(), whole=self.whole)
 
 
@@ -122,7 +155,7 @@ class _AfterForward(OurHook):
         self.events = events
         self.whole = whole
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def run(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.whole:
             watch_backward(output, self.events.begin_backward)
         self.events.end_forward()
@@ -133,12 +166,12 @@ class _BeforeGroup(OurHook):
         self.events = events
         self.group = group
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def run(self, module: nn.Module, args: Any) -> None:
         self.events.pre_forward(self.group)
 
 
 class _AfterGroup(_BeforeGroup):
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+    def run(self, module: nn.Module, args: Any, output: Any = None) -> None:
         watch_backward(output, lambda: self.events.pre_backward(self.group))
         self.events.post_forward(self.group)
 

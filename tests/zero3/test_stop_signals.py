@@ -1,0 +1,94 @@
+"""SIGTERM and SIGUSR1 ask for save-and-exit; the step that is under way is finished first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tiering.errors import ConfigError, EngineStateError
+
+SCRIPT = """
+import os, signal, sys
+import torch
+from torch import nn
+import tiering
+
+model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "zero_optimization": {
+        "stage": 3, "stage3_param_persistence_threshold": 0,
+        "offload_param": {"device": "nvme", "nvme_path": sys.argv[1]},
+        "offload_optimizer": {"device": "nvme", "nvme_path": sys.argv[1]},
+    },
+    "tiering": {"device_budget": "1MiB", "host_budget": "1MiB", "telemetry": {"enabled": False}},
+}
+engine = tiering.initialize(model=model, config=config).engine
+engine.save_and_exit_on(save=lambda: torch.save(engine.master_state_dict(), sys.argv[2]))
+
+def told_to_end(*_):
+    if engine.global_steps == 2:
+        os.kill(os.getpid(), getattr(signal, sys.argv[3]))
+
+model[2].register_forward_hook(told_to_end)
+while True:
+    engine.backward(engine(torch.ones(1, 32)).square().mean())
+    engine.step()
+    print(engine.global_steps, flush=True)
+    assert engine.global_steps < 9
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_run_that_is_told_to_end_saves_after_its_step_and_exits_with_75(nvme: Path, name: str) -> None:
+    saved = nvme / "saved.pt"
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(nvme), str(saved), name],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert run.returncode == 75, run.stderr
+    assert run.stdout.split() == ["1", "2"], "the step under way was not the last one"
+    assert all(torch.isfinite(value).all() for value in torch.load(saved).values())
+
+
+def test_a_loop_may_ask_for_itself(start: Callable[..., Any], micro_batches: Any) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    engine = start(accumulation=1)
+    engine.save_and_exit_on("SIGUSR1")
+    assert engine.stop_requested == ""
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert engine.stop_requested == "SIGUSR1"
+    tokens, targets = next(iter(micro_batches(1)))
+    engine.backward(engine(tokens, targets))
+    engine.step()  # saves nothing, ends nothing
+    engine.close()
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_what_cannot_be_handled_is_refused(start: Callable[..., Any]) -> None:
+    engine = start(accumulation=1)
+    for name in ("SIGKILL", "SIGTREM", "signal"):
+        with pytest.raises(ConfigError, match=f"{name!r} is no signal"):
+            engine.save_and_exit_on(name)
+    caught: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            engine.save_and_exit_on()
+        except EngineStateError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(caught[0])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import optim_cpu
+import tiering
 from tiering.errors import ConfigError
 from tiering.placement import Tier
 
@@ -315,3 +317,36 @@ def test_parameters_that_are_frozen_may_be_listed(start: Callable[..., Any]) -> 
     run = train_engine(engine, 1, steps=1)
     assert torch.equal(run.weights["frozen"], before)
     assert "frozen" not in run.masters
+
+
+def test_an_optimizer_over_parameters_without_memory_is_taken_over(
+    start: Callable[..., Any], differing: Callable[..., list[str]]
+) -> None:
+    """As made by zero.Init: its Adagrad's sums are without memory, too, and start on the tiers."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.pow(2).sum()
+
+    runs = []
+    for meta in (False, True):
+        torch.manual_seed(8)
+        with tiering.zero.Init() if meta else nullcontext():
+            model = Model()
+        assert all(p.is_meta == meta for p in model.parameters())
+        client = torch.optim.Adagrad(model.parameters(), LR, initial_accumulator_value=0.5)
+        if meta:
+            torch.manual_seed(8)  # here the values are drawn when the model is placed
+        engine = start(model, client=client, rule=None, **settings(), **PLACEMENTS["all on nvme"])
+        before = engine.master_state_dict()
+        engine.backward(engine(torch.ones(40)))
+        engine.step()
+        runs.append(engine.master_state_dict())
+        assert len(differing(before, runs[-1])) == 4
+    assert differing(*runs) == []

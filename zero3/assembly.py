@@ -21,12 +21,8 @@ from zero3.groups import GroupMembers, form_groups
 from zero3.init import fill
 from zero3.optimizer import TieredOptimizer, Tile, make_tiles
 from zero3.optimizer_choice import (
-    ClientOptimizerChoice as ClientOptimizerChoice,
-)
-from zero3.optimizer_choice import (
-    ModelParameters as ModelParameters,
-)
-from zero3.optimizer_choice import (
+    ClientOptimizerChoice,
+    ModelParameters,
     OptimizerChoice,
     choose_optimizer,
 )

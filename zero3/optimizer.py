@@ -188,7 +188,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if state_dict["state"]:
             raise EngineStateError(
                 "optimizer.load_state_dict() cannot bring state onto the tiers; give it options alone"
-                " ({'state': {}, 'param_groups': ...}), and set state by parameter"
+                " ({'state': {}, 'param_groups': ...}), and state to engine.set_fp32_state, by parameter"
             )
         kept = self.param_groups
         super().load_state_dict(state_dict)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import optim_cpu
 from optim_cpu.formats import round_parameters
+from tiering.placement import Plan
 
 STEPS, CLIP, LR = 3, 7.2, 2.0**-6
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -100,9 +101,9 @@ CASES = {
 WHOLE = {"cache_in_host": False}
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "host": {"offload_param": "cpu", "offload_optimizer": "cpu"},
-    "optimizer on nvme": {"offload_optimizer": "nvme", **WHOLE},
+    "optimizer on nvme": {"stage": 1, "offload_optimizer": "nvme", **WHOLE},
     "all on nvme": {"offload_param": "nvme", "offload_optimizer": "nvme", "sub_group_size": 1, **WHOLE},
-    "nothing leaves": {"offload_optimizer": "nvme", "ratio": 0.0, **WHOLE},
+    "nothing leaves": {"stage": 2, "offload_optimizer": "nvme", "ratio": 0.0, **WHOLE},
     "a share leaves": {"offload_optimizer": "nvme", "ratio": 0.3, **WHOLE},
     "a share leaves to the host": {
         "offload_param": "nvme",
@@ -118,7 +119,9 @@ class Run:
     norms: list[float]
     masters: dict[str, Tensor]
     weights: dict[str, Tensor]
-    engine: Any
+    state: dict[str, Tensor]  # by the parameter's name and the state's
+    optimizer: torch.optim.Optimizer
+    plan: Plan | None = None
 
 
 def param_groups(model: nn.Module, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -146,7 +149,11 @@ def train_engine(engine: Any, accumulation: int, steps: int = STEPS) -> Run:
             engine.backward(engine(x, skip))
             engine.step()
         norms.append(engine.get_global_grad_norm())
-    run = Run(norms, engine.master_state_dict(), engine.state_dict(), engine)
+    masters = engine.master_state_dict()
+    state = {
+        f"{name}: {key}": engine.get_fp32_state(name, key) for name in masters for key in engine.state_names
+    }
+    run = Run(norms, masters, engine.state_dict(), state, engine.optimizer, engine.plan)
     engine.close()
     return run
 
@@ -187,7 +194,14 @@ def train_plainly(
         optimizer.zero_grad()
         for p, master in masters.items():
             round_parameters(master.detach(), p.detach())
-    return Run(norms, {name: masters[p].detach() for name, p in named.items()}, model.state_dict(), optimizer)
+    state = {
+        f"{name}: {key}": value
+        for name, p in named.items()
+        for key, value in optimizer.state[masters[p]].items()
+        if isinstance(value, Tensor) and key != "step"
+    }
+    weights = {name: masters[p].detach() for name, p in named.items()}
+    return Run(norms, weights, model.state_dict(), state, optimizer)
 
 
 def settings(precision: str = "fp32", accumulation: int = 1, **options: Any) -> dict[str, Any]:

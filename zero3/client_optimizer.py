@@ -88,6 +88,15 @@ class ClientOptimizer(torch.optim.Optimizer):
         self._gradients.reset()
         super().zero_grad(set_to_none=True)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """For construction alone: tiers are planned once."""
+        if hasattr(self, "client"):
+            raise EngineStateError(
+                "a param group was added after initialize, but nothing holds its parameters' gradients: initialize with"
+                " all of them"
+            )
+        super().add_param_group(param_group)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the client's; state keeps the precision of the masters."""
         with self._on_masters():

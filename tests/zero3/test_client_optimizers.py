@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import optim_cpu
 import tiering
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, EngineStateError
 from tiering.placement import Tier
 
 from .scales import (
@@ -213,6 +213,8 @@ def test_state_of_a_client_is_saved_and_loaded_in_fp32(start: Callable[..., Any]
     assert {p.dtype for p in other.module.parameters()} == {torch.bfloat16}
     assert other.optimizer.param_groups is other.optimizer.client.param_groups
     assert other.optimizer.param_groups[1]["lr"] == LR / 4
+    with pytest.raises(EngineStateError, match="a param group was added after initialize"):
+        other.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     loaded = other.optimizer.state_dict()["state"]
     assert loaded.keys() == saved["state"].keys()
     for number, values in saved["state"].items():

@@ -13,8 +13,10 @@ from torch import nn
 
 import optim_cpu
 from tiering.arena import PAGE
-from tiering.errors import EngineStateError, PlacementError
+from tiering.errors import ConfigError, EngineStateError, PlacementError
 from tiering.placement import Plan, Staging, Tier, make_plan
+from zero3 import assembly
+from zero3.optimizer import TieredOptimizer, Tile
 
 from .scales import (
     CASES,
@@ -209,3 +211,41 @@ def test_options_are_loaded_into_the_same_dicts_and_state_is_refused(start: Call
         optimizer.load_state_dict({"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []})
     with pytest.raises(EngineStateError, match="a param group was added after initialize"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_tiles_are_stepped_by_torch_operations_to_the_same_bits(
+    case: Case,
+    precision: str,
+    run: Callable[..., Run],
+    differing: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those of a GPU are; with a square root that is rounded correctly, which a CPU's in torch is not."""
+    reference = run(case, precision, 2)
+    sqrt, stepped = torch.Tensor.sqrt, []
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda t: sqrt(t.double()).float())
+    monkeypatch.setattr(TieredOptimizer, "_way_of", lambda self, tile: self._on_device)
+    on_device = TieredOptimizer._step_on_device
+
+    def counted(self: TieredOptimizer, tile: Tile, grad_scale: float) -> None:
+        stepped.append(tile)
+        on_device(self, tile, grad_scale)
+
+    monkeypatch.setattr(TieredOptimizer, "_step_on_device", counted)
+    moved = run(case, precision, 2, sub_group_size=1)
+    assert len(stepped) > 3 * STEPS
+    assert differing(moved.masters, reference.masters) == []
+    assert differing(moved.weights, reference.weights) == []
+    assert differing(moved.state, reference.state) == []
+
+
+def test_a_gpu_steps_only_parameters_that_it_holds(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "_device", lambda: torch.device("cuda"))
+    with pytest.raises(
+        ConfigError, match=r"ratio 0\.5 keeps .* offload_param.device is 'cpu'; set ratio to 1, or"
+    ):
+        start(Scales(), offload_param="cpu", offload_optimizer="cpu", ratio=0.5)

@@ -158,11 +158,12 @@ class Arena:
             self._collect()
             return self._carve(size, kind, at)
 
-    def lease(self, nbytes: int, kind: str, *, at: int | None = None) -> Lease:
+    def lease(self, nbytes: int, kind: str, *, at: int | None = None, alone: bool = False) -> Lease:
         """A lease of ``nbytes``; waits while others hold the room.
 
         Raises ArenaError at once when ``nbytes`` exceeds the arena, and after two minutes in which nothing was given
-        back. An I/O error of a retiring lease is raised here, by the first caller that meets it and by no other.
+        back; at once, too, if the caller is ``alone`` in giving back and no transfer holds any of the room. An I/O
+        error of a retiring lease is raised here, by the first caller that meets it and by no other.
         """
         size = round_up(nbytes)
         if size > self.capacity:
@@ -177,7 +178,7 @@ class Arena:
                 if lease is not None:
                     return lease
                 oldest = self._retiring[0][1] if self._retiring else None
-                if oldest is None and not self._lock.wait(timeout=STARVED_AFTER_SECONDS):
+                if oldest is None and (alone or not self._lock.wait(timeout=STARVED_AFTER_SECONDS)):
                     raise self._starved(size, kind)
             if oldest is not None:
                 with contextlib.suppress(OSError):  # raised by _collect, which frees the room first

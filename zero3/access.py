@@ -169,6 +169,12 @@ class Access:
             if group.residency is Residency.RESIDENT and (edited := group.edited()):
                 self._store_edits(group, edited)
 
+    def check_residents(self) -> None:
+        """EngineStateError if a parameter that is always on the device was given other memory."""
+        for group in self._groups:
+            if group.residency is Residency.RESIDENT:
+                group.check_memory()
+
     def note_versions(self) -> None:
         """The engine itself has changed parameters, which torch counts as in-place edits."""
         for group in self._groups:

@@ -76,16 +76,25 @@ def assemble(
         gradients = GradientStore(
             groups, _gradient_homes(groups, grad_dtype, tiers), grad_dtype, tiers, streams
         )
-        for buffer in model.buffers():
-            buffer.data = buffer.data.to(
-                device
-            )  # in their own dtype: rotary frequencies in 16 bits are useless
+        _move_buffers(model, device, compute)
         fill(model, groups, tiles, tiers, chosen.initial_state)
         stepper = _stepper(chosen, tiles, gradients, tiers, streams)
     except BaseException:
         tiers.close()
         raise
     return Assembly(device, plan, tiers, groups, tiles, gradients, stepper)
+
+
+def _move_buffers(model: nn.Module, device: torch.device, compute: torch.dtype) -> None:
+    """Those of the state_dict take the compute dtype, as if a 16-bit checkpoint had been loaded.
+
+    What is computed when the model is built keeps its own: rotary frequencies in 16 bits are useless.
+    """
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                cast = buffer.is_floating_point() and name not in module._non_persistent_buffers_set
+                buffer.data = buffer.data.to(device, compute if cast else buffer.dtype)
 
 
 def _device() -> torch.device:

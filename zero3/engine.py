@@ -151,6 +151,7 @@ class Engine:
         """Call the model. After an exception the engine is as before the call."""
         self._check_open("forward")
         self._check_whole()
+        self._access.check_residents()
         if self.config.cast_inputs:
             args, kwargs = tree_map(self._cast_input, (args, kwargs))
         with self._record.phase("forward"), self._autocast():

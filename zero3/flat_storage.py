@@ -64,8 +64,13 @@ class ExchangedStorage(FlatStorage):
     def start(self, *, at: int | None, wait: bool) -> bool:
         working, swap, extent = self._tiers.working, self._tiers.swap, self._home.extent
         assert isinstance(working, Arena) and swap is not None and extent is not None
-        lease_from = working.lease if wait else working.try_lease
-        lease = lease_from(extent.nbytes, "unsharded groups", at=at)
+        kind = "unsharded groups"
+        # What compute holds is given back by compute, which is waiting here: only transfers can make room.
+        lease = (
+            working.lease(extent.nbytes, kind, at=at, alone=True)
+            if wait
+            else working.try_lease(extent.nbytes, kind, at=at)
+        )
         if lease is None:
             return False
         try:

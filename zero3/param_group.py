@@ -135,24 +135,27 @@ class ParamGroup:
         """The parameter's values in the flat storage; without bytes while the group is resharded."""
         return self._views[position]
 
-    def edited(self) -> list[int]:
-        """Positions of the parameters that were written in place since they were pointed at their bytes.
-
-        EngineStateError for one that no longer shows these bytes.
-        """
-        changed = []
-        for position, (param, version) in enumerate(zip(self.params, self._versions, strict=True)):
-            if position in self._lent:
-                continue
-            if param.data_ptr() != self._views[position].data_ptr():
+    def check_memory(self) -> None:
+        """EngineStateError for a parameter that should show the group's bytes and does not."""
+        for position, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
+            if param.data_ptr() != view.data_ptr() and position not in self._lent:
                 raise EngineStateError(
                     f"{self.layout.pieces[position].name!r} was given other memory after initialize (by .data = or"
                     " module.to()), which the engine does not train; change values in place inside"
                     " tiering.gathered(param, modify=True), and dtype or device before initialize"
                 )
-            if param._version != version:
-                changed.append(position)
-        return changed
+
+    def edited(self) -> list[int]:
+        """Positions of the parameters that were written in place since they were pointed at their bytes.
+
+        EngineStateError for one that no longer shows these bytes.
+        """
+        self.check_memory()
+        return [
+            position
+            for position, (param, version) in enumerate(zip(self.params, self._versions, strict=True))
+            if param._version != version and position not in self._lent
+        ]
 
     def note_versions(self) -> None:
         """What the parameters hold now is what the engine knows."""

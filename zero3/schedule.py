@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from tiering.errors import EngineStateError
+from tiering.errors import ArenaError, EngineStateError, ResidencyError
 from tiering.interrupts import deferred_interrupts, uninterrupted
 from zero3.grads import GradientStore
 from zero3.hooks import call_at_end_of_backward, in_backward_pass
@@ -188,7 +188,18 @@ class PassSchedule:
         if self._calls[group] == 1 and group not in self._live:
             if self.in_backward:  # recomputed under checkpointing
                 self._finish_unrelated(group)
+            self._acquire(group)
+
+    def _acquire(self, group: ParamGroup) -> None:
+        try:
             self._prefetcher.acquire(group)
+        except ArenaError as error:
+            held = [g.name for g in self._enclosing if g is not group and (g in self._live or self._calls[g])]
+            raise ResidencyError(
+                f"no room on the device for group {group.name!r} beside {held}, which are in use. The plan has room for"
+                " a block and what encloses it; a module that reads another's parameters, or calls a block from inside"
+                " a block, needs more: raise device_budget, or stage3_prefetch_bucket_size if the budget has room"
+            ) from error
 
     def _stop_using(self, group: ParamGroup) -> None:
         self._calls[group] -= 1
@@ -204,7 +215,7 @@ class PassSchedule:
         if group not in self._live:
             self._live.append(group)
             if self._calls[group] == 0:
-                self._prefetcher.acquire(group)
+                self._acquire(group)
 
     def _drop_fresh_gradients(self) -> None:
         """What autograd has put on parameters and nobody has taken: the next backward would add to it."""

@@ -106,7 +106,7 @@ class Ledger:
         self.peak = max(self.peak, self.used)
         return Entry(self, nbytes)
 
-    def lease(self, nbytes: int, kind: str, *, at: int | None = None) -> Entry:
+    def lease(self, nbytes: int, kind: str, *, at: int | None = None, alone: bool = True) -> Entry:
         """Count ``nbytes``; ArenaError if they do not fit: nothing here comes free by waiting."""
         entry = self.try_lease(nbytes, kind)
         if entry is None:

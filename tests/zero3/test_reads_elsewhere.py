@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tiering.errors import ArenaError
+from tiering.errors import ResidencyError
 
 from .plain import (
     STREAMED,
@@ -21,7 +21,6 @@ from .plain import (
     assert_nothing_held,
     assert_same_everywhere,
     inputs,
-    starved_soon,
     update,
 )
 
@@ -238,7 +237,7 @@ def test_hooks_of_the_user_read_parameters(start: Start) -> None:
 def test_too_little_room_for_what_is_borrowed_says_so(start: Start) -> None:
     """A plan counts on one block at a time; a block that reads another's weights needs room for both."""
     engine = start(Penalised(), threshold=0, accumulation=1, prefetch=0, **STREAMED)
-    with starved_soon(), pytest.raises(ArenaError, match=r"'unsharded groups'.*working"):
+    with pytest.raises(ResidencyError, match=r"'blocks\.1' beside \['blocks\.0'\].*raise device_budget"):
         engine(torch.ones(4, WIDTH, dtype=torch.bfloat16))
     roomy = start(Penalised(), threshold=0, accumulation=1, prefetch=4 * 1152, **STREAMED)
     update(roomy, torch.ones(4, WIDTH, dtype=torch.bfloat16))

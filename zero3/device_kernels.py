@@ -70,10 +70,12 @@ def round_parameters(master: Tensor, out: Tensor) -> None:
     """``out`` = ``master`` rounded as optim_cpu.formats.round_parameters does."""
     if out.dtype is torch.bfloat16:
         upper = (master.view(torch.int32) + 0x8000) >> 16
-        rounded = upper.to(torch.int16).view(torch.bfloat16)
-        out.copy_(torch.where(master.isnan(), math.nan, rounded))
+        out.copy_(upper.to(torch.int16).view(torch.bfloat16))
     else:
         out.copy_(master)
+    out.masked_fill_(
+        master.isnan(), math.nan
+    )  # a GPU's cast has another NaN, and the sum above may have none
 
 
 def step(

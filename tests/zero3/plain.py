@@ -44,7 +44,7 @@ class Loop(Protocol):
     optimizer: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-    def backward(self, loss: Tensor) -> Any: ...
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> Any: ...
     def step(self) -> None: ...
     def no_sync(self) -> Any: ...
     def get_global_grad_norm(self) -> float | None: ...
@@ -83,8 +83,8 @@ class PlainLoop:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        (loss / self._accumulation).backward(**options)
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        (loss / self._accumulation).backward(retain_graph=retain_graph)
         self.take_gradients()
 
     def take_gradients(self) -> None:
@@ -137,18 +137,6 @@ class Outcome:
     state: dict[str, Tensor]
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Operators as small as these gain nothing from threads, and wait for them on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@one_thread()
 def run_plain(
     build: Callable[[], nn.Module],
     script: Script,
@@ -175,7 +163,6 @@ def starved_soon() -> Iterator[None]:
         arena.STARVED_AFTER_SECONDS = before
 
 
-@one_thread()
 @starved_soon()
 def run_engine(
     start: Callable[..., Any],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -222,14 +223,37 @@ def test_the_losss_own_backward(start: Start) -> None:
     assert differing(run.masters, engines.masters) == []
 
 
+def test_a_loss_that_the_engine_has_scaled(start: Start) -> None:
+    """``engine.scale(loss).backward()``, for loops that must call backward themselves."""
+
+    def script(engine: Any, scaled: bool) -> list[float]:
+        losses = []
+        for x in inputs(6):
+            loss = engine(x)
+            losses.append(loss.item())
+            if scaled:
+                engine.scale(loss).backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+        return losses
+
+    for placement in ({}, STREAMED):
+        options = {"precision": "bf16", "accumulation": 2, **placement}
+        run = run_engine(start, Tower, partial(script, scaled=True), **options)
+        engines = run_engine(start, Tower, partial(script, scaled=False), **options)
+        assert run.losses == engines.losses
+        assert differing(run.masters, engines.masters) == []
+
+
 def test_a_graph_kept_for_a_second_backward(start: Start) -> None:
     def script(loop: Loop) -> list[float]:
         losses = []
         for x in inputs(4):
             loss = loop(x)
             losses.append(loss.item())
-            loss.backward(retain_graph=True)
-            (0.5 * loss).backward()
+            loop.backward(loss, retain_graph=True)
+            loop.backward(0.5 * loss)
             loop.step()
         return losses
 

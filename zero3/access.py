@@ -120,7 +120,7 @@ class Access:
 
     def usable(self, param: nn.Parameter) -> bool:
         group, position = self._places[param]
-        return group.usable or group.lends_at(position)
+        return group.shown or group.lends_at(position)
 
     def copy_of(self, param: nn.Parameter) -> Tensor:
         group, position = self._places[param]

@@ -20,6 +20,7 @@ from torch import nn
 
 ROOT = "root"
 PERSISTENT = "persistent"
+NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass
@@ -74,7 +75,7 @@ def form_groups(model: nn.Module, persistence_threshold: int) -> list[GroupMembe
 
 
 def _repeated_containers(model: nn.Module) -> Iterator[list[str]]:
-    """The names of the entries of each outermost repeated container."""
+    """The names of the entries of the outermost repeated containers."""
     queue: list[tuple[str, nn.Module]] = [("", model)]
     while queue:
         prefix, module = queue.pop(0)
@@ -87,9 +88,19 @@ def _repeated_containers(model: nn.Module) -> Iterator[list[str]]:
             or (isinstance(module, nn.Sequential) and len({type(child) for _, child in entries}) == 1)
         )
         if repeated:
-            yield [name for name, _ in entries]
+            yield from _callable_entries(entries)
         else:
             queue.extend(children)
+
+
+def _callable_entries(entries: list[tuple[str, nn.Module]]) -> Iterator[list[str]]:
+    """The names of ``entries``, in place of one that nobody calls (a list of lists of layers) those inside of it."""
+    for name, module in entries:
+        if isinstance(module, NEVER_CALLED):
+            children = [(f"{name}.{short}", child) for short, child in module.named_children()]
+            yield from _callable_entries([(n, c) for n, c in children if any(True for _ in c.parameters())])
+        else:
+            yield [name]
 
 
 def _mean_block_size(modules: dict[str, nn.Module], blocks: set[str]) -> float:

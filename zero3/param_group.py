@@ -26,7 +26,9 @@ class Residency(Enum):
     RESIDENT = auto()  # always on the device; costs the flat bytes there for good
     SHARDED = auto()  # on host or NVMe only; costs nothing on the device
     FETCHING = auto()  # on their way; the room on the device is taken
-    UNSHARDED = auto()  # on the device until reshard; costs the flat bytes there
+    UNSHARDED = (
+        auto()
+    )  # on the device until reshard; costs the flat bytes there. Parameters show them if asked to
 
 
 class ParamGroup:
@@ -80,6 +82,7 @@ class ParamGroup:
         self._absent = [nan.expand(p.shape) for p in layout.pieces]
         self._plain = [type(param) for param in params]
         self._versions: list[int] = []  # as of when the parameters were pointed at bytes
+        self._shown = False  # whether the parameters are plain ones now
         self._lent: dict[int, int] = {}  # position in params that shows a copy (gathered) -> its version then
         self.on_edit: Callable[[ParamGroup, list[int]], None] = _nobody_edits
         if self._storage is not None:
@@ -87,9 +90,31 @@ class ParamGroup:
 
     def adopt_parameters(self) -> None:
         """Point the parameters at this group, once its bytes are at home."""
+        self._point_nowhere()
         if self.residency is Residency.RESIDENT:
-            self._point_at_bytes()
-        else:
+            self.show()
+
+    def show(self) -> None:
+        """Make the parameters show the group's bytes, which are there."""
+        if self.residency not in (Residency.RESIDENT, Residency.UNSHARDED):
+            raise EngineStateError(
+                f"group {self.name!r} is {self.residency.name}: unshard it before its parameters are shown"
+            )
+        if not self._shown:
+            self._shown = True
+            for position, view in enumerate(self._views):
+                if position not in self._lent:
+                    self._point(position, view)
+            self.note_versions()
+
+    def hide(self, *, keep_edits: bool = True) -> None:
+        """Undo ``show``. Updates reach the home by the optimizer; only an in-place edit is written here."""
+        if not self._shown or self.residency is Residency.RESIDENT:
+            return
+        try:
+            if keep_edits and (edited := self.edited()):
+                self.on_edit(self, edited)
+        finally:
             self._point_nowhere()
 
     def give_up_parameters(self) -> None:
@@ -101,7 +126,7 @@ class ParamGroup:
 
     def lend(self, position: int, copy: Tensor) -> None:
         """Let the parameter at ``position`` show ``copy``, whatever the group does, until ``take_back``."""
-        self._show(position, copy)
+        self._point(position, copy)
         self._lent[position] = self.params[position]._version
 
     def lends_at(self, position: int) -> bool:
@@ -115,16 +140,16 @@ class ParamGroup:
     def take_back(self, position: int) -> None:
         """Undo ``lend``."""
         del self._lent[position]
-        if self.usable:
-            self._show(position, self._views[position])
+        if self._shown:
+            self._point(position, self._views[position])
             self._versions[position] = self.params[position]._version
         else:
             self._hide(position)
 
     @property
-    def usable(self) -> bool:
+    def shown(self) -> bool:
         """Whether the parameters show their bytes."""
-        return self.residency in (Residency.RESIDENT, Residency.UNSHARDED)
+        return self._shown
 
     @property
     def lends(self) -> bool:
@@ -172,8 +197,8 @@ class ParamGroup:
         return True
 
     def wait_for_unshard(self) -> None:
-        """Wait for the bytes and make the parameters usable."""
-        if self.usable:
+        """Wait for the bytes."""
+        if self.residency in (Residency.RESIDENT, Residency.UNSHARDED):
             return
         if self.residency is not Residency.FETCHING:
             raise EngineStateError(
@@ -183,39 +208,31 @@ class ParamGroup:
         with self._stalls.waiting_for("parameters"):
             self._storage.finish()
         self.residency = Residency.UNSHARDED
-        self._point_at_bytes()
 
     def reshard(self, *, keep_edits: bool = True) -> None:
-        """Free the device's copy. Updates reach the home by the optimizer; only an in-place edit is written here."""
+        """Free the device's copy."""
         if self.residency in (Residency.RESIDENT, Residency.SHARDED):
             return
         assert self._storage is not None
         try:
-            if self.residency is Residency.UNSHARDED and keep_edits and (edited := self.edited()):
-                self.on_edit(self, edited)
+            self.hide(keep_edits=keep_edits)
         finally:
-            self._point_nowhere()
             self.residency = Residency.SHARDED
             self._storage.drop()
 
-    def _point_at_bytes(self) -> None:
-        for position, view in enumerate(self._views):
-            if position not in self._lent:
-                self._show(position, view)
-        self.note_versions()
-
     def _point_nowhere(self) -> None:
+        self._shown = False
         for position in range(len(self.params)):
             if position not in self._lent:
                 self._hide(position)
 
-    def _show(self, position: int, values: Tensor) -> None:
+    def _point(self, position: int, values: Tensor) -> None:
         param = self.params[position]
         param.__class__ = self._plain[position]
         param.data = values
 
     def _hide(self, position: int) -> None:
-        self._show(position, self._absent[position])
+        self._point(position, self._absent[position])
         self.params[position].__class__ = resharded.resharded_form(self._plain[position])
 
 

@@ -36,6 +36,8 @@ _NEEDS_NO_VALUES = """
 """
 METADATA = frozenset(_NEEDS_NO_VALUES.split())
 
+CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16, "double": torch.float64}
+
 
 class Owner(Protocol):
     """Whoever moves the parameters: what a resharded one asks for."""
@@ -94,6 +96,8 @@ class _Resharded:
         if _is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if _changes_nothing(func, args, kwargs):
+            return args[0]
         if func in (torch.autograd.grad, torch.autograd.backward):
             with _plain(_resharded_among((args, kwargs))):
                 return func(*args, **kwargs)
@@ -168,6 +172,25 @@ def _is_metadata(func: Callable[..., Any]) -> bool:
     if accessor in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in VALUES
     return accessor in METADATA
+
+
+def _changes_nothing(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether ``func`` casts or moves a parameter to what it is, as module.to() does, or sets its data to itself."""
+    name, param = getattr(func, "__name__", ""), args[0] if args else None
+    if name == "__set__":
+        return len(args) == 2 and args[1] is param
+    if not isinstance(param, _Resharded) or kwargs.get("copy"):
+        return False
+    assert isinstance(param, nn.Parameter)
+    if name in CASTS:
+        return len(args) == 1 and not kwargs and param.dtype == CASTS[name]
+    if name in ("cpu", "cuda"):
+        return len(args) == 1 and not kwargs and param.device.type == name
+    if name != "to":
+        return False
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
+    here = device is None or (device.type == param.device.type and device.index in (None, param.device.index))
+    return here and dtype in (None, param.dtype) and memory_format is None
 
 
 def _resharded_among(arguments: Any) -> list[nn.Parameter]:

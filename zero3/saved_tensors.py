@@ -11,7 +11,8 @@ Note [Backward enters a group from anywhere]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,23 +30,24 @@ class SavedTensors:
         self._need = need
         self._node: Any = None
         self._handed_out: set[ParamGroup] = set()
-        self._entered: list[saved_tensors_hooks | None] = []  # None: the hooks around were ours already
+        # Hooks, and the backward they were entered in (-1: none). None: the hooks around were ours already.
+        self._entered: list[tuple[saved_tensors_hooks | None, int]] = []
 
     def enter(self) -> None:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if not self.owners or (outer is not None and isinstance(getattr(outer[0], "__self__", None), _Hooks)):
-            self._entered.append(None)
+            self._entered.append((None, -1))
             return
         ours = _Hooks(self, outer)
         hooks = saved_tensors_hooks(ours.pack, ours.unpack)
         hooks.__enter__()
-        self._entered.append(hooks)
+        self._entered.append((hooks, torch._C._current_graph_task_id()))
 
     def leave(self) -> None:
-        hooks = self._entered.pop() if self._entered else None
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        # An exception in a recomputation has taken them off already: autograd gives each backward a stack of its own.
-        if hooks is not None and top is not None and top[0] == hooks.pack_hook:
+        hooks, task = self._entered.pop() if self._entered else (None, -1)
+        # Autograd gives each backward a stack of its own, which is gone with it. On one stack, exits of others that an
+        # exception runs before ours take our hooks off in place of theirs: what counts is the number.
+        if hooks is not None and task in (-1, torch._C._current_graph_task_id()):
             hooks.__exit__()
 
     def hand_out(self, group: ParamGroup) -> None:
@@ -55,6 +57,20 @@ class SavedTensors:
             self._node, self._handed_out = node, set()
         self._handed_out.add(group)
         self._need(group)
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Other hooks bring a tensor, perhaps by running blocks again: the running node's groups may make room."""
+        node, handed_out = self._node, self._handed_out
+        running = torch._C._current_autograd_node()
+        if running is None or running is not node:
+            yield
+            return
+        self._handed_out = set()
+        yield
+        self._node, self._handed_out = node, handed_out
+        for group in handed_out:
+            self._need(group)
 
     def in_use(self) -> set[ParamGroup]:
         """The groups whose bytes the node that runs now has been given: they must stay until it ends."""
@@ -113,4 +129,5 @@ class _Hooks:
                 self._saved.hand_out(packed.group)
             return packed.checked()
         assert self._outer_unpack is not None
-        return self._outer_unpack(packed)
+        with self._saved.recomputing():
+            return self._outer_unpack(packed)

@@ -100,10 +100,12 @@ class PassSchedule:
             self._use(group)
             return True
         if in_backward_pass():
-            # By a hook, or a function recomputed outside of every module: nothing will tell when it is done.
             self.begin_backward()
             self._hold_for_backward(group)
-            self._until_end.add(group)
+            group.show()
+            if torch.is_grad_enabled():
+                # By a function recomputed outside of every module: nothing will tell when its graph is done.
+                self._until_end.add(group)
             return True
         return False
 
@@ -189,6 +191,7 @@ class PassSchedule:
             if self.in_backward:  # recomputed under checkpointing
                 self._finish_unrelated(group)
             self._acquire(group)
+        group.show()
 
     def _acquire(self, group: ParamGroup) -> None:
         try:
@@ -203,8 +206,11 @@ class PassSchedule:
 
     def _stop_using(self, group: ParamGroup) -> None:
         self._calls[group] -= 1
-        if self._calls[group] == 0 and group not in self._live:
-            self._prefetcher.release(group)
+        if self._calls[group] == 0:
+            if group in self._live:
+                group.hide()  # held for backward, which works on saved tensors
+            else:
+                self._prefetcher.release(group)
 
     def _give_back(self) -> None:
         """The forward that is ending needs what it has borrowed no more."""

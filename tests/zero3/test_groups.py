@@ -131,6 +131,14 @@ def test_the_outermost_repetition_counts() -> None:
     assert list(formed(Model(towers=towers))) == ["towers.0", "towers.1"]
 
 
+def test_a_list_of_lists_has_the_inner_entries_as_blocks() -> None:
+    """Nobody calls a list, so no hook on it would ever run."""
+    stages = nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in range(2))
+    groups = formed(Model(stages=stages))
+    assert list(groups) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+    assert [group.entries for group in groups.values()] == [[m] for stage in stages for m in stage]
+
+
 def test_each_container_is_looked_for_on_its_own() -> None:
     model = Model(encoder=Model(layers=blocks(2)), decoder=Model(layers=nn.Sequential(Block(), Block())))
     assert list(formed(model)) == [

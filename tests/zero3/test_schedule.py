@@ -33,6 +33,7 @@ class FakeGroup:
         self.residency = Residency.SHARDED
         self.moves = False  # saves no tensors
         self.params: list[Any] = []
+        self.shown = False
         self.through_window = device.window is not None
 
     def unshard(self, *, wait: bool = False) -> bool:
@@ -53,7 +54,15 @@ class FakeGroup:
         self._leave_window()
         self.residency = Residency.UNSHARDED
 
+    def show(self) -> None:
+        assert self.residency is Residency.UNSHARDED
+        self.shown = True
+
+    def hide(self) -> None:
+        self.shown = False
+
     def reshard(self, *, keep_edits: bool = True) -> None:
+        self.shown = False
         if self.residency is not Residency.SHARDED:
             self._leave_window()
             self.device.room += 1
@@ -101,7 +110,7 @@ def make(
 
 def call(passes: PassSchedule, group: FakeGroup) -> None:
     passes.pre_forward(group)  # type: ignore[arg-type]
-    assert group.usable
+    assert group.usable and group.shown
     passes.post_forward(group)  # type: ignore[arg-type]
 
 

@@ -403,6 +403,7 @@ class Engine:
     def _apply(self, norm: float, scale: float) -> None:
         """Clip and step. What fails in between leaves state of two steps, which nobody may train on."""
         clip = self.config.gradient_clipping
+        self.optimizer.prepare()
         try:
             factor = min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0
             self.optimizer.step(grad_scale=factor / scale)
@@ -460,9 +461,9 @@ class Engine:
 
     def _say_skipped(self, scale: float) -> None:
         bad = self._gradients.first_not_finite()
-        if self.loss_scale.value != scale:
+        if self.loss_scale.dynamic:
             log.info(
-                "step %d skipped: the gradient of %r is not finite at loss scale %g; the scale is %g now",
+                "step %d skipped: the gradient of %r is not finite at loss scale %g; it is %g now",
                 *(self.global_steps + 1, bad, scale, self.loss_scale.value),
             )
         else:

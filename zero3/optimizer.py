@@ -138,12 +138,32 @@ class TieredOptimizer(torch.optim.Optimizer):
             staged = self._ahead.popleft()
             staged.lease.retire(AllOf[Completion](list(staged.reads)))
 
+    def prepare(self) -> None:
+        """Count the step that comes and derive its rules. A bad option raises, and nothing has changed."""
+        steps = dict(self.steps)
+        known: dict[tuple[int, int], kernels.Rule] = {}
+        self._rule_of = {}
+        for number, options in enumerate(self.param_groups):
+            counts = bool(self.rule.keeps(options))
+            for param in options["params"]:
+                index = self._index_of.get(param)
+                if index not in self._pieces or not self._gradients.received(self._pieces[index]):
+                    continue
+                step = steps.get(index, 0) + 1
+                if counts:
+                    steps[index] = step
+                if (number, step) not in known:
+                    known[number, step] = self._rule_at(number, options, step)
+                self._rule_of[index] = known[number, step]
+        self.steps = steps
+
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, grad_scale: float | None = None
     ) -> None:
         """Update every parameter that got a gradient, gradients multiplied by ``grad_scale`` (unscale x clip).
 
-        For the engine alone, which also clips, counts and drops what it has fetched: call ``engine.step()``.
+        For the engine alone, which also clips, counts and drops what it has fetched, after ``prepare``: call
+        ``engine.step()``.
         """
         if closure is not None or grad_scale is None:
             raise EngineStateError(
@@ -152,7 +172,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._streams is not None:
             # Nothing has waited for a forward without gradients: it may still read what changes in host memory now.
             self._streams.fetch.synchronize()
-        self._count_and_derive()
         self.read_ahead()
         for tile in self._in_place:
             self._add_to_batch(tile, tile.state.address, 0, 0)
@@ -195,25 +214,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         for group, loaded in zip(kept, self.param_groups, strict=True):
             group.update(loaded)
         self.param_groups = kept
-
-    def _count_and_derive(self) -> None:
-        """Count this step and derive its rules. A bad option raises before anything has changed."""
-        steps = dict(self.steps)
-        known: dict[tuple[int, int], kernels.Rule] = {}
-        self._rule_of = {}
-        for number, options in enumerate(self.param_groups):
-            counts = bool(self.rule.keeps(options))
-            for param in options["params"]:
-                index = self._index_of.get(param)
-                if index not in self._pieces or not self._gradients.received(self._pieces[index]):
-                    continue
-                step = steps.get(index, 0) + 1
-                if counts:
-                    steps[index] = step
-                if (number, step) not in known:
-                    known[number, step] = self._rule_at(number, options, step)
-                self._rule_of[index] = known[number, step]
-        self.steps = steps
 
     def _rule_at(self, number: int, options: Options, step: int) -> kernels.Rule:
         try:

@@ -37,7 +37,7 @@ class LossScale:
         minimum: float = 1.0,
     ) -> None:
         self.value = value
-        self._dynamic = dynamic
+        self.dynamic = dynamic
         self._window = window
         self._hysteresis = hysteresis
         self._consecutive_hysteresis = consecutive_hysteresis
@@ -62,7 +62,7 @@ class LossScale:
 
     def update(self, overflow: bool) -> None:
         """Follow an update, whose gradients were finite or not. Raises EngineStateError, see above."""
-        if not self._dynamic:
+        if not self.dynamic:
             return
         if overflow:
             self._shrink()
@@ -77,7 +77,7 @@ class LossScale:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from ``state_dict``. A fixed factor stays what the configuration says."""
-        if self._dynamic:
+        if self.dynamic:
             self.value = state_dict["value"]
             self._clean = state_dict["clean"]
             self._overflows_left = min(state_dict["overflows_left"], self._hysteresis)

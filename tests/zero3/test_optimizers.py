@@ -177,7 +177,7 @@ def test_options_that_no_kernel_takes_are_refused_before_anything_has_changed(
 
     def step() -> None:
         engine.backward(engine(torch.ones(40), 0))
-        engine.optimizer.step(grad_scale=1.0)
+        engine.optimizer.prepare()
 
     engine.optimizer.param_groups[1]["lr"] = -1.0
     with pytest.raises(ValueError, match=r"^SGD, param group 1: sgd: lr must be 0 or more"):

@@ -1,0 +1,84 @@
+"""How much of the device's room a run takes: the formula of the plan, met to the byte and never exceeded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tiering.arena import PAGE, round_up
+
+WIDTH, BLOCKS = 64, 6
+STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
+BLOCK = round_up(WIDTH * WIDTH * 2)  # bytes in bf16
+OUTER = round_up(2 * WIDTH * WIDTH * 2)
+
+
+class Stack(nn.Module):
+    """Equal blocks; ``outer``: and a group around them, which is unsharded all the while."""
+
+    def __init__(self, *, outer: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS))
+        self.small = nn.Parameter(torch.ones(8))
+        self.around = nn.Parameter(torch.ones(2 * WIDTH, WIDTH) / WIDTH) if outer else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.around is not None:
+            x = (x @ self.around.T)[:, :WIDTH]
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return (x * self.small.repeat(WIDTH // 8)).float().square().mean()
+
+
+def run(engine: Any, steps: int = 3) -> None:
+    for _ in range(steps):
+        engine.backward(engine(torch.ones(4, WIDTH, dtype=torch.bfloat16)))
+        engine.step()
+
+
+def held(engine: Any) -> int:
+    """The most bytes of unsharded groups, those fetched ahead included, at one time."""
+    most: int = engine._tiers.working.peak
+    return most
+
+
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3, 50])
+def test_the_peak_is_the_persistent_groups_and_the_deepest_chain_and_the_prefetch(
+    start: Callable[..., Any], outer: bool, ahead: int
+) -> None:
+    """Prefetch counts elements, as DeepSpeed does; whole blocks are used of them."""
+    engine = start(
+        Stack(outer=outer), accumulation=1, threshold=100, prefetch=ahead * WIDTH * WIDTH, **STREAMED
+    )
+    run(engine)
+    around = OUTER if outer else 0
+    everything = around + BLOCKS * BLOCK
+    assert engine.plan.working_bytes == min(everything, around + BLOCK + ahead * BLOCK)
+    assert held(engine) == engine.plan.working_bytes, "room that was planned is not used"
+    (device,) = [tier for tier in engine.snapshot().tiers if tier.name == "device"]
+    assert device.peak == engine.plan.working_bytes + PAGE  # the small parameter's page
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2])
+def test_the_device_budget_caps_the_prefetch(start: Callable[..., Any], spare: int) -> None:
+    budget = PAGE + OUTER + (1 + spare) * BLOCK
+    engine = start(
+        Stack(outer=True), accumulation=1, threshold=100, prefetch=10**6, device_budget=budget, **STREAMED
+    )
+    run(engine)
+    assert engine.plan.working_bytes == held(engine) == budget - PAGE
+
+
+def test_evaluation_and_generation_take_no_more(start: Callable[..., Any]) -> None:
+    engine = start(Stack(outer=True), accumulation=1, threshold=100, prefetch=WIDTH * WIDTH, **STREAMED)
+    run(engine)
+    with torch.no_grad():
+        for _ in range(3):
+            engine(torch.ones(1, WIDTH, dtype=torch.bfloat16))
+    run(engine)
+    assert held(engine) == OUTER + 2 * BLOCK

@@ -349,6 +349,36 @@ def test_activation_checkpointing(start: Start, way: str, reentrant: bool) -> No
     assert_same_everywhere(start, lambda: Checkpointed(way, reentrant), script, precision="bf16")
 
 
+class Scaled(nn.Module):
+    """Backward asks for the parameter of a product before the activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) * self.scale[:1]
+
+
+def test_several_blocks_under_one_checkpoint_need_the_room_of_one(start: Start) -> None:
+    """A node holds its parameter while the blocks before it are recomputed, and gets it back afterwards."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+
+        def through(self, x: Tensor) -> Tensor:
+            for layer in self.blocks:
+                x = layer(x)
+            return x
+
+        def forward(self, x: Tensor) -> Tensor:
+            return mean_square(checkpoint(self.through, x, use_reentrant=False))
+
+    assert_same_everywhere(start, Model, plainly, precision="bf16")
+
+
 def test_checkpointing_that_sometimes_stops_early(start: Start) -> None:
     """Only a part of a block's recomputation is needed: torch ends it by an exception inside the block's forward."""
 

@@ -160,6 +160,23 @@ class Recomputed(nn.Module):
         return mean_square(part(x, four, two))
 
 
+class RecomputedWhileLive(nn.Module):
+    """A function under checkpointing reads a block's weight; recomputed while backward is inside of that block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three = self.blocks
+
+        def part(x: Tensor) -> Tensor:
+            return torch.tanh(two(functional.linear(x, one.weight)))  # type: ignore[arg-type]
+
+        x = checkpoint(part, x, use_reentrant=False)
+        return mean_square(one(x)) + mean_square(three(x))
+
+
 class Elsewhere(nn.Module):
     """Free functions, views taken earlier in the same forward, and modules that are called through another's method."""
 
@@ -195,6 +212,7 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
     "a penalty over all parameters": Penalised,
     "recomputed": lambda: Recomputed(reentrant=False),
     "recomputed reentrantly": lambda: Recomputed(reentrant=True),
+    "recomputed while live": RecomputedWhileLive,
     "methods, views and norms": Elsewhere,
 }
 

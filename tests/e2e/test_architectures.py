@@ -106,28 +106,24 @@ def test_every_placement_gives_the_same_bits(
     assert bool(io and io[0].read.bytes and io[0].written.bytes) == ("nvme" in PLACEMENTS[placement].values())
 
 
-@pytest.mark.parametrize("placement", ["nvme", "little in host, no prefetch"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_accumulation_in_fp32_gives_the_same_bits(
-    train: Callable[..., Any], reference: Callable[..., Any], name: str, placement: str
+    train: Callable[..., Any], reference: Callable[..., Any], name: str
 ) -> None:
     habit = Habit("fp32", 2)
-    assert_same_bits(train(name, habit, **PLACEMENTS[placement]), reference(name, habit))
+    run = train(name, habit, **PLACEMENTS["little in host, no prefetch"])
+    assert_same_bits(run, reference(name, habit))
 
 
-@pytest.mark.parametrize("placement", ["nvme", "smallest budgets"])
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING[1:])
 @pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.checkpoints])
 def test_activation_checkpointing_gives_the_same_bits(
-    train: Callable[..., Any],
-    reference: Callable[..., Any],
-    name: str,
-    checkpointing: str,
-    placement: str,
+    train: Callable[..., Any], reference: Callable[..., Any], name: str, checkpointing: str
 ) -> None:
+    """With room for one block: transformers recomputes a block's forward without calling the block."""
     habit = Habit("bf16", 1, checkpointing)
     on_device = reference(name, habit)
-    assert_same_bits(train(name, habit, **PLACEMENTS[placement]), on_device)
+    assert_same_bits(train(name, habit, **PLACEMENTS["smallest budgets"]), on_device)
     # A tied weight may add up its gradients in another order.
     assert on_device.norms == pytest.approx(reference(name, Habit("bf16", 1)).norms, rel=1e-2)
 

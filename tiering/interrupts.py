@@ -8,10 +8,10 @@ the end, can be taken as a request that training answers after its step.
 from __future__ import annotations
 
 import functools
+import inspect
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,31 +24,40 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@contextmanager
-def deferred_interrupts() -> Iterator[None]:
-    """Hold the first SIGINT back until the block ends; a second one goes through at once.
+# Events of every module pass through here: signal.signal itself, without the conversions to enums around it.
+_get_handler: Callable[[int], Any] = inspect.unwrap(signal.getsignal)
+_set_handler: Callable[[int, Any], Any] = inspect.unwrap(signal.signal)
+
+
+class deferred_interrupts:  # noqa: N801 # read as a function
+    """Within the block the first SIGINT is held back; a second one goes through at once.
 
     Only where Python handles signals (the main thread) and a Python handler is set; elsewhere this does nothing.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    held: list[tuple[int, FrameType | None]] = []
 
-    def hold(number: int, frame: FrameType | None) -> None:
-        held.append((number, frame))
-        if len(held) > 1:
-            held.clear()
-            handler(number, frame)
+    __slots__ = ("_handler", "_held")
 
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if held:
-        handler(*held[0])
+    def __enter__(self) -> None:
+        self._handler: Callable[[int, FrameType | None], Any] | None = None
+        self._held: list[tuple[int, FrameType | None]] = []
+        if threading.current_thread() is threading.main_thread():
+            handler = _get_handler(signal.SIGINT)
+            if callable(handler):
+                self._handler = handler
+                _set_handler(signal.SIGINT, self._hold)
+
+    def __exit__(self, *error: object) -> None:
+        if self._handler is not None:
+            _set_handler(signal.SIGINT, self._handler)
+            if self._held:
+                self._handler(*self._held[0])
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        self._held.append((number, frame))
+        if len(self._held) > 1:
+            self._held.clear()
+            assert self._handler is not None
+            self._handler(number, frame)
 
 
 def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:

@@ -106,9 +106,18 @@ class Access:
             raise ConfigError(f"the model has no parameter {name!r}; see dict(model.named_parameters())")
         return self._by_name[name]
 
-    def knows(self, param: nn.Parameter) -> bool:
-        """Whether the engine moves ``param``."""
-        return param in self._places
+    def check_parameters(self, model: nn.Module) -> None:
+        """EngineStateError if ``model`` has a parameter that it had not when it was initialized."""
+        modules = [model]
+        while modules:  # at each step: named_parameters() would take ten times as long
+            module = modules.pop()
+            modules.extend(child for child in module._modules.values() if child is not None)
+            if any(p is not None and p not in self._places for p in module._parameters.values()):
+                new = [name for name, param in model.named_parameters() if param not in self._places]
+                raise EngineStateError(
+                    f"{new[0]!r} became a parameter of the model after initialize and would never be trained; build the"
+                    " whole model first, then initialize"
+                )
 
     @property
     def lending(self) -> bool:

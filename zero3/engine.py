@@ -497,12 +497,7 @@ class Engine:
             raise EngineStateError(
                 "step was called inside tiering.gathered(), whose copies would undo it; end that block first"
             )
-        for name, param in self.module.named_parameters():
-            if not self._access.knows(param):
-                raise EngineStateError(
-                    f"{name!r} became a parameter of the model after initialize and would never be trained; build the"
-                    " whole model first, then initialize"
-                )
+        self._access.check_parameters(self.module)
         for group in self._groups:
             for piece, param in zip(group.layout.pieces, group.params, strict=True):
                 if param.requires_grad and not piece.trainable:

@@ -35,7 +35,8 @@ class Events(Protocol):
     def begin_backward(self) -> None: ...
     def pre_forward(self, group: ParamGroup) -> None: ...
     def post_forward(self, group: ParamGroup) -> None: ...
-    def pre_backward(self, group: ParamGroup) -> None: ...
+    def forward_nodes(self) -> range: ...
+    def pre_backward(self, group: ParamGroup, nodes: range) -> None: ...
     def gradient(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None: ...
     def end_of_backward(self) -> None: ...
 
@@ -87,6 +88,12 @@ def watch_backward(outputs: Any, on_first_gradient: Callable[[], None]) -> None:
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward pass that is running now has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def next_node() -> int:
+    """The number that the next autograd node of this thread will get."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
 
 
 def in_backward_pass() -> bool:
@@ -172,7 +179,8 @@ class _BeforeGroup(OurHook):
 
 class _AfterGroup(_BeforeGroup):
     def run(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        watch_backward(output, lambda: self.events.pre_backward(self.group))
+        nodes = self.events.forward_nodes()
+        watch_backward(output, lambda: self.events.pre_backward(self.group, nodes))
         self.events.post_forward(self.group)
 
 

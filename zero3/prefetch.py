@@ -40,6 +40,8 @@ class Prefetcher:
 
     def acquire(self, group: ParamGroup) -> None:
         """Make ``group`` usable now, and start what comes after it."""
+        if group.residency is Residency.RESIDENT:
+            return
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -55,6 +57,8 @@ class Prefetcher:
 
     def release(self, group: ParamGroup) -> None:
         """``group`` is not in use now."""
+        if group.residency is Residency.RESIDENT:
+            return
         group.reshard()
         self.look_ahead()
 

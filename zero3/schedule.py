@@ -20,7 +20,7 @@ from torch import nn
 from tiering.errors import ArenaError, EngineStateError, ResidencyError
 from tiering.interrupts import deferred_interrupts, uninterrupted
 from zero3.grads import GradientStore
-from zero3.hooks import call_at_end_of_backward, in_backward_pass
+from zero3.hooks import call_at_end_of_backward, in_backward_pass, next_node
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
 from zero3.prefetch import Prefetcher
@@ -44,9 +44,12 @@ class PassSchedule:
         self._on_end_of_backward = on_end_of_backward
         self._enclosing = {group: _enclosing(group, groups) for group in groups}
         self._calls: Counter[ParamGroup] = Counter()  # forwards that are running now and use the group
-        self._borrowed: list[list[ParamGroup]] = []  # by each forward that is running, outermost first
+        self._forwards: list[_Forward] = []  # that are running, outermost first
         self._live: list[ParamGroup] = []  # held for backward
         self._until_end: set[ParamGroup] = set()  # of these, those that only the end of backward releases
+        self._entered: tuple[ParamGroup, range] | None = (
+            None  # by backward last, and the nodes that its forward made
+        )
         self._saved = SavedTensors(groups, self.need)
         self.in_backward = False
         self._closed = False
@@ -54,7 +57,7 @@ class PassSchedule:
     @property
     def running(self) -> bool:
         """Whether a forward or a backward is under way."""
-        return bool(self._borrowed) or self.in_backward
+        return bool(self._forwards) or self.in_backward
 
     @uninterrupted
     def begin_forward(self, training: bool, *, whole: bool = True) -> None:
@@ -64,11 +67,11 @@ class PassSchedule:
                 # A backward that nobody guarded (the user's loss.backward()) ended by an exception: start clean.
                 self.abandon()
                 self._gradients.reset()
-            elif whole and self._borrowed:
+            elif whole and self._forwards:
                 self.abandon()  # so did a forward that nobody guarded: the model does not call itself
-            if not self._borrowed:
+            if not self._forwards:
                 self._prefetcher.begin_pass(training)
-        self._borrowed.append([])
+        self._forwards.append(_Forward())
         self._saved.enter()
 
     @uninterrupted
@@ -79,7 +82,7 @@ class PassSchedule:
 
     @uninterrupted
     def pre_forward(self, group: ParamGroup) -> None:
-        self._borrowed.append([])
+        self._forwards.append(_Forward())
         self._saved.enter()
         self._use(group)
 
@@ -95,15 +98,15 @@ class PassSchedule:
 
         The group stays until that forward ends. See Note [A resharded parameter points nowhere].
         """
-        if self._borrowed:
-            self._borrowed[-1].append(group)
+        if self._forwards:
+            self._forwards[-1].borrowed.append(group)
             self._use(group)
             return True
         if in_backward_pass():
             self.begin_backward()
             self._hold_for_backward(group)
             group.show()
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not self._recomputes_itself(group):
                 # By a function recomputed outside of every module: nothing will tell when its graph is done.
                 self._until_end.add(group)
             return True
@@ -124,9 +127,15 @@ class PassSchedule:
             call_at_end_of_backward(self.end_of_backward)
             self._on_backward()
 
+    def forward_nodes(self) -> range:
+        """The numbers of the autograd nodes that the innermost running forward has made so far."""
+        return range(self._forwards[-1].first_node, next_node()) if self._forwards else range(0)
+
     @uninterrupted
-    def pre_backward(self, group: ParamGroup) -> None:
+    def pre_backward(self, group: ParamGroup, nodes: range = range(0)) -> None:
+        """Backward enters a forward of ``group`` from behind, which made ``nodes``."""
         self.begin_backward()
+        self._entered = group, nodes
         keep = self._enclosing[group] | self._until_end
         for other in [g for g in self._live if g is not group and g not in keep]:
             self._finish(other)
@@ -156,6 +165,7 @@ class PassSchedule:
         if not self.in_backward:
             return
         self._until_end.clear()
+        self._entered = None
         for group in list(self._live):
             self._finish(group)
         self._gradients.close_all()
@@ -174,7 +184,7 @@ class PassSchedule:
         self._live.clear()
         self._until_end.clear()
         self._calls.clear()
-        self._borrowed.clear()
+        self._forwards.clear()
         self._saved.leave_all()
         self._saved.end_of_backward()
         self.in_backward = False
@@ -184,6 +194,18 @@ class PassSchedule:
         """No pass comes any more: free what one that was interrupted holds."""
         self.abandon()
         self._closed = True
+
+    def _recomputes_itself(self, group: ParamGroup) -> bool:
+        """Whether the node that runs now was made by the forward of ``group`` that backward has entered last.
+
+        Then what is running is that forward once more, called by checkpointing past our hooks (as transformers does):
+        its graph is used up before backward enters another group, which ends this one.
+        """
+        node = torch._C._current_autograd_node()
+        if self._entered is None or node is None:
+            return False
+        entered, nodes = self._entered
+        return entered is group and node._sequence_nr() in nodes
 
     def _use(self, group: ParamGroup) -> None:
         self._calls[group] += 1
@@ -214,7 +236,7 @@ class PassSchedule:
 
     def _give_back(self) -> None:
         """The forward that is ending needs what it has borrowed no more."""
-        for group in self._borrowed.pop() if self._borrowed else ():
+        for group in self._forwards.pop().borrowed if self._forwards else ():
             self._stop_using(group)
 
     def _hold_for_backward(self, group: ParamGroup) -> None:
@@ -240,6 +262,14 @@ class PassSchedule:
         self._gradients.close(group)
         if self._calls[group] == 0:
             self._prefetcher.release(group)
+
+
+class _Forward:
+    """A module that is running: the groups that it reads without being one of their entries."""
+
+    def __init__(self) -> None:
+        self.borrowed: list[ParamGroup] = []
+        self.first_node = next_node()
 
 
 def _enclosing(group: ParamGroup, groups: list[ParamGroup]) -> frozenset[ParamGroup]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tiering.arena import PAGE, round_up
 
@@ -82,3 +84,19 @@ def test_evaluation_and_generation_take_no_more(start: Callable[..., Any]) -> No
             engine(torch.ones(1, WIDTH, dtype=torch.bfloat16))
     run(engine)
     assert held(engine) == OUTER + 2 * BLOCK
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_block_that_checkpoints_its_own_forward_takes_no_more(
+    start: Callable[..., Any], reentrant: bool
+) -> None:
+    """As transformers does: forward is wrapped, so that hooks stay outside, and none runs in the recomputation."""
+    model = Stack(outer=False)
+    for block in model.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
+    engine = start(model, accumulation=1, threshold=100, prefetch=0, **STREAMED)
+    for _ in range(3):
+        x = torch.ones(4, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        engine.backward(engine(x))
+        engine.step()
+    assert held(engine) == BLOCK

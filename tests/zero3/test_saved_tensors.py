@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -189,25 +188,3 @@ def test_an_interrupt_in_forward_leaves_no_hooks(start: Callable[..., Any]) -> N
         engine(torch.ones(4, WIDTH, dtype=torch.bfloat16))
     handle.remove()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_block_that_checkpoints_its_own_forward_needs_no_more_room_than_the_plan_counts(
-    start: Callable[..., Any], differing: Callable[..., list[str]], reentrant: bool
-) -> None:
-    """As transformers does: forward is wrapped, so that hooks stay outside, and none runs in the recomputation."""
-
-    def run(**placement: Any) -> dict[str, Tensor]:
-        torch.manual_seed(2)
-        model = Model("plain")
-        for block in model.blocks:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
-        engine = start(model, accumulation=1, threshold=0, prefetch=0, **placement)
-        for seed in range(3):
-            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
-            engine.backward(engine(x.requires_grad_()).float().sum())
-            engine.step()
-        masters: dict[str, Tensor] = engine.master_state_dict()
-        return masters
-
-    assert differing(run(**STREAMED), run()) == []

@@ -8,9 +8,12 @@ the end, can be taken as a request that training answers after its step.
 from __future__ import annotations
 
 import functools
-import inspect
 import signal
 import threading
+
+# Events of every module pass through here: without the conversions to enums that the public functions add.
+from _signal import getsignal as _get_handler  # type: ignore[import-not-found]
+from _signal import signal as _set_handler
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -22,11 +25,6 @@ EXIT_SAVED = 75
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-# Events of every module pass through here: signal.signal itself, without the conversions to enums around it.
-_get_handler: Callable[[int], Any] = inspect.unwrap(signal.getsignal)
-_set_handler: Callable[[int, Any], Any] = inspect.unwrap(signal.signal)
 
 
 class deferred_interrupts:  # noqa: N801 # read as a function

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from optim_cpu import kernels
 from optim_cpu.kernels import DType
 from tiering.arena import Lease
+from tiering.errors import ConfigError
 from zero3 import device_kernels
 from zero3.flat_storage import StreamEvent, Streams
 from zero3.param_group import ParamGroup
@@ -73,7 +74,7 @@ class GradientStore:
         if grad is None:
             return
         if grad.layout is not torch.strided:
-            raise TypeError(
+            raise ConfigError(
                 f"the gradient of {piece.name!r} is {grad.layout}; only dense gradients can be tiered:"
                 " build the embedding with sparse=False"
             )

@@ -6,6 +6,7 @@ with tiering.gathered(model.head.weight, modify=True) as weight:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ from zero3.partition import Piece
 from zero3.prefetch import Prefetcher
 from zero3.schedule import PassSchedule
 from zero3.state import TieredState
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -95,6 +98,7 @@ class Access:
         self._by_name = {piece.name: (group, piece) for group in groups for piece in group.layout.pieces}
         self._saving = 0  # state_dict calls, nested, that are running
         self._saved: dict[nn.Parameter, Tensor] = {}  # by them
+        self._told_of_gradients = False
         resharded.adopt(self._places, self)
         for group in groups:
             group.on_edit = self._store_edits
@@ -142,6 +146,19 @@ class Access:
             group, position = self._places[param]
             self._saved[param] = self._state.weight(group, group.layout.pieces[position])
         return self._saved[param]
+
+    def gradient_asked_for(self, param: nn.Parameter) -> None:
+        """Say once that it is not there, if the engine has it: clipping by hand would do nothing, in silence."""
+        group, position = self._places[param]
+        piece = group.layout.pieces[position]
+        if self._state.has_gradient(piece) and not self._told_of_gradients and not self._schedule.in_backward:
+            self._told_of_gradients = True
+            log.warning(
+                "%r.grad was asked for: the engine takes gradients as they arrive, so it is None. Clip by"
+                ' "gradient_clipping" in the configuration, drop them by optimizer.zero_grad(); get_global_grad_norm()'
+                " and get_fp32_gradient(name) of the engine tell them",
+                piece.name,
+            )
 
     def where(self, param: nn.Parameter) -> str:
         group, position = self._places[param]

@@ -36,6 +36,7 @@ _NEEDS_NO_VALUES = """
 """
 METADATA = frozenset(_NEEDS_NO_VALUES.split())
 
+_GET_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # what func is when param.grad is read
 CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16, "double": torch.float64}
 
 
@@ -53,6 +54,9 @@ class Owner(Protocol):
 
     def copy_to_save(self, param: nn.Parameter) -> Tensor | None:
         """A copy for the ``state_dict`` that is being made; None if none is."""
+
+    def gradient_asked_for(self, param: nn.Parameter) -> None:
+        """Somebody reads ``param.grad``."""
 
     def where(self, param: nn.Parameter) -> str:
         """Name of ``param`` and where its bytes are, as an error says it."""
@@ -93,6 +97,8 @@ class _Resharded:
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func == _GET_GRADIENT and (owner := owner_of(args[0])) is not None:
+            owner.gradient_asked_for(args[0])
         if _is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

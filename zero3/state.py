@@ -97,6 +97,10 @@ class TieredState:
         self._optimizer.release_read_ahead()
         self._scatter(piece, self._position(name), values)
 
+    def has_gradient(self, piece: Piece) -> bool:
+        """Whether the parameter got a gradient since the last step."""
+        return self._gradients.received(piece)
+
     def gradient(self, group: ParamGroup, piece: Piece) -> Tensor | None:
         """A copy, in host memory, of the accumulated gradient in its dtype; None if there was none."""
         if not self._gradients.received(piece):

@@ -325,3 +325,19 @@ def test_after_close_every_use_says_so(start: Start, micro_batches: Any, placeme
         pass
     with pytest.raises(EngineStateError, match=r"'embedding\.weight' belongs to an engine"):
         start(engine.module)
+
+
+def test_clipping_by_hand_is_told_that_it_does_nothing(
+    start: Start, micro_batches: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start(accumulation=1, **STREAMED)
+    for number, (tokens, targets) in enumerate(micro_batches(2)):
+        engine.optimizer.zero_grad()
+        engine.backward(engine(tokens, targets))
+        assert not caplog.records, "a loop that does nothing wrong is warned"
+        if number:
+            nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)
+        engine.step()
+    (record,) = caplog.records
+    assert "gradient_clipping" in record.getMessage() and ".grad was asked for" in record.getMessage()

@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     )
     from zero3 import init as zero
     from zero3.access import gathered
-    from zero3.engine import Engine, EngineParts, initialize
+    from zero3.engine import Engine
+    from zero3.initialize import EngineParts, initialize
 
 __version__ = "0.1.0"
 
 # name -> (module, attribute); an empty attribute means the module itself.
 _LAZY = {
-    "initialize": ("zero3.engine", "initialize"),
+    "initialize": ("zero3.initialize", "initialize"),
     "Engine": ("zero3.engine", "Engine"),
-    "EngineParts": ("zero3.engine", "EngineParts"),
+    "EngineParts": ("zero3.initialize", "EngineParts"),
     "gathered": ("zero3.access", "gathered"),
     "zero": ("zero3.init", ""),
     "TieringError": ("tiering.errors", "TieringError"),

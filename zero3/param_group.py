@@ -28,7 +28,7 @@ class Residency(Enum):
     FETCHING = auto()  # on their way; the room on the device is taken
     UNSHARDED = (
         auto()
-    )  # on the device until reshard; costs the flat bytes there. Parameters show them if asked to
+    )  # on the device until reshard, for saved tensors, and for parameters while they are shown
 
 
 class ParamGroup:

@@ -47,9 +47,8 @@ class PassSchedule:
         self._forwards: list[_Forward] = []  # that are running, outermost first
         self._live: list[ParamGroup] = []  # held for backward
         self._until_end: set[ParamGroup] = set()  # of these, those that only the end of backward releases
-        self._entered: tuple[ParamGroup, range] | None = (
-            None  # by backward last, and the nodes that its forward made
-        )
+        # By backward, last, and the autograd nodes that its forward made.
+        self._entered: tuple[ParamGroup, range] | None = None
         self._saved = SavedTensors(groups, self.need)
         self.in_backward = False
         self._closed = False
@@ -227,6 +226,8 @@ class PassSchedule:
             ) from error
 
     def _stop_using(self, group: ParamGroup) -> None:
+        if self._calls[group] == 0:
+            return  # the pass was abandoned under it
         self._calls[group] -= 1
         if self._calls[group] == 0:
             if group in self._live:

@@ -8,6 +8,7 @@ the end, can be taken as a request that training answers after its step.
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import threading
 
@@ -78,6 +79,7 @@ class StopRequest:
 
     def __init__(self, signals: Iterable[str]) -> None:
         self.received = ""
+        self._process = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is not threading.main_thread():
             raise EngineStateError("signals can only be handled in the main thread; call this there")
@@ -92,6 +94,12 @@ class StopRequest:
         self._before.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if (
+            os.getpid() != self._process
+        ):  # a forked child (a data worker) that is told to end has no step to finish
+            signal.signal(number, self._before[signal.Signals(number)])
+            os.kill(os.getpid(), number)
+            return
         self.received = self.received or signal.Signals(number).name
 
 

@@ -7,6 +7,8 @@ with tiering.gathered(model.head.weight, modify=True) as weight:
 from __future__ import annotations
 
 import logging
+import os
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +27,17 @@ from zero3.schedule import PassSchedule
 from zero3.state import TieredState
 
 log = logging.getLogger(__name__)
+
+_live: weakref.WeakSet[Access] = weakref.WeakSet()
+
+
+def _give_up_in_child() -> None:
+    """The arenas are not inherited: whoever uses the model in a forked process is told so, and does not crash."""
+    for access in list(_live):
+        access.give_up()
+
+
+os.register_at_fork(after_in_child=_give_up_in_child)
 
 
 @contextmanager
@@ -103,6 +116,7 @@ class Access:
         for group in groups:
             group.on_edit = self._store_edits
         self.handles = _watch_state_dict(model, self)
+        _live.add(self)
 
     def named(self, name: str) -> tuple[ParamGroup, Piece]:
         """The group and the piece of the parameter ``name``; ConfigError if there is none."""
@@ -131,10 +145,6 @@ class Access:
     def borrow(self, param: nn.Parameter) -> bool:
         return self._schedule.borrow(self._places[param][0])
 
-    def usable(self, param: nn.Parameter) -> bool:
-        group, position = self._places[param]
-        return group.shown or group.lends_at(position)
-
     def copy_of(self, param: nn.Parameter) -> Tensor:
         group, position = self._places[param]
         return self._state.weight(group, group.layout.pieces[position]).to(param.device)
@@ -146,6 +156,10 @@ class Access:
             group, position = self._places[param]
             self._saved[param] = self._state.weight(group, group.layout.pieces[position])
         return self._saved[param]
+
+    def data_asked_for(self, param: nn.Parameter) -> None:
+        group, position = self._places[param]
+        group.alias(position)
 
     def gradient_asked_for(self, param: nn.Parameter) -> None:
         """Say once that it is not there, if the engine has it: clipping by hand would do nothing, in silence."""
@@ -204,8 +218,7 @@ class Access:
     def note_versions(self) -> None:
         """The engine itself has changed parameters, which torch counts as in-place edits."""
         for group in self._groups:
-            if group.residency is Residency.RESIDENT:
-                group.note_versions()
+            group.note_versions()
 
     def check_idle(self, what: str) -> None:
         """EngineStateError while a pass is running: it would go on with values of before."""
@@ -224,8 +237,7 @@ class Access:
         self.store_edits_of_residents(group)
         position = group.layout.pieces.index(piece)
         torch.autograd.graph.increment_version([group.params[position]])
-        if group.residency is Residency.RESIDENT:
-            group.note_versions()
+        group.note_versions()
 
     def begin_saving(self) -> None:
         self._saving += 1
@@ -238,6 +250,11 @@ class Access:
     def close(self) -> None:
         for handle in self.handles:
             handle.remove()
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Whoever uses the parameters from now on gets an error."""
+        _live.discard(self)
         for group in self._groups:
             group.give_up_parameters()
 

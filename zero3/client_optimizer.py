@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from optim_cpu import formats
 from tiering.errors import EngineStateError
-from zero3 import device_kernels
+from zero3 import device_kernels, resharded
 from zero3.grads import GradientStore
 from zero3.optimizer import Tile
 from zero3.partition import Piece
@@ -84,7 +84,7 @@ class ClientOptimizer(torch.optim.Optimizer):
                     each.param.grad = None
         for each in received:
             if each.master is not None:
-                _round(each.master, each.param.data.view(-1))
+                _round(each.master, resharded.data_of(each.param).view(-1))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated so far."""
@@ -112,15 +112,17 @@ class ClientOptimizer(torch.optim.Optimizer):
     @contextmanager
     def _on_masters(self) -> Iterator[None]:
         """Within, the data of the parameters is their fp32 master."""
-        held = [(each.param, each.param.data) for each in self._trained if each.master is not None]
+        held = [(each.param, type(each.param), resharded.data_of(each.param)) for each in self._trained]
         try:
             for each in self._trained:
+                resharded.make_plain(each.param)
                 if each.master is not None:
                     each.param.data = each.master.view(each.param.shape)
             yield
         finally:
-            for param, data in held:
-                param.data = data
+            for param, form, data in held:
+                param.__class__ = form
+                resharded.set_data(param, data)
 
 
 def _trained(tile: Tile, gradients: GradientStore) -> Iterator[_Trained]:

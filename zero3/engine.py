@@ -60,7 +60,7 @@ class Engine:
         self._norm: float | None = None
         self._loss: Tensor | None = None
         self._pending_backward = False
-        self._scaled = False  # the loss of the backward that comes next, or runs
+        self._scaled = 0  # losses that were scaled and not sent backward yet
         self._syncing = True  # False inside no_sync
         self._stop: StopRequest | None = None
         self._save: Callable[[], object] | None = None
@@ -72,7 +72,12 @@ class Engine:
         self._state = TieredState(parts)
         self._prefetcher = Prefetcher()
         self._schedule = PassSchedule(
-            self._groups, self._prefetcher, self._gradients, self._on_backward, self._on_end_of_backward
+            self._groups,
+            self._prefetcher,
+            self._gradients,
+            self._on_backward,
+            self._on_first_gradient,
+            self._on_end_of_backward,
         )
         self._record = RunRecord(config.tiering.run_name or f"run-{os.getpid()}", self._tiers)
         try:
@@ -110,7 +115,7 @@ class Engine:
                 f"backward needs a scalar loss, not shape {tuple(loss.shape)}; reduce it, as by .mean()"
             )
         self._loss = loss.detach()
-        self._scaled = True
+        self._scaled += 1
         if self.config.precision == "fp16" or self.config.autocast == "fp16":
             loss = loss.float() * self.loss_scale.value
         return loss / self.config.gradient_accumulation_steps
@@ -121,6 +126,7 @@ class Engine:
         After an exception the engine is as after its last step: gradients accumulated since then are gone.
         """
         self._check_open("backward")
+        waiting = self._scaled
         scaled = self.scale(loss)
         with self._record.phase("backward"):
             try:
@@ -132,7 +138,8 @@ class Engine:
                 self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
                 raise
             finally:
-                self._scaled = False
+                self._scaled = waiting
+        self._pending_backward = True  # also if the loss has reached no parameter
         return loss / self.config.gradient_accumulation_steps
 
     @contextmanager
@@ -359,21 +366,24 @@ class Engine:
             self.lr_scheduler.step()
 
     def _on_backward(self) -> None:
-        """The first gradient of a backward pass has arrived."""
+        """A backward has begun, which may bring gradients to parameters or not (torch.autograd.grad)."""
+        last = self._syncing and self.is_gradient_accumulation_boundary()
+        self._gradients.last_micro_batch = last
+        if last:
+            self.optimizer.read_ahead()
+
+    def _on_first_gradient(self) -> None:
+        """The backward that is running does bring gradients to parameters."""
         steps, scale = self.config.gradient_accumulation_steps, self.loss_scale.value
         if (steps > 1 or scale != 1.0) and not self._scaled:
             raise EngineStateError(
                 f"loss.backward() neither divides by gradient_accumulation_steps ({steps}) nor multiplies by the loss"
                 f" scale ({scale:g}); call engine.backward(loss), or engine.scale(loss).backward()"
             )
-        last = self._syncing and self.is_gradient_accumulation_boundary()
-        self._gradients.last_micro_batch = last
-        if last:
-            self.optimizer.read_ahead()
 
     def _on_end_of_backward(self) -> None:
         self._pending_backward = True
-        self._scaled = False
+        self._scaled = max(0, self._scaled - 1)
 
     def _publish(self) -> Publisher | None:
         telemetry = self.config.tiering.telemetry

@@ -3,7 +3,8 @@
 Note [One storage, bytes that come and go]
     A group's parameters are views into one flat tensor. Tensors that autograd saved in forward alias its storage, so
     it is enough to refill that storage before backward: nothing in the graph needs to know. Resharding takes the bytes
-    away, unsharding brings them back, and the views never change.
+    away, unsharding brings them back, and the views never change. Without its bytes a storage on a CPU shows NaN: see
+    nowhere.py.
 
     On a CPU the storage takes its bytes from an arena lease by exchanging data pointers (0.1 us), and NVMe reads land
     in the lease directly. Elsewhere, and where torch lacks the exchange, the storage is resized to zero and back and
@@ -34,6 +35,10 @@ class FlatStorage(ABC):
 
     flat: Tensor
 
+    def take_bytes(self) -> None:
+        """The views are made: from now on the storage has no bytes of its own."""
+        self.flat.untyped_storage().resize_(0)
+
     @abstractmethod
     def start(self, *, at: int | None, wait: bool) -> bool:
         """Begin to bring the bytes; False, and nothing begun, when there is no room now (``at`` a place, if given).
@@ -54,12 +59,19 @@ class ExchangedStorage(FlatStorage):
     """CPU: the storage exchanges its pointer with an arena lease that an NVMe read has filled."""
 
     def __init__(self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers) -> None:
-        self.flat = torch.empty(numel, dtype=dtype, device="cpu")
+        if tiers.nowhere is not None:
+            self.flat = torch.frombuffer(tiers.nowhere, dtype=dtype, count=numel)
+        else:
+            self.flat = torch.empty(numel, dtype=dtype, device="cpu")
         self._home = home
         self._tiers = tiers
         self._lease: Lease | None = None
         self._ticket: Transfer | None = None
         self._bytes: Tensor | None = None  # the lease as a tensor; while attached, it holds the empty pointer
+
+    def take_bytes(self) -> None:
+        if self._tiers.nowhere is None:
+            super().take_bytes()
 
     def start(self, *, at: int | None, wait: bool) -> bool:
         working, swap, extent = self._tiers.working, self._tiers.swap, self._home.extent

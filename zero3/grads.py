@@ -21,7 +21,7 @@ from optim_cpu import kernels
 from optim_cpu.kernels import DType
 from tiering.arena import Lease
 from tiering.errors import ConfigError
-from zero3 import device_kernels
+from zero3 import device_kernels, resharded
 from zero3.flat_storage import StreamEvent, Streams
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
@@ -70,7 +70,7 @@ class GradientStore:
 
     def accumulate(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
         """Take ``param.grad`` and add it to what is there."""
-        grad, param.grad = param.grad, None
+        grad = resharded.take_gradient(param)
         if grad is None:
             return
         if grad.layout is not torch.strided:

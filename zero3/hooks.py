@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from tiering.errors import EngineStateError
@@ -45,11 +45,12 @@ def install(model: nn.Module, groups: Iterable[ParamGroup], events: Events) -> l
     """Hook ``groups`` of ``model`` up to ``events``; the handles remove the hooks."""
     keep_eager(OurHook, "__call__")
     groups = list(groups)
+    moving = frozenset(group.storage_key for group in groups if group.moves)
     handles: list[RemovableHandle] = []
     for group in groups:
         for entry in group.entries:
             handles.append(entry.register_forward_pre_hook(_BeforeGroup(events, group), prepend=True))
-            handles.append(entry.register_forward_hook(_AfterGroup(events, group), always_call=True))
+            handles.append(entry.register_forward_hook(_AfterGroup(events, group, moving), always_call=True))
         for piece, param in zip(group.layout.pieces, group.params, strict=True):
             if piece.trainable:
                 handles.append(param.register_post_accumulate_grad_hook(_accumulated(events, group, piece)))
@@ -58,7 +59,7 @@ def install(model: nn.Module, groups: Iterable[ParamGroup], events: Events) -> l
     for module in _outside_of_blocks(model, groups) if anything_moves else [model]:
         whole = module is model
         handles.append(module.register_forward_pre_hook(_BeforeForward(events, whole), prepend=True))
-        handles.append(module.register_forward_hook(_AfterForward(events, whole), always_call=True))
+        handles.append(module.register_forward_hook(_AfterForward(events, whole, moving), always_call=True))
     return handles
 
 
@@ -85,6 +86,27 @@ def watch_backward(outputs: Any, on_first_gradient: Callable[[], None]) -> None:
         torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: on_first_gradient(), mode="any")
 
 
+def with_bytes_of_its_own(output: Any, moving: frozenset[int]) -> Any:
+    """``output``, with copies in place of views of parameters that move: their bytes go when the forward ends."""
+    leaves, structure = tree_flatten(output)
+    views = [isinstance(leaf, Tensor) and _is_view_of(leaf, moving) for leaf in leaves]
+    if not any(views):
+        return output
+    return tree_unflatten(
+        [leaf.clone() if view else leaf for leaf, view in zip(leaves, views, strict=True)], structure
+    )
+
+
+def _is_view_of(tensor: Tensor, storages: frozenset[int]) -> bool:
+    # A parameter itself stays one: it unshards where it is used.
+    if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    try:
+        return tensor.untyped_storage()._cdata in storages
+    except (NotImplementedError, RuntimeError):  # inside a function transform tensors have no storage
+        return False
+
+
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward pass that is running now has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -105,10 +127,10 @@ def in_backward_pass() -> bool:
 class OurHook:
     """A hook on the user's module, which means nothing on a copy of that module. Compiled code calls it eagerly."""
 
-    def __call__(self, *args: Any) -> None:
-        self.run(*args)
+    def __call__(self, *args: Any) -> Any:
+        return self.run(*args)
 
-    def run(self, *args: Any) -> None:
+    def run(self, *args: Any) -> Any:
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
@@ -158,14 +180,17 @@ class _BeforeForward(OurHook):
 
 
 class _AfterForward(OurHook):
-    def __init__(self, events: Events, whole: bool) -> None:
+    def __init__(self, events: Events, whole: bool, moving: frozenset[int]) -> None:
         self.events = events
         self.whole = whole
+        self.moving = moving
 
-    def run(self, module: nn.Module, args: Any, output: Any) -> None:
+    def run(self, module: nn.Module, args: Any, output: Any) -> Any:
+        output = with_bytes_of_its_own(output, self.moving)
         if self.whole:
             watch_backward(output, self.events.begin_backward)
         self.events.end_forward()
+        return output
 
 
 class _BeforeGroup(OurHook):
@@ -177,11 +202,18 @@ class _BeforeGroup(OurHook):
         self.events.pre_forward(self.group)
 
 
-class _AfterGroup(_BeforeGroup):
-    def run(self, module: nn.Module, args: Any, output: Any = None) -> None:
+class _AfterGroup(OurHook):
+    def __init__(self, events: Events, group: ParamGroup, moving: frozenset[int]) -> None:
+        self.events = events
+        self.group = group
+        self.moving = moving
+
+    def run(self, module: nn.Module, args: Any, output: Any) -> Any:
+        output = with_bytes_of_its_own(output, self.moving)
         nodes = self.events.forward_nodes()
         watch_backward(output, lambda: self.events.pre_backward(self.group, nodes))
         self.events.post_forward(self.group)
+        return output
 
 
 def _accumulated(events: Events, group: ParamGroup, piece: Piece) -> Callable[[Tensor], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -60,7 +61,10 @@ def initialize(
     settings, report = ds_config.load(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     for entry in report.entries:
         log.debug("config: %s", entry)
+    if torch.is_inference_mode_enabled():
+        raise EngineStateError("initialize was called in inference_mode, whose tensors cannot be trained")
     _check_untouched(model)
+    _check_apart(model)
     engine = Engine(model, settings, model_parameters, optimizer)
     try:
         scheduler = lr_scheduler
@@ -78,6 +82,23 @@ def initialize(
         engine.close()
         raise
     return EngineParts(engine, engine.optimizer, loader, scheduler)
+
+
+def _check_apart(model: nn.Module) -> None:
+    """Parameters get memory of their own each: two over the same would be equal no longer."""
+    ranges = []
+    for name, param in model.named_parameters():
+        if param.numel() and not param.is_meta and param.layout is torch.strided:
+            last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+            begin = param.data_ptr()
+            ranges.append((str(param.device), begin, begin + (last + 1) * param.element_size(), name))
+    ranges.sort()
+    for (device, _, end, name), (other_device, begin, _, other) in itertools.pairwise(ranges):
+        if device == other_device and begin < end:
+            raise ConfigError(
+                f"{name!r} and {other!r} are two parameters over the same memory, and would be two after initialize;"
+                " tie them by giving both modules the same nn.Parameter"
+            )
 
 
 def _check_untouched(model: nn.Module) -> None:

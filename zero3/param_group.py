@@ -81,16 +81,20 @@ class ParamGroup:
         nan = torch.full((), torch.nan, dtype=dtype, device=tiers.device)
         self._absent = [nan.expand(p.shape) for p in layout.pieces]
         self._plain = [type(param) for param in params]
-        self._versions: list[int] = []  # as of when the parameters were pointed at bytes
+        self._versions: list[int] = []  # of the parameters, as far as the engine knows
+        self._aliased: set[int] = (
+            set()
+        )  # positions whose .data was handed out, to be changed without a version
         self._shown = False  # whether the parameters are plain ones now
         self._lent: dict[int, int] = {}  # position in params that shows a copy (gathered) -> its version then
         self.on_edit: Callable[[ParamGroup, list[int]], None] = _nobody_edits
         if self._storage is not None:
-            flat.untyped_storage().resize_(0)
+            self._storage.take_bytes()
 
     def adopt_parameters(self) -> None:
         """Point the parameters at this group, once its bytes are at home."""
         self._point_nowhere()
+        self.note_versions()
         if self.residency is Residency.RESIDENT:
             self.show()
 
@@ -101,6 +105,7 @@ class ParamGroup:
                 f"group {self.name!r} is {self.residency.name}: unshard it before its parameters are shown"
             )
         if not self._shown:
+            self._check_unchanged()
             self._shown = True
             for position, view in enumerate(self._views):
                 if position not in self._lent:
@@ -116,6 +121,7 @@ class ParamGroup:
                 self.on_edit(self, edited)
         finally:
             self._point_nowhere()
+            self.note_versions()
 
     def give_up_parameters(self) -> None:
         """The engine is closed: whatever uses the parameters from now on is told so."""
@@ -142,9 +148,9 @@ class ParamGroup:
         del self._lent[position]
         if self._shown:
             self._point(position, self._views[position])
-            self._versions[position] = self.params[position]._version
         else:
             self._hide(position)
+        self._versions[position] = self.params[position]._version
 
     @property
     def shown(self) -> bool:
@@ -171,7 +177,7 @@ class ParamGroup:
                 )
 
     def edited(self) -> list[int]:
-        """Positions of the parameters that were written in place since they were pointed at their bytes.
+        """Positions of the parameters that were, or may have been, written in place since they show their bytes.
 
         EngineStateError for one that no longer shows these bytes.
         """
@@ -179,12 +185,28 @@ class ParamGroup:
         return [
             position
             for position, (param, version) in enumerate(zip(self.params, self._versions, strict=True))
-            if param._version != version and position not in self._lent
+            if (param._version != version or position in self._aliased) and position not in self._lent
         ]
+
+    def alias(self, position: int) -> None:
+        """The .data of the parameter at ``position`` was handed out: it counts as edited while it is shown."""
+        self._aliased.add(position)
 
     def note_versions(self) -> None:
         """What the parameters hold now is what the engine knows."""
         self._versions = [param._version for param in self.params]
+
+    def _check_unchanged(self) -> None:
+        """Nobody has written through what an earlier forward left behind: it would be lost."""
+        before, now = self._versions, [param._version for param in self.params]
+        self._versions = now
+        for position, (old, new) in enumerate(zip(before, now, strict=False)):
+            if old != new and position not in self._lent:
+                raise EngineStateError(
+                    f"{self.layout.pieces[position].name!r} was changed in place through a view that was kept from an"
+                    " earlier forward, while its bytes were elsewhere: the change is lost. Make changes inside"
+                    " tiering.gathered(param, modify=True)"
+                )
 
     def unshard(self, *, wait: bool = False) -> bool:
         """Start to bring the bytes to the device; False when there is no room now, unless ``wait`` is given."""
@@ -222,14 +244,15 @@ class ParamGroup:
 
     def _point_nowhere(self) -> None:
         self._shown = False
+        self._aliased.clear()
         for position in range(len(self.params)):
             if position not in self._lent:
                 self._hide(position)
 
     def _point(self, position: int, values: Tensor) -> None:
         param = self.params[position]
-        param.__class__ = self._plain[position]
-        param.data = values
+        param.__class__ = resharded.shown_form(self._plain[position])
+        resharded.set_data(param, values)
 
     def _hide(self, position: int) -> None:
         self._point(position, self._absent[position])

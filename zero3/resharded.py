@@ -8,7 +8,8 @@ Note [A resharded parameter points nowhere]
     it); while none is, it raises ResidencyError with the remedy. Copies are given where a copy is what was asked for:
     a module's ``state_dict``, ``copy.deepcopy``, pickling.
 
-    An unsharded parameter is a plain one: none of this costs anything in compute.
+    A parameter that shows its bytes is a plain one for torch. Only ``.data`` and ``.grad`` are properties of ours then:
+    what is changed through .data no version tells, so its owner compares; and .grad is None where people expect one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _NEEDS_NO_VALUES = """
 """
 METADATA = frozenset(_NEEDS_NO_VALUES.split())
 
-_GET_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # what func is when param.grad is read
+_DATA, _GRAD = (vars(torch._C.TensorBase)[name] for name in ("data", "grad"))  # torch's own properties
 CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16, "double": torch.float64}
 
 
@@ -46,9 +47,6 @@ class Owner(Protocol):
     def borrow(self, param: nn.Parameter) -> bool:
         """Make the values of ``param`` usable for what is running now; False if nothing is."""
 
-    def usable(self, param: nn.Parameter) -> bool:
-        """Whether the values of ``param`` are there now."""
-
     def copy_of(self, param: nn.Parameter) -> Tensor:
         """A copy of the values, on the parameter's device."""
 
@@ -57,6 +55,9 @@ class Owner(Protocol):
 
     def gradient_asked_for(self, param: nn.Parameter) -> None:
         """Somebody reads ``param.grad``."""
+
+    def data_asked_for(self, param: nn.Parameter) -> None:
+        """Somebody reads ``param.data``, and may change it without torch counting a version."""
 
     def where(self, param: nn.Parameter) -> str:
         """Name of ``param`` and where its bytes are, as an error says it."""
@@ -90,14 +91,14 @@ def is_adopted(param: Tensor) -> bool:
 
 
 class _Resharded:
-    """Mixed into the class of a parameter for as long as its bytes are elsewhere."""
+    """Mixed into the class of a parameter while its bytes are elsewhere."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func == _GET_GRADIENT and (owner := owner_of(args[0])) is not None:
+        if func == _GRAD.__get__ and (owner := owner_of(args[0])) is not None:
             owner.gradient_asked_for(args[0])
         if _is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
@@ -118,7 +119,47 @@ class _Resharded:
             replaces = getattr(func, "__name__", "") == "__set__"
             if owner is None or replaces or not owner.borrow(param):
                 raise ResidencyError(_refusal(owner, param, func))
+            if func == _DATA.__get__:
+                owner.data_asked_for(param)
         return func(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        assert isinstance(self, nn.Parameter)
+        owner = owner_of(self)
+        state = owner.where(self) if owner is not None else "its engine is closed"
+        return f"Parameter of shape {tuple(self.shape)}, {self.dtype}, resharded: {state}"
+
+
+class _Shown:
+    """Mixed into the class of a parameter while it shows its bytes: an ordinary one, whose owner hears of two reads."""
+
+    @property
+    def data(self) -> Tensor:
+        assert isinstance(self, nn.Parameter)
+        if (owner := owner_of(self)) is not None:
+            owner.data_asked_for(self)
+        return data_of(self)
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        assert isinstance(self, nn.Parameter)
+        set_data(self, values)
+
+    @property
+    def grad(self) -> Tensor | None:
+        assert isinstance(self, nn.Parameter)
+        if (owner := owner_of(self)) is not None:
+            owner.gradient_asked_for(self)
+        found: Tensor | None = _GRAD.__get__(self)
+        return found
+
+    @grad.setter
+    def grad(self, values: Tensor | None) -> None:
+        _GRAD.__set__(self, values)
+
+
+class _Copied:
+    """Mixed in always: copies are plain parameters."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         assert isinstance(self, nn.Parameter)
@@ -131,35 +172,61 @@ class _Resharded:
         assert isinstance(self, nn.Parameter)
         return _plain_copy(self).__reduce_ex__(protocol)
 
-    def __repr__(self) -> str:
-        assert isinstance(self, nn.Parameter)
-        owner = owner_of(self)
-        state = owner.where(self) if owner is not None else "its engine is closed"
-        return f"Parameter of shape {tuple(self.shape)}, {self.dtype}, resharded: {state}"
-
 
 @cache
 def resharded_form(plain: type[nn.Parameter]) -> type[nn.Parameter]:
     """The class that a parameter of class ``plain`` takes while its bytes are elsewhere."""
-    return type(f"Resharded{plain.__name__}", (_Resharded, plain), {"__module__": __name__})
+    return type(f"Resharded{plain.__name__}", (_Resharded, _Copied, plain), {"__module__": __name__})
+
+
+@cache
+def shown_form(plain: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class that a parameter of class ``plain`` takes while it shows its bytes."""
+    return type(plain.__name__, (_Shown, _Copied, plain), {"__module__": __name__})
+
+
+def make_plain(param: nn.Parameter) -> None:
+    """Give ``param`` the class back that it had before it was adopted."""
+    if isinstance(param, _Resharded | _Shown):
+        param.__class__ = type(param).__bases__[-1]
+
+
+def data_of(param: nn.Parameter) -> Tensor:
+    """What ``param.data`` gives, and nobody hears of it."""
+    values: Tensor = _DATA.__get__(param)
+    return values
+
+
+def set_data(param: nn.Parameter, values: Tensor) -> None:
+    """What ``param.data = values`` does; ``param`` is not resharded."""
+    _DATA.__set__(param, values)
+
+
+def take_gradient(param: nn.Parameter) -> Tensor | None:
+    """What autograd has accumulated on ``param``, which has none then."""
+    gradient: Tensor | None = _GRAD.__get__(param)
+    if gradient is not None:
+        _GRAD.__set__(param, None)
+    return gradient
 
 
 @contextmanager
 def _plain(params: list[nn.Parameter]) -> Iterator[None]:
     """Let ``params`` pass for plain ones: who asks for their gradients needs no values."""
     for param in params:
-        param.__class__ = type(param).__bases__[1]
+        make_plain(param)
     try:
         yield
     finally:
         for param in params:
-            owner = owner_of(param)
-            if not isinstance(param, _Resharded) and (owner is None or not owner.usable(param)):
+            if not isinstance(param, _Resharded | _Shown):  # nobody has moved it meanwhile
                 param.__class__ = resharded_form(type(param))
 
 
 def _plain_copy(param: nn.Parameter) -> nn.Parameter:
     owner = owner_of(param)
+    if isinstance(param, _Shown):
+        return nn.Parameter(data_of(param).clone(), requires_grad=param.requires_grad)
     if owner is None:
         raise ResidencyError(_refusal(None, param, copy_of_it))
     return nn.Parameter(owner.copy_of(param), requires_grad=param.requires_grad)
@@ -218,8 +285,8 @@ def _refusal(owner: Owner | None, param: nn.Parameter, func: Callable[..., Any])
         what = f"{what} .{func.__self__.__name__}"  # type: ignore[attr-defined] # of a property
     if owner is None:
         return (
-            f"{what} of a parameter of shape {tuple(param.shape)} whose engine is closed: it has no values any more;"
-            " take engine.state_dict() before close()"
+            f"{what} of a parameter of shape {tuple(param.shape)} whose engine is closed, or belongs to the process"
+            " that forked this one: it has no values; take engine.state_dict() before"
         )
     return (
         f"{what} of {owner.where(param)}: no forward or backward is running that would bring it here. Use it inside"

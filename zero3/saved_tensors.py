@@ -35,7 +35,8 @@ class SavedTensors:
 
     def enter(self) -> None:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if not self.owners or (outer is not None and isinstance(getattr(outer[0], "__self__", None), _Hooks)):
+        around = getattr(outer[0], "__self__", None) if outer is not None else None
+        if not self.owners or (isinstance(around, _Hooks) and around.saved is self):
             self._entered.append((None, -1))
             return
         ours = _Hooks(self, outer)
@@ -112,13 +113,13 @@ class _Hooks:
     def __init__(
         self, saved: SavedTensors, outer: tuple[Callable[..., Any], Callable[..., Tensor]] | None
     ) -> None:
-        self._saved = saved
+        self.saved = saved
         self._outer_pack: Callable[[Tensor], Any] | None = outer and outer[0]
         self._outer_unpack: Callable[[Any], Tensor] | None = outer and outer[1]
 
     def pack(self, tensor: Tensor) -> Any:
         strided = tensor.layout is torch.strided
-        group = self._saved.owners.get(tensor.untyped_storage()._cdata) if strided else None
+        group = self.saved.owners.get(tensor.untyped_storage()._cdata) if strided else None
         if group is None and self._outer_pack is not None:
             return self._outer_pack(tensor)
         return _Saved(group, tensor)
@@ -126,8 +127,8 @@ class _Hooks:
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _Saved):
             if packed.group is not None:
-                self._saved.hand_out(packed.group)
+                self.saved.hand_out(packed.group)
             return packed.checked()
         assert self._outer_unpack is not None
-        with self._saved.recomputing():
+        with self.saved.recomputing():
             return self._outer_unpack(packed)

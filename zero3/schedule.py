@@ -11,6 +11,7 @@ An event moves groups in several steps: Ctrl-C waits until they are consistent a
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 
@@ -36,11 +37,13 @@ class PassSchedule:
         prefetcher: Prefetcher,
         gradients: GradientStore,
         on_backward: Callable[[], None],
+        on_first_gradient: Callable[[], None],
         on_end_of_backward: Callable[[], None],
     ) -> None:
         self._prefetcher = prefetcher
         self._gradients = gradients
         self._on_backward = on_backward
+        self._on_first_gradient = on_first_gradient
         self._on_end_of_backward = on_end_of_backward
         self._enclosing = {group: _enclosing(group, groups) for group in groups}
         self._calls: Counter[ParamGroup] = Counter()  # forwards that are running now and use the group
@@ -51,6 +54,8 @@ class PassSchedule:
         self._entered: tuple[ParamGroup, range] | None = None
         self._saved = SavedTensors(groups, self.need)
         self.in_backward = False
+        self._received = False  # a gradient of a parameter, in this backward: torch.autograd.grad gives none
+        self._thread = 0  # of the forwards that are running
         self._closed = False
 
     @property
@@ -61,6 +66,7 @@ class PassSchedule:
     @uninterrupted
     def begin_forward(self, training: bool, *, whole: bool = True) -> None:
         """A module outside of the blocks, the ``whole`` model or not, is called; the outermost call begins a pass."""
+        self._check_thread()
         if not in_backward_pass():
             if self.in_backward:
                 # A backward that nobody guarded (the user's loss.backward()) ended by an exception: start clean.
@@ -76,17 +82,22 @@ class PassSchedule:
     @uninterrupted
     def end_forward(self) -> None:
         """The module that ``begin_forward`` told of has returned or raised."""
+        if self._elsewhere():
+            return
         self._saved.leave()
         self._give_back()
 
     @uninterrupted
     def pre_forward(self, group: ParamGroup) -> None:
+        self._check_thread()
         self._forwards.append(_Forward())
         self._saved.enter()
         self._use(group)
 
     @uninterrupted
     def post_forward(self, group: ParamGroup) -> None:
+        if self._elsewhere():
+            return
         self._saved.leave()
         self._give_back()
         self._stop_using(group)
@@ -122,7 +133,7 @@ class PassSchedule:
                     "backward was called with create_graph=True: gradients of gradients are not supported in this"
                     " version while parameters are offloaded; use offload_param: none"
                 )
-            self.in_backward = True
+            self.in_backward, self._received = True, False
             call_at_end_of_backward(self.end_of_backward)
             self._on_backward()
 
@@ -156,6 +167,10 @@ class PassSchedule:
 
     @uninterrupted
     def gradient(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
+        self.begin_backward()
+        if not self._received:
+            self._received = True
+            self._on_first_gradient()
         self._gradients.accumulate(group, piece, param)
 
     @uninterrupted
@@ -171,7 +186,8 @@ class PassSchedule:
         self._saved.end_of_backward()
         self.in_backward = False
         self._prefetcher.end_pass()
-        self._on_end_of_backward()
+        if self._received:
+            self._on_end_of_backward()
 
     @uninterrupted
     def abandon(self) -> None:
@@ -193,6 +209,19 @@ class PassSchedule:
         """No pass comes any more: free what one that was interrupted holds."""
         self.abandon()
         self._closed = True
+
+    def _elsewhere(self) -> bool:
+        """Whether the forwards that are running run in another thread. Autograd's threads may recompute some."""
+        alone = not self._forwards or not self._saved.owners or in_backward_pass()
+        return not alone and self._thread != threading.get_ident()
+
+    def _check_thread(self) -> None:
+        if self._elsewhere():
+            raise EngineStateError(
+                "the model was called from a second thread while a forward is running: its parameters come and go for"
+                " one pass at a time. Call it under a lock, or use offload_param: none"
+            )
+        self._thread = threading.get_ident()
 
     def _recomputes_itself(self, group: ParamGroup) -> bool:
         """Whether the node that runs now was made by the forward of ``group`` that backward has entered last.

@@ -25,6 +25,7 @@ from tiering.config import TiersConfig
 from tiering.errors import ArenaError
 from tiering.placement import Plan, Tier
 from tiering.swap_space import Section, StripedExtent, SwapSpace
+from zero3.nowhere import map_nan
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +172,10 @@ class Tiers:
             if plan.workload.fetch_by_copy
             else self.device_arena.split(plan.working_bytes, "working")
         )
+        # What storages show that have no bytes now.
+        self.nowhere: memoryview | None = None
+        if isinstance(self.working, Arena) and plan.working_bytes:
+            self.nowhere = map_nan(max(group.param_bytes for group in plan.workload.groups))
         windows = (self.staging, self.grad_window, self.fetch_window, self.offload_window, self.working)
         self._arenas = [
             arena for arena in (self.host, self.device_arena, *windows) if isinstance(arena, Arena)
@@ -306,6 +311,7 @@ class Tiers:
                 home.tensor = None
             for arena in self._arenas:
                 arena.forget_memory()
+            self.nowhere = None
 
 
 def _sections(plan: Plan, nvme: NvmePaths) -> dict[str, Section]:

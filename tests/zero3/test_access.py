@@ -327,10 +327,11 @@ def test_after_close_every_use_says_so(start: Start, micro_batches: Any, placeme
         start(engine.module)
 
 
+@PLACEMENTS
 def test_clipping_by_hand_is_told_that_it_does_nothing(
-    start: Start, micro_batches: Any, caplog: pytest.LogCaptureFixture
+    start: Start, micro_batches: Any, caplog: pytest.LogCaptureFixture, placement: Any
 ) -> None:
-    engine = start(accumulation=1, **STREAMED)
+    engine = start(accumulation=1, **placement)
     for number, (tokens, targets) in enumerate(micro_batches(2)):
         engine.optimizer.zero_grad()
         engine.backward(engine(tokens, targets))

@@ -153,6 +153,7 @@ class Autograd:
             self.prefetcher,
             self.gradients,  # type: ignore[arg-type]
             partial(self.count, "began"),
+            lambda: None,
             partial(self.count, "ended"),
         )
         self.callbacks: list[list[Callable[[], None]]] = []  # of each backward pass that runs, innermost last

@@ -104,7 +104,7 @@ def make(
     if root:
         groups.append(FakeGroup("root", device))
     gradients = FakeGradients()
-    passes = PassSchedule(groups, Prefetcher(), gradients, lambda: None, lambda: None)  # type: ignore[arg-type]
+    passes = PassSchedule(groups, Prefetcher(), gradients, lambda: None, lambda: None, lambda: None)  # type: ignore[arg-type]
     return device, groups, passes, gradients
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,3 +94,17 @@ def test_what_cannot_be_handled_is_refused(start: Callable[..., Any]) -> None:
     thread.start()
     thread.join()
     assert "main thread" in str(caught[0])
+
+
+def test_a_forked_child_still_ends_when_it_is_told_to(start: Callable[..., Any]) -> None:
+    engine = start(accumulation=1)
+    engine.save_and_exit_on()
+    forking = multiprocessing.get_context("fork")
+    ready = forking.Event()
+    child = forking.Process(target=lambda: (ready.set(), time.sleep(60)))
+    child.start()
+    assert ready.wait(20)
+    child.terminate()
+    child.join(20)
+    assert child.exitcode == -signal.SIGTERM
+    assert engine.stop_requested == ""

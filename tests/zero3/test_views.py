@@ -1,0 +1,279 @@
+"""Views of parameters that leave their module, and changes that torch does not count."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tiering.errors import ConfigError, EngineStateError, ResidencyError
+from zero3 import nowhere, tiers
+
+Start = Callable[..., Any]
+WIDTH = 32
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"offload_param": "cpu", "offload_optimizer": "cpu"},
+    "nvme": {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False},
+    "least": {
+        "offload_param": "nvme",
+        "offload_optimizer": "nvme",
+        "cache_in_host": False,
+        "prefetch": 0,
+    },
+}
+
+
+class Position(nn.Module):
+    """Returns views of its parameter, and they are used after it has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, WIDTH))
+
+    def forward(self, count: int) -> dict[str, Any]:
+        return {"first": self.table[:count], "pair": (self.table[count], None)}
+
+
+class Model(nn.Module):
+    def __init__(self, edit: Callable[[nn.Parameter], None] | None = None) -> None:
+        super().__init__()
+        self.position = Position()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.positions = nn.ModuleList(Position() for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        for block in self.blocks:
+            if edit is not None:
+                block.register_forward_pre_hook(lambda module, _: edit(module.weight))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for at in (self.position, *self.positions):
+            found = at(x.shape[0])
+            x = x + found["first"] + found["pair"][0]
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return (x * self.scale).float().square().mean(), self.scale[None]
+
+
+def trained(
+    start: Start, model: nn.Module, between: Callable[[Any], None] | None = None, **options: Any
+) -> Any:
+    engine = start(model, accumulation=1, threshold=0, **options)
+    for step in range(4):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss, scale = engine(x.to(torch.float32 if options.get("precision") == "fp32" else torch.bfloat16))
+        assert torch.isfinite(scale).all(), "a view that the model returned has lost its bytes"
+        engine.backward(loss + scale.float().sum() * 1e-3)
+        engine.step()
+        if between is not None:
+            between(engine)
+    return engine
+
+
+def made(edit: Callable[[nn.Parameter], None] | None = None) -> Model:
+    torch.manual_seed(1)
+    return Model(edit)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_views_that_a_module_returns_keep_their_values(start: Start, differing: Any, placement: str) -> None:
+    expected = trained(start, made()).master_state_dict()
+    found = trained(start, made(), **PLACEMENTS[placement]).master_state_dict()
+    assert differing(found, expected) == []
+
+
+def halve(weight: nn.Parameter) -> None:
+    weight.data.mul_(0.5)
+
+
+def clamp(engine: Any) -> None:
+    for block in engine.module.blocks:
+        with torch.no_grad():
+            block.weight.data.clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_changes_through_data_in_forward_count_wherever_the_parameter_lives(
+    start: Start, differing: Any, placement: str, precision: str
+) -> None:
+    """As codebooks do that follow a moving average."""
+    expected = trained(start, made(halve), precision=precision).master_state_dict()
+    untouched = trained(start, made(), precision=precision).master_state_dict()
+    found = trained(start, made(halve), precision=precision, **PLACEMENTS[placement]).master_state_dict()
+    assert differing(found, expected) == []
+    assert expected["blocks.0.weight"].abs().max() < untouched["blocks.0.weight"].abs().max() / 2
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_changes_through_data_between_steps_reach_the_master(start: Start, precision: str) -> None:
+    """As clipping of weights does. The alias may be kept, too."""
+    engine = trained(start, made(), clamp, precision=precision)
+    assert engine.get_fp32_parameter("blocks.0.weight").abs().max() <= 0.0101 + 1e-3
+    kept = engine.module.blocks[1].weight.data
+    for _ in range(2):
+        loss, _ = engine(torch.ones(4, WIDTH, dtype=kept.dtype))
+        engine.backward(loss)
+        kept.zero_()
+        engine.step()
+        assert engine.get_fp32_parameter("blocks.1.weight").abs().max() < 2e-3
+
+
+def test_a_view_that_outlives_the_forward_reads_nan(start: Start) -> None:
+    engine = start(made(), accumulation=1, threshold=0, **PLACEMENTS["nvme"])
+    kept: list[Tensor] = []
+    hook = engine.module.blocks[0].register_forward_hook(
+        lambda module, *_: kept.append(module.weight.detach())
+    )
+    x = torch.ones(4, WIDTH, dtype=torch.bfloat16)
+    engine(x)
+    hook.remove()
+    assert kept[0].isnan().all() and kept[0].shape == (WIDTH, WIDTH)
+    kept[0].add_(1)  # goes nowhere
+    with pytest.raises(EngineStateError, match=r"'blocks\.0\.weight' was changed in place through a view"):
+        engine(x)
+    loss, _ = engine(x)
+    assert torch.isfinite(loss), "the engine is not usable after that"
+    engine.backward(loss)
+    engine.step()
+
+
+def test_nan_of_any_size_costs_one_block_and_is_given_back() -> None:
+    def mappings() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    before = mappings()
+    memory = nowhere.map_nan(20 * nowhere.BLOCK + 12)
+    assert memory is not None and len(memory) == 20 * nowhere.BLOCK + 12
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        shown = torch.frombuffer(memory, dtype=dtype)
+        assert shown[:: 1 << 16].isnan().all() and shown[-1].isnan()
+    shown[0] = 1
+    assert shown[nowhere.BLOCK // 2].isnan(), "a write went into the block that all of it shows"
+    del memory, shown
+    assert mappings() == before
+
+
+def test_without_that_memory_training_goes_on(
+    start: Start, differing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(start, made()).master_state_dict()
+    monkeypatch.setattr(tiers, "map_nan", lambda nbytes: None)
+    found = trained(start, made(), **PLACEMENTS["nvme"]).master_state_dict()
+    assert differing(found, expected) == []
+
+
+def test_memory_that_two_parameters_share_is_refused(start: Start) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(
+        ConfigError, match=r"'0\.weight' and '1\.weight' are two parameters over the same memory"
+    ):
+        start(model)
+    with torch.inference_mode(), pytest.raises(EngineStateError, match="inference_mode"):
+        start(nn.Linear(8, 8))
+
+
+def test_an_engine_within_the_forward_of_another(start: Start, differing: Any) -> None:
+    """As in distillation; its loss reaches the outer engine's gradients by a value kept on a block."""
+
+    class Teacher(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+            self.kept: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](x)
+            self.kept = (x * self.blocks[1].weight[0]).float().square().mean()
+            return x.detach()
+
+    class Student(nn.Module):
+        def __init__(self, teacher: Any) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+            self.teacher = [teacher]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.blocks[1](self.blocks[0](x)) - self.teacher[0](x)).float().square().mean()
+
+    def run(**placement: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        torch.manual_seed(4)
+        teacher = start(Teacher(), accumulation=1, threshold=0, **placement)
+        student = start(Student(teacher), accumulation=1, threshold=0, **placement)
+        for _ in range(3):
+            student.backward(student(torch.ones(4, WIDTH, dtype=torch.bfloat16)))
+            teacher.backward(teacher.module.kept)
+            student.step()
+            teacher.step()
+        return student.master_state_dict(), teacher.master_state_dict()
+
+    for found, expected in zip(run(**PLACEMENTS["nvme"]), run(), strict=True):
+        assert differing(found, expected) == []
+
+
+def test_a_gradient_of_the_input_is_no_step(start: Start) -> None:
+    """Asked for by autograd.grad, with accumulation and a loss scale, too: nothing waits to be stepped."""
+    engine = start(made(), accumulation=2, threshold=0, **PLACEMENTS["nvme"])
+    x = torch.ones(4, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    (gradient,) = torch.autograd.grad(engine(x)[0], x)
+    assert torch.isfinite(gradient).all() and gradient.abs().sum() > 0
+    with pytest.raises(EngineStateError, match="without a backward"):
+        engine.step()
+    first, second = engine.scale(engine(x)[0]), engine.scale(engine(x)[0])
+    first.backward()
+    engine.step()
+    second.backward()
+    engine.step()
+    assert engine.global_steps == 1
+
+
+def test_a_second_thread_is_refused_while_a_forward_runs(start: Start) -> None:
+    engine = start(made(), accumulation=1, threshold=0, **PLACEMENTS["nvme"])
+    x = torch.ones(4, WIDTH, dtype=torch.bfloat16)
+    caught: list[BaseException] = []
+
+    def elsewhere(*_: Any) -> None:
+        def call() -> None:
+            try:
+                engine.module(x)
+            except EngineStateError as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    hook = engine.module.blocks[1].register_forward_hook(elsewhere)
+    with torch.no_grad():
+        disturbed = engine(x)[0]
+        hook.remove()
+        assert "second thread" in str(caught[0]) and len(caught) == 1
+        assert torch.equal(disturbed, engine(x)[0])
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_forked_child_that_uses_the_model_gets_an_error(start: Start, placement: str) -> None:
+    engine = start(made(), accumulation=1, threshold=0, **PLACEMENTS[placement])
+    forking = multiprocessing.get_context("fork")
+    told = forking.Queue()
+
+    def use() -> None:
+        try:
+            engine.module.blocks[0].weight.norm()
+        except ResidencyError as error:
+            told.put(str(error))
+
+    child = forking.Process(target=use)
+    child.start()
+    assert "the process that forked this one" in told.get(timeout=60)
+    child.join()
+    assert child.exitcode == 0
+    with torch.no_grad():
+        assert torch.isfinite(engine(torch.ones(4, WIDTH, dtype=torch.bfloat16))[0])

@@ -1,0 +1,54 @@
+"""Memory of NaN: what a group's storage shows while the group's bytes are elsewhere.
+
+A view of a parameter may outlive its group's stay (a user's hook keeps ``weight.detach()``). Reading it afterwards must
+not end the process, nor give zeros that pass for values. So the storage always has an address: one small block of NaN,
+mapped again and again over as much address space as the largest group takes. Writes go to private copies of its pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import weakref
+
+log = logging.getLogger(__name__)
+
+BLOCK = 2 << 20  # bytes of real memory behind it
+MAPPINGS = 1 << 14  # of the 65530 that Linux gives a process by default, the most that are used here
+
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_nan(nbytes: int) -> memoryview | None:
+    """``nbytes`` of address space that read as 0xFF, a NaN in every floating-point dtype; None where it cannot be had.
+
+    It is given back when nothing refers to it any more.
+    """
+    block = max(BLOCK, -(-nbytes // MAPPINGS // BLOCK) * BLOCK)
+    size = -(-max(nbytes, 1) // block) * block
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    private = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    base = libc.mmap(None, size, protection, private | mmap.MAP_ANONYMOUS, -1, 0)
+    if base == _FAILED:
+        log.debug("no %d bytes of address space: %s", size, os.strerror(ctypes.get_errno()))
+        return None
+    region = (ctypes.c_char * size).from_address(base)
+    weakref.finalize(region, libc.munmap, base, size).atexit = False
+    content = os.memfd_create("nan", os.MFD_CLOEXEC)
+    try:
+        if os.write(content, b"\xff" * block) < block:
+            return None
+        for offset in range(0, size, block):
+            if libc.mmap(base + offset, block, protection, private | _MAP_FIXED, content, 0) == _FAILED:
+                log.debug("no mapping of NaN: %s", os.strerror(ctypes.get_errno()))
+                return None
+    finally:
+        os.close(content)
+    return memoryview(region).cast("B")[:nbytes]

@@ -10,7 +10,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -57,7 +57,6 @@ def gathered(
     """
     listed, yielded = _listed(params)
     lent: list[tuple[Access, nn.Parameter]] = []
-    changed: list[str] = []
     try:
         for param in dict.fromkeys(listed):
             owner = resharded.owner_of(param)
@@ -67,14 +66,14 @@ def gathered(
                 assert isinstance(owner, Access)
                 owner.lend(param, modify=modify)
                 lent.append((owner, param))
-        yield yielded
+        with ExitStack() as saving:
+            for owner in {owner: None for owner, _ in lent}:
+                saving.enter_context(owner.saving_copies())
+            yield yielded
     finally:
-        for owner, param in lent:
-            changed += owner.take_back(param, modify=modify)
-    if changed:
-        raise EngineStateError(
-            f"{', '.join(changed[:3])} was changed inside gathered(), and the change is dropped; pass modify=True"
-        )
+        refused = [problem for owner, param in lent if (problem := owner.take_back(param, modify=modify))]
+    if refused:
+        raise EngineStateError(f"inside gathered(), {refused[0]}; the change is dropped")
 
 
 def _listed(params: Any) -> tuple[list[nn.Parameter], Any]:
@@ -191,17 +190,29 @@ class Access:
         self.store_edits_of_residents(group)
         group.lend(position, self.copy_of(param))
 
-    def take_back(self, param: nn.Parameter, *, modify: bool) -> list[str]:
-        """End ``lend`` and keep the changes, or return the name of a parameter that was changed for nothing."""
+    def take_back(self, param: nn.Parameter, *, modify: bool) -> str:
+        """End ``lend`` and keep the changes; returns what is wrong with those that cannot be kept."""
         group, position = self._places[param]
-        piece, shown = group.layout.pieces[position], param.detach()
+        piece, shown = group.layout.pieces[position], resharded.data_of(param)
         edited = group.lent_was_edited(position)
-        if modify:
+        try:
+            if not modify:
+                return f"{piece.name!r} was changed without modify=True" if edited else ""
+            if tuple(shown.shape) != piece.shape or not shown.is_floating_point():
+                return f"{piece.name!r} of shape {piece.shape} became {shown.dtype} of shape {tuple(shown.shape)}"
             self._prefetcher.drop(group)
-            self._state.follow(group, piece, shown.reshape(-1))
+            if shown.dtype == group.dtype:
+                self._state.follow(group, piece, shown.reshape(-1))
+            else:  # .data = what was loaded, perhaps with more bits
+                self._state.set_master(group, piece, shown.reshape(-1).to("cpu", torch.float32))
             torch.autograd.graph.increment_version([param])
-        group.take_back(position)
-        return [piece.name] if edited and not modify else []
+            return ""
+        finally:
+            group.take_back(position)
+
+    def saving_copies(self) -> AbstractContextManager[Any]:
+        """What autograd saves of lent parameters keeps their copies: the parameters show something else by then."""
+        return self._schedule.saving()
 
     def store_edits_of_residents(self, only: ParamGroup | None = None) -> None:
         """Let the masters follow parameters that are always on the device and were edited in place."""

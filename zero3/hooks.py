@@ -11,6 +11,7 @@ A copied or pickled module takes its hooks along: there they do nothing.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -49,17 +50,20 @@ def install(model: nn.Module, groups: Iterable[ParamGroup], events: Events) -> l
     handles: list[RemovableHandle] = []
     for group in groups:
         for entry in group.entries:
-            handles.append(entry.register_forward_pre_hook(_BeforeGroup(events, group), prepend=True))
-            handles.append(entry.register_forward_hook(_AfterGroup(events, group, moving), always_call=True))
+            opening = _BeforeGroup(events, group)
+            handles.append(entry.register_forward_pre_hook(opening, prepend=True))
+            handles.append(
+                entry.register_forward_hook(_AfterGroup(events, opening, moving), always_call=True)
+            )
         for piece, param in zip(group.layout.pieces, group.params, strict=True):
             if piece.trainable:
                 handles.append(param.register_post_accumulate_grad_hook(_accumulated(events, group, piece)))
     # After the groups': a prepended hook runs before those that are there, another one behind them.
     anything_moves = any(group.moves for group in groups)
     for module in _outside_of_blocks(model, groups) if anything_moves else [model]:
-        whole = module is model
-        handles.append(module.register_forward_pre_hook(_BeforeForward(events, whole), prepend=True))
-        handles.append(module.register_forward_hook(_AfterForward(events, whole, moving), always_call=True))
+        before = _BeforeForward(events, module is model, _looked_at(module, groups))
+        handles.append(module.register_forward_pre_hook(before, prepend=True))
+        handles.append(module.register_forward_hook(_AfterForward(events, before, moving), always_call=True))
     return handles
 
 
@@ -77,6 +81,14 @@ def _outside_of_blocks(model: nn.Module, groups: Iterable[ParamGroup]) -> Iterat
         if module is model or module not in entries or encloses:
             yield module
             queue.extend(module.children())
+
+
+def _looked_at(module: nn.Module, groups: Iterable[ParamGroup]) -> list[ParamGroup]:
+    """torch's encoder asks its first layer, before it calls it, whether the fast path of evaluation can be taken."""
+    if not isinstance(module, nn.TransformerEncoder):
+        return []
+    asked = {id(param) for param in module.layers[0].parameters()}
+    return [group for group in groups if group.moves and any(id(param) in asked for param in group.params)]
 
 
 def watch_backward(outputs: Any, on_first_gradient: Callable[[], None]) -> None:
@@ -165,9 +177,13 @@ def _called_by_compiled_code() -> bool:
 
 
 class _BeforeForward(OurHook):
-    def __init__(self, events: Events, whole: bool) -> None:
+    """``posing``: groups whose parameters the module looks at, but does not read, to choose its way."""
+
+    def __init__(self, events: Events, whole: bool, posing: list[ParamGroup]) -> None:
         self.events = events
         self.whole = whole
+        self.posing = posing
+        self.running: list[int] = []  # the threads of the calls that it has told of
 
     def run(self, module: nn.Module, args: Any) -> None:
         if self.whole and _called_by_compiled_code():
@@ -177,17 +193,27 @@ class _BeforeForward(OurHook):
                 " `for block in model.layers: block.compile()`"
             )
         self.events.begin_forward(torch.is_grad_enabled(), whole=self.whole)
+        self.running.append(threading.get_ident())
+        for group in self.posing:
+            group.pose()
 
 
 class _AfterForward(OurHook):
-    def __init__(self, events: Events, whole: bool, moving: frozenset[int]) -> None:
+    """``before`` is the hook that it answers: torch calls this one also where that one never ran, or raised."""
+
+    def __init__(self, events: Events, before: _BeforeForward, moving: frozenset[int]) -> None:
         self.events = events
-        self.whole = whole
+        self.before = before
         self.moving = moving
 
     def run(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if threading.get_ident() not in self.before.running:
+            return None
+        self.before.running.remove(threading.get_ident())
+        for group in self.before.posing:
+            group.end_pose()
         output = with_bytes_of_its_own(output, self.moving)
-        if self.whole:
+        if self.before.whole:
             watch_backward(output, self.events.begin_backward)
         self.events.end_forward()
         return output
@@ -197,22 +223,30 @@ class _BeforeGroup(OurHook):
     def __init__(self, events: Events, group: ParamGroup) -> None:
         self.events = events
         self.group = group
+        self.running: list[int] = []  # the threads of the calls that it has told of
 
     def run(self, module: nn.Module, args: Any) -> None:
         self.events.pre_forward(self.group)
+        self.running.append(threading.get_ident())
 
 
 class _AfterGroup(OurHook):
-    def __init__(self, events: Events, group: ParamGroup, moving: frozenset[int]) -> None:
+    """``before`` is the hook that it answers, see _AfterForward."""
+
+    def __init__(self, events: Events, before: _BeforeGroup, moving: frozenset[int]) -> None:
         self.events = events
-        self.group = group
+        self.before = before
         self.moving = moving
 
     def run(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if threading.get_ident() not in self.before.running:
+            return None
+        self.before.running.remove(threading.get_ident())
+        group = self.before.group
         output = with_bytes_of_its_own(output, self.moving)
         nodes = self.events.forward_nodes()
-        watch_backward(output, lambda: self.events.pre_backward(self.group, nodes))
-        self.events.post_forward(self.group)
+        watch_backward(output, lambda: self.events.pre_backward(group, nodes))
+        self.events.post_forward(group)
         return output
 
 

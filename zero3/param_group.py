@@ -86,7 +86,8 @@ class ParamGroup:
             set()
         )  # positions whose .data was handed out, to be changed without a version
         self._shown = False  # whether the parameters are plain ones now
-        self._lent: dict[int, int] = {}  # position in params that shows a copy (gathered) -> its version then
+        # Position in params that shows a copy (gathered) -> its version and address then.
+        self._lent: dict[int, tuple[int, int]] = {}
         self.on_edit: Callable[[ParamGroup, list[int]], None] = _nobody_edits
         if self._storage is not None:
             self._storage.take_bytes()
@@ -123,6 +124,18 @@ class ParamGroup:
             self._point_nowhere()
             self.note_versions()
 
+    def pose(self) -> None:
+        """Let hidden parameters pass for plain ones where code looks at their class. Their values are NaN."""
+        if not self._shown:
+            for position, param in enumerate(self.params):
+                if position not in self._lent:
+                    param.__class__ = resharded.shown_form(self._plain[position])
+
+    def end_pose(self) -> None:
+        """Undo ``pose``."""
+        if not self._shown:
+            self._point_nowhere()
+
     def give_up_parameters(self) -> None:
         """The engine is closed: whatever uses the parameters from now on is told so."""
         self._lent.clear()
@@ -133,7 +146,7 @@ class ParamGroup:
     def lend(self, position: int, copy: Tensor) -> None:
         """Let the parameter at ``position`` show ``copy``, whatever the group does, until ``take_back``."""
         self._point(position, copy)
-        self._lent[position] = self.params[position]._version
+        self._lent[position] = self.params[position]._version, copy.data_ptr()
 
     def lends_at(self, position: int) -> bool:
         """Whether the parameter at ``position`` is lent."""
@@ -141,7 +154,8 @@ class ParamGroup:
 
     def lent_was_edited(self, position: int) -> bool:
         """Whether the parameter at ``position`` was written in place since it was lent."""
-        return self.params[position]._version != self._lent[position]
+        param = self.params[position]
+        return (param._version, param.data_ptr()) != self._lent[position]
 
     def take_back(self, position: int) -> None:
         """Undo ``lend``."""

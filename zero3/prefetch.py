@@ -11,6 +11,8 @@ from __future__ import annotations
 from tiering.errors import SwapError
 from zero3.param_group import ParamGroup, Residency
 
+FARTHEST = 64  # groups in a row that are in use or there: what comes behind can wait
+
 
 class Prefetcher:
     """Unshards groups on demand and ahead of it."""
@@ -20,7 +22,10 @@ class Prefetcher:
         self._trace: list[ParamGroup] = []
         self._cursor: int | None = 0  # position in the order; None: this pass has left it
         self._training = True
-        self._ahead: list[ParamGroup] = []  # unsharded or on their way, not in use, soonest first
+        self._ahead: dict[
+            ParamGroup, int
+        ] = {}  # on their way or there, not in use, soonest first -> place in the order
+        self._looked = 0  # place in the order: of what lies between the cursor and it, all is ahead
         self._error: SwapError | None = None  # met while looking ahead, not raised yet
 
     def begin_pass(self, training: bool) -> None:
@@ -29,7 +34,7 @@ class Prefetcher:
         if training is not self._training:
             self._drop_ahead()
         self._training = training
-        self._cursor = 0
+        self._cursor = self._looked = 0
 
     def end_pass(self) -> None:
         """The pass that was recorded is complete."""
@@ -37,6 +42,7 @@ class Prefetcher:
             self._orders[self._training] = self._trace
             self._trace = []
             self._cursor = 0
+            self._looked = 0
 
     def acquire(self, group: ParamGroup) -> None:
         """Make ``group`` usable now, and start what comes after it."""
@@ -47,10 +53,10 @@ class Prefetcher:
             raise error
         self._trace.append(group)
         self._advance(group)
-        if group in self._ahead:
-            self._ahead.remove(group)
+        self._ahead.pop(group, None)
         while not group.unshard(wait=not self._ahead):
-            self._ahead.pop().reshard()
+            self._ahead.popitem()[0].reshard()
+            self._looked = 0
         self.look_ahead()
         group.wait_for_unshard()
         self.look_ahead()
@@ -67,31 +73,40 @@ class Prefetcher:
         order = self._orders.get(self._training)
         if order is None or self._cursor is None:
             return
-        for group in order[self._cursor :]:
-            in_use = group.residency is not Residency.SHARDED and group not in self._ahead
-            if in_use and group.through_window:
-                return  # it will pass the window once more: what comes after that must not be in its way
-            if group.residency is not Residency.SHARDED:
-                continue
-            try:
-                if not group.unshard():
+        place = max(self._cursor, self._looked)
+        contiguous, passed = True, 0
+        while place < len(order) and passed < FARTHEST:
+            group = order[place]
+            if group.residency is Residency.SHARDED:
+                try:
+                    if not group.unshard():
+                        return
+                except SwapError as error:
+                    self._error = error
                     return
-            except SwapError as error:
-                self._error = error
-                return
-            self._ahead.append(group)
+                self._ahead[group] = place
+                passed = 0
+            elif self._ahead.get(group) != place:
+                if group.through_window and group not in self._ahead:
+                    return  # it will pass the window once more: what comes after that must not be in its way
+                contiguous = False  # its next use has to be looked at again when this one is over
+                passed += 1
+            place += 1
+            if contiguous:
+                self._looked = place
 
     def drop(self, group: ParamGroup) -> None:
         """Drop ``group`` if it was fetched ahead: its bytes at home are about to change."""
         if group in self._ahead:
-            self._ahead.remove(group)
+            del self._ahead[group]
+            self._looked = 0
             group.reshard()
 
     def forget(self) -> None:
         """Drop what was fetched ahead: the parameters are about to change, or a pass was abandoned."""
         self._drop_ahead()
         self._trace = []
-        self._cursor = 0
+        self._cursor = self._looked = 0
 
     def _advance(self, group: ParamGroup) -> None:
         order = self._orders.get(self._training, [])
@@ -106,3 +121,4 @@ class Prefetcher:
         for group in self._ahead:
             group.reshard()
         self._ahead.clear()
+        self._looked = 0

@@ -39,10 +39,14 @@ class SavedTensors:
         if not self.owners or (isinstance(around, _Hooks) and around.saved is self):
             self._entered.append((None, -1))
             return
-        ours = _Hooks(self, outer)
-        hooks = saved_tensors_hooks(ours.pack, ours.unpack)
+        hooks = self.hooks()
         hooks.__enter__()
         self._entered.append((hooks, torch._C._current_graph_task_id()))
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Hooks to enter, in front of those that are there."""
+        ours = _Hooks(self, torch._C._autograd._top_saved_tensors_default_hooks(True))
+        return saved_tensors_hooks(ours.pack, ours.unpack)
 
     def leave(self) -> None:
         hooks, task = self._entered.pop() if self._entered else (None, -1)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,30 +78,27 @@ class PassSchedule:
                 self.abandon()  # so did a forward that nobody guarded: the model does not call itself
             if not self._forwards:
                 self._prefetcher.begin_pass(training)
-        self._forwards.append(_Forward())
-        self._saved.enter()
+        self._enter()
 
     @uninterrupted
     def end_forward(self) -> None:
         """The module that ``begin_forward`` told of has returned or raised."""
-        if self._elsewhere():
-            return
-        self._saved.leave()
-        self._give_back()
+        self._leave()
 
     @uninterrupted
     def pre_forward(self, group: ParamGroup) -> None:
         self._check_thread()
-        self._forwards.append(_Forward())
-        self._saved.enter()
-        self._use(group)
+        self._enter()
+        try:
+            self._use(group)
+        except BaseException:
+            self._leave()
+            self._stop_using(group)
+            raise
 
     @uninterrupted
     def post_forward(self, group: ParamGroup) -> None:
-        if self._elsewhere():
-            return
-        self._saved.leave()
-        self._give_back()
+        self._leave()
         self._stop_using(group)
 
     @uninterrupted
@@ -205,6 +204,10 @@ class PassSchedule:
         self.in_backward = False
         self._prefetcher.forget()
 
+    def saving(self) -> AbstractContextManager[Any]:
+        """Our hooks for saved tensors, outside of a pass."""
+        return self._saved.hooks()
+
     def close(self) -> None:
         """No pass comes any more: free what one that was interrupted holds."""
         self.abandon()
@@ -264,8 +267,13 @@ class PassSchedule:
             else:
                 self._prefetcher.release(group)
 
-    def _give_back(self) -> None:
+    def _enter(self) -> None:
+        self._saved.enter()
+        self._forwards.append(_Forward())
+
+    def _leave(self) -> None:
         """The forward that is ending needs what it has borrowed no more."""
+        self._saved.leave()
         for group in self._forwards.pop().borrowed if self._forwards else ():
             self._stop_using(group)
 

@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tiering
 from tiering.errors import ConfigError, EngineStateError, ResidencyError
 from zero3 import nowhere, tiers
+from zero3.param_group import Residency
+from zero3.prefetch import Prefetcher
 
 Start = Callable[..., Any]
 WIDTH = 32
@@ -277,3 +280,168 @@ def test_a_forked_child_that_uses_the_model_gets_an_error(start: Start, placemen
     assert child.exitcode == 0
     with torch.no_grad():
         assert torch.isfinite(engine(torch.ones(4, WIDTH, dtype=torch.bfloat16))[0])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_data_of_another_kind_inside_gathered(start: Start, placement: str, precision: str) -> None:
+    """``.data = what was loaded``: cast if it has the shape, refused if not, and no neighbour is touched."""
+    engine = start(made(), precision=precision, accumulation=1, threshold=0, **PLACEMENTS[placement])
+    before = engine.master_state_dict()
+    name, weight = "blocks.0.weight", engine.module.blocks[0].weight
+    loaded = torch.randn(WIDTH, WIDTH, dtype=torch.float64)
+    with tiering.gathered(weight, modify=True):
+        weight.data = loaded
+    after = engine.master_state_dict()
+    assert torch.equal(after.pop(name), loaded.float())
+    assert all(torch.equal(value, before[other]) for other, value in after.items())
+    for wrong in (torch.zeros(WIDTH * 2, WIDTH // 2), torch.zeros(WIDTH + 1, WIDTH)):
+        with (
+            pytest.raises(EngineStateError, match=rf"'{name}' of shape \(32, 32\) became"),
+            tiering.gathered(engine.module.blocks, modify=True),
+        ):
+            weight.data = wrong
+    with pytest.raises(EngineStateError, match="without modify=True"), tiering.gathered(weight):
+        weight.data = torch.zeros(WIDTH, WIDTH)
+    assert torch.equal(engine.get_fp32_parameter(name), loaded.float())
+    assert all(torch.equal(engine.get_fp32_parameter(other), before[other]) for other in after)
+    loss, _ = engine(torch.ones(4, WIDTH, dtype=weight.dtype))
+    engine.backward(loss)
+    engine.step()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_penalty_that_gathered_made_goes_backward_after_the_block(
+    start: Start, differing: Any, placement: str
+) -> None:
+    def run(**where: Any) -> dict[str, Tensor]:
+        engine = start(made(), accumulation=1, threshold=0, **where)
+        for _ in range(3):
+            loss, _ = engine(torch.ones(4, WIDTH, dtype=torch.bfloat16))
+            with tiering.gathered(engine.module.blocks):
+                for block in engine.module.blocks:
+                    loss = loss + block.weight.abs().mean() + block.weight.float().pow(2).mean()
+            engine.backward(loss)
+            engine.step()
+        assert engine.skipped_steps == 0
+        masters: dict[str, Tensor] = engine.master_state_dict()
+        return masters
+
+    assert differing(run(**PLACEMENTS[placement]), run()) == []
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_loss_that_was_made_by_a_part_of_the_model(start: Start, differing: Any, placement: str) -> None:
+    """By a method, or through one block: the whole is never called."""
+
+    def run(threshold: int, **where: Any) -> dict[str, Tensor]:
+        engine = start(made(), accumulation=1, threshold=threshold, **where)
+        for _ in range(3):
+            x = engine.module.blocks[0](torch.ones(4, WIDTH, dtype=torch.bfloat16))
+            engine.backward(engine.module.blocks[1](x).float().square().mean())
+            engine.step()
+            x = engine.module.blocks[2](torch.ones(4, WIDTH, dtype=torch.bfloat16))
+            x.float().square().mean().backward()
+            engine.step()
+        masters: dict[str, Tensor] = engine.master_state_dict()
+        return masters
+
+    for threshold in (0, 10**6):
+        assert differing(run(threshold, **PLACEMENTS[placement]), run(threshold)) == []
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_fast_path_of_torchs_encoder_is_taken_wherever_its_layers_live(
+    start: Start, placement: str
+) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(6)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 64, batch_first=True, dropout=0.0)
+        return nn.TransformerEncoder(layer, 3)
+
+    x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+    padding = torch.tensor([[False, False, False, True, True], [False] * 5])
+    options: dict[str, Any] = {"precision": "fp32", "accumulation": 1, "threshold": 0}
+    plain = build().eval()
+    engine = start(build(), **options, **PLACEMENTS[placement])
+    engine.eval()
+    with torch.no_grad():
+        expected = plain(x, src_key_padding_mask=padding)
+        found = engine(x, src_key_padding_mask=padding)
+        assert (expected[0, 3:] == 0).all(), "torch did not take its fast path: this shows nothing"
+        assert torch.equal(found, expected)
+    if placement != "device" and placement != "host":
+        with pytest.raises(ResidencyError):
+            engine.module.layers[0].linear1.weight.norm()
+    engine.train()
+    engine.backward(engine(x, src_key_padding_mask=padding).square().mean())
+    engine.step()
+
+
+def test_a_hook_of_the_users_that_raises_before_ours_leaves_everything_balanced(start: Start) -> None:
+    class Stubborn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                try:
+                    x = block(x)
+                except ValueError:
+                    hook.remove()
+                    x = block(x)
+            return x
+
+    engine = start(Stubborn(), accumulation=1, threshold=0, **PLACEMENTS["nvme"])
+
+    def fail(*_: Any) -> None:
+        raise ValueError("not this time")
+
+    hook = engine.module.blocks[1].register_forward_pre_hook(fail, prepend=True)
+    x = torch.ones(4, WIDTH, dtype=torch.bfloat16)
+    disturbed = engine(x)
+    assert hook.id not in engine.module.blocks[1]._forward_pre_hooks
+    assert torch.equal(disturbed, engine(x))
+    engine.backward(disturbed.float().square().mean())
+    engine.step()
+
+
+def test_many_groups_are_looked_through_once() -> None:
+    """Whatever is fetched ahead already is not looked at again for each module: 2,000 groups are no 4,000,000 looks."""
+    looks = 0
+
+    class Group:
+        moves, through_window = True, False
+
+        def __init__(self) -> None:
+            self.state = Residency.SHARDED
+
+        @property
+        def residency(self) -> Residency:
+            nonlocal looks
+            looks += 1
+            return self.state
+
+        def unshard(self, *, wait: bool = False) -> bool:
+            self.state = Residency.FETCHING
+            return True
+
+        def wait_for_unshard(self) -> None:
+            self.state = Residency.UNSHARDED
+
+        def reshard(self) -> None:
+            self.state = Residency.SHARDED
+
+    groups: list[Any] = [Group() for _ in range(2000)]
+    prefetcher = Prefetcher()
+    for _ in range(3):
+        looks = 0
+        prefetcher.begin_pass(True)
+        for group in (*groups, *reversed(groups)):
+            prefetcher.acquire(group)
+            assert group.state is Residency.UNSHARDED
+            prefetcher.release(group)
+        prefetcher.end_pass()
+    assert looks < 4000 * 300

@@ -433,6 +433,7 @@ class Engine:
 
     def _check_whole(self) -> None:
         """A pass that an exception ended outside of the engine's calls (the user's loss.backward()) is given up."""
+        self._schedule.check_thread()
         if self._schedule.running and not hooks.in_backward_pass():
             unfinished = self._schedule.in_backward
             self._schedule.abandon()

@@ -68,7 +68,7 @@ class PassSchedule:
     @uninterrupted
     def begin_forward(self, training: bool, *, whole: bool = True) -> None:
         """A module outside of the blocks, the ``whole`` model or not, is called; the outermost call begins a pass."""
-        self._check_thread()
+        self.check_thread()
         if not in_backward_pass():
             if self.in_backward:
                 # A backward that nobody guarded (the user's loss.backward()) ended by an exception: start clean.
@@ -87,7 +87,7 @@ class PassSchedule:
 
     @uninterrupted
     def pre_forward(self, group: ParamGroup) -> None:
-        self._check_thread()
+        self.check_thread()
         self._enter()
         try:
             self._use(group)
@@ -215,10 +215,14 @@ class PassSchedule:
 
     def _elsewhere(self) -> bool:
         """Whether the forwards that are running run in another thread. Autograd's threads may recompute some."""
-        alone = not self._forwards or not self._saved.owners or in_backward_pass()
-        return not alone and self._thread != threading.get_ident()
+        if not self._forwards or not self._saved.owners or in_backward_pass():
+            return False
+        if self._thread == threading.get_ident():
+            return False
+        return any(thread.ident == self._thread for thread in threading.enumerate())
 
-    def _check_thread(self) -> None:
+    def check_thread(self) -> None:
+        """EngineStateError in a thread that is not that of the forwards that are running."""
         if self._elsewhere():
             raise EngineStateError(
                 "the model was called from a second thread while a forward is running: its parameters come and go for"

@@ -237,7 +237,8 @@ def test_a_gradient_of_the_input_is_no_step(start: Start) -> None:
     assert engine.global_steps == 1
 
 
-def test_a_second_thread_is_refused_while_a_forward_runs(start: Start) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_second_thread_is_refused_while_a_forward_runs(start: Start, whole: bool) -> None:
     engine = start(made(), accumulation=1, threshold=0, **PLACEMENTS["nvme"])
     x = torch.ones(4, WIDTH, dtype=torch.bfloat16)
     caught: list[BaseException] = []
@@ -245,7 +246,7 @@ def test_a_second_thread_is_refused_while_a_forward_runs(start: Start) -> None:
     def elsewhere(*_: Any) -> None:
         def call() -> None:
             try:
-                engine.module(x)
+                engine(x) if whole else engine.module(x)
             except EngineStateError as error:
                 caught.append(error)
 

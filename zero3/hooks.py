@@ -98,10 +98,19 @@ def watch_backward(outputs: Any, on_first_gradient: Callable[[], None]) -> None:
         torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: on_first_gradient(), mode="any")
 
 
-def with_bytes_of_its_own(output: Any, moving: frozenset[int]) -> Any:
-    """``output``, with copies in place of views of parameters that move: their bytes go when the forward ends."""
+def with_bytes_of_its_own(output: Any, moving: frozenset[int], *, whole: bool = False) -> Any:
+    """``output``, with copies in place of views of parameters that move: their bytes go when the forward ends.
+
+    A parameter itself stays one, since it unshards where it is used; not when the ``whole`` model has returned it, and
+    nothing runs any more that it could unshard for.
+    """
     leaves, structure = tree_flatten(output)
-    views = [isinstance(leaf, Tensor) and _is_view_of(leaf, moving) for leaf in leaves]
+    views = [
+        isinstance(leaf, Tensor)
+        and (whole or not isinstance(leaf, nn.Parameter))
+        and _is_view_of(leaf, moving)
+        for leaf in leaves
+    ]
     if not any(views):
         return output
     return tree_unflatten(
@@ -110,11 +119,8 @@ def with_bytes_of_its_own(output: Any, moving: frozenset[int]) -> Any:
 
 
 def _is_view_of(tensor: Tensor, storages: frozenset[int]) -> bool:
-    # A parameter itself stays one: it unshards where it is used.
-    if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided:
-        return False
     try:
-        return tensor.untyped_storage()._cdata in storages
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages
     except (NotImplementedError, RuntimeError):  # inside a function transform tensors have no storage
         return False
 
@@ -212,7 +218,7 @@ class _AfterForward(OurHook):
         self.before.running.remove(threading.get_ident())
         for group in self.before.posing:
             group.end_pose()
-        output = with_bytes_of_its_own(output, self.moving)
+        output = with_bytes_of_its_own(output, self.moving, whole=self.before.whole)
         if self.before.whole:
             watch_backward(output, self.events.begin_backward)
         self.events.end_forward()

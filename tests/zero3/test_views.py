@@ -55,13 +55,13 @@ class Model(nn.Module):
             if edit is not None:
                 block.register_forward_pre_hook(lambda module, _: edit(module.weight))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         for at in (self.position, *self.positions):
             found = at(x.shape[0])
             x = x + found["first"] + found["pair"][0]
         for block in self.blocks:
             x = torch.tanh(block(x))
-        return (x * self.scale).float().square().mean(), self.scale[None]
+        return (x * self.scale).float().square().mean(), self.scale[None], self.blocks[0].bias
 
 
 def trained(
@@ -70,9 +70,11 @@ def trained(
     engine = start(model, accumulation=1, threshold=0, **options)
     for step in range(4):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
-        loss, scale = engine(x.to(torch.float32 if options.get("precision") == "fp32" else torch.bfloat16))
+        loss, scale, bias = engine(
+            x.to(torch.float32 if options.get("precision") == "fp32" else torch.bfloat16)
+        )
         assert torch.isfinite(scale).all(), "a view that the model returned has lost its bytes"
-        engine.backward(loss + scale.float().sum() * 1e-3)
+        engine.backward(loss + scale.float().sum() * 1e-3 + bias.float().square().sum())
         engine.step()
         if between is not None:
             between(engine)
@@ -121,7 +123,7 @@ def test_changes_through_data_between_steps_reach_the_master(start: Start, preci
     assert engine.get_fp32_parameter("blocks.0.weight").abs().max() <= 0.0101 + 1e-3
     kept = engine.module.blocks[1].weight.data
     for _ in range(2):
-        loss, _ = engine(torch.ones(4, WIDTH, dtype=kept.dtype))
+        loss, *_ = engine(torch.ones(4, WIDTH, dtype=kept.dtype))
         engine.backward(loss)
         kept.zero_()
         engine.step()
@@ -141,7 +143,7 @@ def test_a_view_that_outlives_the_forward_reads_nan(start: Start) -> None:
     kept[0].add_(1)  # goes nowhere
     with pytest.raises(EngineStateError, match=r"'blocks\.0\.weight' was changed in place through a view"):
         engine(x)
-    loss, _ = engine(x)
+    loss, *_ = engine(x)
     assert torch.isfinite(loss), "the engine is not usable after that"
     engine.backward(loss)
     engine.step()
@@ -306,7 +308,7 @@ def test_data_of_another_kind_inside_gathered(start: Start, placement: str, prec
         weight.data = torch.zeros(WIDTH, WIDTH)
     assert torch.equal(engine.get_fp32_parameter(name), loaded.float())
     assert all(torch.equal(engine.get_fp32_parameter(other), before[other]) for other in after)
-    loss, _ = engine(torch.ones(4, WIDTH, dtype=weight.dtype))
+    loss, *_ = engine(torch.ones(4, WIDTH, dtype=weight.dtype))
     engine.backward(loss)
     engine.step()
 
@@ -318,7 +320,7 @@ def test_a_penalty_that_gathered_made_goes_backward_after_the_block(
     def run(**where: Any) -> dict[str, Tensor]:
         engine = start(made(), accumulation=1, threshold=0, **where)
         for _ in range(3):
-            loss, _ = engine(torch.ones(4, WIDTH, dtype=torch.bfloat16))
+            loss, *_ = engine(torch.ones(4, WIDTH, dtype=torch.bfloat16))
             with tiering.gathered(engine.module.blocks):
                 for block in engine.module.blocks:
                     loss = loss + block.weight.abs().mean() + block.weight.float().pow(2).mean()

@@ -322,6 +322,11 @@ class Engine:
         self._access.close()
         self._tiers.close()
 
+    def __reduce__(self) -> Any:
+        raise EngineStateError(
+            "an engine cannot be copied or pickled; copy engine.module, or save engine.state_dict()"
+        )
+
     def __enter__(self) -> Self:
         return self
 

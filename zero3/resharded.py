@@ -100,6 +100,8 @@ class _Resharded:
         kwargs = kwargs or {}
         if func == _GRAD.__get__ and (owner := owner_of(args[0])) is not None:
             owner.gradient_asked_for(args[0])
+        if getattr(func, "__name__", "") in ("stride", "is_contiguous"):
+            return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)  # as when it is shown
         if _is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

@@ -75,6 +75,7 @@ def test_what_needs_no_values_is_as_always(start: Start) -> None:
         weight.numel() == 192 * 48 and weight.size(0) == 192 and weight.requires_grad and weight.grad is None
     )
     assert torch.equal(torch.zeros_like(weight), torch.zeros(192, 48, dtype=torch.bfloat16))
+    assert weight.stride() == (48, 1) and weight.stride(0) == 48 and weight.is_contiguous()
     assert hash(weight) == id(weight) and weight in {weight} and weight.is_leaf
     assert UP in repr(weight) and "NVMe" in repr(weight)
 
@@ -342,3 +343,10 @@ def test_clipping_by_hand_is_told_that_it_does_nothing(
         engine.step()
     (record,) = caplog.records
     assert "gradient_clipping" in record.getMessage() and ".grad was asked for" in record.getMessage()
+
+
+def test_an_engine_says_that_it_cannot_be_copied(start: Start) -> None:
+    engine = start(accumulation=1)
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(EngineStateError, match=r"copy engine\.module"):
+            attempt(engine)

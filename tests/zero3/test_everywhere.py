@@ -120,7 +120,8 @@ class Doubling(nn.Module):
             self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.down(functional.gelu(self.up(x)))
+            result: Tensor = x + self.down(functional.gelu(self.up(x)))
+            return result
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,9 @@ from .plain import (
     Loop,
     assert_nothing_held,
     assert_same_everywhere,
+    differing,
     inputs,
+    run_engine,
     update,
 )
 
@@ -260,3 +262,45 @@ def test_too_little_room_for_what_is_borrowed_says_so(start: Start) -> None:
     roomy = start(Penalised(), threshold=0, accumulation=1, prefetch=4 * 1152, **STREAMED)
     update(roomy, torch.ones(4, WIDTH, dtype=torch.bfloat16))
     assert_nothing_held(engine)
+
+
+class ReadAfterItRan(nn.Module):
+    """Recomputed while backward holds a block: a module calls it, takes a view of its weight, calls another block."""
+
+    class Reader(nn.Module):
+        def __init__(self, held: nn.Linear, other: nn.Linear) -> None:
+            super().__init__()
+            self.blocks = [held, other]  # in a plain list: they belong to the model
+
+        def forward(self, x: Tensor) -> Tensor:
+            held, other = self.blocks
+            x = torch.tanh(held(x))
+            turned = held.weight.t()
+            x = torch.tanh(other(x))  # its bytes could take the room of those that backward alone holds
+            assert turned.untyped_storage().nbytes() > 0, (
+                "the weight is gone while the module that reads it runs"
+            )
+            return torch.tanh(x @ turned)
+
+    def __init__(self) -> None:
+        super().__init__()
+        held, other, wide = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.blocks = nn.ModuleList([held, other, wide])
+        self.reader = self.Reader(held, other)
+
+    def forward(self, x: Tensor) -> Tensor:
+        held, _, wide = self.blocks
+        x = checkpoint(self.reader, wide(x)[:, :WIDTH], use_reentrant=False)
+        return mean_square(held(x))
+
+
+def test_a_view_of_a_block_that_ran_before_and_that_backward_holds(start: Start) -> None:
+    """Nothing is fetched ahead, so that what is given up is gone; the widest block has room for the other two."""
+
+    def script(loop: Loop) -> list[float]:
+        return [update(loop, x.requires_grad_()) for x in inputs(4)]
+
+    reference = run_engine(start, ReadAfterItRan, script)
+    run = run_engine(start, ReadAfterItRan, script, prefetch=0, **STREAMED)
+    assert run.losses == reference.losses and len({*run.losses}) == 4
+    assert differing(run.masters, reference.masters) == []

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tiering.errors import ConfigError, EngineStateError
+import tiering
+from tiering.errors import ConfigError, EngineStateError, ResidencyError
 
 pytestmark = pytest.mark.gpu
 
@@ -155,7 +156,8 @@ def test_an_exception_in_forward_or_backward_leaves_the_engine_usable(
         with pytest.raises(KeyboardInterrupt):
             disturbed.backward(disturbed(inputs(9), 1))
         disturbed.module.fail = ""
-        assert torch.isnan(disturbed.module.first.weight).all(), "the group is still unsharded"
+        held = [group.name for group in disturbed._groups if group.residency.name == "UNSHARDED"]
+        assert held == [], f"still unsharded after an exception in {where}"
     assert train_mixture(disturbed, [0, 1, 2]) == train_mixture(calm, [0, 1, 2])
     assert equal(disturbed.master_state_dict(), calm.master_state_dict())
 
@@ -179,16 +181,23 @@ def test_evaluation_between_steps_changes_nothing(
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_resharded_parameter_reads_nan_and_refuses_writes(
+def test_a_resharded_parameter_raises_and_says_what_to_do(
     start: Callable[..., Any], placement: dict[str, Any]
 ) -> None:
     engine = start(**placement)
     weight = engine.module.blocks[0].up.weight
     assert (weight.device.type, weight.shape) == ("cuda", (512, 128))
-    assert torch.isnan(weight.norm())
-    with pytest.raises(RuntimeError), torch.no_grad():
-        weight.add_(1)
-    assert torch.isfinite(engine.state_dict()["blocks.0.up.weight"]).all()
+    for access in (lambda: torch.isnan(weight), lambda: weight.add_(1), lambda: weight.cpu()):
+        with (
+            torch.no_grad(),
+            pytest.raises(ResidencyError, match=r"blocks\.0\.up\.weight.*tiering\.gathered"),
+        ):
+            access()
+    expected = engine.state_dict()["blocks.0.up.weight"]
+    assert torch.isfinite(expected).all()
+    with tiering.gathered(weight):
+        assert weight.device.type == "cuda"
+        assert torch.equal(weight.cpu(), expected)
 
 
 @pytest.mark.parametrize("placement", [pytest.param(ON_DEVICE, id="device"), *PLACEMENTS])
@@ -259,8 +268,6 @@ def test_zero_init_starts_from_the_values_of_an_ordinary_build(
     small_model: Callable[[], nn.Module],
     placement: dict[str, Any],
 ) -> None:
-    import tiering
-
     torch.manual_seed(3)
     ordinary = start(small_model()).master_state_dict()
     torch.manual_seed(3)

@@ -1,7 +1,9 @@
 """Access to parameters from outside of the engine's own passes: gathered, borrowed, copied, edited.
 
-with tiering.gathered(model.head.weight, modify=True) as weight:
-    weight.mul_(0.5)                       # the fp32 master follows
+    with tiering.gathered(model.head.weight, modify=True) as weight, torch.no_grad():
+        weight.mul_(0.5)
+
+Whatever changes a parameter, here or by the user's own code, its fp32 master follows.
 """
 
 from __future__ import annotations
@@ -71,9 +73,24 @@ def gathered(
                 saving.enter_context(owner.saving_copies())
             yield yielded
     finally:
-        refused = [problem for owner, param in lent if (problem := owner.take_back(param, modify=modify))]
+        refused = _take_back(lent, modify=modify)
     if refused:
         raise EngineStateError(f"inside gathered(), {refused[0]}; the change is dropped")
+
+
+def _take_back(lent: list[tuple[Access, nn.Parameter]], *, modify: bool) -> list[str]:
+    """End the loans, all of them whatever happens to one; returns what is wrong with changes that were made."""
+    refused, errors = list[str](), list[BaseException]()
+    for owner, param in lent:
+        try:
+            problem = owner.take_back(param, modify=modify)
+        except BaseException as error:
+            errors.append(error)
+        else:
+            refused += [problem] if problem else []
+    if errors:
+        raise errors[0]
+    return refused
 
 
 def _listed(params: Any) -> tuple[list[nn.Parameter], Any]:
@@ -228,6 +245,8 @@ class Access:
 
     def note_versions(self) -> None:
         """The engine itself has changed parameters, which torch counts as in-place edits."""
+        self._saving = 0  # a state_dict that an exception has ended
+        self._saved.clear()
         for group in self._groups:
             group.note_versions()
 

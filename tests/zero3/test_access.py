@@ -16,6 +16,7 @@ from torch.nn import functional
 import tiering
 from optim_cpu.formats import round_parameters
 from tiering.errors import ConfigError, EngineStateError, ResidencyError
+from zero3.state import TieredState
 
 Start = Callable[..., Any]
 ON_DEVICE: dict[str, Any] = {}
@@ -350,3 +351,46 @@ def test_an_engine_says_that_it_cannot_be_copied(start: Start) -> None:
     for attempt in (copy.deepcopy, pickle.dumps):
         with pytest.raises(EngineStateError, match=r"copy engine\.module"):
             attempt(engine)
+
+
+def test_a_state_dict_that_failed_half_way_leaves_no_old_values(start: Start, micro_batches: Any) -> None:
+    engine = trained(start(accumulation=1, **STREAMED), micro_batches)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("not now")
+
+    hook = engine.module.norm.register_state_dict_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="not now"):
+        engine.module.state_dict()
+    hook.remove()
+    trained(engine, micro_batches, 1)
+    with pytest.raises(ResidencyError):
+        engine.module.blocks[0].up.weight.detach()
+    found, expected = engine.module.state_dict(), engine.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_write_that_fails_takes_all_loans_back(
+    start: Start, micro_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = trained(start(accumulation=1, **STREAMED), micro_batches)
+    follow, failing = TieredState.follow, engine.module.blocks[0].up.weight
+
+    def fail_once(state: TieredState, group: Any, piece: Any, values: Tensor) -> None:
+        if piece.name == UP:
+            raise OSError(5, "no disk")
+        follow(state, group, piece, values)
+
+    monkeypatch.setattr(TieredState, "follow", fail_once)
+
+    def zero() -> None:
+        with tiering.gathered(engine.module, modify=True), torch.no_grad():
+            for param in engine.module.parameters():
+                param.zero_()
+
+    with pytest.raises(OSError, match="no disk"):
+        zero()
+    with pytest.raises(ResidencyError):
+        failing.norm()
+    assert engine.state_dict()["blocks.2.down.weight"].abs().max() == 0
+    trained(engine, micro_batches, 1)

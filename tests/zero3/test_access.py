@@ -160,6 +160,9 @@ def test_every_edit_counts_wherever_the_parameter_lives(
             engine.step()
             with tiering.gathered(engine.module.norm.weight, modify=True) as scale, torch.no_grad():
                 scale.mul_(1.01)
+            # Of the block that is fetched ahead by now: the next forward has to see it.
+            with tiering.gathered(engine.module.blocks[0].up.weight, modify=True) as up, torch.no_grad():
+                up[:9].neg_()
         masters: dict[str, Tensor] = engine.master_state_dict()
         return masters
 
@@ -254,6 +257,8 @@ def test_get_and_set_of_everything_by_name(
         engine.set_fp32_state(name, "exp_avg_sq", torch.zeros(param.shape))
     tokens, targets = next(iter(micro_batches(1)))
     engine.backward(engine(tokens, targets))
+    # The step has begun to read its state by now.
+    engine.set_fp32_state(UP, "exp_avg_sq", torch.full((192, 48), 4.0))
     assert engine.get_fp32_gradient(UP).shape == (192, 48)
     for name, param in engine.module.named_parameters():
         engine.set_fp32_gradient(name, torch.full(param.shape, 2.0))
@@ -262,6 +267,7 @@ def test_get_and_set_of_everything_by_name(
     assert engine.get_global_grad_norm() == pytest.approx(2 * count**0.5, rel=1e-9)
     engine.step()
     assert engine.get_fp32_gradient(UP) is None
+    assert (engine.get_fp32_state(UP, "exp_avg_sq") > 3.9).all(), "what was set after backward is lost"
     clipped = 2.0 / (2 * count**0.5)
     assert torch.allclose(
         engine.get_fp32_state(UP, "exp_avg"), torch.full((192, 48), 0.1 * clipped), rtol=1e-3

@@ -97,6 +97,23 @@ def halve(weight: nn.Parameter) -> None:
     weight.data.mul_(0.5)
 
 
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_a_change_through_data_by_the_module_around_counts(
+    start: Start, differing: Any, placement: str
+) -> None:
+    """Which borrows the parameter for that."""
+
+    def run(**where: Any) -> dict[str, Tensor]:
+        model = made()
+        model.register_forward_pre_hook(lambda module, _: halve(module.blocks[1].weight))
+        masters: dict[str, Tensor] = trained(start, model, **where).master_state_dict()
+        return masters
+
+    expected = run()
+    assert differing(run(**PLACEMENTS[placement]), expected) == []
+    assert expected["blocks.1.weight"].abs().max() < expected["blocks.0.weight"].abs().max() / 2
+
+
 def clamp(engine: Any) -> None:
     for block in engine.module.blocks:
         with torch.no_grad():

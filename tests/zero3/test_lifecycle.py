@@ -393,14 +393,20 @@ def test_a_hundred_engines_leave_nothing_behind(nvme: Path) -> None:
 
     for _ in range(20):
         once()
-    before = now()
-    for _ in range(100):
-        once()
-    after = now()
-    assert after["descriptors"] == before["descriptors"]
-    assert after["threads"] <= before["threads"]
-    assert after["mappings"] <= before["mappings"] + 10
-    assert after["KiB"] <= before["KiB"] + 4096
+    grown = []
+    for _ in range(3):
+        before = now()
+        for _ in range(100):
+            once()
+        after = now()
+        assert after["descriptors"] == before["descriptors"]
+        assert after["threads"] <= before["threads"]
+        assert after["mappings"] <= before["mappings"] + 10
+        grown.append(after["KiB"] - before["KiB"])
+        if grown[-1] <= 4096:
+            return
+    # Once, or twice, it is the heap of all the tests before this one that has moved; a leak grows every time.
+    raise AssertionError(f"each hundred engines leave memory behind, in KiB: {grown}")
 
 
 def test_calls_after_close_and_without_backward(start: Start) -> None:

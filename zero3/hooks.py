@@ -104,6 +104,8 @@ def with_bytes_of_its_own(output: Any, moving: frozenset[int], *, whole: bool = 
     A parameter itself stays one, since it unshards where it is used; not when the ``whole`` model has returned it, and
     nothing runs any more that it could unshard for.
     """
+    if not moving:
+        return output
     leaves, structure = tree_flatten(output)
     views = [
         isinstance(leaf, Tensor)
@@ -182,14 +184,33 @@ def _called_by_compiled_code() -> bool:
     return False
 
 
-class _BeforeForward(OurHook):
+class _Before(OurHook):
+    """A hook that another one answers: torch calls that one also where this one never ran, or raised."""
+
+    def __init__(self) -> None:
+        self._running: list[int] = []  # the threads of the calls that it has told of
+
+    def told(self) -> None:
+        """A call has begun, and the events know."""
+        self._running.append(threading.get_ident())
+
+    def answered(self) -> bool:
+        """The call is over; False if its beginning was never told."""
+        thread = threading.get_ident()
+        if thread not in self._running:
+            return False
+        self._running.remove(thread)
+        return True
+
+
+class _BeforeForward(_Before):
     """``posing``: groups whose parameters the module looks at, but does not read, to choose its way."""
 
     def __init__(self, events: Events, whole: bool, posing: list[ParamGroup]) -> None:
+        super().__init__()
         self.events = events
         self.whole = whole
         self.posing = posing
-        self.running: list[int] = []  # the threads of the calls that it has told of
 
     def run(self, module: nn.Module, args: Any) -> None:
         if self.whole and _called_by_compiled_code():
@@ -199,23 +220,20 @@ class _BeforeForward(OurHook):
                 " `for block in model.layers: block.compile()`"
             )
         self.events.begin_forward(torch.is_grad_enabled(), whole=self.whole)
-        self.running.append(threading.get_ident())
+        self.told()
         for group in self.posing:
             group.pose()
 
 
 class _AfterForward(OurHook):
-    """``before`` is the hook that it answers: torch calls this one also where that one never ran, or raised."""
-
     def __init__(self, events: Events, before: _BeforeForward, moving: frozenset[int]) -> None:
         self.events = events
         self.before = before
         self.moving = moving
 
     def run(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if threading.get_ident() not in self.before.running:
+        if not self.before.answered():
             return None
-        self.before.running.remove(threading.get_ident())
         for group in self.before.posing:
             group.end_pose()
         output = with_bytes_of_its_own(output, self.moving, whole=self.before.whole)
@@ -225,29 +243,26 @@ class _AfterForward(OurHook):
         return output
 
 
-class _BeforeGroup(OurHook):
+class _BeforeGroup(_Before):
     def __init__(self, events: Events, group: ParamGroup) -> None:
+        super().__init__()
         self.events = events
         self.group = group
-        self.running: list[int] = []  # the threads of the calls that it has told of
 
     def run(self, module: nn.Module, args: Any) -> None:
         self.events.pre_forward(self.group)
-        self.running.append(threading.get_ident())
+        self.told()
 
 
 class _AfterGroup(OurHook):
-    """``before`` is the hook that it answers, see _AfterForward."""
-
     def __init__(self, events: Events, before: _BeforeGroup, moving: frozenset[int]) -> None:
         self.events = events
         self.before = before
         self.moving = moving
 
     def run(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if threading.get_ident() not in self.before.running:
+        if not self.before.answered():
             return None
-        self.before.running.remove(threading.get_ident())
         group = self.before.group
         output = with_bytes_of_its_own(output, self.moving)
         nodes = self.events.forward_nodes()

@@ -26,9 +26,7 @@ class Residency(Enum):
     RESIDENT = auto()  # always on the device; costs the flat bytes there for good
     SHARDED = auto()  # on host or NVMe only; costs nothing on the device
     FETCHING = auto()  # on their way; the room on the device is taken
-    UNSHARDED = (
-        auto()
-    )  # on the device until reshard, for saved tensors, and for parameters while they are shown
+    UNSHARDED = auto()  # on the device until reshard: for saved tensors, and for parameters that are shown
 
 
 class ParamGroup:

@@ -22,9 +22,8 @@ class Prefetcher:
         self._trace: list[ParamGroup] = []
         self._cursor: int | None = 0  # position in the order; None: this pass has left it
         self._training = True
-        self._ahead: dict[
-            ParamGroup, int
-        ] = {}  # on their way or there, not in use, soonest first -> place in the order
+        # On their way or there, not in use, soonest first -> place in the order.
+        self._ahead: dict[ParamGroup, int] = {}
         self._looked = 0  # place in the order: of what lies between the cursor and it, all is ahead
         self._error: SwapError | None = None  # met while looking ahead, not raised yet
 

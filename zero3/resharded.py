@@ -29,8 +29,8 @@ from tiering.errors import ResidencyError
 # What torch may ask of a parameter without its values. Properties other than these few are metadata, too.
 VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _NEEDS_NO_VALUES = """
-    size stride dim ndimension numel nelement element_size storage_offset get_device is_floating_point is_complex
-    is_signed is_contiguous is_shared is_pinned is_inference has_names is_tensor is_same_size result_type can_cast
+    size dim ndimension numel nelement element_size storage_offset get_device is_floating_point is_complex
+    is_signed is_shared is_pinned is_inference has_names is_tensor is_same_size result_type can_cast
     _is_view _has_compatible_shallow_copy_type __len__ __dir__ __hash__
     empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_tensor
     register_hook register_post_accumulate_grad_hook requires_grad_

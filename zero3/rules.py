@@ -27,9 +27,7 @@ class UpdateRule:
     """One of optim_cpu's optimizers. ``keeps`` names the state tensors that a parameter with these options has."""
 
     name: str
-    at: Callable[
-        [Options, int], kernels.Rule
-    ]  # for the step of a number, from 1; ValueError names a bad option
+    at: Callable[[Options, int], kernels.Rule]  # for a step, counted from 1; ValueError names a bad option
     keeps: Callable[[Options], tuple[str, ...]]
     initial: Callable[[Options], float]  # what the state tensors start as
 

@@ -154,9 +154,9 @@ def test_one_sample_cannot_feed_two_ranks() -> None:
 def test_the_config_is_frozen_and_knows_its_keys() -> None:
     config = TieringConfig(train_batch_size=4, micro_batch_size=2, gradient_accumulation_steps=2)
     with pytest.raises(ValidationError, match="frozen"):
-        config.tiering.io.queue_depth = 1  # type: ignore[misc]
+        config.tiering.io.queue_depth = 1
     with pytest.raises(ValidationError, match="Extra inputs"):
-        IoConfig(queue_dept=1)  # type: ignore[call-arg]
+        IoConfig(queue_dept=1)
     with pytest.raises(ValidationError, match="do not agree"):
         TieringConfig(train_batch_size=4, micro_batch_size=2)
 

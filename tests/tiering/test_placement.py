@@ -259,7 +259,7 @@ def example(**changes: object) -> Workload:
         prefetch_bytes=0,
         device_is_host=True,
     )
-    return replace(load, **changes)  # type: ignore[arg-type]
+    return replace(load, **changes)
 
 
 def traffic_per_param(load: Workload, host: int = PLENTY) -> tuple[float, float]:

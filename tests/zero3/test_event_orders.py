@@ -149,9 +149,9 @@ class Autograd:
         self.began = self.ended = 0
         self.prefetcher = Prefetcher()
         self.passes = PassSchedule(
-            self.groups,  # type: ignore[arg-type]
+            self.groups,
             self.prefetcher,
-            self.gradients,  # type: ignore[arg-type]
+            self.gradients,
             partial(self.count, "began"),
             lambda: None,
             partial(self.count, "ended"),
@@ -232,7 +232,7 @@ class Autograd:
         for other in (call.group, *call.reads):
             if not self.groups[other].shown:
                 assert other != call.group, "a module runs and its own parameters are not shown"
-                assert self.passes.borrow(self.groups[other])  # type: ignore[arg-type]
+                assert self.passes.borrow(self.groups[other])
             assert self.groups[other].shown
             self.inside[-1].add(other)
         uses = (call.group, *call.reads)
@@ -281,7 +281,7 @@ class Autograd:
             pending.subtract(node.uses)
             for group in node.uses:
                 if pending[group] == 0:
-                    self.passes.gradient(self.groups[group], None, None)  # type: ignore[arg-type]
+                    self.passes.gradient(self.groups[group], None, None)
                     self.moment()
         for callback in self.callbacks.pop():
             callback()
@@ -289,7 +289,7 @@ class Autograd:
     def execute(self, node: Node) -> None:
         for group in node.outputs:
             self.moment()
-            self.passes.pre_backward(self.groups[group])  # type: ignore[arg-type]
+            self.passes.pre_backward(self.groups[group])
         if not node.late:
             self.unpack(node)
         if node.region is not None:
@@ -309,7 +309,7 @@ class Autograd:
     def unpack(self, node: Node) -> None:
         for group in node.uses:
             if group != RESIDENT:  # what never moves is not marked
-                self.passes._saved.hand_out(self.groups[group])  # type: ignore[arg-type]
+                self.passes._saved.hand_out(self.groups[group])
 
     def recompute(self, region: Call) -> None:
         before, self.inside = self.inside, []

@@ -133,7 +133,7 @@ class Failing(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         if Failing.armed:
             fail(Failing.armed)
         return grad
@@ -182,7 +182,7 @@ def plant(engine: Any, where: str, kind: str) -> Callable[[], None]:
         handle = layer[1].weight.register_hook(lambda _: fail(kind))
     else:
         handle = layer[1].weight.register_post_accumulate_grad_hook(lambda _: fail(kind))
-    return handle.remove  # type: ignore[no-any-return]
+    return handle.remove
 
 
 WHERE = [

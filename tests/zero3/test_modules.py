@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,7 +38,7 @@ class TiedModules(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(300, WIDTH)
         self.blocks = nn.ModuleList(block() for _ in range(3))
-        self.blocks[2][0].weight = self.blocks[0][0].weight  # type: ignore[index, union-attr]
+        self.blocks[2][0].weight = self.blocks[0][0].weight
         self.head = nn.Linear(WIDTH, 300, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -315,7 +316,7 @@ class Checkpointed(nn.Module):
         self.way, self.reentrant = way, reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        again: Callable[..., Tensor] = lambda f, *args: checkpoint(f, *args, use_reentrant=self.reentrant)  # noqa: E731
+        again = partial(checkpoint, use_reentrant=self.reentrant)
         x = self.into(x)
         if self.way == "each":
             for layer in self.blocks:

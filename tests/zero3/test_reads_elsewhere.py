@@ -89,14 +89,14 @@ class ReadBySibling(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             x = torch.tanh(self.layer(x))
             for other in self.next:
-                x = x + functional.linear(x, other.layer.weight, other.layer.bias)  # type: ignore[union-attr, arg-type]
+                x = x + functional.linear(x, other.layer.weight, other.layer.bias)
             return x
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(self.Peeking() for _ in range(3))
         for one, other in zip(self.blocks, self.blocks[1:], strict=False):
-            one.next.append(other)  # type: ignore[union-attr, operator]
+            one.next.append(other)
 
     def forward(self, x: Tensor) -> Tensor:
         for peeking in self.blocks:
@@ -115,7 +115,7 @@ class ChildNeverCalled(nn.Module):
 
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.inner:
-                x = x + self.gate * torch.tanh(x @ layer.weight.t() + layer.bias)  # type: ignore[operator]
+                x = x + self.gate * torch.tanh(x @ layer.weight.t() + layer.bias)
             return x
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class RecomputedWhileLive(nn.Module):
         one, two, three = self.blocks
 
         def part(x: Tensor) -> Tensor:
-            return torch.tanh(two(functional.linear(x, one.weight)))  # type: ignore[arg-type]
+            return torch.tanh(two(functional.linear(x, one.weight)))
 
         x = checkpoint(part, three(x), use_reentrant=False)
         return mean_square(one(x))
@@ -216,10 +216,10 @@ class Elsewhere(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         one, two, three, four = self.blocks
-        rows = four.weight[:2]  # type: ignore[index]
-        x = three.project(two(one.project(x)))  # type: ignore[operator]
+        rows = four.weight[:2]
+        x = three.project(two(one.project(x)))
         x = x + rows.sum(0)
-        norm = two.weight.norm().clamp(min=1)  # type: ignore[operator, union-attr]
+        norm = two.weight.norm().clamp(min=1)
         return mean_square(four(x) / norm)
 
 

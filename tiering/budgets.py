@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tiering.config import TiersConfig
-from tiering.placement import Budgets
+from tiering.plan import Budgets
 from tiering.swap_file import check_directory, free_by_file_system
 
 AUTO_SHARE = 0.8  # of the memory limit, less what is in use

@@ -10,248 +10,18 @@ Budgets are ceilings. What cannot fit is refused here with the numbers and the r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
-from functools import cached_property
-from typing import TYPE_CHECKING
 
 from tiering.arena import PAGE, round_up
 from tiering.config import format_size
 from tiering.errors import PlacementError
+from tiering.plan import Budgets, Plan, Staging, SubGroup, Tier, Workload, checksum_bytes
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-FP32 = 4
-CHECKSUM_SHARE = PAGE // 4  # bytes on NVMe per byte of checksums: four for each page
-CHECKSUM_CHUNK = 16 << 20  # bytes of a file whose checksums are allocated together
-CHECKSUM_SPARE = 5  # chunks per file: its last one, and what measuring writes beyond the file's later size
 FEWEST_SLOTS = 3  # one read, one stepped, one written
 USUAL_SLOTS = 4
 STAGING_SHARE = 3  # staging takes at most this fraction (1/n) of the host budget when there is a choice
 SMALLEST_TILE = 2048
 LARGEST_TILE = 4 << 20
-
-
-class Tier(Enum):
-    """Where bytes live, fastest first."""
-
-    DEVICE = "device"
-    HOST = "host"
-    NVME = "nvme"
-
-
-@dataclass(frozen=True)
-class GroupSizes:
-    """What the planner knows of a ParamGroup."""
-
-    name: str
-    param_bytes: int  # the flat tensor in the compute dtype
-    trainable_numel: int  # elements of it that have gradients and optimizer state
-    parent: int | None = None  # index of the group whose modules enclose this one's
-    persistent: bool = False  # small parameters that never leave the device
-    uses: int = 1  # unshards per forward pass
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model cut into groups, and what the configuration asks for. Sizes are bytes unless named elements."""
-
-    groups: tuple[GroupSizes, ...]
-    micro_batches: int
-    compute_itemsize: int
-    grad_itemsize: int
-    state_tensors: int  # fp32 per element beside the master, as exp_avg and exp_avg_sq are
-    offload_param: Tier
-    offload_optimizer: Tier
-    cache_in_host: bool
-    sub_group_numel: int
-    prefetch_bytes: int
-    device_is_host: bool  # training on the CPU: host memory is the device's memory
-    verified_files: int = 0  # swap files whose pages have checksums in host memory
-    fetch_by_copy: bool = False  # NVMe reads cannot land where compute uses them: they pass through a window
-    offload_ratio: float = 1.0  # share of the optimizer state that offload_optimizer takes off the device
-    whole_groups: bool = False  # who steps this needs each group's state in one piece
-
-    @property
-    def state_itemsize(self) -> int:
-        """Bytes of optimizer state per element; in fp32 the parameter itself is the master."""
-        return FP32 * (self.state_tensors + (0 if self.compute_itemsize == FP32 else 1))
-
-    @property
-    def master_is_param(self) -> bool:
-        """Whether the compute parameters are the fp32 master themselves."""
-        return self.compute_itemsize == FP32
-
-    def param_traffic(self, group: GroupSizes) -> tuple[int, int]:
-        """Bytes (read, written) over NVMe in a step for the parameters of ``group``, if they live there."""
-        updated = group.trainable_numel * self.compute_itemsize
-        fetched = 2 * self.micro_batches * group.uses * group.param_bytes
-        return fetched + (updated if self.master_is_param else 0), updated
-
-    @property
-    def computed_in_place(self) -> frozenset[Tier]:
-        """The tiers whose parameters compute can use where they are."""
-        return frozenset({Tier.DEVICE, Tier.HOST} if self.device_is_host else {Tier.DEVICE})
-
-    @cached_property
-    def optimizer_tiers(self) -> tuple[Tier, ...]:
-        """The slowest tier that the gradients and optimizer state of each group may live on.
-
-        ``offload_ratio`` of the state leaves the device, or a little more: groups are kept whole. Those stay that come
-        first in the model, as far as they fit the share: their gradients come last in backward, when the least of it is
-        left to hide their way off the device.
-        """
-        trained = sum(group.trainable_numel for group in self.groups)
-        stays = trained - math.ceil(self.offload_ratio * trained)
-        tiers = []
-        for group in self.groups:
-            kept = 0 < group.trainable_numel <= stays
-            stays -= group.trainable_numel if kept else 0
-            tiers.append(Tier.DEVICE if kept else self.offload_optimizer)
-        return tuple(tiers)
-
-    @property
-    def steps_copy_out(self) -> bool:
-        """Whether the CPU steps parameters that the device keeps in memory of its own."""
-        trained = zip(self.groups, self.optimizer_tiers, strict=True)
-        stepped = any(group.trainable_numel and tier is not Tier.DEVICE for group, tier in trained)
-        return stepped and not self.device_is_host
-
-
-@dataclass(frozen=True)
-class Budgets:
-    """Bytes per tier that the engine may own."""
-
-    device: int
-    host: int
-    nvme: int
-
-    def of(self, tier: Tier) -> int:
-        return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.NVME: self.nvme}[tier]
-
-
-@dataclass(frozen=True)
-class SubGroup:
-    """A tile of a group's trainable elements, and where its optimizer state lives."""
-
-    group: int
-    start: int
-    end: int
-    tier: Tier
-
-    @property
-    def numel(self) -> int:
-        return self.end - self.start
-
-
-@dataclass(frozen=True)
-class Staging:
-    """Slots of host memory through which tiles pass: optimizer state | parameter | gradient, as far as needed."""
-
-    slots: int = 0
-    slot_bytes: int = 0
-    param_offset: int = 0
-    grad_offset: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.slots * self.slot_bytes
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The placement. Tuples follow the order of ``workload.groups``; bytes are exact and include padding."""
-
-    workload: Workload
-    budgets: Budgets
-    param_tiers: tuple[Tier, ...]
-    grad_tiers: tuple[Tier, ...]
-    sub_groups: tuple[SubGroup, ...]
-    working_bytes: int  # device room for unsharded groups, prefetch included
-    staging: Staging
-    grad_window_bytes: int  # host room for gradients on their way to and from NVMe
-    fetch_window_bytes: int  # host room for parameters read from NVMe that compute cannot use where they land
-    offload_window_bytes: int  # host room for gradients that arrive from a device with memory of its own
-
-    def contents(self, tier: Tier) -> dict[str, int]:
-        """Bytes planned on ``tier``, by kind."""
-        load, kinds = self.workload, {"parameters": 0, "gradients": 0, "optimizer state": 0}
-        for group, param, grad in zip(load.groups, self.param_tiers, self.grad_tiers, strict=True):
-            kinds["parameters"] += group.param_bytes if param is tier else 0
-            kinds["gradients"] += group.trainable_numel * load.grad_itemsize if grad is tier else 0
-        for tile in self.sub_groups:
-            kinds["optimizer state"] += tile.numel * load.state_itemsize if tile.tier is tier else 0
-        if tier is Tier.DEVICE:
-            kinds["unsharded groups"] = self.working_bytes
-        if tier is Tier.HOST:
-            windows = self.grad_window_bytes + self.fetch_window_bytes + self.offload_window_bytes
-            kinds["staging"] = self.staging.nbytes + windows
-            kinds["checksums"] = self.checksum_bytes
-        return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
-
-    @property
-    def checksum_bytes(self) -> int:
-        """Host memory for the checksums of what is on NVMe: the I/O engine's, not the arena's."""
-        return _checksum_bytes(self.workload, self.total(Tier.NVME))
-
-    def total(self, tier: Tier) -> int:
-        """Bytes planned on ``tier``."""
-        return sum(self.contents(tier).values())
-
-    def state_bytes(self) -> int:
-        """Bytes of parameters, gradients and optimizer state on all tiers together."""
-        kinds = ("parameters", "gradients", "optimizer state")
-        return sum(self.contents(tier).get(kind, 0) for tier in Tier for kind in kinds)
-
-    def nvme_traffic(self) -> tuple[int, int]:
-        """Bytes (read, written) over NVMe in a steady step of ``micro_batches`` forward and backward passes."""
-        load = self.workload
-        read = written = 0
-        for group, param, grad in zip(load.groups, self.param_tiers, self.grad_tiers, strict=True):
-            trained = group.trainable_numel
-            if param is Tier.NVME:
-                moved = load.param_traffic(group)
-                read, written = read + moved[0], written + moved[1]
-            if grad is Tier.NVME:
-                read += load.micro_batches * trained * load.grad_itemsize
-                written += load.micro_batches * trained * load.grad_itemsize
-        state = sum(t.numel for t in self.sub_groups if t.tier is Tier.NVME) * load.state_itemsize
-        return read + state, written + state
-
-    def __str__(self) -> str:
-        """The table as plain text."""
-        from rich.console import Console
-
-        console = Console(width=100, color_system=None)
-        with console.capture() as captured:
-            console.print(self.table())
-        return captured.get()
-
-    def table(self) -> Table:
-        """The plan as people read it."""
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-
-        read, written = self.nvme_traffic()
-        moved = f"read {format_size(read)}\nwrite {format_size(written)}" if read or written else "-"
-        table = Table(title="Placement plan", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
-        table.pad_edge, table.collapse_padding = False, True  # 80 columns hold any plan
-        for heading in ("tier", "budget", "planned", "what lives there", "per step"):
-            right = heading in ("budget", "planned")
-            table.add_column(heading, justify="right" if right else "left", no_wrap=True)
-        for tier in Tier:
-            what = "\n".join(f"{kind} {format_size(nbytes)}" for kind, nbytes in self.contents(tier).items())
-            table.add_row(
-                tier.value,
-                format_size(self.budgets.of(tier)),
-                format_size(self.total(tier)),
-                what or "-",
-                moved if tier is Tier.NVME else "-",
-            )
-        return table
 
 
 def make_plan(load: Workload, budgets: Budgets) -> Plan:
@@ -293,9 +63,7 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
     )
     if filled is None:
         # Of all that might go to NVMe: what stays in host memory after all needs none, so this is enough.
-        fixed.take(
-            Tier.HOST, _checksum_bytes(load, _most_on_nvme(load, param_tiers, grad_tiers)), "checksums"
-        )
+        fixed.take(Tier.HOST, checksum_bytes(load, _most_on_nvme(load, param_tiers, grad_tiers)), "checksums")
         tile, staging = _staging(load, fixed, param_tiers, grad_tiers, largest_tile)
         fixed.take(Tier.HOST, staging.nbytes, "staging")
         window = _grad_window(load, grad_tiers)
@@ -475,13 +243,6 @@ def _most_on_nvme(load: Workload, param_tiers: Sequence[Tier], grad_tiers: Seque
         total += group.trainable_numel * load.grad_itemsize if grad is Tier.NVME else 0
         total += group.trainable_numel * load.state_itemsize if state is Tier.NVME else 0
     return total
-
-
-def _checksum_bytes(load: Workload, on_nvme: int) -> int:
-    if not load.verified_files or not on_nvme:
-        return 0
-    chunks = on_nvme // CHECKSUM_CHUNK + load.verified_files * CHECKSUM_SPARE
-    return chunks * CHECKSUM_CHUNK // CHECKSUM_SHARE
 
 
 def _chain_bytes(load: Workload, index: int, param_tiers: Sequence[Tier]) -> int:

@@ -13,7 +13,8 @@ from tiering.arena import round_up
 from tiering.budgets import resolve_budgets
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
-from tiering.placement import GroupSizes, Plan, Tier, Workload, make_plan
+from tiering.placement import make_plan
+from tiering.plan import GroupSizes, Plan, Tier, Workload
 from zero3.client_optimizer import ClientOptimizer
 from zero3.flat_storage import Streams, can_exchange
 from zero3.grads import GradientStore

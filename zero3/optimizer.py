@@ -23,7 +23,7 @@ from optim_cpu import kernels
 from optim_cpu.kernels import DType, StepBatch
 from tiering.arena import Completion, Lease
 from tiering.errors import EngineStateError
-from tiering.placement import SubGroup
+from tiering.plan import SubGroup
 from tiering.tickets import AllOf, Transfer
 from zero3 import device_kernels
 from zero3.flat_storage import StreamEvent, Streams

@@ -13,7 +13,7 @@ import torch
 
 from tiering.budgets import host_memory
 from tiering.io_stats import DirectionStats
-from tiering.placement import Tier
+from tiering.plan import Tier
 from tiering.swap_file import free_by_file_system
 from tiering.telemetry import DirectionStatus, IoEngineStatus, PathStatus, Snapshot, StepRecord, TierStatus
 from tiering.telemetry.page import RECENT_STEPS

@@ -23,7 +23,7 @@ from tiering.aio import AioContext
 from tiering.arena import PAGE, Arena, Lease, round_up
 from tiering.config import TiersConfig
 from tiering.errors import ArenaError
-from tiering.placement import Plan, Tier
+from tiering.plan import Plan, Tier
 from tiering.swap_space import Section, StripedExtent, SwapSpace
 from zero3.nowhere import map_nan
 

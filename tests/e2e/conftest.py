@@ -18,7 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import tiering
 from tiering.arena import PAGE
 from tiering.errors import PlacementError
-from tiering.placement import Plan, Tier
+from tiering.plan import Plan, Tier
 from tiering.telemetry import Snapshot
 from zero3.engine import Engine
 

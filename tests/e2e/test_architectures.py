@@ -15,7 +15,7 @@ from torch import nn
 
 from optim_cpu.formats import split
 from tiering.arena import PAGE
-from tiering.placement import Tier
+from tiering.plan import Tier
 
 from .architectures import ARCHITECTURES, batches, build
 from .conftest import STEPS, Habit

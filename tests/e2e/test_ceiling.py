@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import tiering
 from tiering.demo.model import GPT
-from tiering.placement import Tier
+from tiering.plan import Tier
 
 def resident(field):
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import tiering
 from tiering import arena
-from tiering.placement import Plan
+from tiering.plan import Plan
 from tiering.telemetry import Snapshot
 from zero3.engine import Engine
 

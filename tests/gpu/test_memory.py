@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tiering.placement import Tier
+from tiering.plan import Tier
 from tiering.swap_space import SwapSpace
 from zero3.flat_storage import CopiedStorage
 from zero3.tiers import as_tensor

@@ -10,7 +10,8 @@ import torch
 
 from optim_cpu import kernels
 from tiering.errors import PlacementError
-from tiering.placement import FEWEST_SLOTS, Tier
+from tiering.placement import FEWEST_SLOTS
+from tiering.plan import Tier
 
 pytestmark = pytest.mark.gpu
 

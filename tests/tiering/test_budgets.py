@@ -11,7 +11,7 @@ from tiering import budgets, swap_file
 from tiering.budgets import host_memory, resolve_budgets
 from tiering.config import TiersConfig
 from tiering.errors import SwapSpaceError
-from tiering.placement import Budgets
+from tiering.plan import Budgets
 from tiering.swap_file import memory_file_system
 
 GIB = 1 << 30

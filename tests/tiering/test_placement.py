@@ -11,17 +11,8 @@ from hypothesis import strategies as st
 
 from tiering.arena import PAGE
 from tiering.errors import PlacementError
-from tiering.placement import (
-    FEWEST_SLOTS,
-    SMALLEST_TILE,
-    Budgets,
-    GroupSizes,
-    Plan,
-    Staging,
-    Tier,
-    Workload,
-    make_plan,
-)
+from tiering.placement import FEWEST_SLOTS, SMALLEST_TILE, make_plan
+from tiering.plan import Budgets, GroupSizes, Plan, Staging, Tier, Workload
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 PLENTY = 1 << 50

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import optim_cpu
 import tiering
 from tiering.errors import ConfigError, EngineStateError
-from tiering.placement import Tier
+from tiering.plan import Tier
 
 from .scales import (
     CASES,

@@ -19,7 +19,7 @@ import tiering
 from optim_cpu.formats import split
 from tiering import arena
 from tiering.errors import ConfigError, EngineStateError, PlacementError, ResidencyError, SwapSpaceError
-from tiering.placement import Tier
+from tiering.plan import Tier
 from zero3.param_group import Residency
 
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}

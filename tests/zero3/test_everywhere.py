@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import tiering
 from tiering.errors import ConfigError
-from tiering.placement import Tier
+from tiering.plan import Tier
 
 from .plain import (
     PLACEMENTS,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tiering.placement import Tier
+from tiering.plan import Tier
 
 from .plain import (
     STREAMED,

@@ -14,7 +14,8 @@ from torch import nn
 import optim_cpu
 from tiering.arena import PAGE
 from tiering.errors import ConfigError, EngineStateError, PlacementError
-from tiering.placement import Plan, Staging, Tier, make_plan
+from tiering.placement import make_plan
+from tiering.plan import Plan, Staging, Tier
 from zero3 import assembly
 from zero3.optimizer import TieredOptimizer, Tile
 

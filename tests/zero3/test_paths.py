@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tiering import striping, swap_space
 from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.errors import SwapError, SwapSpaceError
-from tiering.placement import Tier
+from tiering.plan import Tier
 from tiering.swap_file import memory_file_system
 from zero3 import tiers
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from optim_cpu import kernels
 from tiering import arena
 from tiering.errors import PlacementError
-from tiering.placement import FEWEST_SLOTS, Tier
+from tiering.placement import FEWEST_SLOTS
+from tiering.plan import Tier
 from zero3 import assembly, flat_storage
 
 PLACEMENTS: dict[str, dict[str, Any]] = {

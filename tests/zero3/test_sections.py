@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tiering
-from tiering.placement import Tier
+from tiering.plan import Tier
 from zero3 import schedulers
 
 from .conftest import config

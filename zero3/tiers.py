@@ -1,4 +1,4 @@
-"""The tiers of one process, built from a Plan: arenas, swap space, the I/O context and the stall clock.
+"""The tiers of one process, built from a Plan: arenas, swap space, the I/O context, the timeline and its stall clock.
 
 On a CPU the device tier is host memory too: one arena holds what the device budget pays for, another what the host
 budget pays for. On a GPU the device tier is torch's own allocations, counted here, and the host arena is registered
@@ -8,9 +8,8 @@ with CUDA as one slab.
 from __future__ import annotations
 
 import logging
-import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from tiering.errors import ArenaError
 from tiering.plan import Plan, Tier
 from tiering.swap_space import Section, StripedExtent, SwapSpace
 from zero3.nowhere import map_nan
+from zero3.timeline import StallClock, Timeline
 
 log = logging.getLogger(__name__)
 
@@ -41,25 +41,6 @@ class NvmePaths:
     def all(self) -> tuple[Path, ...]:
         """Each of them once."""
         return tuple(dict.fromkeys((*self.param, *self.optimizer)))
-
-
-class StallClock:
-    """Seconds that compute waited for bytes, by cause."""
-
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def waiting_for(self, cause: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[cause] += time.perf_counter() - began
-
-    @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
 
 
 @dataclass
@@ -124,7 +105,8 @@ class Tiers:
     def __init__(self, plan: Plan, device: torch.device, config: TiersConfig, nvme: NvmePaths) -> None:
         self.plan = plan
         self.device = device
-        self.stalls = StallClock()
+        self.timeline = Timeline()
+        self.stalls = StallClock(self.timeline)
         self.aio: AioContext | None = None
         self.swap: SwapSpace | None = None
         self._homes: list[Home] = []

@@ -7,10 +7,12 @@ value raises ``pydantic.ValidationError``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, ValidationError, model_validator
+from pydantic_core import InitErrorDetails
 
 from .fields import (
     ALIGNMENT,
@@ -20,7 +22,6 @@ from .fields import (
     Number,
     Section,
     format_size,
-    not_yet,
     parse_size,
     whole_number,
 )
@@ -78,15 +79,12 @@ def _one_process(world_size: int) -> int:
 
 
 Budget = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
-AlwaysOff = Annotated[StrictBool, AfterValidator(not_yet(True, instead="leave it false"))]
 
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole_number)]
 OneProcess = Annotated[Literal[1], BeforeValidator(_one_process), BeforeValidator(whole_number)]
 Directories = Annotated[tuple[Path, ...], BeforeValidator(_paths), AfterValidator(_named_once)]
 Precision = Literal["bf16", "fp16", "fp32"]
-StateFormat = Annotated[
-    Literal["fp32"], BeforeValidator(not_yet("split", "bf16", "split+bf16", instead="use 'fp32'"))
-]
+StateFormat = Literal["fp32", "split", "bf16", "split+bf16"]
 GradDtype = Literal["auto", "fp32", "bf16", "fp16"]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
@@ -216,12 +214,18 @@ class TiersConfig(Section):
     cache_in_host: StrictBool = Field(
         default=True, description="Keep in host memory what fits of state named nvme."
     )
-    state: StateFormat = Field(default="fp32", description="Format of the optimizer state.")
+    state: StateFormat = Field(
+        default="fp32",
+        description="Format of the optimizer state: fp32; split, lossless: half of each master is its bf16 parameter;"
+        " bf16, moments rounded stochastically; split+bf16.",
+    )
     grad_accum_dtype: GradDtype = Field(
         default="auto",
         description="Gradient accumulation; auto: compute dtype for one micro-batch, else fp32.",
     )
-    step_in_backward: AlwaysOff = Field(default=False, description="Step groups while backward still runs.")
+    step_in_backward: StrictBool = Field(
+        default=False, description="Step groups while backward still runs, with the rate as it starts."
+    )
     verify: StrictBool = Field(
         default=False, description="Checksum what is swapped; costs host memory, 1/1024 of what is on NVMe."
     )
@@ -264,6 +268,49 @@ class TieringConfig(Section):
             self.train_batch_size, self.micro_batch_size, self.gradient_accumulation_steps, self.world_size
         )
         return self
+
+    @model_validator(mode="after")
+    def _tiers_suit_the_training(self) -> Self:
+        problems = [
+            InitErrorDetails(
+                type="value_error",
+                loc=("tiering", key),
+                input=getattr(self.tiering, key),
+                ctx={"error": reason},
+            )
+            for key, reason in self._unsuited()
+        ]
+        if problems:  # all of them, each under its own key
+            raise ValidationError.from_exception_data(type(self).__name__, problems)
+        return self
+
+    def _unsuited(self) -> Iterator[tuple[str, str]]:
+        """Keys of ``tiering`` whose value the rest of the configuration forbids, each with the reason."""
+        state = self.tiering.state
+        if state.startswith("split") and self.precision != "bf16":
+            whole = "bf16" if state == "split+bf16" else "fp32"
+            reason = (
+                f"{state!r} with precision {self.precision}: only a bf16 parameter is the upper half of its fp32"
+                f" master; set bf16.enabled to true, or state to {whole!r}"
+            )
+            yield "state", reason
+        if self.tiering.step_in_backward and self.gradient_clipping:
+            reason = (
+                f"true with gradient_clipping {self.gradient_clipping:g}: the norm that clips is known when backward"
+                " has ended; set gradient_clipping to 0, or step_in_backward to false"
+            )
+            yield "step_in_backward", reason
+        if (
+            self.tiering.step_in_backward
+            and "fp16" in (self.precision, self.autocast)
+            and not self.loss_scale.scale
+        ):
+            fixed = "fp16.loss_scale to a fixed scale" if self.precision == "fp16" else "autocast to bf16"
+            reason = (
+                "true with a dynamic loss scale in fp16: an overflow, known when backward has ended, must skip the"
+                f" whole update; set {fixed}, or step_in_backward to false"
+            )
+            yield "step_in_backward", reason
 
 
 class Batch(NamedTuple):

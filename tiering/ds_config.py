@@ -143,6 +143,7 @@ class _Reading:
         self._settle_optimizer()
         self._settle_scheduler()
         self._settle_precision()
+        self._settle_overflow_checks()
         # A stand-in for a batch that is wrong lets the schema look at the rest; the entry is refused by then.
         batch = self._batch() or Batch(self.world_size, 1, 1)
         tree: dict[str, Any] = {"world_size": self.world_size}
@@ -253,6 +254,18 @@ class _Reading:
         elif self._value("loss_scale.scale"):
             for name in ("initial_power", "window", "hysteresis", "consecutive_hysteresis", "min_scale"):
                 self._leave_out(f"loss_scale.{name}", "a fixed loss scale stays as it is")
+
+    def _settle_overflow_checks(self) -> None:
+        """Steps in backward cannot wait for the check of all gradients. DeepSpeed makes it in bf16 unless told."""
+        if self._value("tiering.step_in_backward") is not True or self._value("precision") != "bf16":
+            return
+        for key in ("bf16.check_grad_overflow", "bfloat16.check_grad_overflow"):
+            if key in self.entries and self.entries[key].value not in (False, None):
+                self._refuse(
+                    key,
+                    f"{self.entries[key].value!r} with tiering.step_in_backward, which updates parameters before all"
+                    " gradients are known; set check_grad_overflow to false, or step_in_backward to false",
+                )
 
     def _value(self, field: str) -> object:
         return self.values[field][1] if field in self.values else None

@@ -122,8 +122,10 @@ _NOT_YET = _refused("remove it", False, 0)
 _CPU = _one_of({True: "cpu"})
 _BF16: Tree = {
     "enabled": _mapped("precision", read=_one_of({True: "bf16"}), off=(False,)),
-    **_each("immediate_grad_update check_grad_overflow", _NO_MATTER),
-    **_each("bf16_master_weights_and_grads bf16_optimizer_states", _refused("masters are fp32", False)),
+    "immediate_grad_update": _NO_MATTER,
+    "check_grad_overflow": _ignored("gradients are always checked, except with tiering.step_in_backward"),
+    "bf16_master_weights_and_grads": _refused("masters are fp32", False),
+    "bf16_optimizer_states": _refused('set tiering.state to "bf16"', False),
 }
 
 # DeepSpeed takes these with and without the prefix "stage3_".
@@ -204,7 +206,7 @@ _FILE: Tree = {
             "amsgrad": _refused("use AdamW without amsgrad", False),
             "maximize": _refused("negate the loss", False),
             "differentiable": _refused("remove it", False),
-            "fp32_optimizer_states": _refused("optimizer state is fp32", True),
+            "fp32_optimizer_states": _refused('set tiering.state to "bf16"', True),
             "max_grad_norm": _refused("use gradient_clipping", 0),
         },
         "legacy_fusion": _KERNEL,

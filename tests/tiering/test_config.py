@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -210,10 +211,6 @@ def test_every_field_is_described() -> None:
 @pytest.mark.parametrize(
     ("section", "values"),
     [
-        (TiersConfig, {"state": "split"}),
-        (TiersConfig, {"state": "bf16"}),
-        (TiersConfig, {"state": "split+bf16"}),
-        (TiersConfig, {"step_in_backward": True}),
         (OptimizerConfig, {"type": "Lamb"}),
         (TieringConfig, {"train_batch_size": 2, "micro_batch_size": 1, "world_size": 2}),
     ],
@@ -288,6 +285,9 @@ def test_what_is_planned_is_refused_by_name(section: type[BaseModel], values: di
         (TiersConfig, {"host_budget": "-1GiB"}, "negative"),
         (TiersConfig, {"host_budget": "most"}, "a number with a unit"),
         (TiersConfig, {"cache_in_host": 1}, "valid boolean"),
+        (TiersConfig, {"state": "fp16"}, "'fp32', 'split', 'bf16' or 'split\\+bf16'"),
+        (TiersConfig, {"state": True}, "'fp32', 'split', 'bf16' or 'split\\+bf16'"),
+        (TiersConfig, {"step_in_backward": 1}, "valid boolean"),
         (TiersConfig, {"verify": 0}, "valid boolean"),
         (TiersConfig, {"run_name": "../x"}, "match pattern"),
         (IoConfig, {"block_size": "3K"}, "multiple of 4096"),
@@ -299,6 +299,72 @@ def test_what_is_planned_is_refused_by_name(section: type[BaseModel], values: di
 def test_wrong_values_are_refused(section: type[BaseModel], values: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         section.model_validate(values)
+
+
+def tiers_of(tiers: dict[str, object], **values: object) -> TiersConfig:
+    return TieringConfig.model_validate(
+        {"train_batch_size": 1, "micro_batch_size": 1, "tiering": tiers} | values
+    ).tiering
+
+
+def problems(tiers: dict[str, object], **values: object) -> list[tuple[str, str]]:
+    """The refused keys, and what is said about them."""
+    with pytest.raises(ValidationError) as caught:
+        tiers_of(tiers, **values)
+    return [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in caught.value.errors()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("state", ["fp32", "split", "bf16", "split+bf16"])
+def test_only_a_bf16_parameter_is_half_of_its_master(state: str, precision: str) -> None:
+    if precision == "bf16" or not state.startswith("split"):
+        assert tiers_of({"state": state}, precision=precision).state == state
+        return
+    ((key, told),) = problems({"state": state}, precision=precision)
+    remedy = "bf16" if state == "split+bf16" else "fp32"
+    assert key == "tiering.state"
+    assert f"{state!r} with precision {precision}: only a bf16 parameter is" in told
+    assert f"set bf16.enabled to true, or state to {remedy!r}" in told
+
+
+IN_BACKWARD = {"step_in_backward": True}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"gradient_clipping": 0.5},
+            "true with gradient_clipping 0.5: .*; set gradient_clipping to 0, or step_in",
+        ),
+        ({"precision": "fp16"}, "dynamic loss scale .*; set fp16.loss_scale to a fixed scale, or step_in_b"),
+        ({"autocast": "fp16"}, "dynamic loss scale .*; set autocast to bf16, or step_in_backward to false"),
+    ],
+)
+def test_what_needs_all_gradients_forbids_steps_in_backward(values: dict[str, object], message: str) -> None:
+    ((key, told),) = problems(IN_BACKWARD, **values)
+    assert key == "tiering.step_in_backward"
+    assert re.search(message, told)
+    assert not tiers_of({}, **values).step_in_backward
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"precision": "bf16"},
+        {"precision": "fp32", "gradient_accumulation_steps": 4, "train_batch_size": 4},
+        {"precision": "fp16", "loss_scale": {"scale": 1024.0}},
+        {"autocast": "fp16", "loss_scale": {"scale": 1024.0}},
+        {"autocast": "bf16"},
+    ],
+)
+def test_steps_in_backward_are_taken_where_nothing_forbids_them(values: dict[str, object]) -> None:
+    assert tiers_of(IN_BACKWARD, **values).step_in_backward
+
+
+def test_every_key_that_does_not_suit_is_told_at_once() -> None:
+    told = problems(IN_BACKWARD | {"state": "split"}, precision="fp16", gradient_clipping=1.0)
+    assert [key for key, _ in told] == ["tiering.state", *["tiering.step_in_backward"] * 2]
 
 
 def test_values_are_read_as_written_in_files() -> None:

@@ -242,8 +242,8 @@ def test_all_problems_come_together() -> None:
         ("optimizer.type", "OneBitAdam"),
         ("optimizer.params.amsgrad", True),
         ("zero_optimization.zero_quantized_weights", True),
-        ("tiering.step_in_backward", True),
-        ("tiering.state", "split"),
+        ("bf16.bf16_optimizer_states", True),
+        ("optimizer.params.fp32_optimizer_states", False),
         ("elasticity", {"enabled": True}),
         ("amp", {"opt_level": "O1"}),
         ("sparse_gradients", True),
@@ -394,6 +394,35 @@ def test_sections_must_be_sections() -> None:
     assert "zero_optimization: a section {...} is needed, not True" in refusal(
         MINIMAL | {"zero_optimization": True}
     )
+
+
+def test_problems_between_sections_are_told_by_the_key_of_the_tiers() -> None:
+    given = changed("tiering.step_in_backward", True, without("bf16", ZERO3_NVME))
+    message = refusal(changed("tiering.state", "split", given))
+    assert message.startswith("[TIER-CONFIG] 2 problems")
+    assert "tiering.state: 'split' with precision fp32: " in message
+    assert "tiering.step_in_backward: true with gradient_clipping 1: " in message
+
+
+def test_the_state_format_is_honoured() -> None:
+    for state in ("fp32", "split", "bf16", "split+bf16"):
+        config, report = load(changed("tiering.state", state, ZERO3_NVME))
+        assert (config.tiering.state, entry(report, "tiering.state").verdict) == (state, Verdict.HONOURED)
+
+
+@pytest.mark.parametrize("section", ["bf16", "bfloat16"])
+def test_checks_of_all_gradients_forbid_steps_in_backward(section: str) -> None:
+    given = changed(f"{section}.enabled", True, MINIMAL)
+    both = changed("tiering.step_in_backward", True, given)
+    key = f"{section}.check_grad_overflow"
+    assert load(both)[0].tiering.step_in_backward
+    assert load(changed(key, False, both))[0].tiering.step_in_backward
+    assert entry(load(changed(key, True, given))[1], key).verdict is Verdict.IGNORED
+    message = refusal(changed(key, True, both))
+    assert f"{key}: True with tiering.step_in_backward" in message
+    assert "set check_grad_overflow to false, or step_in_backward to false" in message
+    off = changed(f"{section}.enabled", False, changed(key, True, both))
+    assert load(off)[0].tiering.step_in_backward  # a section that is off asks for nothing
 
 
 def test_examine_reports_what_load_refuses() -> None:

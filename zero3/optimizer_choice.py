@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from optim_cpu.kernels import StateFormat
+from optim_cpu.tensor_batch import Form
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
 from zero3 import rules
@@ -27,12 +29,17 @@ class OptimizerChoice:
     """Param groups and who steps them: ``rule`` by the kernels, or ``client`` itself where that is None.
 
     With a client, ``param_groups`` are its own, and may list frozen parameters beside the trained ones.
+
+    ``moments`` is the format of the state tensors. ``split``: a bf16 parameter is the upper half of its master, and
+    state holds the remainder.
     """
 
     param_groups: list[Options]
     defaults: Options
     rule: UpdateRule | None
     client: torch.optim.Optimizer | None = None
+    split: bool = False
+    moments: StateFormat = StateFormat.FP32
 
     @property
     def trained(self) -> set[nn.Parameter]:
@@ -80,7 +87,8 @@ def choose_optimizer(
     groups = [defaults | group for group in _param_groups(model, model_parameters)]
     _check_params(model, groups, "model_parameters")
     rule.check(groups)
-    return OptimizerChoice(groups, defaults, rule)
+    form = rules.state_form(config.tiering.state)
+    return OptimizerChoice(groups, defaults, rule, split=form.split, moments=form.format)
 
 
 def _made(
@@ -112,12 +120,46 @@ def _of_client(client: torch.optim.Optimizer, model: nn.Module, config: TieringC
             f"the {name} has stepped before, and its state cannot be taken over in this version: give a new one"
         )
     rule.check(client.param_groups)
-    return OptimizerChoice(client.param_groups, client.defaults, rule, client)
+    form = _state_form(client, config)
+    return OptimizerChoice(
+        client.param_groups, client.defaults, rule, client, split=form.split, moments=form.format
+    )
+
+
+def _state_form(client: torch.optim.Optimizer, config: TieringConfig) -> Form:
+    """The form of state that the client asks for, else the configuration; ConfigError if they contradict."""
+    name, state = _name(client), config.tiering.state
+    asked = rules.state_form_of(client)
+    if asked is None:
+        return rules.state_form(state)
+    called = client.param_groups[0]["state_format"]
+    if state not in ("fp32", called):
+        raise ConfigError(
+            f"the {name} has state_format {called!r}, but tiering.state is {state!r}: make it with"
+            f" state_format={state!r}, or remove tiering.state from the configuration"
+        )
+    if asked.split and config.precision != "bf16":
+        raise ConfigError(
+            f"the {name} has state_format {called!r}, but the precision is {config.precision}, and only a bf16"
+            " parameter is the upper half of its master: make it with"
+            f" state_format={called.replace('split+bf16', 'bf16').replace('split', 'fp32')!r}, or train in bf16"
+        )
+    return asked
 
 
 def _check_stays(client: torch.optim.Optimizer, config: TieringConfig) -> None:
-    """An optimizer without a kernel steps tensors, so all that it needs has to be on the device."""
+    """An optimizer without a kernel steps fp32 tensors, so all that it needs has to be on the device, and fp32."""
     name = _name(client)
+    if config.tiering.state != "fp32":
+        raise ConfigError(
+            f"the {name} has no kernel here and steps fp32 masters by itself, but tiering.state is"
+            f" {config.tiering.state!r}: set it to 'fp32', or use AdamW, Adam, Lion, Adagrad or SGD"
+        )
+    if config.tiering.step_in_backward:
+        raise ConfigError(
+            f"the {name} has no kernel here and steps all parameters at once, but tiering.step_in_backward is true: set"
+            " it to false, or use AdamW, Adam, Lion, Adagrad or SGD"
+        )
     for kind, section in (
         ("offload_param", config.zero.offload_param),
         ("offload_optimizer", config.zero.offload_optimizer),

@@ -16,6 +16,8 @@ from torch import Tensor
 
 import optim_cpu
 from optim_cpu import kernels
+from optim_cpu.fused_optimizer import form_of
+from optim_cpu.tensor_batch import Form
 from tiering.config import OptimizerConfig
 from tiering.errors import ConfigError
 
@@ -68,6 +70,7 @@ def _adam(options: Options, step: int) -> kernels.Rule:
         step=step,
         decoupled=options["decoupled_weight_decay"],
         maximize=options.get("maximize", False),
+        seed=options.get("seed", 0),
     )
 
 
@@ -80,6 +83,7 @@ def _lion(options: Options, step: int) -> kernels.Rule:
         weight_decay=_number(options, "weight_decay"),
         step=step,
         maximize=options.get("maximize", False),
+        seed=options.get("seed", 0),
     )
 
 
@@ -91,6 +95,7 @@ def _adagrad(options: Options, step: int) -> kernels.Rule:
         weight_decay=_number(options, "weight_decay"),
         step=step,
         maximize=options.get("maximize", False),
+        seed=options.get("seed", 0),
     )
 
 
@@ -103,6 +108,7 @@ def _sgd(options: Options, step: int) -> kernels.Rule:
         weight_decay=_number(options, "weight_decay"),
         step=step,
         maximize=options.get("maximize", False),
+        seed=options.get("seed", 0),
     )
 
 
@@ -163,21 +169,37 @@ NO_KERNEL = ("amsgrad", "differentiable")
 def from_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
     """The rule that does what ``optimizer`` does, None if no kernel does.
 
-    ``foreach``, ``fused`` and ``capturable`` say how torch computes the same. Raises ConfigError for a state format of
-    optim_cpu's that tiers do not hold.
+    ``foreach``, ``fused`` and ``capturable`` say how torch computes the same.
     """
     if any(group.get(option) for group in optimizer.param_groups for option in NO_KERNEL):
         return None
-    for group in optimizer.param_groups:
-        if group.get("state_format", "fp32") != "fp32":
-            raise ConfigError(
-                f"{type(optimizer).__name__} has state_format {group['state_format']!r}, which is not supported in this"
-                " version: make it with state_format='fp32'"
-            )
     for known, rule in KNOWN:
         if isinstance(optimizer, known) and _steps_as(optimizer, known):
             return rule
     return None
+
+
+def state_form(name: str) -> Form:
+    """The form that ``tiering.state`` names; moments in 16 bits are rounded stochastically."""
+    return form_of({"state_format": name, "stochastic_rounding": True}, ())
+
+
+def state_form_of(optimizer: torch.optim.Optimizer) -> Form | None:
+    """The form of state that ``optimizer`` asks for; None if it leaves that open, as torch's do.
+
+    Raises ConfigError for groups of several forms: a tile holds one.
+    """
+    groups = [group for group in optimizer.param_groups if "state_format" in group]
+    try:
+        forms = {form_of(group, ()): group["state_format"] for group in groups}
+    except ValueError as error:
+        raise ConfigError(f"the {type(optimizer).__name__}: {error}") from None
+    if len(forms) > 1:
+        raise ConfigError(
+            f"the param groups of the {type(optimizer).__name__} have state_format {' and '.join(forms.values())}"
+            " (or differ in stochastic_rounding); the tiers keep one: give all groups the same"
+        )
+    return next(iter(forms), None)
 
 
 def _steps_as(optimizer: torch.optim.Optimizer, known: type[torch.optim.Optimizer]) -> bool:

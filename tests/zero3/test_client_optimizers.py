@@ -243,6 +243,11 @@ def in_two_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     return [{"params": trained(model)[:2]}, {"params": trained(model)[2:], **options}]
 
 
+def with_seed(optimizer: torch.optim.Optimizer, seed: int) -> torch.optim.Optimizer:
+    optimizer.param_groups[1]["seed"] = seed
+    return optimizer
+
+
 def stepped(model: nn.Module) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(trained(model), LR)
     for param in trained(model):
@@ -273,10 +278,42 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
         "the step of LBFGS takes a closure",
     ),
     "stepped before": (stepped, {}, "the AdamW has stepped before, .* give a new one"),
-    "another state format": (
-        lambda model: optim_cpu.AdamW(trained(model), LR, state_format="bf16"),
+    "two state formats": (
+        lambda model: optim_cpu.AdamW(in_two_groups(model, state_format="bf16"), LR),
         {},
-        "AdamW has state_format 'bf16', which is not supported in this version: .* state_format='fp32'",
+        "the param groups of the AdamW have state_format fp32 and bf16 .*; the tiers keep one: give all groups",
+    ),
+    "two ways to round": (
+        lambda model: optim_cpu.Lion(
+            in_two_groups(model, stochastic_rounding=False), LR, state_format="bf16"
+        ),
+        {},
+        r"the param groups of the Lion have .* \(or differ in stochastic_rounding\)",
+    ),
+    "half of a master that is none": (
+        lambda model: optim_cpu.AdamW(trained(model), LR, state_format="split+bf16"),
+        {},
+        "the AdamW has state_format 'split.bf16', but the precision is fp32, .*: make it with state_format='bf16'",
+    ),
+    "a seed that was changed to nonsense": (
+        lambda model: with_seed(optim_cpu.AdamW(in_two_groups(model), LR, state_format="bf16"), -1),
+        {},
+        "Adam, param group 1: adam: seed must fit uint64_t, got -1",
+    ),
+    "a format that contradicts the configuration": (
+        lambda model: optim_cpu.AdamW(trained(model), LR, state_format="bf16"),
+        {"state": "split+bf16", "precision": "bf16"},
+        r"the AdamW has state_format 'bf16', but tiering.state is 'split\+bf16': make it with .*='split\+bf16', or",
+    ),
+    "a client that has no bf16 state": (
+        lambda model: torch.optim.RMSprop(trained(model), LR),
+        {"state": "bf16"},
+        "the RMSprop has no kernel here .* tiering.state is 'bf16': set it to 'fp32', or use AdamW",
+    ),
+    "a client that steps all at once": (
+        lambda model: torch.optim.RMSprop(trained(model), LR),
+        {"step_in_backward": True, "clip": 0.0},
+        "the RMSprop has no kernel here .* tiering.step_in_backward is true: set it to false, or use AdamW",
     ),
     "no optimizer": (lambda _: "AdamW", {}, "takes a torch.optim.Optimizer, or a function .* not str"),
     "a function of something else": (lambda _: lambda params: list(params), {}, "that makes one, not list"),
@@ -307,7 +344,7 @@ def test_what_cannot_be_stepped_is_refused(
 ) -> None:
     model = Scales()
     with pytest.raises(ConfigError, match=message):
-        start(model, client=client(model), rule=None, **settings(), **options)
+        start(model, client=client(model), rule=None, **(settings() | options))
     assert all(bool(param.isfinite().all()) for param in model.parameters())
 
 

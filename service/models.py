@@ -8,7 +8,15 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from tiering.telemetry import IoEngineStatus, Page, PageReading, PathStatus, StepRecord, TierStatus
+from tiering.telemetry import (
+    ActivationStatus,
+    IoEngineStatus,
+    Page,
+    PageReading,
+    PathStatus,
+    StepRecord,
+    TierStatus,
+)
 
 
 class RankStatus(BaseModel):
@@ -25,6 +33,7 @@ class RankStatus(BaseModel):
     phase: str | None = None
     loss: float | Literal["NaN", "Infinity", "-Infinity"] | None = None
     tiers: list[TierStatus] = []
+    activations: ActivationStatus | None = Field(default=None, description="absent where no group moves")
     io: list[PathStatus] = []
     io_engine: IoEngineStatus | None = Field(default=None, description="absent where nothing is swapped")
     stalls: dict[str, float] = Field(default={}, description="seconds that compute waited, by cause")
@@ -79,6 +88,7 @@ def _rank_status(page: Page, reading: PageReading) -> RankStatus:
         phase=said.phase,
         loss=_json_number(said.loss),
         tiers=said.tiers,
+        activations=said.activations,
         io=said.io,
         io_engine=said.io_engine,
         stalls=said.stalls,

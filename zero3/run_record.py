@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import time
 from collections import defaultdict, deque
@@ -12,23 +13,36 @@ from contextlib import contextmanager
 import torch
 
 from tiering.budgets import host_memory
+from tiering.config import format_size
 from tiering.io_stats import DirectionStats
 from tiering.plan import Tier
 from tiering.swap_file import free_by_file_system
-from tiering.telemetry import DirectionStatus, IoEngineStatus, PathStatus, Snapshot, StepRecord, TierStatus
+from tiering.telemetry import (
+    ActivationStatus,
+    DirectionStatus,
+    IoEngineStatus,
+    PathStatus,
+    Snapshot,
+    StepRecord,
+    TierStatus,
+)
 from tiering.telemetry.page import RECENT_STEPS
 from tiering.telemetry.snapshot import Phase
+from zero3.saved_tensors import Activations
 from zero3.tiers import Tiers
+
+log = logging.getLogger(__name__)
 
 
 class RunRecord:
     """Times the phases of one rank's run and describes its state. Read by the publisher's thread at any time."""
 
-    def __init__(self, run_name: str, tiers: Tiers) -> None:
+    def __init__(self, run_name: str, tiers: Tiers, activations: Activations | None = None) -> None:
         self.run_name = run_name
         self.loss: float | None = None
         self.step = 0
         self._tiers = tiers
+        self._activations = activations  # None: not counted
         self._started_at = time.time()
         self._phase: Phase = "start"
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase, since the last step
@@ -67,6 +81,11 @@ class RunRecord:
         )
         self._step_began, self._moved_before, self._stalled_before = now, moved, stalled
         self._seconds.clear()
+        if self.step == 1 and self._activations is not None:
+            log.info(
+                "beside the tiers, activations of the first step took up to %s",
+                format_size(self._activations.peak),
+            )
 
     def moved(self) -> tuple[int, int]:
         """Bytes (read, written) over NVMe so far."""
@@ -87,6 +106,7 @@ class RunRecord:
             phase=self._phase,
             loss=self.loss,
             tiers=[self._tier(tier) for tier in Tier],
+            activations=self._activation_status(),
             io=self._paths(),
             io_engine=self._engine(),
             stalls=dict(self._tiers.stalls.seconds),
@@ -103,6 +123,10 @@ class RunRecord:
             peak=self._tiers.peak(tier),
             by_kind=kinds,
         )
+
+    def _activation_status(self) -> ActivationStatus | None:
+        counted = self._activations
+        return ActivationStatus(counted.used, counted.peak) if counted is not None else None
 
     def _paths(self) -> list[PathStatus]:
         aio, swap = self._tiers.aio, self._tiers.swap

@@ -19,6 +19,7 @@ from fastapi.testclient import TestClient
 import service
 from service.app import create_app
 from tiering.telemetry import (
+    ActivationStatus,
     DirectionStatus,
     IoEngineStatus,
     PageWriter,
@@ -43,6 +44,7 @@ SAID = Snapshot(
         TierStatus("host", 96 * MIB, 16384 * MIB, 60 * MIB, 90 * MIB, {"parameters": 50 * MIB}),
         TierStatus("nvme", 900 * MIB, 99999 * MIB, 400 * MIB, 400 * MIB, {"optimizer state": 300 * MIB}),
     ],
+    activations=ActivationStatus(3 * MIB, 7 * MIB),
     io=[
         PathStatus(
             "/nvme/swap",
@@ -142,6 +144,7 @@ def test_a_live_page_is_shown_whole(client: TestClient) -> None:
                 "by_kind": {"optimizer state": 300 * MIB},
             },
         ],
+        "activations": {"used": 3 * MIB, "peak": 7 * MIB},
         "io": [
             {
                 "path": "/nvme/swap",

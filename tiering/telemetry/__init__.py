@@ -12,6 +12,7 @@ from tiering.telemetry.directory import run_directory
 from tiering.telemetry.page import Page, PageReading, PageWriter, find_pages, sweep
 from tiering.telemetry.publisher import Publisher
 from tiering.telemetry.snapshot import (
+    ActivationStatus,
     DirectionStatus,
     IoEngineStatus,
     PathStatus,
@@ -22,6 +23,7 @@ from tiering.telemetry.snapshot import (
 )
 
 __all__ = [
+    "ActivationStatus",
     "DirectionStatus",
     "IoEngineStatus",
     "Page",

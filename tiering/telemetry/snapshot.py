@@ -23,6 +23,14 @@ class TierStatus:
 
 
 @dataclass(frozen=True)
+class ActivationStatus:
+    """Bytes of tensors that autograd keeps for backward, beside the tiers: now, and the most so far."""
+
+    used: int
+    peak: int
+
+
+@dataclass(frozen=True)
 class DirectionStatus:
     """Reads or writes of one path since the start; rates are bytes per second.
 
@@ -93,7 +101,7 @@ class Snapshot:
     """Everything one rank publishes. Counters are cumulative; ``started_at`` is Unix time in seconds.
 
     ``stalls`` maps a cause to the seconds that compute waited for it; ``steps`` holds the most recent 32,
-    oldest first.
+    oldest first. ``activations`` is None where no group moves: there nothing watches what autograd keeps.
     """
 
     run_name: str
@@ -105,6 +113,7 @@ class Snapshot:
     phase: Phase = "start"
     loss: float | None = None
     tiers: list[TierStatus] = field(default_factory=list)
+    activations: ActivationStatus | None = None
     io: list[PathStatus] = field(default_factory=list)
     io_engine: IoEngineStatus | None = None
     stalls: dict[str, float] = field(default_factory=dict)

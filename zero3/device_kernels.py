@@ -1,8 +1,9 @@
 """The optimizers' kernels as torch operations, for state that stays on a GPU.
 
 Each torch operation rounds once, and IEEE multiplication, addition, division and square root have one right answer,
-so these give the bits that optim_cpu's kernels give: the formulas, their order and the one NaN that is stored are
-written in kernels.h.
+so these give the bits that optim_cpu's kernels give: the formulas, their order, the one NaN that is stored, the formats
+and the hash behind stochastic rounding are written in kernels.h. What is unsigned there is int64 here, or masked:
+torch has no unsigned arithmetic on every device.
 """
 
 from __future__ import annotations
@@ -10,15 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from optim_cpu import kernels
+from optim_cpu.kernels import StateFormat
 
 BLOCK = 4096
 LANES = 32
 BLOCKS_AT_ONCE = 1024  # bounds the float64 temporaries to 64 MiB
+ELEMENTS_AT_ONCE = 1 << 24  # bounds the temporaries of a step: 64 MiB for each in float32, 128 MiB in int64
+
+WORD, HALF_WORD = (1 << 64) - 1, (1 << 32) - 1
+HALF_BF16 = 0x8000  # below a bf16's last place, half of it
 
 
 class _Optimizer(IntEnum):
@@ -69,13 +76,24 @@ def sum_of_squares(flat: Tensor) -> float:
 def round_parameters(master: Tensor, out: Tensor) -> None:
     """``out`` = ``master`` rounded as optim_cpu.formats.round_parameters does."""
     if out.dtype is torch.bfloat16:
-        upper = (master.view(torch.int32) + 0x8000) >> 16
-        out.copy_(upper.to(torch.int16).view(torch.bfloat16))
+        _round_bf16(master, out, HALF_BF16)
     else:
         out.copy_(master)
     out.masked_fill_(
         master.isnan(), math.nan
     )  # a GPU's cast has another NaN, and the sum above may have none
+
+
+def split(master: Tensor, param: Tensor, remainder: Tensor) -> None:
+    """bfloat16 ``param`` and int16 ``remainder`` = both halves of float32 ``master``, as optim_cpu.kernels.split."""
+    round_parameters(master, param)
+    remainder.copy_(master.view(torch.int32).to(torch.int16))  # the lower half, as a signed number
+    remainder.masked_fill_(master.isnan(), 0)
+
+
+def join(param: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 master that ``split`` took apart."""
+    return ((param.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
 def step(
@@ -86,26 +104,92 @@ def step(
     *,
     out: Tensor | None,
     grad_scale: float,
+    remainder: Tensor | None = None,
+    state_format: StateFormat = StateFormat.FP32,
+    first_index: int = 0,
 ) -> None:
-    """One step by ``rule`` on flat float32 ``param`` and ``state``, in place; ``out`` receives the rounded parameter.
+    """One step by ``rule`` on flat ``param`` and ``state``, in place; ``out`` receives the rounded parameter.
 
-    As a segment of ``optim_cpu.kernels.StepBatch``; ``state`` may hold more tensors than the rule has.
+    As a segment of ``optim_cpu.kernels.StepBatch``: ``param`` is float32, or with ``remainder`` (int16) the bfloat16
+    half of a split one; ``state`` is float32, or bfloat16 by ``state_format``, and may hold more tensors than the rule
+    has. A split parameter has no ``out``. On ``first_index``, the place of the first element, stochastic rounding
+    depends.
     """
+    assert out is None or remainder is None
+    kept = state[: rule.state_count]
+    for start in range(0, param.numel(), ELEMENTS_AT_ONCE):
+        here = slice(start, start + ELEMENTS_AT_ONCE)
+        master = param[here] if remainder is None else join(param[here], remainder[here])
+        wide = [tensor[here].float() for tensor in kept]  # float32 is not copied: it is stepped in place
+        _step_fp32(rule, master, wide, grad[here], grad_scale)
+        if kept and state_format is not StateFormat.FP32:
+            added = _added_below(rule, state_format, first_index + start, master)
+            for tensor, values, below in zip(kept, wide, added, strict=False):
+                _round_bf16(values, tensor[here], below)
+        if remainder is not None:
+            split(master, param[here], remainder[here])
+        if out is not None:
+            round_parameters(master, out[here])
+
+
+def _step_fp32(
+    rule: kernels.Rule, param: Tensor, state: Sequence[Tensor], grad: Tensor, grad_scale: float
+) -> None:
     scalar = rule.scalar
     # `decay` may have become 0, and 0 * inf is NaN in the C kernels, too: so not `if decay`.
     decay_kind, decay = _Decay(int(scalar("decay_kind"))), scalar("decay")
     g = grad.float() * (scalar("scale") * grad_scale)
     if decay_kind is _Decay.L2:
         g = g + param * decay
-    kept = state[: rule.state_count]
-    update = _UPDATES[_Optimizer(int(scalar("optimizer")))](kept, g, scalar)
+    update = _UPDATES[_Optimizer(int(scalar("optimizer")))](state, g, scalar)
     if decay_kind is _Decay.DECOUPLED:
         update = update + param * decay
     param.sub_(update)
-    for tensor in (param, *kept):
+    for tensor in (param, *state):
         tensor.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)  # any NaN becomes the quiet one
-    if out is not None:
-        round_parameters(param, out)
+
+
+def _round_bf16(values: Tensor, out: Tensor, below: int | Tensor) -> None:
+    """``out`` = float32 ``values`` (if NaN, the quiet one) with ``below`` added below a bf16's last place, and cut."""
+    out.copy_(((values.view(torch.int32) + below) >> 16).to(torch.int16).view(torch.bfloat16))
+
+
+def _added_below(
+    rule: kernels.Rule, state_format: StateFormat, first_index: int, like: Tensor
+) -> tuple[int | Tensor, int | Tensor]:
+    """What the first state and the second are rounded by, on the device of ``like`` and as long."""
+    if state_format is StateFormat.BF16:
+        return HALF_BF16, HALF_BF16
+    random = _random_bits(int(rule._rule.key), first_index, like)
+    return (random & 0xFFFF).to(torch.int32), (random >> 16).to(torch.int32)
+
+
+def _random_bits(key: int, first_index: int, like: Tensor) -> Tensor:
+    """random_bits() of numbers.inc: 32 bits for each element, as int64."""
+    end = first_index + like.numel()
+    wraps = range((first_index >> 32) + 1 << 32, end, 1 << 32)  # where the upper half of the index changes
+    cuts = [first_index, *wraps, end]
+    parts = []
+    for start, stop in pairwise(cuts):
+        mixed, low = _mix(key + (start >> 32)), start & HALF_WORD
+        x = torch.arange(low, low + stop - start, device=like.device) ^ (mixed & HALF_WORD)
+        x = _times(x ^ (x >> 16), 0x21F0AAAD)
+        x = _times(x ^ (x >> 15) ^ (mixed >> 32), 0xD35A2D97)
+        parts.append(x ^ (x >> 15))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _times(x: Tensor, factor: int) -> Tensor:
+    """Modulo 2**32. A factor above 2**31 is taken as negative, so that no product leaves int64."""
+    return (x * (factor - (1 << 32) if factor >> 31 else factor)) & HALF_WORD
+
+
+def _mix(x: int) -> int:
+    """splitmix64's finalizer."""
+    x &= WORD
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & WORD
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & WORD
+    return x ^ x >> 31
 
 
 def _adam(state: Sequence[Tensor], g: Tensor, scalar: Scalar) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from optim_cpu import kernels
 from optim_cpu.formats import round_parameters
-from optim_cpu.kernels import DType, Rule
+from optim_cpu.kernels import DType, Rule, StateFormat
 from zero3 import device_kernels
 from zero3.grads import KERNEL_DTYPES
 
@@ -85,19 +85,30 @@ def exact_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step_in_c(
-    rule: Rule, tensors: list[Tensor], grad: Tensor, *, out: Tensor | None = None, grad_scale: float = 1.0
+    rule: Rule,
+    param: Tensor,
+    state: list[Tensor],
+    grad: Tensor,
+    *,
+    out: Tensor | None = None,
+    grad_scale: float = 1.0,
+    remainder: Tensor | None = None,
+    state_format: StateFormat = StateFormat.FP32,
+    first_index: int = 0,
 ) -> None:
-    param, *state = tensors
     batch = kernels.StepBatch()
     batch.add(
         param.numel(),
         batch.add_rule(rule),
         param=param.data_ptr(),
+        remainder=0 if remainder is None else remainder.data_ptr(),
         state=tuple(tensor.data_ptr() for tensor in state),
+        state_format=state_format,
         grad=grad.data_ptr(),
         grad_dtype=KERNEL_DTYPES[grad.dtype],
         out=0 if out is None else out.data_ptr(),
         out_dtype=DType.BF16 if out is None else KERNEL_DTYPES[out.dtype],
+        first_index=first_index,
     )
     batch.run(grad_scale)
 
@@ -121,7 +132,7 @@ def test_every_rule(
         grad = torch.randn(5000, generator=generator).to(half)
         rule = rule_at(step, maximize=maximize)
         device_kernels.step(rule, ours[0], ours[1:], grad, out=out, grad_scale=0.37)
-        step_in_c(rule, theirs, grad, out=expected, grad_scale=0.37)
+        step_in_c(rule, theirs[0], theirs[1:], grad, out=expected, grad_scale=0.37)
     assert all(map(same_bits, ours, theirs))
     assert same_bits(out, expected)
     assert not torch.equal(ours[0], start)
@@ -151,7 +162,7 @@ def test_every_rule_at_the_edges(
     for step in range(1, 4):
         rule = rule_at(step, lr=lr, beta=beta, weight_decay=weight_decay)
         device_kernels.step(rule, ours[0], ours[1:], grad, out=None, grad_scale=1.0)
-        step_in_c(rule, theirs, grad)
+        step_in_c(rule, theirs[0], theirs[1:], grad)
     for name, one, other in zip(("param", "state 0", "state 1"), ours, theirs, strict=True):
         assert same_bits(one, other), name
     assert ours[0].isnan().any() and not ours[0].isnan().all()
@@ -172,3 +183,119 @@ def test_round_parameters(dtype: torch.dtype) -> None:
     canonical = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00, torch.float32: 0x7FC00000}[dtype]
     stored = one.view(torch.int32 if dtype is torch.float32 else torch.int16)
     assert set(stored[one.isnan()].tolist()) == {canonical}
+
+
+FORMATS = [
+    pytest.param(state_format, split, id=f"{'split, ' if split else ''}{state_format.name}")
+    for split in (False, True)
+    for state_format in StateFormat
+    if split or state_format is not StateFormat.FP32
+]
+SPECIAL = torch.tensor(
+    # zeros, subnormals, ties of a bf16 (up, to infinity, below the smallest, of a subnormal), infinities, NaN
+    [0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00018000, 0x00008000, 0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF,
+     0x3F808001, 0x7F7F8000, 0x7F7F7FFF, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345,
+     0x7FFFFFFF, 0x3F800000, 0x5F000000, 0xA0000000]
+).to(torch.int32).view(torch.float32)  # fmt: skip
+
+
+def by_format(
+    param: Tensor, state: list[Tensor], state_format: StateFormat, *, split: bool
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """A float32 parameter and its state as the formats hold them."""
+    kept = [tensor if state_format is StateFormat.FP32 else tensor.bfloat16() for tensor in state]
+    if not split:
+        return {"param": param.clone()}, kept
+    halves = {"param": torch.empty_like(param, dtype=torch.bfloat16), "remainder": param.to(torch.int16)}
+    kernels.split(halves["param"].data_ptr(), halves["remainder"].data_ptr(), param.data_ptr(), param.numel())
+    return halves, kept
+
+
+def assert_same_steps(
+    rule_at: Callable[..., Rule],
+    param: Tensor,
+    state: list[Tensor],
+    grads: list[Tensor],
+    state_format: StateFormat,
+    *,
+    split: bool,
+    **options: Any,
+) -> list[Tensor]:
+    """Step by both, and compare every array after each step; returns ours."""
+    (ours, ours_kept), (theirs, theirs_kept) = (
+        by_format(param, [tensor.clone() for tensor in state], state_format, split=split) for _ in range(2)
+    )
+    outs = [torch.empty_like(param, dtype=torch.bfloat16) for _ in range(0 if split else 2)]
+    out, expected = outs or (None, None)
+    for number, grad in enumerate(grads, 1):
+        rule = rule_at(number, seed=(1 << 64) - 3)
+        how = {"state_format": state_format, "grad_scale": 0.37} | options
+        device_kernels.step(rule, state=ours_kept, grad=grad, out=out, **ours, **how)
+        step_in_c(rule, state=theirs_kept, grad=grad, out=expected, **theirs, **how)
+        mine, other = [*ours.values(), *ours_kept, *outs[:1]], [*theirs.values(), *theirs_kept, *outs[1:]]
+        assert [same_bits(*pair) for pair in zip(mine, other, strict=True)] == [True] * len(mine), number
+    return [*ours.values(), *ours_kept]
+
+
+@pytest.mark.parametrize(("state_format", "split"), FORMATS)
+def test_every_format(
+    rule_at: Callable[..., Rule],
+    state_format: StateFormat,
+    split: bool,
+    exact_sqrt: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In pieces that begin anywhere, with indices whose upper half changes on the way."""
+    generator = torch.Generator().manual_seed(4)
+    param = torch.randn(5000, generator=generator)
+    state = [torch.zeros(5000), torch.zeros(5000)]
+    grads = [torch.randn(5000, generator=generator).to(dtype) for dtype in KERNEL_DTYPES]
+    runs = []
+    for first_index in (0, (1 << 32) - 2100, 5 << 40):
+        for at_once in (1 << 24, 999):
+            monkeypatch.setattr(device_kernels, "ELEMENTS_AT_ONCE", at_once)
+            how = {"split": split, "first_index": first_index}
+            runs.append(assert_same_steps(rule_at, param, state, grads, state_format, **how))
+    by_chance = rule_at(1).state_count and state_format is StateFormat.BF16_STOCHASTIC
+    assert same_bits(runs[0][-2], runs[2][-2]) != bool(by_chance)
+
+
+@pytest.mark.parametrize(("state_format", "split"), FORMATS)
+def test_every_format_at_the_edges(
+    rule_at: Callable[..., Rule], state_format: StateFormat, split: bool, exact_sqrt: None
+) -> None:
+    """Each special parameter with each special gradient, twice; state starts from everything, too."""
+    param, grad, kept = (t.flatten() for t in torch.meshgrid(SPECIAL, SPECIAL, SPECIAL, indexing="ij"))
+    halves = [grad.to(dtype) for dtype in (torch.float32, torch.bfloat16)]
+    ours = assert_same_steps(rule_at, param, [kept, kept.abs()], halves, state_format, split=split)
+    assert ours[0].isnan().any() and not ours[0].isnan().all()
+
+
+@pytest.mark.parametrize("state_format", [StateFormat.BF16, StateFormat.BF16_STOCHASTIC])
+def test_every_bfloat16_as_state(state_format: StateFormat, exact_sqrt: None) -> None:
+    every = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16).float()
+    param, generator = torch.zeros(1 << 16), torch.Generator().manual_seed(5)
+    grads = [torch.randn(1 << 16, generator=generator) for _ in range(2)]
+    for rule_at in RULES.values():
+        assert_same_steps(rule_at, param, [every, every.abs()], grads, state_format, split=True)
+
+
+def test_split_and_join() -> None:
+    """Every upper half with lower ones at and beside the tie, and any; what comes back, and what no split makes."""
+    uppers = torch.arange(1 << 16, dtype=torch.int64)[:, None] << 16
+    lowers = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    random = torch.randint(0, 1 << 16, (1 << 16, 6), generator=torch.Generator().manual_seed(6))
+    master = torch.cat([uppers | lowers, uppers | random]).flatten().to(torch.int32).view(torch.float32)
+    ours, theirs = (
+        (torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16))
+        for _ in range(2)
+    )
+    device_kernels.split(master, *ours)
+    kernels.split(theirs[0].data_ptr(), theirs[1].data_ptr(), master.data_ptr(), master.numel())
+    assert all(map(same_bits, ours, theirs))
+    number = ~master.isnan()
+    assert same_bits(device_kernels.join(*ours)[number], master[number])
+    nonsense = random.flatten().repeat(2).to(torch.int16)
+    expected = torch.empty_like(master)
+    kernels.join(expected.data_ptr(), ours[0].data_ptr(), nonsense.data_ptr(), master.numel())
+    assert same_bits(device_kernels.join(ours[0], nonsense), expected)

@@ -33,7 +33,7 @@ class RankStatus(BaseModel):
     phase: str | None = None
     loss: float | Literal["NaN", "Infinity", "-Infinity"] | None = None
     tiers: list[TierStatus] = []
-    activations: ActivationStatus | None = Field(default=None, description="absent where no group moves")
+    activations: ActivationStatus | None = Field(default=None, description="what autograd keeps for backward")
     io: list[PathStatus] = []
     io_engine: IoEngineStatus | None = Field(default=None, description="absent where nothing is swapped")
     stalls: dict[str, float] = Field(default={}, description="seconds that compute waited, by cause")

@@ -28,7 +28,7 @@ from tiering.telemetry import (
 )
 from tiering.telemetry.page import RECENT_STEPS
 from tiering.telemetry.snapshot import Phase
-from zero3.saved_tensors import Activations
+from zero3.activations import Activations
 from zero3.tiers import Tiers
 
 log = logging.getLogger(__name__)

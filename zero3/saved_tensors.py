@@ -8,61 +8,21 @@ Note [Backward enters a group from anywhere]
     autograd saves passes through here: tensors in a group's storage are marked with the group, and it is asked for
     before they are handed out. All other tensors go to the hooks that were there before (activation checkpointing's).
 
-    These others are the activations. They are no engine's to budget, but they pass here: see Activations.
+    These others are the activations. No budget covers them, but here they pass and are counted: see activations.py.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from zero3.activations import Activations
 from zero3.param_group import ParamGroup
-
-
-class Activations:
-    """Bytes of the storages that autograd has saved tensors of, until torch frees them: each once, groups' own never.
-
-    The storage's life counts, not the saved tensor's: what checkpointing recomputes is held by checkpointing, and a
-    model's buffer stays. ``used`` now, ``peak`` the most so far. Changed by the thread that computes or frees, with
-    operators alone: no other thread and no garbage collection gets in between.
-    """
-
-    def __init__(self, groups: Iterable[ParamGroup]) -> None:
-        self.used = 0
-        self.peak = 0
-        # By address, which no other storage gets while this one lives. A group's own are known and not counted.
-        self._known: dict[int, _Activation | None] = dict.fromkeys(group.storage_key for group in groups)
-
-    def saved(self, storage: UntypedStorage) -> None:
-        """Autograd keeps a tensor in ``storage``."""
-        key = storage._cdata
-        if key in self._known:
-            return
-        activation = _Activation(storage, self._freed)
-        activation.key, activation.nbytes = key, storage.nbytes()
-        self._known[key] = activation
-        self.used += activation.nbytes
-        if self.used > self.peak:
-            self.peak = self.used
-
-    def _freed(self, activation: weakref.ref[UntypedStorage]) -> None:
-        assert isinstance(activation, _Activation)
-        del self._known[activation.key]
-        self.used -= activation.nbytes
-
-
-class _Activation(weakref.ref[UntypedStorage]):
-    """Tells when torch frees a storage: its Python object lives as long as its bytes, seen from Python or not."""
-
-    __slots__ = ("key", "nbytes")
-    key: int
-    nbytes: int
 
 
 class SavedTensors:
@@ -71,8 +31,7 @@ class SavedTensors:
     def __init__(self, groups: Iterable[ParamGroup], need: Callable[[ParamGroup], None]) -> None:
         groups = list(groups)
         self.owners = {group.storage_key: group for group in groups if group.moves}
-        # None where nothing moves. Hooks only to count would cost such a model its torch.func, which refuses hooks.
-        self.activations = Activations(groups) if self.owners else None
+        self.activations = Activations(groups)
         self._need = need
         self._node: Any = None
         self._handed_out: set[ParamGroup] = set()
@@ -172,7 +131,7 @@ class _Hooks:
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             group = self.saved.owners.get(storage._cdata)
-            if group is None and self.saved.activations is not None:
+            if group is None:
                 self.saved.activations.saved(storage)
         if group is None and self._outer_pack is not None:
             return self._outer_pack(tensor)

@@ -24,7 +24,7 @@ class TierStatus:
 
 @dataclass(frozen=True)
 class ActivationStatus:
-    """Bytes of tensors that autograd keeps for backward, beside the tiers: now, and the most so far."""
+    """Bytes that autograd keeps for backward, beside the tiers: now, and the most so far."""
 
     used: int
     peak: int
@@ -101,7 +101,7 @@ class Snapshot:
     """Everything one rank publishes. Counters are cumulative; ``started_at`` is Unix time in seconds.
 
     ``stalls`` maps a cause to the seconds that compute waited for it; ``steps`` holds the most recent 32,
-    oldest first. ``activations`` is None where no group moves: there nothing watches what autograd keeps.
+    oldest first. ``activations`` are counted in the first backward alone where no group moves.
     """
 
     run_name: str

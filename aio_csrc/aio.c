@@ -336,7 +336,9 @@ int aio_wait(aio_context *context, int64_t ticket, int64_t timeout_ns, aio_resul
     }
     if (!error)
         *result = (aio_result){.bytes = request->result,
-                               .offset = request->result < 0 ? request->failed_at : request->offset};
+                               .offset = request->result < 0 ? request->failed_at : request->offset,
+                               .issued_ns = request->issued_ns,
+                               .done_ns = request->done_ns};
     pthread_mutex_unlock(&context->lock);
     return error;
 }

@@ -101,10 +101,12 @@ typedef struct {
     uint64_t queue_full_ns; /* time in which requests waited because the queue was at its depth */
 } aio_file_stats;
 
-/* How a request ended. */
+/* How a request ended, and when (CLOCK_MONOTONIC; 0: nothing of it was ever issued). */
 typedef struct {
-    int64_t bytes;   /* moved: always all that were asked for; or -errno */
-    uint64_t offset; /* in the file: of the block that failed first, else of the request */
+    int64_t bytes;      /* moved: always all that were asked for; or -errno */
+    uint64_t offset;    /* in the file: of the block that failed first, else of the request */
+    uint64_t issued_ns; /* when its first block was */
+    uint64_t done_ns;   /* when its last block was over: judged, and compared if options.verify says so */
 } aio_result;
 
 /* Open a context. "auto" takes the first of io_uring, libaio and threads that starts here: containers and

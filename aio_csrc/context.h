@@ -54,6 +54,8 @@ struct request { /* (lock) */
     unsigned n_pending; /* requests it still waits for */
     int64_t result;     /* first error, or 0 until done */
     uint64_t failed_at; /* offset of the block whose error that is */
+    uint64_t issued_ns; /* when its first block was; 0: none was */
+    uint64_t done_ns;   /* when its last block was over */
     struct edge *dependents, *earlier;
     struct request *next, *previous; /* in a file's queue; next alone: on the free list or a work list */
 };

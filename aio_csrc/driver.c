@@ -89,6 +89,8 @@ static struct block *carve(aio_context *context, struct request *request, uint64
     block->op.nbytes = block->padded ? AIO_ALIGNMENT : size;
     block->op.buffer = find_buffer(context, block->op.data, block->op.nbytes);
 
+    if (request->carved == 0)
+        request->issued_ns = now;
     file->turn = request->kind == AIO_READ;
     request->carved += size;
     request->in_flight++;
@@ -298,8 +300,10 @@ static void absorb(aio_context *context, struct block *block, uint64_t now)
     }
     context->free_blocks[context->n_free_blocks++] = block;
     block->file->in_flight -= !block->landed;
-    if (--request->in_flight == 0 && request->state == REQUEST_ISSUED)
+    if (--request->in_flight == 0 && request->state == REQUEST_ISSUED) {
+        request->done_ns = now;
         aio_request_settle(context, request, request->result ? request->result : (int64_t)request->nbytes);
+    }
 }
 
 /* Put those of the batch that need not rest a moment first; returns how many they are. */

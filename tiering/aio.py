@@ -21,7 +21,7 @@ from typing import Literal, Protocol, Self
 
 from tiering._aio import ffi, lib
 from tiering.errors import ConfigError, EngineStateError, SwapError
-from tiering.io_stats import EngineInfo, FileStats, engine_info, errno_text, file_stats
+from tiering.io_stats import EngineInfo, FileStats, TransferRecord, engine_info, errno_text, file_stats
 
 ALIGNMENT: int = lib.AIO_ALIGNMENT
 """Bytes: addresses and offsets on a file opened with O_DIRECT are multiples of it."""
@@ -110,6 +110,7 @@ class _Request:
     after: tuple[_Request, ...] = ()  # kept until this one succeeds, to tell why it did not
     result: int | None = None
     failed_at = 0
+    submitted = 0  # when, while transfers are recorded
     seen = False
     canceled = False
 
@@ -220,6 +221,7 @@ class AioContext:
         self._files: dict[int, tuple[str, bool]] = {}
         self._live: set[_Request] = set()
         self._orphans: deque[_Request] = deque()
+        self._recorded: list[TransferRecord] | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -333,6 +335,21 @@ class AioContext:
             result.append(file_stats(name, direct, raw))
         return result
 
+    def start_recording(self) -> None:
+        """Keep a record of every transfer that ends from now on, until ``end_recording``."""
+        self._recorded = []
+
+    def end_recording(self) -> list[TransferRecord]:
+        """Wait for what is under way; all that has ended since ``start_recording``, in the order it was issued.
+
+        What was never issued is left out. Raises no transfer's error: who waits for it is told.
+        """
+        for request in list(self._live):
+            if request.id and request.result is None:
+                self._await(request, None)
+        recorded, self._recorded = self._recorded or [], None
+        return sorted(recorded, key=lambda record: record.issued)
+
     def close(self) -> None:
         """Cancel what was not begun, wait for what was, end the threads. Results and statistics stay
         readable.
@@ -396,6 +413,8 @@ class AioContext:
         if after:
             earlier = self._ids(after)
             request.after = tuple(ticket._request for ticket in after)
+        if self._recorded is not None:
+            request.submitted = time.monotonic_ns()
         # Before the call: an interrupt right after it must not free memory that is being transferred.
         self._live.add(request)
         try:
@@ -436,10 +455,28 @@ class AioContext:
             request.buffer = None
             if result.bytes >= 0:  # a failure is kept until somebody was told
                 self._live.discard(request)
-            lib.aio_release(self._handle, request.id)  # -ESTALE: another thread was here just now
+            first = (
+                lib.aio_release(self._handle, request.id) == 0
+            )  # -ESTALE: another thread was here just now
+            if first and self._recorded is not None and result.issued_ns:
+                self._recorded.append(self._record(request, result.issued_ns, result.done_ns))
         elif code != -errno.ESTALE:
             raise self._refused(request, -code, 0)
         return request.result
+
+    def _record(self, request: _Request, issued: int, done: int) -> TransferRecord:
+        assert request.result is not None
+        return TransferRecord(
+            kind=_KIND_NAMES[request.kind],
+            file=self._files[request.file][0],
+            names=request.names,
+            offset=request.offset,
+            nbytes=request.nbytes,
+            submitted=request.submitted,
+            issued=issued,
+            done=done,
+            error=max(0, -request.result),
+        )
 
     def _await(self, request: _Request, timeout: float | None) -> int:
         result = None

@@ -65,6 +65,25 @@ class FileStats:
     queue_full_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class TransferRecord:
+    """One transfer that is over, and when: nanoseconds of CLOCK_MONOTONIC, which ``time.monotonic_ns`` reads.
+
+    C took the times of ``issued`` (its first block) and ``done``, however late the result was asked for.
+    ``submitted`` is 0 if that was before recording began. ``error`` is an errno, 0 if all bytes were moved.
+    """
+
+    kind: str  # read, write or flush
+    file: str
+    names: tuple[str, ...]
+    offset: int
+    nbytes: int
+    submitted: int
+    issued: int
+    done: int
+    error: int
+
+
 def engine_info(raw: Any) -> EngineInfo:
     """An ``aio_info`` as a record."""
     refused = {

@@ -146,6 +146,7 @@ static void judge(const aio_result *result)
     /* The kernel's: no memory there, the file may not be as long, or not be written, or not have such an offset. */
     EXPECT("a request", result->bytes, EFAULT, EFBIG, EBADF, EINVAL, /* the faults' */ EIO, ENOSPC,
            /* its own */ ENODATA, EBADMSG, ECANCELED, ENOMEM);
+    CHECK(result->issued_ns <= result->done_ns);
 }
 
 static void do_wait(struct input *input)

@@ -61,6 +61,8 @@ static int64_t finish(int64_t ticket)
     aio_result result;
     CHECK(aio_wait(context, ticket, -1, &result) == 0);
     CHECK(aio_release(context, ticket) == 0);
+    CHECK(result.issued_ns <= result.done_ns);
+    CHECK((result.issued_ns != 0) == (result.bytes != -ECANCELED));
     return result.bytes;
 }
 

@@ -19,6 +19,7 @@ from tiering.config import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 from tiering.interrupts import EXIT_SAVED, StopRequest, deferred_interrupts
 from tiering.telemetry import PageWriter, Publisher, Snapshot
+from tiering.telemetry.snapshot import Phase
 from zero3 import hooks
 from zero3.access import Access
 from zero3.assembly import COMPUTE_DTYPES, assemble
@@ -29,6 +30,7 @@ from zero3.prefetch import Prefetcher
 from zero3.run_record import RunRecord
 from zero3.schedule import PassSchedule
 from zero3.state import TieredState
+from zero3.trace import StepTrace
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class Engine:
         self._syncing = True  # False inside no_sync
         self._stop: StopRequest | None = None
         self._save: Callable[[], object] | None = None
+        self._trace: StepTrace | None = None
         self.loss_scale = LossScale.from_config(config)
 
         parts = assemble(model, config, model_parameters, optimizer)
@@ -78,6 +81,7 @@ class Engine:
             self._on_backward,
             self._on_first_gradient,
             self._on_end_of_backward,
+            self._tiers.timeline,
         )
         self._record = RunRecord(config.tiering.run_name or f"run-{os.getpid()}", self._tiers)
         try:
@@ -98,7 +102,7 @@ class Engine:
         self._access.check_residents()
         if self.config.cast_inputs:
             args, kwargs = tree_map(self._cast_input, (args, kwargs))
-        with self._record.phase("forward"), self._autocast():
+        with self._phase("forward"), self._autocast():
             try:
                 return self.module(*args, **kwargs)
             except BaseException:
@@ -128,7 +132,7 @@ class Engine:
         self._check_open("backward")
         waiting = self._scaled
         scaled = self.scale(loss)
-        with self._record.phase("backward"):
+        with self._phase("backward"):
             try:
                 scaled.backward(retain_graph=retain_graph)
             except BaseException:
@@ -181,11 +185,13 @@ class Engine:
             self._pending_backward = False
             self.micro_steps += 1
             if boundary:
-                with self._record.phase("step"):
+                with self._phase("step"):
                     self._update()
                 self._record.loss = float(self._loss) if self._loss is not None else None
                 self.global_steps += 1
                 self._record.end_step()
+                if self._trace is not None and self._trace.end_step(self.global_steps):
+                    self._trace = None
                 self._say_progress()
             self._prefetcher.look_ahead()
         if boundary and self.stop_requested and self._save is not None:
@@ -301,6 +307,21 @@ class Engine:
         """What telemetry publishes, as of now."""
         return self._record.snapshot()
 
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the next whole step to ``path`` as a Chrome trace (JSON), which chrome://tracing and Perfetto show.
+
+        It lasts from the end of the step that is under way, or comes, to the end of the one after, where the engine
+        waits for its transfers. A step that an exception ends, or ``close``, writes what there is.
+
+        Raises TelemetryError if ``path`` cannot be written, EngineStateError if a trace is under way already.
+        """
+        self._check_open("trace")
+        if self._trace is not None:
+            raise EngineStateError(
+                f"trace was called while one to {self._trace.path} is under way; end the step that it waits for first"
+            )
+        self._trace = StepTrace(path, self._tiers)
+
     def flip_bit(self) -> str:
         """Flip one bit of one master on NVMe and say where: a planted fault, to show that comparisons find it."""
         self._check_open("flip_bit")
@@ -313,6 +334,7 @@ class Engine:
         self._closed = True
         if self._stop is not None:
             self._stop.restore()
+        self._end_trace("close()")
         if self._publisher is not None:
             self._publisher.publish_now()
             self._publisher.close()
@@ -335,11 +357,28 @@ class Engine:
     ) -> None:
         self.close()
 
+    @contextmanager
+    def _phase(self, phase: Phase) -> Iterator[None]:
+        """Time the block; an exception in it ends the step that is being traced."""
+        with self._record.phase(phase), self._tiers.timeline.span("compute", phase):
+            try:
+                yield
+            except BaseException as error:
+                if self._trace is not None and self._trace.under_way:
+                    self._end_trace(type(error).__name__)
+                raise
+
+    def _end_trace(self, cause: str) -> None:
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.write(f"step {self.global_steps + 1}, ended by {cause}")
+
     def _update(self) -> None:
         try:
             self._prefetcher.forget()
             scale = self.loss_scale.value
-            self._norm = self._gradients.norm() / scale
+            with self._tiers.timeline.span("compute", "norm"):
+                self._norm = self._gradients.norm() / scale
             overflow = not math.isfinite(self._norm)
             if overflow:
                 self.skipped_steps += 1
@@ -357,7 +396,8 @@ class Engine:
         self.optimizer.prepare()
         try:
             factor = min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0
-            self.optimizer.step(grad_scale=factor / scale)
+            with self._tiers.timeline.span("compute", "update"):
+                self.optimizer.step(grad_scale=factor / scale)
         except BaseException as error:
             self._torn = f"step {self.global_steps + 1} was ended by {type(error).__name__}: {error}"
             raise

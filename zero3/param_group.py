@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tiering.errors import EngineStateError
+from tiering.storage import shorten
 from zero3 import resharded
 from zero3.flat_storage import CopiedStorage, ExchangedStorage, FlatStorage, Streams
 from zero3.partition import FlatLayout
@@ -60,6 +62,7 @@ class ParamGroup:
         self.home = home
         self._place = place
         self._stalls = tiers.stalls
+        self._timeline = tiers.timeline
         self._storage: FlatStorage | None = None
         if home.tensor is not None and home.tensor.device.type == tiers.device.type:
             flat = home.tensor.view(dtype)
@@ -228,6 +231,8 @@ class ParamGroup:
         if not self._storage.start(at=self._place, wait=wait):
             return False
         self.residency = Residency.FETCHING
+        if self._timeline.recording:
+            self._timeline.begin("fetch", self.name, **self._described())
         return True
 
     def wait_for_unshard(self) -> None:
@@ -242,17 +247,25 @@ class ParamGroup:
         with self._stalls.waiting_for("parameters"):
             self._storage.finish()
         self.residency = Residency.UNSHARDED
+        if self._timeline.recording:
+            self._timeline.end("fetch", self.name)
 
     def reshard(self, *, keep_edits: bool = True) -> None:
         """Free the device's copy."""
         if self.residency in (Residency.RESIDENT, Residency.SHARDED):
             return
         assert self._storage is not None
+        if self._timeline.recording and self.residency is Residency.FETCHING:
+            self._timeline.end("fetch", self.name, dropped=True)
         try:
             self.hide(keep_edits=keep_edits)
         finally:
             self.residency = Residency.SHARDED
             self._storage.drop()
+
+    def _described(self) -> dict[str, Any]:
+        names = shorten(tuple(piece.name for piece in self.layout.pieces))
+        return {"bytes": self.layout.numel * self.dtype.itemsize, "tensors": names}
 
     def _point_nowhere(self) -> None:
         self._shown = False

@@ -28,6 +28,7 @@ from zero3.param_group import ParamGroup
 from zero3.partition import Piece
 from zero3.prefetch import Prefetcher
 from zero3.saved_tensors import SavedTensors
+from zero3.timeline import Timeline
 
 
 class PassSchedule:
@@ -41,12 +42,14 @@ class PassSchedule:
         on_backward: Callable[[], None],
         on_first_gradient: Callable[[], None],
         on_end_of_backward: Callable[[], None],
+        timeline: Timeline | None = None,
     ) -> None:
         self._prefetcher = prefetcher
         self._gradients = gradients
         self._on_backward = on_backward
         self._on_first_gradient = on_first_gradient
         self._on_end_of_backward = on_end_of_backward
+        self._timeline = timeline or Timeline()
         self._enclosing = {group: _enclosing(group, groups) for group in groups}
         self._calls: Counter[ParamGroup] = Counter()  # forwards that are running now and use the group
         self._forwards: list[_Forward] = []  # that are running, outermost first
@@ -95,9 +98,13 @@ class PassSchedule:
             self._leave()
             self._stop_using(group)
             raise
+        if self._timeline.recording:
+            self._timeline.begin("compute", f"forward {group.name}")
 
     @uninterrupted
     def post_forward(self, group: ParamGroup) -> None:
+        if self._timeline.recording:
+            self._timeline.end("compute", f"forward {group.name}")
         self._leave()
         self._stop_using(group)
 
@@ -194,6 +201,8 @@ class PassSchedule:
         if self.in_backward:
             self._drop_fresh_gradients()
         for group in {*self._live, *self._calls}:
+            if self._timeline.recording:
+                self._timeline.end("compute", f"backward {group.name}")
             group.reshard(keep_edits=False)
         self._live.clear()
         self._until_end.clear()
@@ -286,6 +295,8 @@ class PassSchedule:
             self._live.append(group)
             if self._calls[group] == 0:
                 self._acquire(group)
+            if self._timeline.recording:
+                self._timeline.begin("compute", f"backward {group.name}")
 
     def _drop_fresh_gradients(self) -> None:
         """What autograd has put on parameters and nobody has taken: the next backward would add to it."""
@@ -300,6 +311,8 @@ class PassSchedule:
             self._finish(other)
 
     def _finish(self, group: ParamGroup) -> None:
+        if self._timeline.recording:
+            self._timeline.end("compute", f"backward {group.name}")
         self._live.remove(group)
         self._gradients.close(group)
         if self._calls[group] == 0:

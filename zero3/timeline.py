@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-Track = Literal["compute", "kernel", "fetch", "read", "write", "stall"]
+Track = Literal["step", "compute", "kernel", "fetch", "read", "write", "stall"]
 
 _NOTHING = nullcontext()
 
@@ -28,26 +28,54 @@ class Span:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """It is over."""
         self.ended = time.monotonic_ns()
 
 
 class Timeline:
-    """Spans of any thread, while ``recording``."""
+    """Spans of any thread, while ``recording``.
+
+    Who marks often, or has to put a name together, asks ``recording`` first: that is all it costs without a trace.
+    """
 
     def __init__(self) -> None:
         self.recording = False
         self.spans: list[Span] = []
+        self._open: defaultdict[tuple[Track, str], list[Span]] = defaultdict(list)
+
+    def start(self) -> None:
+        """Record from now on."""
+        self.recording = True
+
+    def stop(self) -> list[Span]:
+        """Record no more; what was recorded, some of it perhaps not at its end."""
+        self.recording = False
+        self._open.clear()
+        spans, self.spans = self.spans, []
+        return spans
 
     def span(self, track: Track, name: str, **args: Any) -> AbstractContextManager[object]:
         """A block that is a span. ``args`` are shown beside it: bytes, names."""
-        return self.begin(track, name, **args) if self.recording else _NOTHING
+        return self._add(track, name, args) if self.recording else _NOTHING
 
-    def begin(self, track: Track, name: str, **args: Any) -> Span:
-        """A span that begins now, until its ``end`` is called. Only while ``recording``."""
+    def begin(self, track: Track, name: str, **args: Any) -> None:
+        """A span that is no block: it lasts until ``end``, the innermost one of its name first."""
+        if self.recording:
+            self._open[track, name].append(self._add(track, name, args))
+
+    def end(self, track: Track, name: str, **args: Any) -> None:
+        """The end of what ``begin`` began. What had begun before the recording is unknown, and stays so."""
+        begun = self._open.get((track, name))
+        if begun:
+            span = begun.pop()
+            span.ended = time.monotonic_ns()
+            span.args |= args
+
+    def stalled(self, cause: str, began: int, ended: int) -> None:
+        """Compute has waited."""
+        if self.recording:
+            self.spans.append(Span("stall", cause, began, ended))
+
+    def _add(self, track: Track, name: str, args: dict[str, Any]) -> Span:
         span = Span(track, name, time.monotonic_ns(), args=args)
         self.spans.append(span)
         return span
@@ -69,8 +97,7 @@ class StallClock:
         finally:
             ended = time.monotonic_ns()
             self.seconds[cause] += (ended - began) / 1e9
-            if self._timeline.recording:
-                self._timeline.spans.append(Span("stall", cause, began, ended))
+            self._timeline.stalled(cause, began, ended)
 
     @property
     def total(self) -> float:

@@ -186,6 +186,13 @@ class Tiers:
         arena = self.device_arena if tier is Tier.DEVICE else self.host
         return Home(tensor=as_tensor(arena.lease(nbytes, kind))[:nbytes])
 
+    def sections(self) -> Iterator[tuple[str, int, str]]:
+        """Directory and offset at which each part of an extent begins, and the kind of state that lives there."""
+        for home in self._homes:
+            if home.extent is not None:
+                for part in home.extent.parts:
+                    yield str(part.slab.directory), part.extent.offset, home.extent.section
+
     @property
     def chunk_bytes(self) -> int:
         """The most that ``writing`` takes at once for bytes on NVMe."""

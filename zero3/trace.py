@@ -13,7 +13,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class StepTrace:
             return
         try:
             if self._tiers.aio is not None:
-                spans += _transfers(self._tiers.aio.end_recording())
+                spans += _transfers(self._tiers.aio.end_recording(), sorted(self._tiers.sections()))
             whole = Span("step", what, self._began or self._armed, ended)
             self.path.write_text(json.dumps(_chrome(whole, spans)), encoding="utf-8")
         except OSError as error:
@@ -91,9 +92,13 @@ class StepTrace:
             log.info("the trace of %s is in %s", what, self.path)
 
 
-def _transfers(records: Iterable[TransferRecord]) -> Iterator[Span]:
-    """Reads and writes from the first block that was issued; what they waited for before that is an argument."""
+def _transfers(records: Iterable[TransferRecord], sections: Sequence[tuple[str, int, str]]) -> Iterator[Span]:
+    """Reads and writes from the first block that was issued, named by the section (``Tiers.sections``, sorted).
+
+    How long they were queued or held back before that is an argument: rows are of what the disk had to do.
+    """
     for record in records:
+        place = bisect_right(sections, (record.file, record.offset), key=lambda begin: begin[:2])
         args: dict[str, Any] = {
             "bytes": record.nbytes,
             "offset": record.offset,
@@ -105,8 +110,7 @@ def _transfers(records: Iterable[TransferRecord]) -> Iterator[Span]:
         if record.error:
             args["error"] = errno_text(record.error)
         track: Track = "read" if record.kind == "read" else "write"
-        name = shorten(record.names, 1) or record.kind
-        yield Span(track, name, record.issued, record.done, args)
+        yield Span(track, sections[place - 1][2], record.issued, record.done, args)
 
 
 def _chrome(whole: Span, spans: list[Span]) -> dict[str, Any]:

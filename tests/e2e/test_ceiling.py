@@ -1,66 +1,261 @@
-"""Promise 2 seen from outside: resident memory of a process whose model is several times larger than its budgets."""
+"""Promise 2 seen from outside: resident memory of a process whose model is several times larger than its budgets.
+
+Each run is a process of its own, since the kernel remembers its peak from the start. What it may take is the budgets,
+the activations that the engine reports, and a constant; docs/architecture.md says what the constant is for.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiering
+from tiering.demo.model import GPT
+from tiering.errors import PlacementError
+from tiering.placement import make_plan
+from tiering.plan import Budgets, Tier, Workload
+from zero3 import assembly
 
 MIB = 1 << 20
-# The engine's own imports and thread pools, activations of one short sequence, gradients until they are taken.
-CONSTANT = 160 * MIB
+CONSTANT = 144 * MIB
+PER_SUB_GROUP = 2560  # bytes of Python objects that know where each lives
+PLENTY = 1 << 40
 
 TRAIN = """
 import json, sys
 from pathlib import Path
 import torch
-import tiering
-from tiering.demo.model import GPT
-from tiering.plan import Tier
 
 def resident(field):
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
 
-warm = torch.ones(64, 64, dtype=torch.bfloat16, requires_grad=True)
-(warm @ warm).float().sum().backward()
+for dtype in (torch.float32, torch.bfloat16):
+    warm = torch.ones(64, 64, dtype=dtype, requires_grad=True)
+    (warm @ warm).float().sum().backward()
 baseline = resident("VmRSS")
-swap = {"device": "nvme", "nvme_path": sys.argv[1]}
-config = {
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 2,
-    "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW"},
-    "zero_optimization": {"stage": 3, "offload_param": swap, "offload_optimizer": swap},
-    "tiering": {
-        "cache_in_host": False, "host_budget": "64MiB", "device_budget": "32MiB", "telemetry": {"enabled": False},
-    },
-}
-with tiering.zero.Init(config=config):
-    model = GPT(width=512, layers=16, heads=8, sequence=32)
-engine = tiering.initialize(model=model, config=config).engine
-for _ in range(6):
-    tokens = torch.randint(256, (1, 33))
-    engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+
+import tiering
+from tiering.demo.model import GPT
+from tiering.plan import Tier
+
+case = json.loads(sys.argv[1])
+with tiering.zero.Init():
+    model = GPT(**case["model"])
+engine = tiering.initialize(model=model, config=case["config"]).engine
+above = []
+for _ in range(case["steps"] * engine.config.gradient_accumulation_steps):
+    tokens = torch.randint(256, (case["batch"], model.sequence + 1))
+    loss = engine(tokens[:, :-1], tokens[:, 1:])
+    above += [tier.name for tier in engine.snapshot().tiers if tier.used > tier.budget]
+    engine._schedule._saved.activations.backward_of(loss)
+    engine.backward(loss)
     engine.step()
-plan = engine.plan
+seen, plan = engine.snapshot(), engine.plan
 print(json.dumps({
-    "peak": resident("VmHWM") - baseline,
-    "owned": plan.total(Tier.DEVICE) + plan.total(Tier.HOST),
-    "state": plan.state_bytes(),
+    "steps": engine.global_steps,
+    "finite": bool(loss.isfinite()),
+    "net": resident("VmHWM") - baseline,
+    "activations": engine._schedule._saved.activations.peak,
+    "above": above + [tier.name for tier in seen.tiers if tier.peak > tier.budget],
+    "on_nvme": plan.total(Tier.NVME),
+    "largest": max(p.numel() for p in model.parameters()) * (2 if engine.config.precision == "bf16" else 4),
+    "sub_groups": len(plan.sub_groups),
+    "slot": plan.staging.slot_bytes,
+    "streamed": sorted(plan.contents(Tier.NVME)),
 }))
 engine.close()
 """
 
 
-def test_peak_memory_from_build_to_step_stays_below_the_budgets_and_a_constant(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", TRAIN, str(tmp_path)], capture_output=True, text=True, check=False, timeout=300
+@dataclass(frozen=True)
+class Case:
+    """``spare``: the share of what the smallest budgets leave on NVMe that fits into the host budget beside them."""
+
+    precision: str = "bf16"
+    accumulation: int = 1
+    cache_in_host: bool = True
+    verify: bool = False
+    spare: float = 0.0
+    width: int = 512
+    layers: int = 8
+    batch: int = 4
+    steps: int = 2
+
+    @property
+    def model(self) -> dict[str, int]:
+        return {"width": self.width, "layers": self.layers, "heads": 8, "sequence": 64}
+
+    def config(self, nvme: Path, host: int = PLENTY, device: int = PLENTY) -> dict[str, Any]:
+        swap = {"device": "nvme", "nvme_path": str(nvme)}
+        return {
+            "train_micro_batch_size_per_gpu": self.batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": self.precision == "bf16"},
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 3, "offload_param": swap, "offload_optimizer": swap},
+            "tiering": {
+                "host_budget": host,
+                "device_budget": device,
+                "cache_in_host": self.cache_in_host,
+                "verify": self.verify,
+                "telemetry": {"enabled": False},
+            },
+        }
+
+    def build(self) -> GPT:
+        with tiering.zero.Init():
+            return GPT(**self.model)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")
+
+
+@pytest.fixture
+def workload(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], Workload]:
+    """The workload that an engine for the case plans, without the engine."""
+
+    asked: list[Workload] = []
+
+    def ask(load: Workload, budgets: Budgets) -> None:
+        asked.append(load)
+        raise PlacementError("nothing is planned: this only asks")
+
+    def of(case: Case) -> Workload:
+        model = case.build()
+        with monkeypatch.context() as patch:
+            patch.setattr(assembly, "make_plan", ask)
+            with pytest.raises(PlacementError, match="only asks"):
+                tiering.initialize(model=model, config=case.config(nvme))
+        return asked[-1]
+
+    return of
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Path:
+    path = tmp_path / "nvme"
+    path.mkdir()
+    return path
+
+
+def smallest(accepted: Callable[[int], bool]) -> int:
+    """The least number of bytes that is accepted; one byte less is not."""
+    refused, enough = -1, PLENTY
+    while enough - refused > 1:
+        middle = (refused + enough) // 2
+        refused, enough = (refused, middle) if accepted(middle) else (middle, enough)
+    return enough
+
+
+def is_planned(load: Workload, host: int, device: int) -> bool:
+    try:
+        make_plan(load, Budgets(device, host, PLENTY))
+    except PlacementError:
+        return False
+    return True
+
+
+def smallest_budgets(load: Workload) -> tuple[int, int]:
+    """The least host budget with any device, and the least device budget with that."""
+    host = smallest(lambda nbytes: is_planned(load, nbytes, PLENTY))
+    return host, smallest(lambda nbytes: is_planned(load, host, nbytes))
+
+
+def run(case: Case, nvme: Path, host: int, device: int) -> dict[str, Any]:
+    """What a process tells that trains ``case`` within the budgets."""
+    given = {"model": case.model, "config": case.config(nvme, host, device), "batch": case.batch}
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN, json.dumps(given | {"steps": case.steps})],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
-    assert run.returncode == 0, run.stderr
-    seen = json.loads(run.stdout)
-    assert seen["owned"] <= 96 * MIB
-    assert seen["state"] > 8 * seen["owned"]
-    assert seen["peak"] <= seen["owned"] + CONSTANT, seen
+    assert done.returncode == 0, done.stderr
+    seen: dict[str, Any] = json.loads(done.stdout)
+    return seen
+
+
+def check(case: Case, load: Workload, nvme: Path) -> None:
+    """What the process takes beside its budgets: activations, a constant, and what it notes of each sub-group."""
+    host, device = smallest_budgets(load)
+    host += int(case.spare * make_plan(load, Budgets(device, host, PLENTY)).total(Tier.NVME))
+    seen = run(case, nvme, host, device)
+    assert (seen["steps"], seen["finite"], seen["above"]) == (case.steps, True, [])
+    assert 0 < seen["activations"] < seen["on_nvme"]
+    beside = seen["net"] - host - device - seen["activations"] - PER_SUB_GROUP * seen["sub_groups"]
+    assert beside <= CONSTANT, {"beside": beside / MIB, "host": host / MIB, "device": device / MIB, **seen}
+    assert beside + seen["on_nvme"] > CONSTANT, "with everything in memory it would pass, too"
+    if case.spare == 0:
+        assert {"gradients", "optimizer state", "parameters"} <= set(seen["streamed"])
+        assert seen["slot"] < seen["largest"], "every parameter fits into a slot"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(cache_in_host=False, verify=True, spare=0.05), id="little room"),
+        pytest.param(Case(spare=0.35), id="parameters in host memory"),
+    ],
+)
+def test_resident_memory_stays_below_the_budgets_and_what_is_reported(
+    workload: Callable[[Case], Workload], nvme: Path, case: Case
+) -> None:
+    check(case, workload(case), nvme)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(cache_in_host=False),
+        Case(cache_in_host=False, accumulation=3, verify=True),
+        Case(precision="fp32", cache_in_host=False, verify=True),
+        Case(precision="fp32", accumulation=3),
+        *(
+            Case(precision, accumulation, cache_in_host, verify, spare)
+            for precision in ("bf16", "fp32")
+            for accumulation in (1, 3)
+            for cache_in_host, verify, spare in ((False, False, 0.05), (True, True, 0.2), (True, False, 0.6))
+        ),
+        Case(width=1024, layers=10, spare=0.02, cache_in_host=False),
+        Case(width=1024, layers=10, spare=0.2, accumulation=3),
+    ],
+    ids=str,
+)
+def test_resident_memory_over_budgets_precisions_and_habits(
+    workload: Callable[[Case], Workload], nvme: Path, case: Case
+) -> None:
+    check(case, workload(case), nvme)
+
+
+@pytest.mark.parametrize("cache_in_host", [False, True])
+def test_one_byte_less_than_the_smallest_budgets_is_refused_with_numbers(
+    workload: Callable[[Case], Workload], nvme: Path, cache_in_host: bool
+) -> None:
+    case = Case(cache_in_host=cache_in_host, layers=2)
+    host, device = smallest_budgets(workload(case))
+    model = case.build()
+    for given, name in (((host - 1, device), "host"), ((host, device - 1), "device")):
+        with pytest.raises(PlacementError) as refused:
+            tiering.initialize(model=model, config=case.config(nvme, *given))
+        said = str(refused.value)
+        assert f"raise {name}_budget" in said or cache_in_host, said
+        assert len(re.findall(r"\d [KM]iB", said)) >= 2, said
+        assert all(parameter.is_meta for parameter in model.parameters()), "something was filled"
+    engine = tiering.initialize(model=model, config=case.config(nvme, host, device)).engine
+    assert engine.plan.total(Tier.HOST) == host and engine.plan.total(Tier.DEVICE) == device
+    engine.close()

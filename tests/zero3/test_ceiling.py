@@ -100,3 +100,52 @@ def test_a_block_that_checkpoints_its_own_forward_takes_no_more(
         engine.backward(engine(x))
         engine.step()
     assert held(engine) == BLOCK
+
+
+ROW = 4 * WIDTH * 2  # bytes of an activation in bf16
+# The input and what each tanh gives, the small parameter repeated, and the square in fp32.
+KEPT = (1 + BLOCKS) * ROW + WIDTH * 2 + 2 * ROW
+
+
+def activations(engine: Any) -> Any:
+    return engine._schedule._saved.activations
+
+
+@pytest.mark.parametrize(
+    ("placement", "again"), [(STREAMED, KEPT), ({}, 0)], ids=["by hooks", "by the graph"]
+)
+def test_activations_are_what_autograd_keeps_and_gone_with_it(
+    start: Callable[..., Any], placement: dict[str, Any], again: int
+) -> None:
+    engine = start(Stack(outer=False), accumulation=1, threshold=100, **placement)
+    counted = activations(engine)
+    for expected in (KEPT, again, again):
+        loss = engine(torch.ones(4, WIDTH, dtype=torch.bfloat16))
+        counted.backward_of(loss)
+        assert (counted.used, counted.peak) == (expected, KEPT)
+        engine.backward(loss)
+        engine.step()
+        del loss
+        assert (counted.used, counted.peak) == (0, KEPT)
+
+
+@pytest.mark.parametrize(
+    ("placement", "kept"), [(STREAMED, KEPT), ({}, KEPT - ROW)], ids=["by hooks", "by the graph"]
+)
+def test_checkpointed_activations_are_not_recomputed_to_be_counted(
+    start: Callable[..., Any], placement: dict[str, Any], kept: int
+) -> None:
+    """The graph does not show what checkpointing itself holds: here, of all that is kept, the first input."""
+    model, ran = Stack(outer=False), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: ran.append(1))
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    engine = start(model, accumulation=1, threshold=100, prefetch=0, **placement)
+    loss = engine(torch.ones(4, WIDTH, dtype=torch.bfloat16, requires_grad=True))
+    calls, counted = len(ran), activations(engine)
+    counted.backward_of(loss)
+    assert len(ran) == calls
+    assert counted.used == kept
+    engine.backward(loss)
+    del loss
+    assert (counted.used, counted.peak) == (0, kept)

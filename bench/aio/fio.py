@@ -67,7 +67,7 @@ def command(
         "output-format": "json",
     }
     if load.kind == "mixed":
-        arguments["rwmixread"] = 50
+        arguments["rwmixread"] = load.read_percent
     if engine == "threads":
         # Each thread has a part of the file to itself: 16 streams over the same bytes would meet in caches.
         share = load.size // load.depth // load.block * load.block

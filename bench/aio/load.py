@@ -11,7 +11,10 @@ Pattern = Literal["sequential", "random"]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks of ``block`` bytes, ``depth`` of them in flight, over the ``size`` bytes of the file at ``path``."""
+    """Blocks of ``block`` bytes, ``depth`` of them in flight, over the ``size`` bytes of the file at ``path``.
+
+    ``read_percent`` of the blocks of a mixed load are reads; only fio takes another share than half.
+    """
 
     path: str
     size: int
@@ -20,6 +23,7 @@ class Load:
     depth: int
     kind: Kind
     pattern: Pattern = "sequential"
+    read_percent: int = 50
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,181 @@
+"""The training step beside plain PyTorch and DeepSpeed, alternating in one run.
+
+    python bench/bench_step.py DIR [--peers PYTHON] [--cases ram nvme1 nvme3 formats disk start depth curve]
+                               [--rounds 7] [--steps 3] [--traces DIR] [--save] [--quick] [--json FILE]
+
+DIR is a directory on the disk to measure. DeepSpeed is a peer for measuring and nothing else needs it. It lives in an
+environment of its own, whose interpreter --peers names; it compiles itself at its first use, which takes minutes, a C++
+compiler and libaio's headers:
+
+    python -m venv peers && peers/bin/pip install torch deepspeed==0.19.8 ninja
+    python bench/bench_step.py DIR --peers peers/bin/python
+
+Without --peers, or without fio (`apt-get install fio`), their rows are left out, and the report says so.
+
+**Model.** The demo's GPT of 24 blocks, width 1024, vocabulary 256 (303 M parameters), batch 1, sequence 32, bf16,
+AdamW, gradients clipped to a norm of 1.0: one file for all sides (step/reference.py), the same tokens, as many threads.
+
+**Rounds.** Each side is a process that builds the model once and then trains so many steps when told to. Everyone has a
+turn per round, who goes first rotates, and the first round is dropped. A round ends when nothing of its side is in
+flight any more, so that writing back behind the last step, and what is fetched for the next one, are paid for in the
+round that caused them. Only sides that are compared run beside each other. At least seven steps of each are kept.
+
+**Sides.** Plain PyTorch is the loop in step/plain.py; ours is the engine by a configuration; DeepSpeed is stage 3 with
+cpu or NVMe offload. Of four NVMe configurations (defaults, or buffers and sub-groups that fit the model, each pipelined
+or not), each is tried alone for three steps, and the fastest is what the goals are about. Nobody's page cache is
+dropped: DeepSpeed may gain by it, we read and write past it.
+
+**Memory.** Peak RSS is VmHWM of the whole process, shown for building and for training; goals are about the larger.
+
+**Bytes.** Ours are counted in C, with the plan's number beside them, which must agree to the byte; DeepSpeed's are what
+the kernel counted for the process (/proc/self/io), which stands beside ours, too. fio (direct, 1 MiB, 16 in flight, our
+I/O engine, the plan's own ratio of reads to writes) has a turn in the same rounds.
+
+**Cases.**
+
+- ram: everything in RAM, beside the plain loop, then beside DeepSpeed's cpu offload.
+- nvme1, nvme3: parameters and state on NVMe with host budgets of 1 and 3 GiB, beside DeepSpeed's NVMe offload.
+- formats: the state as fp32, split, bf16 and split+bf16: bytes per parameter, and whether time follows.
+- disk: nothing cached, beside what fio needs for the planned bytes.
+- start: a new process until its first step is over.
+- depth: 12 and 96 blocks: time and host overhead per parameter.
+- curve: host budgets from 0.75 to 6 GiB.
+
+--save writes the report and the picture of the curve (`pip install tiering[bench]` for that) to bench/results/,
+--traces a Chrome trace of a step of each of our sides. Speeds of shared machines swing within minutes; only ratios of
+one run mean anything. Exit status: 0 when all goals hold, 1 when one does not, 2 when something failed or nothing was
+measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from figures import machine
+from figures.report import Report
+from rich.console import Console
+from step import curve, depth, disk, formats, nvme, ram, start
+from step.scale import FULL, QUICK
+from step.side import PEER_RECIPE, Place
+from step.turns import Measured, Run
+
+CASES = ["ram", nvme.SMALL, nvme.LARGE, "formats", "disk", "start", "depth", "curve"]
+RESULTS = Path(__file__).parent / "results"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="The training step beside plain PyTorch and DeepSpeed, alternating.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("dir", type=Path, help="a directory on the disk to measure")
+    parser.add_argument("--peers", type=Path, help="the interpreter of an environment with deepspeed")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--rounds", type=int, help="rounds that are kept, instead of 7")
+    parser.add_argument("--steps", type=int, help="steps of ours in each round, instead of 3")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side")
+    parser.add_argument(
+        "--patience", type=float, default=600, help="seconds after which a side that says nothing is ended"
+    )
+    parser.add_argument("--traces", type=Path, help="a directory for traces of our sides' steps")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, proves nothing")
+    parser.add_argument("--save", action="store_true", help=f"the report and its picture, to {RESULTS}")
+    parser.add_argument("--json", type=Path, help="every reading, for later")
+    parser.add_argument("--markdown", type=Path, help="the report")
+    arguments = parser.parse_args()
+    for name in ("rounds", "steps"):
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    return arguments
+
+
+def described(options: argparse.Namespace) -> dict[str, str]:
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", *sys.argv]),
+        **machine.describe("tiering", "torch", directory=options.dir),
+        "threads": f"{options.threads} for each side",
+    }
+
+
+def prepared(options: argparse.Namespace, directory: Path) -> Run:
+    scale = QUICK if options.quick else FULL
+    given = {name: getattr(options, name) for name in ("rounds", "steps") if getattr(options, name)}
+    scale = replace(scale, **given)
+    report = Report("bench_step: the training step beside plain PyTorch and DeepSpeed", described(options))
+    report.facts["model"] = str(scale.model)
+    if options.peers is None:
+        report.skipped.append(f"DeepSpeed: --peers names no environment that has it; {PEER_RECIPE}")
+    place = Place(directory, options.threads, options.patience)
+    return Run(place, scale, options.peers, report, options.traces)
+
+
+def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Run], object]]]:
+    """The cases that were asked for. Both host budgets meet DeepSpeed in one."""
+    hosts = tuple(host for host in (nvme.SMALL, nvme.LARGE) if host in options.cases)
+    others = {"formats": formats.case, "disk": disk.case, "start": start.case, "depth": depth.case}
+    if "ram" in options.cases:
+        yield "ram", ram.case
+    if hosts:
+        yield " and ".join(hosts), lambda run: nvme.case(run, hosts)
+    for name, case in others.items():
+        if name in options.cases:
+            yield name, case
+
+
+def picture(run: Run, points: dict[str, Measured], path: Path) -> None:
+    try:
+        curve.draw(points, f"{run.scale.model}: parameters and state on NVMe", path)
+    except ImportError as missing:
+        run.report.skipped.append(f"the picture of the curve: {missing}; `pip install tiering[bench]`")
+        return
+    run.report.facts["picture of the curve"] = path.name
+
+
+def main() -> int:
+    options = parse_arguments()
+    console = Console(width=None if sys.stdout.isatty() else 220)
+    points: dict[str, Measured] = {}
+    if options.traces is not None:
+        options.traces.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_step.") as directory:
+        run = prepared(options, Path(directory).resolve())
+        for name, case in chosen(options):
+            run.say(f"case {name}")
+            case(run)
+        if "curve" in options.cases:
+            run.say("case curve")
+            points = curve.case(run)
+    report = run.report
+    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    if options.save and points:
+        picture(run, points, RESULTS / f"{today}-step-curve.png")
+    report.show(console)
+    if options.json:
+        raw = {
+            "facts": report.facts,
+            "skipped": report.skipped,
+            "sides": [asdict(side) for side in run.sides],
+            "goals": [asdict(verdict) for verdict in report.verdicts],
+        }
+        options.json.write_text(json.dumps(raw, indent=1) + "\n")
+    for path in (options.markdown, RESULTS / f"{today}-step.md" if options.save else None):
+        if path is not None:
+            path.write_text(report.markdown())
+    if run.failed or not report.tables:
+        return 2
+    return 0 if all(verdict.holds for verdict in report.verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

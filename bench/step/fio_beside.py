@@ -1,0 +1,58 @@
+"""fio at a plan's own ratio of reads to writes: what this disk gives to such a mix, in the same rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from aio import fio
+from aio.cells import warm_file
+from aio.load import Load, Reading
+
+from .side import Side
+from .turns import Run
+
+Beside = Callable[[Mapping[str, Side]], dict[str, Callable[[], Reading]]]
+
+
+@contextmanager
+def peer_disk(run: Run) -> Iterator[Beside]:
+    """Makes a fio for each side that has a plan with bytes on NVMe; without fio for none, and the report says so.
+
+    Direct, sequential, blocks of 1 MiB, 16 in flight, by the I/O engine that the side uses, on a file of its own.
+    """
+    try:
+        run.report.facts["fio"] = fio.version()
+    except fio.FioError as missing:
+        run.report.skipped.append(str(missing))
+        yield lambda sides: {}
+        return
+    run.say("writing the file for fio")
+    with (
+        TemporaryDirectory(dir=run.place.directory, prefix="fio.") as directory,
+        warm_file(Path(directory) / "file", run.scale.fio_file, direct=True) as load,
+    ):
+        yield partial(_beside, replace(load, kind="mixed"), run.scale.fio_seconds)
+
+
+def read_percent(side: Side) -> int:
+    """The share of reads in the bytes that a step moves."""
+    read: int
+    written: int
+    read, written = side.facts["planned_read"], side.facts["planned_written"]
+    return round(100 * read / (read + written))
+
+
+def _beside(load: Load, seconds: float, sides: Mapping[str, Side]) -> dict[str, Callable[[], Reading]]:
+    made: dict[str, Callable[[], Reading]] = {}
+    for name, side in sides.items():
+        if side.facts.get("planned_read"):
+            mixed = replace(load, read_percent=read_percent(side))
+            made[name] = partial(
+                fio.run, mixed, side.facts["io_engine"], tuple(side.facts["io_flags"]), seconds
+            )
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ class Span:
     began: int
     ended: int = 0
     args: dict[str, Any] = field(default_factory=dict)
+    thread: int = field(default_factory=threading.get_ident)
 
     def __enter__(self) -> Self:
         return self

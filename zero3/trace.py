@@ -3,8 +3,8 @@
 A trace is armed in the middle of a step or before one; from then on everything is recorded, so that what runs over from
 that step into the next, whole one is known from its beginning. The next one is written when it ends.
 
-Rows are "threads" of the format. On one row spans follow each other or lie inside of one another; what overlaps in any
-other way, as transfers do, gets a further row of its track.
+Rows are "threads" of the format. On one row spans follow each other, and blocks of one thread may lie inside of one
+another; what overlaps in any other way, as transfers do, gets a further row of its track.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _chrome(whole: Span, spans: list[Span]) -> dict[str, Any]:
 
 
 class _Row:
-    """Spans of one track that follow each other or lie inside of one another."""
+    """Spans of one track, none of which hides a part of another."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -160,9 +160,9 @@ class _Row:
         """Add ``span``, which begins no earlier than the last one did, if it has a place here."""
         while self._around and self._around[-1].ended <= span.began:
             self._around.pop()
-        nested = span.track in NESTING and all(span.ended <= outer.ended for outer in self._around)
-        if self._around and not nested:
-            return False
+        for outer in self._around:
+            if span.track not in NESTING or span.thread != outer.thread or span.ended > outer.ended:
+                return False
         self.spans.append(span)
         self._around.append(span)
         return True

@@ -53,6 +53,8 @@ def test_what_is_ordered_after_another_is_issued_after_it_was_done(
     for earlier, later in pairwise(records):
         assert earlier.done <= later.issued <= later.done
     assert all(ticket.done() for ticket in (write, read, flush))
+    counted = context.stats()[file]
+    assert [record.nbytes for record in records] == [counted.write.bytes, counted.read.bytes, 0]
 
 
 def test_only_what_was_issued_and_ended_while_recording_is_kept(

@@ -183,7 +183,8 @@ def _fill_host(
     for index in sorted(range(len(params)), key=saved_per_byte, reverse=True):
         if params[index] is Tier.NVME and keep(load.groups[index].param_bytes):
             params[index] = Tier.HOST
-    waiting = [index for index, tier in enumerate(grads) if tier is Tier.NVME]
+    # Gradients that cause no traffic keep their extent: it is there for what turns out not to be final in time.
+    waiting = [i for i, tier in enumerate(grads) if tier is Tier.NVME and load.grad_traffic(load.groups[i])]
     sizes = {index: load.groups[index].trainable_numel * load.grad_itemsize for index in waiting}
     if streaming is not None and sum(sizes.values()) <= room + streaming:
         room += streaming

@@ -51,7 +51,7 @@ class Workload:
     micro_batches: int
     compute_itemsize: int
     grad_itemsize: int
-    state_tensors: int  # fp32 per element beside the master, as exp_avg and exp_avg_sq are
+    state_tensors: int  # moments per element beside the master, as exp_avg and exp_avg_sq are
     offload_param: Tier
     offload_optimizer: Tier
     cache_in_host: bool
@@ -62,22 +62,49 @@ class Workload:
     fetch_by_copy: bool = False  # NVMe reads cannot land where compute uses them: they pass through a window
     offload_ratio: float = 1.0  # share of the optimizer state that offload_optimizer takes off the device
     whole_groups: bool = False  # who steps this needs each group's state in one piece
+    split: bool = False  # parameters are the upper halves of their masters; state keeps the lower ones
+    moment_itemsize: int = FP32
+    step_in_backward: bool = False
+
+    @property
+    def master_itemsize(self) -> int:
+        """Bytes of optimizer state per element for the master, or for what of it the parameter is not."""
+        return 0 if self.master_is_param else 2 if self.split else FP32
 
     @property
     def state_itemsize(self) -> int:
-        """Bytes of optimizer state per element; in fp32 the parameter itself is the master."""
-        return FP32 * (self.state_tensors + (0 if self.compute_itemsize == FP32 else 1))
+        """Bytes of optimizer state per element."""
+        return self.master_itemsize + self.state_tensors * self.moment_itemsize
+
+    @property
+    def state_format(self) -> str:
+        """The format's name in the configuration."""
+        halves = ("split",) * self.split + ("bf16",) * (self.moment_itemsize < FP32)
+        return "+".join(halves) or "fp32"
 
     @property
     def master_is_param(self) -> bool:
         """Whether the compute parameters are the fp32 master themselves."""
         return self.compute_itemsize == FP32
 
+    @property
+    def steps_need_params(self) -> bool:
+        """Whether a step reads the compute parameters: they are the master, or a half of it."""
+        return self.master_is_param or self.split
+
     def param_traffic(self, group: GroupSizes) -> tuple[int, int]:
         """Bytes (read, written) over NVMe in a step for the parameters of ``group``, if they live there."""
         updated = group.trainable_numel * self.compute_itemsize
         fetched = 2 * self.micro_batches * group.uses * group.param_bytes
-        return fetched + (updated if self.master_is_param else 0), updated
+        return fetched + (updated if self.steps_need_params else 0), updated
+
+    def grad_traffic(self, group: GroupSizes) -> int:
+        """Bytes read, and as many written, over NVMe in a step for the gradients of ``group``, if they live there.
+
+        What is stepped in backward takes the last micro-batch's gradients from the window in which they accumulate.
+        """
+        written = self.micro_batches - (1 if self.step_in_backward and group.uses == 1 else 0)
+        return written * group.trainable_numel * self.grad_itemsize
 
     @property
     def computed_in_place(self) -> frozenset[Tier]:
@@ -199,13 +226,11 @@ class Plan:
         load = self.workload
         read = written = 0
         for group, param, grad in zip(load.groups, self.param_tiers, self.grad_tiers, strict=True):
-            trained = group.trainable_numel
             if param is Tier.NVME:
                 moved = load.param_traffic(group)
                 read, written = read + moved[0], written + moved[1]
             if grad is Tier.NVME:
-                read += load.micro_batches * trained * load.grad_itemsize
-                written += load.micro_batches * trained * load.grad_itemsize
+                read, written = read + load.grad_traffic(group), written + load.grad_traffic(group)
         state = sum(t.numel for t in self.sub_groups if t.tier is Tier.NVME) * load.state_itemsize
         return read + state, written + state
 

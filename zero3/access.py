@@ -219,7 +219,7 @@ class Access:
                 return f"{piece.name!r} of shape {piece.shape} became {shown.dtype} of shape {tuple(shown.shape)}"
             self._prefetcher.drop(group)
             if shown.dtype == group.dtype:
-                self._state.follow(group, piece, shown.reshape(-1))
+                self._state.follow(group, piece, shown.reshape(-1), in_place=False)
             else:  # .data = what was loaded, perhaps with more bits
                 self._state.set_master(group, piece, shown.reshape(-1).to("cpu", torch.float32))
             torch.autograd.graph.increment_version([param])
@@ -291,7 +291,7 @@ class Access:
     def _store_edits(self, group: ParamGroup, positions: list[int]) -> None:
         for position in positions:
             piece = group.layout.pieces[position]
-            self._state.follow(group, piece, group.view(position).detach().reshape(-1))
+            self._state.follow(group, piece, group.view(position).detach().reshape(-1), in_place=True)
         group.note_versions()
 
 

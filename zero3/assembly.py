@@ -20,7 +20,7 @@ from zero3.flat_storage import Streams, can_exchange
 from zero3.grads import GradientStore
 from zero3.groups import GroupMembers, form_groups
 from zero3.init import fill
-from zero3.optimizer import TieredOptimizer, Tile, make_tiles
+from zero3.optimizer import TieredOptimizer
 from zero3.optimizer_choice import (
     ClientOptimizerChoice,
     ModelParameters,
@@ -30,6 +30,7 @@ from zero3.optimizer_choice import (
 from zero3.param_group import ParamGroup
 from zero3.partition import FlatLayout, lay_out
 from zero3.tiers import Home, NvmePaths, Tiers
+from zero3.tiles import StateLayout, Tile, make_tiles
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Assembly:
     tiers: Tiers
     groups: list[ParamGroup]
     tiles: list[Tile]
+    layout: StateLayout
     gradients: GradientStore
     optimizer: TieredOptimizer | ClientOptimizer
 
@@ -78,12 +80,13 @@ def assemble(
             groups, _gradient_homes(groups, grad_dtype, tiers), grad_dtype, tiers, streams
         )
         _move_buffers(model, device, compute)
-        fill(model, groups, tiles, tiers, chosen.initial_state)
-        stepper = _stepper(chosen, tiles, gradients, tiers, streams)
+        layout = StateLayout.of(plan.workload, chosen.moments)
+        fill(model, groups, tiles, tiers, layout, chosen.initial_state)
+        stepper = _stepper(chosen, tiles, gradients, tiers, streams, layout)
     except BaseException:
         tiers.close()
         raise
-    return Assembly(device, plan, tiers, groups, tiles, gradients, stepper)
+    return Assembly(device, plan, tiers, groups, tiles, layout, gradients, stepper)
 
 
 def _move_buffers(model: nn.Module, device: torch.device, compute: torch.dtype) -> None:
@@ -191,6 +194,9 @@ def _plan(
         fetch_by_copy=on_gpu or not can_exchange(),
         offload_ratio=ratio,
         whole_groups=chosen.rule is None,
+        split=chosen.split,
+        moment_itemsize=chosen.moments.itemsize,
+        step_in_backward=config.tiering.step_in_backward,
     )
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else None
     return make_plan(load, resolve_budgets(config.tiering, device_memory=free, nvme_paths=nvme.all))
@@ -202,6 +208,7 @@ def _stepper(
     gradients: GradientStore,
     tiers: Tiers,
     streams: Streams | None,
+    layout: StateLayout,
 ) -> TieredOptimizer | ClientOptimizer:
     client = chosen.client
     if chosen.rule is None:
@@ -213,7 +220,15 @@ def _stepper(
     if client is not None:
         client.state.clear()  # Adagrad's sums: they are on the tiers now
     return TieredOptimizer(
-        chosen.param_groups, chosen.defaults, chosen.rule, tiles, gradients, tiers, streams, taken_over=client
+        chosen.param_groups,
+        chosen.defaults,
+        chosen.rule,
+        tiles,
+        gradients,
+        tiers,
+        streams,
+        layout,
+        taken_over=client,
     )
 
 

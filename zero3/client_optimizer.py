@@ -20,8 +20,9 @@ from optim_cpu import formats
 from tiering.errors import EngineStateError
 from zero3 import device_kernels, resharded
 from zero3.grads import GradientStore
-from zero3.optimizer import Tile
+from zero3.param_group import ParamGroup
 from zero3.partition import Piece
+from zero3.tiles import Tile
 
 
 @dataclass
@@ -53,8 +54,29 @@ class ClientOptimizer(torch.optim.Optimizer):
         self._share()
         self._trained = [trained for tile in tiles for trained in _trained(tile, gradients)]
 
-    def read_ahead(self) -> None:
-        """Nothing: all state is on the device."""
+    def expect_step(self) -> None:
+        """Nothing to read ahead: all state is on the device."""
+
+    def begin_in_backward(self, grad_scale: float) -> None:
+        """Refused when the engine is assembled."""
+        raise AssertionError("a client's optimizer steps all parameters at once")
+
+    def group_done(self, group: ParamGroup, *, final: bool) -> None:
+        """Nothing: the step comes when all gradients are there."""
+
+    def has_begun(self) -> bool:
+        """Never: see ``begin_in_backward``."""
+        return False
+
+    def finish_in_backward(self) -> None:
+        """Nothing was begun."""
+
+    def end_in_backward(self) -> None:
+        """Nothing was begun."""
+
+    def make_room(self) -> bool:
+        """Nothing holds any."""
+        return False
 
     def release_read_ahead(self) -> None:
         """Nothing was read ahead."""

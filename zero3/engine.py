@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +24,7 @@ from zero3 import hooks
 from zero3.access import Access
 from zero3.assembly import COMPUTE_DTYPES, assemble
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
+from zero3.param_group import ParamGroup
 from zero3.partition import Piece
 from zero3.precision import LossScale
 from zero3.prefetch import Prefetcher
@@ -81,8 +82,10 @@ class Engine:
             self._on_backward,
             self._on_first_gradient,
             self._on_end_of_backward,
+            self._on_group_done,
             self._tiers.timeline,
         )
+        self._gradients.make_room = self.optimizer.make_room
         self._record = RunRecord(config.tiering.run_name or f"run-{os.getpid()}", self._tiers)
         try:
             self._publisher = self._publish()
@@ -136,9 +139,7 @@ class Engine:
             try:
                 scaled.backward(retain_graph=retain_graph)
             except BaseException:
-                self._schedule.abandon()
-                self._gradients.reset()
-                self._pending_backward = False
+                self._give_up_backward()
                 self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
                 raise
             finally:
@@ -380,7 +381,9 @@ class Engine:
             with self._tiers.timeline.span("compute", "norm"):
                 self._norm = self._gradients.norm() / scale
             overflow = not math.isfinite(self._norm)
-            if overflow:
+            if self.optimizer.has_begun():
+                self._end_step_in_backward(overflow)
+            elif overflow:
                 self.skipped_steps += 1
             else:
                 self._apply(self._norm, scale)
@@ -396,26 +399,53 @@ class Engine:
         self.optimizer.prepare()
         try:
             factor = min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0
-            with self._tiers.timeline.span("compute", "update"):
+            with self._tearing_if(True), self._tiers.timeline.span("compute", "update"):
                 self.optimizer.step(grad_scale=factor / scale)
-        except BaseException as error:
-            self._torn = f"step {self.global_steps + 1} was ended by {type(error).__name__}: {error}"
-            raise
         finally:
-            # As an in-place update does: a graph of before the step must not go backward with parameters of after it.
-            torch.autograd.graph.increment_version(
-                [param for group in self.optimizer.param_groups for param in group["params"]]
-            )
+            self._count_as_edits(self._groups)
             self._access.note_versions()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+
+    def _end_step_in_backward(self, overflow: bool) -> None:
+        """Backward has updated the parameters, with whatever gradients there were."""
+        self.optimizer.end_in_backward()
+        if overflow:
+            bad = self._gradients.first_not_finite()
+            self._torn = f"the gradient of {bad!r} was not finite in step {self.global_steps + 1}"
+            raise EngineStateError(
+                f"the gradient of {bad!r} is not finite, and tiering.step_in_backward has used it already: parameters"
+                " and optimizer state are spoilt. Close the engine and start again from a checkpoint; such a step is"
+                " skipped with step_in_backward false"
+            )
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    @contextmanager
+    def _tearing_if(self, updates: bool) -> Iterator[None]:
+        """What ends an update half way leaves parameters and state of two steps, which nobody may train on."""
+        try:
+            yield
+        except BaseException as error:
+            if updates:
+                self._torn = f"step {self.global_steps + 1} was ended by {type(error).__name__}: {error}"
+            raise
+
+    def _count_as_edits(self, groups: Iterable[ParamGroup]) -> None:
+        """As an in-place update does: a graph of before it must not go backward with parameters of after it."""
+        for group in groups:
+            trained = [
+                p for piece, p in zip(group.layout.pieces, group.params, strict=True) if piece.trainable
+            ]
+            torch.autograd.graph.increment_version(trained)
+            group.note_versions()
 
     def _on_backward(self) -> None:
         """A backward has begun, which may bring gradients to parameters or not (torch.autograd.grad)."""
         last = self._syncing and self.is_gradient_accumulation_boundary()
         self._gradients.last_micro_batch = last
-        if last:
-            self.optimizer.read_ahead()
+        if last and not self.config.tiering.step_in_backward:
+            self.optimizer.expect_step()
 
     def _on_first_gradient(self) -> None:
         """The backward that is running does bring gradients to parameters."""
@@ -425,10 +455,35 @@ class Engine:
                 f"loss.backward() neither divides by gradient_accumulation_steps ({steps}) nor multiplies by the loss"
                 f" scale ({scale:g}); call engine.backward(loss), or engine.scale(loss).backward()"
             )
+        if self.config.tiering.step_in_backward:
+            if self.optimizer.has_begun():
+                raise EngineStateError(
+                    "a second backward before step(): tiering.step_in_backward has updated the parameters in the first"
+                    " one. Call step() after each backward, sum the losses, or set step_in_backward to false"
+                )
+            if self._gradients.last_micro_batch:
+                self._check_model()
+                self._access.store_edits_of_residents()
+                self.optimizer.begin_in_backward(1.0 / scale)
+                self._schedule.steps_in_backward = True
+
+    def _on_group_done(self, group: ParamGroup, step: bool) -> None:
+        """Backward has left ``group``; ``step``: its gradients are final and used now."""
+        if step:
+            self._prefetcher.drop(group)
+        with self._tearing_if(step):
+            self.optimizer.group_done(group, final=step)
+        if step:
+            self._count_as_edits([group])
 
     def _on_end_of_backward(self) -> None:
         self._pending_backward = True
         self._scaled = max(0, self._scaled - 1)
+        if self.optimizer.has_begun():
+            with self._tearing_if(True):
+                self.optimizer.finish_in_backward()
+            self._count_as_edits(self._groups)
+            self._access.note_versions()
 
     def _publish(self) -> Publisher | None:
         telemetry = self.config.tiering.telemetry
@@ -481,10 +536,21 @@ class Engine:
         self._schedule.check_thread()
         if self._schedule.running and not hooks.in_backward_pass():
             unfinished = self._schedule.in_backward
-            self._schedule.abandon()
             if unfinished:
-                self._gradients.reset()
-                self._pending_backward = False
+                self._give_up_backward()
+            else:
+                self._schedule.abandon()
+
+    def _give_up_backward(self) -> None:
+        """A backward was ended by an exception: the gradients since the last step are gone."""
+        self._schedule.abandon()
+        self._gradients.reset()
+        self._pending_backward = False
+        if self.optimizer.has_begun():
+            self._torn = (
+                self._torn or f"the backward of step {self.global_steps + 1} was ended by an exception"
+            )
+            self.optimizer.end_in_backward()
 
     def _check_model(self) -> None:
         """Before an update: the model still is the one that was initialized."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from optim_cpu import kernels
 from optim_cpu.kernels import DType
 from tiering.arena import Lease
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, EngineStateError
 from zero3 import device_kernels, resharded
 from zero3.flat_storage import StreamEvent, Streams
 from zero3.param_group import ParamGroup
@@ -63,6 +64,8 @@ class GradientStore:
         self._received: set[int] = set()  # pieces, by index
         self._squares: dict[int, float] = {}
         self._arriving: deque[_Arriving] = deque()
+        self._complete: set[ParamGroup] = set()  # stepped, or about to be, while backward still runs
+        self.make_room: Callable[[], bool] = lambda: False  # steps what holds a window, if anything does
 
     def received(self, piece: Piece) -> bool:
         """Whether the parameter got a gradient since the last ``reset``."""
@@ -73,6 +76,11 @@ class GradientStore:
         grad = resharded.take_gradient(param)
         if grad is None:
             return
+        if group in self._complete:
+            raise EngineStateError(
+                f"{piece.name!r} got a gradient after step_in_backward had updated it, in an order of backward that the"
+                " engine did not foresee; set tiering.step_in_backward to false"
+            )
         if grad.layout is not torch.strided:
             raise ConfigError(
                 f"the gradient of {piece.name!r} is {grad.layout}; only dense gradients can be tiered:"
@@ -102,6 +110,28 @@ class GradientStore:
         self._receive(group)
         self._write_out(group)
 
+    def address(self, group: ParamGroup) -> int:
+        """Where the group's gradients are in host memory, 0 if they are on NVMe."""
+        home, window = self.homes[group.index], self._windows.get(group)
+        return window.address if window is not None else home.address
+
+    def complete(self, group: ParamGroup) -> None:
+        """The group is stepped in backward: its window stays open until ``drop_window``; what comes late is refused.
+
+        Takes the squares that the norm needs, while the gradients are at hand.
+        """
+        self._receive(group)
+        self._complete.add(group)
+        for piece in group.layout.pieces:
+            if piece.index in self._received:
+                self._square(group, piece)
+
+    def drop_window(self, group: ParamGroup) -> None:
+        """The group's gradients were used."""
+        window = self._windows.pop(group, None)
+        if window is not None:
+            window.release()
+
     def _write_out(self, group: ParamGroup) -> None:
         lease = self._windows.pop(group, None)
         if lease is None:
@@ -120,7 +150,7 @@ class GradientStore:
     def close_all(self) -> None:
         """The pass has ended."""
         self._receive(None)
-        for group in list(self._windows):
+        for group in self._windows.keys() - self._complete:
             self.close(group)
 
     def reset(self) -> None:
@@ -135,6 +165,7 @@ class GradientStore:
         self._written.clear()
         self._received.clear()
         self._squares.clear()
+        self._complete.clear()
 
     def norm(self) -> float:
         """The exact 2-norm of all gradients; not finite exactly when one of their elements is not."""
@@ -199,7 +230,11 @@ class GradientStore:
             assert home.extent is not None and self._tiers.swap is not None
             with self._tiers.stalls.waiting_for("gradients"):
                 window = self._tiers.grad_window
-                while (lease := window.try_lease(home.extent.nbytes, "gradients")) is None and self._windows:
+                while (lease := window.try_lease(home.extent.nbytes, "gradients")) is None:
+                    if self.make_room():
+                        continue
+                    if not self._windows:
+                        break
                     self._write_out(next(iter(self._windows)))  # more groups than the schedule foresaw
                 lease = lease or window.lease(home.extent.nbytes, "gradients")
                 if group in self._written:

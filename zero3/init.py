@@ -21,12 +21,10 @@ from torch import Tensor, nn
 
 from optim_cpu.formats import round_parameters
 from tiering.errors import ConfigError, EngineStateError
-from zero3.optimizer import Tile
 from zero3.param_group import ParamGroup
 from zero3.partition import QUANTUM, segments, tiles
 from zero3.tiers import Tiers
-
-FP32 = 4
+from zero3.tiles import StateLayout, Tile
 
 
 class Init:
@@ -67,6 +65,7 @@ def fill(
     groups: list[ParamGroup],
     optimizer_tiles: list[Tile],
     tiers: Tiers,
+    layout: StateLayout,
     initial_state: Mapping[nn.Parameter, float],
 ) -> None:
     """Send every parameter's value to its group's home and, as fp32, to the masters; what else is state starts as
@@ -85,7 +84,7 @@ def fill(
     expected: dict[nn.Parameter, int] = {}  # how often the ordinary build wrote the parameter
     for group, count in missing.items():
         if count == 0:
-            _store(group, optimizer_tiles, tiers, starts)
+            _store(group, optimizer_tiles, tiers, layout, starts)
     for module in _children_first(model):
         filled = _materialize(module)
         expected.update(filled)
@@ -94,7 +93,7 @@ def fill(
         for group in {owner[param]: None for param in filled}:
             if missing[group] == 0:
                 _check_repeated(group, expected)
-                _store(group, optimizer_tiles, tiers, starts)
+                _store(group, optimizer_tiles, tiers, layout, starts)
     tiers.staging.drain()
 
 
@@ -116,7 +115,13 @@ def _check_repeated(group: ParamGroup, expected: dict[nn.Parameter, int]) -> Non
             )
 
 
-def _store(group: ParamGroup, optimizer_tiles: list[Tile], tiers: Tiers, starts: Mapping[int, float]) -> None:
+def _store(
+    group: ParamGroup,
+    optimizer_tiles: list[Tile],
+    tiers: Tiers,
+    layout: StateLayout,
+    starts: Mapping[int, float],
+) -> None:
     """Write the group's parameters in the compute dtype and its tiles' state, piece by piece."""
     values = {
         piece.index: param.detach().flatten().cpu()
@@ -132,14 +137,9 @@ def _store(group: ParamGroup, optimizer_tiles: list[Tile], tiers: Tiers, starts:
             _place(values, group, start, end, raw.view(group.dtype))
     for tile in optimizer_tiles:
         if tile.group is group:
-            nbytes = tile.numel * tiers.plan.workload.state_itemsize
-            with tiers.writing(tile.state, 0, nbytes) as raw:
+            with tiers.writing(tile.state, 0, tile.numel * layout.itemsize) as raw:
                 raw.zero_()
-                master = 0 if tiers.plan.workload.master_is_param else tile.numel
-                arrays = raw.view(torch.float32)
-                if master:
-                    _place(values, group, tile.start, tile.end, arrays[:master])
-                _start(tile, arrays[master:], starts)
+                _place_state(tile, layout, values, starts, raw)
     for param in group.params:
         param.grad = None
     group.adopt_parameters()
@@ -147,12 +147,22 @@ def _store(group: ParamGroup, optimizer_tiles: list[Tile], tiers: Tiers, starts:
     _trim_heap()  # after each group, or the originals of all of them would stay resident
 
 
-def _start(tile: Tile, state: Tensor, starts: Mapping[int, float]) -> None:
-    """Set the state, all its tensors one after the other, of the parameters that do not start from zero."""
+def _place_state(
+    tile: Tile, layout: StateLayout, values: dict[int, Tensor], starts: Mapping[int, float], raw: Tensor
+) -> None:
+    """Set the masters in the state ``raw`` of a tile, and the moments of the parameters that do not start from zero."""
     for segment in tile.segments:
-        if segment.piece.index in starts:
-            inside = segment.start - tile.start
-            state.view(-1, tile.numel)[:, inside : inside + segment.numel] = starts[segment.piece.index]
+        inside, piece = segment.start - tile.start, segment.piece
+        if layout.master_itemsize:
+            begin = segment.start - piece.start
+            masters = values[piece.index][begin : begin + segment.numel].float()
+            kept = raw[inside * layout.master_itemsize :][: segment.numel * layout.master_itemsize]
+            layout.store_master(masters, kept)
+        if piece.index in starts:
+            start = torch.full((segment.numel,), starts[piece.index], device="cpu")
+            for number in range(layout.moments):
+                at = layout.moment_at(number, tile.numel, inside)
+                layout.store_moment(start, raw[at : at + segment.numel * layout.moment_format.itemsize])
 
 
 def _place(values: dict[int, Tensor], group: ParamGroup, start: int, end: int, into: Tensor) -> None:

@@ -1,76 +1,36 @@
-"""TieredOptimizer: read, step and write sub-groups of optimizer state, several in flight.
+"""TieredOptimizer: an update rule over tiled state, wherever a tile's bytes live.
 
-A *tile* is a sub-group with its state's home. State in memory is stepped in place, in one batch. A tile with bytes on
-NVMe passes through a staging slot: its state is read, one fused kernel updates it and writes the 16-bit parameter, and
-both are written back while the next tiles are read and stepped. Reads of the first tiles start during backward; the
-last writes run on into the next forward, and storage.py makes a read of the same bytes wait for them.
-
-A staging slot holds, each part at a multiple of 4096 bytes: optimizer state | parameter | gradient, as far as they live
-on NVMe. State is the master and then what the update rule keeps, as exp_avg | exp_avg_sq; in fp32 the parameter itself
-is the master, and SGD without momentum has no state at all.
+State in memory is stepped in place. A tile with bytes on NVMe passes through a staging slot (see pipeline.py); tiles in
+memory are stepped while its bytes are awaited. Usually all tiles are due in ``step``, once the norm of all gradients is
+known. With step_in_backward a group's tiles are due when its gradients are final, and what is due is done then as far
+as its bytes are there; backward waits for none, unless it needs the room.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from optim_cpu import kernels
-from optim_cpu.kernels import DType, StepBatch
-from tiering.arena import Completion, Lease
+from optim_cpu.kernels import StepBatch
 from tiering.errors import EngineStateError
-from tiering.plan import SubGroup
-from tiering.tickets import AllOf, Transfer
 from zero3 import device_kernels
-from zero3.flat_storage import StreamEvent, Streams
+from zero3.flat_storage import Streams
 from zero3.grads import KERNEL_DTYPES, GradientStore
 from zero3.param_group import ParamGroup
-from zero3.partition import Segment, segments
+from zero3.partition import Piece
+from zero3.pipeline import Staged, StatePipeline
 from zero3.rules import Options, UpdateRule
-from zero3.tiers import Home, Tiers, as_tensor
+from zero3.tiers import Tiers
+from zero3.tiles import FP32, StateLayout, Tile
 
-FP32 = 4
-
-
-@dataclass(eq=False)
-class Tile:
-    """A sub-group: flat elements [start, end) of ``group``, its segments, and where its optimizer state lives."""
-
-    group: ParamGroup
-    start: int
-    end: int
-    state: Home
-    segments: tuple[Segment, ...]
-
-    @property
-    def numel(self) -> int:
-        return self.end - self.start
-
-
-@dataclass(eq=False)
-class _Staged:
-    """A tile in a staging slot. Addresses point into the slot, or at the home of what lives in memory."""
-
-    tile: Tile
-    lease: Lease
-    reads: list[Transfer] = field(default_factory=list)
-
-
-def make_tiles(sub_groups: Iterable[SubGroup], groups: list[ParamGroup], tiers: Tiers) -> list[Tile]:
-    """The planned sub-groups with homes for their state."""
-    made = []
-    for planned in sub_groups:
-        group = groups[planned.group]
-        parts = tuple(segments(group.layout.pieces, planned.start, planned.end))
-        names = tuple(segment.piece.name for segment in parts)
-        nbytes = planned.numel * tiers.plan.workload.state_itemsize
-        home = tiers.home(planned.tier, nbytes, "optimizer state", names)
-        made.append(Tile(group, planned.start, planned.end, home, parts))
-    return made
+IN_PLACE_NUMEL = (
+    4 << 20
+)  # elements stepped in place between two looks at what has arrived: a few milliseconds
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -80,7 +40,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     (``taken_over``) they are the same list of the same dicts: a scheduler made for either steers both. ``step`` needs
     the gradients of a finished backward; the engine calls it.
 
-    ``state_names`` names the state tensors that every trained parameter has, in the order in which tiles hold them.
+    ``state_names`` names the moments that every trained parameter has, in the order in which tiles hold them.
     ``steps`` counts the updates that used them, by parameter (``Piece.index``).
     """
 
@@ -93,6 +53,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         gradients: GradientStore,
         tiers: Tiers,
         streams: Streams | None,
+        layout: StateLayout,
         taken_over: torch.optim.Optimizer | None = None,
     ) -> None:
         super().__init__(param_groups, defaults)
@@ -102,60 +63,101 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.state_names = rule.state_names(self.param_groups)
         self.steps: dict[int, int] = {}
         self._taken_over = taken_over
-        self._tiers = tiers
+        self._timeline = tiers.timeline
         self._streams = streams
         self._gradients = gradients
-        self._param_at = tiers.plan.staging.param_offset
-        self._grad_at = tiers.plan.staging.grad_offset
-        self._master_is_param = tiers.plan.workload.master_is_param
+        self._layout = layout
         self._on_device: list[Tile] = []  # state on a GPU
         self._streamed: list[Tile] = []  # a part of it is where the CPU cannot address it
         self._in_place: list[Tile] = []
+        self._tiles_of: defaultdict[ParamGroup, list[Tile]] = defaultdict(list)
         for tile in tiles:
             self._way_of(tile).append(tile)
-        self._pieces = {s.piece.index: s.piece for tile in tiles for s in tile.segments}
+            self._tiles_of[tile.group].append(tile)
         self._index_of = {
             param: piece.index
-            for group in {tile.group for tile in tiles}
+            for group in self._tiles_of
             for piece, param in zip(group.layout.pieces, group.params, strict=True)
+            if piece.trainable
         }
-        self._rule_of: dict[int, kernels.Rule] = {}  # piece index -> as of this step, if it got a gradient
-        self._ahead: deque[_Staged] = deque()
+        self._pipeline = StatePipeline(self._streamed, gradients, tiers)
+        self._in_gpu_memory = frozenset(self._on_device)
         self._batch = StepBatch()
         self._numbers: dict[kernels.Rule, int] = {}  # of the rules in the batch
+        # Of the step that is under way:
+        self._options: list[Options] = []
+        self._rules: dict[tuple[int, int], kernels.Rule] = {}  # by param group and step
+        self._rule_of: dict[int, kernels.Rule] = {}  # by piece index, if it got a gradient
+        self._number_of: dict[int, int] = {}  # of the param group, by piece index
+        self._grad_scale = 1.0
+        self._due_in_place: deque[Tile] = deque()
+        self._due_streamed: dict[Tile, None] = {}  # in order
+        self._unfinished: Counter[ParamGroup] = Counter()  # tiles that are due
+        # With step_in_backward:
+        self._in_backward = False
+        self._begun: dict[ParamGroup, None] = {}  # groups whose tiles were due in this backward, in order
+        self._usual_order: list[ParamGroup] = list(reversed(self._tiles_of))
 
-    def read_ahead(self) -> None:
-        """Start to read the state of the first tiles; called when the last backward of a step begins."""
-        while len(self._ahead) < len(self._streamed):
-            staged = self._stage(self._streamed[len(self._ahead)], wait=False)
-            if staged is None:
-                return
-            self._ahead.append(staged)
+    def expect_step(self) -> None:
+        """The last backward of a step begins: start to read the state of the first tiles."""
+        self._pipeline.expect(self._streamed)
+        self._pipeline.read_ahead()
+
+    def begin_in_backward(self, grad_scale: float) -> None:
+        """A backward begins that steps each group as soon as its gradients are final. Options are as of now.
+
+        A bad option raises, and nothing has changed.
+        """
+        self._fix_options()
+        for number, options in enumerate(self._options):
+            self._rule_at(number, options, 1)
+        self._grad_scale = grad_scale
+        self._in_backward = True
+        self._begun.clear()
+        self._pipeline.expect(
+            tile for group in self._usual_order for tile in self._tiles_of[group] if tile in self._pipeline
+        )
+        self._pipeline.read_ahead()
+
+    def group_done(self, group: ParamGroup, *, final: bool) -> None:
+        """Backward has left ``group``; ``final`` says that no gradient of it can come any more."""
+        self._pipeline.read_ahead()
+        if final and group in self._tiles_of:
+            self._make_due(group)
+        if self._in_backward:
+            self._advance(finish=False)
+
+    def has_begun(self) -> bool:
+        """Whether a backward steps, or has stepped, since ``begin_in_backward`` and until ``end_in_backward``."""
+        return self._in_backward
+
+    def finish_in_backward(self) -> None:
+        """The backward has ended: step the groups that it could not step before."""
+        self._wait_for_copies()
+        for group in [group for group in self._usual_order if group not in self._begun]:
+            self._make_due(group)
+        self._finish()
+        self._usual_order = list(self._begun)
+
+    def end_in_backward(self) -> None:
+        """The step is over."""
+        self._in_backward = False
 
     def release_read_ahead(self) -> None:
-        """Free the slots of ``read_ahead``, for others to use; the step reads again."""
-        while self._ahead:
-            staged = self._ahead.popleft()
-            staged.lease.retire(AllOf[Completion](list(staged.reads)))
+        """Free the slots of what was read ahead, for others to use; the step reads again."""
+        self._pipeline.release()
+
+    def make_room(self) -> bool:
+        """Step a tile that is due and holds a gradient window; False if none is."""
+        if not self._due_streamed:
+            return False
+        self._step_streamed(next(iter(self._due_streamed)))
+        return True
 
     def prepare(self) -> None:
         """Count the step that comes and derive its rules. A bad option raises, and nothing has changed."""
-        steps = dict(self.steps)
-        known: dict[tuple[int, int], kernels.Rule] = {}
-        self._rule_of = {}
-        for number, options in enumerate(self.param_groups):
-            counts = bool(self.rule.keeps(options))
-            for param in options["params"]:
-                index = self._index_of.get(param)
-                if index not in self._pieces or not self._gradients.received(self._pieces[index]):
-                    continue
-                step = steps.get(index, 0) + 1
-                if counts:
-                    steps[index] = step
-                if (number, step) not in known:
-                    known[number, step] = self._rule_at(number, options, step)
-                self._rule_of[index] = known[number, step]
-        self.steps = steps
+        self._fix_options()
+        self._count(piece for group in self._tiles_of for piece in group.layout.pieces)
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, grad_scale: float | None = None
@@ -169,22 +171,11 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise EngineStateError(
                 "optimizer.step() would neither clip nor count this step; call engine.step()"
             )
-        if self._streams is not None:
-            # Nothing has waited for a forward without gradients: it may still read what changes in host memory now.
-            self._streams.fetch.synchronize()
-        self.read_ahead()
-        for tile in self._in_place:
-            self._add_to_batch(tile, tile.state.address, 0, 0)
-        self._run_batch(grad_scale)
-        for tile in self._on_device:
-            self._step_on_device(tile, grad_scale)
-
-        upcoming = deque(self._streamed[len(self._ahead) :])
-        while self._ahead or upcoming:
-            while upcoming and (staged := self._stage(upcoming[0], wait=not self._ahead)) is not None:
-                self._ahead.append(staged)
-                upcoming.popleft()
-            self._update(self._ahead.popleft(), grad_scale)
+        self._wait_for_copies()
+        self._grad_scale = grad_scale
+        for group in self._tiles_of:
+            self._add_due(group)
+        self._finish()
         if self._taken_over is not None:
             self._taken_over._opt_called = True  # type: ignore[attr-defined] # its schedulers ask
 
@@ -227,6 +218,41 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
         return rule
 
+    def _fix_options(self) -> None:
+        """Take the options of the step that comes, as numbers; later changes are for the next one."""
+        self._options = [
+            {
+                name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+                for name, value in group.items()
+            }
+            for group in self.param_groups
+        ]
+        self._number_of = {
+            self._index_of[param]: number
+            for number, options in enumerate(self._options)
+            for param in options["params"]
+            if param in self._index_of
+        }
+        self._rules.clear()
+        self._rule_of.clear()
+
+    def _count(self, pieces: Iterable[Piece]) -> None:
+        """Count a step of those ``pieces`` that got a gradient, and note the rules that they are stepped by."""
+        steps: dict[int, int] = {}
+        rule_of: dict[int, kernels.Rule] = {}
+        for piece in pieces:
+            if not self._gradients.received(piece) or piece.index not in self._number_of:
+                continue
+            number = self._number_of[piece.index]
+            step = self.steps.get(piece.index, 0) + 1
+            if self.rule.keeps(self._options[number]):
+                steps[piece.index] = step
+            if (number, step) not in self._rules:
+                self._rules[number, step] = self._rule_at(number, self._options[number], step)
+            rule_of[piece.index] = self._rules[number, step]
+        self.steps.update(steps)
+        self._rule_of.update(rule_of)
+
     def _way_of(self, tile: Tile) -> list[Tile]:
         """The list of the tiles that are stepped as this one has to be."""
         if tile.state.tensor is not None and not tile.state.on_host:
@@ -234,123 +260,107 @@ class TieredOptimizer(torch.optim.Optimizer):
         homes = (tile.state, tile.group.home, self._gradients.homes[tile.group.index])
         return self._in_place if all(home.on_host for home in homes) else self._streamed
 
-    def _stage(self, tile: Tile, *, wait: bool) -> _Staged | None:
-        """Lease a slot for ``tile`` and start to read what does not change before the step."""
-        staging = self._tiers.staging
-        lease = staging.try_lease(self._tiers.plan.staging.slot_bytes, "staging")
-        if lease is None:
-            if not wait:
-                return None
-            with self._tiers.stalls.waiting_for("staging"):
-                lease = staging.lease(self._tiers.plan.staging.slot_bytes, "staging")
-        staged = _Staged(tile, lease)
-        try:
-            self._start_reads(staged)
-        except BaseException:
-            lease.retire(AllOf[Completion](list(staged.reads)))
-            raise
-        return staged
+    def _make_due(self, group: ParamGroup) -> None:
+        """The gradients of ``group`` are final, in backward."""
+        self._begun[group] = None
+        self._gradients.complete(group)
+        self._count(group.layout.pieces)
+        self._add_due(group)
+        if not self._unfinished[group]:
+            self._gradients.drop_window(group)
 
-    def _start_reads(self, staged: _Staged) -> None:
-        tile, home, itemsize = staged.tile, staged.tile.group.home, staged.tile.group.dtype.itemsize
-        if tile.state.extent is not None:
-            self._read(staged, tile.state, 0, 0, tile.state.extent.nbytes)
-        if self._master_is_param and home.extent is not None:
-            self._read(staged, home, self._param_at, tile.start * itemsize, tile.numel * itemsize)
-        elif self._master_is_param and home.tensor is not None and not home.on_host:
-            source = home.tensor[tile.start * itemsize : tile.end * itemsize]
-            as_tensor(staged.lease)[self._param_at :][: source.numel()].copy_(source)
-
-    def _read(self, staged: _Staged, home: Home, slot_offset: int, offset: int, nbytes: int) -> None:
-        assert home.extent is not None and self._tiers.swap is not None
-        part = staged.lease.part(slot_offset, nbytes)
-        staged.reads.append(self._tiers.swap.swap_in(home.extent, part, offset=offset))
-
-    def _update(self, staged: _Staged, grad_scale: float) -> None:
-        """Step one staged tile and start to write it back."""
-        tile, lease = staged.tile, staged.lease
-        grads = self._gradients.homes[tile.group.index]
-        itemsize = self._gradients.dtype.itemsize
-        if grads.extent is not None:
-            self._read(staged, grads, self._grad_at, tile.start * itemsize, tile.numel * itemsize)
-        with self._tiers.stalls.waiting_for("optimizer state"):
-            for ticket in staged.reads:
-                ticket.wait()
-        self._add_to_batch(
-            tile,
-            tile.state.address or lease.address,
-            0 if tile.group.home.on_host else lease.address + self._param_at,
-            0 if grads.on_host else lease.address + self._grad_at - tile.start * itemsize,
-        )
-        touched = len(self._batch) > 0
-        self._run_batch(grad_scale)
-        if touched:
-            self._complete_parameters(staged)
-        lease.retire(AllOf[Completion](self._write_back(staged) if touched else []))
-
-    def _complete_parameters(self, staged: _Staged) -> None:
-        """Fill in the 16-bit parameters that were not stepped: a slot is written back whole, and held none of them.
-
-        They are their masters rounded, always.
-        """
-        tile, lease = staged.tile, staged.lease
-        if self._master_is_param or tile.group.home.on_host:
-            return
-        state = tile.state.address or lease.address
-        for segment in tile.segments:
-            if not self._gradients.received(segment.piece):
-                inside = segment.start - tile.start
-                target = lease.address + self._param_at + inside * tile.group.dtype.itemsize
-                if tile.group.dtype is torch.bfloat16:
-                    kernels.split(target, 0, state + inside * FP32, segment.numel)
+    def _add_due(self, group: ParamGroup) -> None:
+        """Queue the tiles of ``group`` in which something got a gradient."""
+        self._pipeline.final(group)
+        for tile in self._tiles_of[group]:
+            if any(segment.piece.index in self._rule_of for segment in tile.segments):
+                self._unfinished[group] += 1
+                if tile in self._pipeline:
+                    self._due_streamed[tile] = None
                 else:
-                    dtype = KERNEL_DTYPES[tile.group.dtype]
-                    kernels.cast(target, dtype, state + inside * FP32, DType.FP32, segment.numel)
+                    self._due_in_place.append(tile)
 
-    def _write_back(self, staged: _Staged) -> list[Completion]:
-        """Start to write what the step changed and what lives elsewhere."""
-        tile, swap = staged.tile, self._tiers.swap
-        home, writes = tile.group.home, list[Completion]()
-        itemsize = tile.group.dtype.itemsize
-        if tile.state.extent is not None:
-            assert swap is not None
-            writes.append(swap.swap_out(tile.state.extent, staged.lease.part(0, tile.state.extent.nbytes)))
-        if not home.on_host:
-            part = staged.lease.part(self._param_at, tile.numel * itemsize)
-            if home.extent is not None:
-                assert swap is not None
-                writes.append(swap.swap_out(home.extent, part, offset=tile.start * itemsize))
+    def _finish(self) -> None:
+        """Step all that is due."""
+        self._pipeline.expect_only(self._due_streamed)
+        self._advance(finish=True)
+
+    def _advance(self, *, finish: bool) -> None:
+        """Step what is due: tiles whose bytes are there, else tiles in memory, else (to ``finish``) wait for bytes."""
+        while True:
+            self._pipeline.read_ahead()
+            arrived = self._pipeline.first_arrived(self._due_streamed)
+            if arrived is not None:
+                self._step_streamed(arrived)
+            elif self._due_in_place:
+                self._step_in_place()
+            elif self._due_streamed and finish:
+                self._step_streamed(next(iter(self._due_streamed)))
             else:
-                assert home.tensor is not None
-                source = as_tensor(staged.lease)[self._param_at : self._param_at + part.nbytes]
-                home.tensor[tile.start * itemsize :][: part.nbytes].copy_(source, non_blocking=True)
-                writes.append(StreamEvent(torch.cuda.current_stream()))
-        return writes
+                return
 
-    def _add_to_batch(self, tile: Tile, state: int, param: int, grads: int) -> None:
-        """Add the tile's segments that got gradients. ``state`` is the address of the tile's state; ``param`` that of
-        the tile's parameters, ``grads`` that of the *group's* gradients, 0 where they are in their home."""
-        itemsize = tile.group.dtype.itemsize
-        param = param or tile.group.home.address + tile.start * itemsize
-        grads = grads or self._gradients.homes[tile.group.index].address
-        moments = state if self._master_is_param else state + tile.numel * FP32
-        for segment in tile.segments:
-            if not self._gradients.received(segment.piece):
+    def _step_in_place(self) -> None:
+        """Step tiles that are in memory: all of them, or as many as bytes on their way leave time for."""
+        tiles, numel = [], 0
+        while self._due_in_place and (numel < IN_PLACE_NUMEL or not self._due_streamed):
+            tile = self._due_in_place.popleft()
+            tiles.append(tile)
+            numel += tile.numel
+            if tile in self._in_gpu_memory:
+                self._step_on_device(tile)
+            else:
+                self._add_to_batch(tile, None)
+        self._run_batch(f"{numel} elements in memory")
+        for tile in tiles:
+            self._finished(tile)
+
+    def _step_streamed(self, tile: Tile) -> None:
+        """Step a tile in its slot, once its bytes are there, and start to write it back."""
+        staged = self._pipeline.take(tile)
+        del self._due_streamed[tile]
+        self._add_to_batch(tile, staged)
+        self._run_batch(tile.group.name)
+        self._pipeline.give_back(staged)
+        self._finished(tile)
+
+    def _finished(self, tile: Tile) -> None:
+        self._unfinished[tile.group] -= 1
+        if not self._unfinished[tile.group]:
+            self._gradients.drop_window(tile.group)
+
+    def _add_to_batch(self, tile: Tile, staged: Staged | None) -> None:
+        """Add the tile's segments that got gradients."""
+        layout, itemsize = self._layout, tile.group.dtype.itemsize
+        state = tile.state.address
+        if not state and staged is not None:
+            state = staged.lease.address
+        param, grad = self._pipeline.param_address(tile, staged), self._pipeline.grad_address(tile, staged)
+        separate = layout.master_itemsize == FP32
+        for segment, first_index in zip(tile.segments, tile.first_indices, strict=True):
+            rule = self._rule_of.get(segment.piece.index)
+            if rule is None:
                 continue
             inside = segment.start - tile.start
+            here = param + inside * itemsize
             self._batch.add(
                 segment.numel,
-                self._number(self._rule_of[segment.piece.index]),
-                param=(param if self._master_is_param else state) + inside * FP32,
-                state=tuple(moments + (i * tile.numel + inside) * FP32 for i in range(len(self.state_names))),
-                grad=grads + segment.start * self._gradients.dtype.itemsize,
+                self._number(rule),
+                param=state + inside * FP32 if separate else here,
+                remainder=state + inside * layout.master_itemsize if layout.splits else 0,
+                state=tuple(state + layout.moment_at(i, tile.numel, inside) for i in range(layout.moments)),
+                state_format=layout.moment_format,
+                grad=grad + inside * self._gradients.dtype.itemsize,
                 grad_dtype=KERNEL_DTYPES[self._gradients.dtype],
-                out=0 if self._master_is_param else param + inside * itemsize,
+                out=here if separate else 0,
                 out_dtype=KERNEL_DTYPES[tile.group.dtype],
+                first_index=first_index,
             )
 
-    def _run_batch(self, grad_scale: float) -> None:
-        self._batch.run(grad_scale)
+    def _run_batch(self, what: str) -> None:
+        if not len(self._batch):
+            return
+        with self._timeline.span("kernel", what):
+            self._batch.run(self._grad_scale)
         self._batch.clear()
         self._numbers.clear()
 
@@ -360,22 +370,33 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._numbers[rule] = self._batch.add_rule(rule)
         return self._numbers[rule]
 
-    def _step_on_device(self, tile: Tile, grad_scale: float) -> None:
+    def _wait_for_copies(self) -> None:
+        """Nothing has waited for a forward without gradients: it may still read what changes in host memory now."""
+        if self._streams is not None:
+            self._streams.fetch.synchronize()
+
+    def _step_on_device(self, tile: Tile) -> None:
         """Step a tile whose state is in a GPU's memory, by torch operations."""
+        layout, raw = self._layout, tile.state.tensor
         param, grads = tile.group.home.tensor, self._gradients.homes[tile.group.index].tensor
-        assert tile.state.tensor is not None and param is not None and grads is not None
-        own = () if self._master_is_param else ("master",)
-        state = tile.state.tensor.view(torch.float32).view(len(own) + len(self.state_names), tile.numel)
+        assert raw is not None and param is not None and grads is not None
+        kept = raw[: tile.numel * layout.master_itemsize]
+        moments = raw[kept.numel() :].view(layout.moment_dtype()).view(layout.moments, tile.numel)
         whole = param.view(tile.group.dtype)[tile.start : tile.end]
-        for segment in tile.segments:
-            if not self._gradients.received(segment.piece):
+        separate = layout.master_itemsize == FP32
+        for segment, first_index in zip(tile.segments, tile.first_indices, strict=True):
+            rule = self._rule_of.get(segment.piece.index)
+            if rule is None:
                 continue
             inside = slice(segment.start - tile.start, segment.start - tile.start + segment.numel)
             device_kernels.step(
-                self._rule_of[segment.piece.index],
-                whole[inside] if self._master_is_param else state[0, inside],
-                state[len(own) :, inside].unbind(),
+                rule,
+                kept.view(torch.float32)[inside] if separate else whole[inside],
+                moments[:, inside].unbind(),
                 grads.view(self._gradients.dtype)[segment.start : segment.start + segment.numel],
-                out=None if self._master_is_param else whole[inside],
-                grad_scale=grad_scale,
+                out=whole[inside] if separate else None,
+                grad_scale=self._grad_scale,
+                remainder=kept.view(torch.int16)[inside] if layout.splits else None,
+                state_format=layout.moment_format,
+                first_index=first_index,
             )

@@ -6,6 +6,13 @@ Note [When is a group done in backward]
     first reaches another group's output, every group that does not enclose that one has no node left to run. What is
     still live when backward ends is done then.
 
+Note [When is a gradient final]
+    Autograd adds up all contributions to a parameter before it hands out the gradient, once per backward. So once every
+    parameter of a group has its gradient, none is to come: to step the group early no order has to be trusted. Only
+    reentrant checkpointing runs backwards inside of backwards, which each hand out gradients: a group that was called
+    more than once waits for the end. So does one with a parameter that gets no gradient. A value that is still needed
+    after all, by a graph that does not ask for its gradient, has another version then, which torch refuses to use.
+
 An event moves groups in several steps: Ctrl-C waits until they are consistent again.
 """
 
@@ -42,6 +49,7 @@ class PassSchedule:
         on_backward: Callable[[], None],
         on_first_gradient: Callable[[], None],
         on_end_of_backward: Callable[[], None],
+        on_group_done: Callable[[ParamGroup, bool], None],
         timeline: Timeline | None = None,
     ) -> None:
         self._prefetcher = prefetcher
@@ -49,9 +57,13 @@ class PassSchedule:
         self._on_backward = on_backward
         self._on_first_gradient = on_first_gradient
         self._on_end_of_backward = on_end_of_backward
+        self._on_group_done = on_group_done
         self._timeline = timeline or Timeline()
         self._enclosing = {group: _enclosing(group, groups) for group in groups}
         self._calls: Counter[ParamGroup] = Counter()  # forwards that are running now and use the group
+        self._uses: Counter[ParamGroup] = Counter()  # forwards since the last backward
+        self._arrived: Counter[ParamGroup] = Counter()  # gradients in this backward
+        self._expected = {g: sum(piece.trainable for piece in g.layout.pieces) for g in groups}
         self._forwards: list[_Forward] = []  # that are running, outermost first
         self._live: list[ParamGroup] = []  # held for backward
         self._until_end: set[ParamGroup] = set()  # of these, those that only the end of backward releases
@@ -59,6 +71,7 @@ class PassSchedule:
         self._entered: tuple[ParamGroup, range] | None = None
         self._saved = SavedTensors(groups, self.need)
         self.in_backward = False
+        self.steps_in_backward = False  # in this one: what is final is stepped at once
         self._received = False  # a gradient of a parameter, in this backward: torch.autograd.grad gives none
         self._thread = 0  # of the forwards that are running
         self._closed = False
@@ -92,6 +105,8 @@ class PassSchedule:
     def pre_forward(self, group: ParamGroup) -> None:
         self.check_thread()
         self._enter()
+        if not in_backward_pass():
+            self._uses[group] += 1
         try:
             self._use(group)
         except BaseException:
@@ -154,7 +169,7 @@ class PassSchedule:
         self._entered = group, nodes
         keep = self._enclosing[group] | self._until_end
         for other in [g for g in self._live if g is not group and g not in keep]:
-            self._finish(other)
+            self._finish(other, left=True)
         self._hold_for_backward(group)
 
     def need(self, group: ParamGroup) -> None:
@@ -177,6 +192,7 @@ class PassSchedule:
         if not self._received:
             self._received = True
             self._on_first_gradient()
+        self._arrived[group] += 1
         self._gradients.accumulate(group, piece, param)
 
     @uninterrupted
@@ -190,7 +206,7 @@ class PassSchedule:
             self._finish(group)
         self._gradients.close_all()
         self._saved.end_of_backward()
-        self.in_backward = False
+        self._reset()
         self._prefetcher.end_pass()
         if self._received:
             self._on_end_of_backward()
@@ -210,7 +226,7 @@ class PassSchedule:
         self._forwards.clear()
         self._saved.leave_all()
         self._saved.end_of_backward()
-        self.in_backward = False
+        self._reset()
         self._prefetcher.forget()
 
     def saving(self) -> AbstractContextManager[Any]:
@@ -310,13 +326,27 @@ class PassSchedule:
         for other in [g for g in self._live if g not in around and group not in self._enclosing[g]]:
             self._finish(other)
 
-    def _finish(self, group: ParamGroup) -> None:
+    def _reset(self) -> None:
+        self.in_backward = self.steps_in_backward = False
+        self._uses.clear()
+        self._arrived.clear()
+
+    def _finish(self, group: ParamGroup, *, left: bool = False) -> None:
+        """``group`` is not used by what comes next; ``left``: backward has entered another one, from behind."""
         if self._timeline.recording:
             self._timeline.end("compute", f"backward {group.name}")
         self._live.remove(group)
-        self._gradients.close(group)
+        step = left and self.steps_in_backward and self._is_final(group)
+        if not step:
+            self._gradients.close(group)
         if self._calls[group] == 0:
             self._prefetcher.release(group)
+        self._on_group_done(group, step)
+
+    def _is_final(self, group: ParamGroup) -> bool:
+        """Whether no gradient of ``group`` can come any more: see Note [When is a gradient final]."""
+        whole = self._arrived[group] == self._expected[group]
+        return whole and self._uses[group] <= 1 and self._calls[group] == 0
 
 
 class _Forward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -11,12 +12,12 @@ from optim_cpu.formats import round_parameters
 from tiering.arena import PAGE, round_up
 from tiering.errors import EngineStateError
 from zero3.assembly import Assembly
-from zero3.optimizer import Tile
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece, Segment
 from zero3.tiers import Home
+from zero3.tiles import FP32, Tile
 
-FP32 = 4
+log = logging.getLogger(__name__)
 
 
 class TieredState:
@@ -27,7 +28,8 @@ class TieredState:
         self._groups = parts.groups
         self._optimizer = parts.optimizer
         self._gradients = parts.gradients
-        self._master_is_param = parts.plan.workload.master_is_param
+        self._layout = parts.layout
+        self._told_of_halves = False
         self._tiles_of: dict[int, list[tuple[Tile, Segment]]] = {}  # piece index -> where its state is
         for tile in parts.tiles:
             for segment in tile.segments:
@@ -75,27 +77,49 @@ class TieredState:
 
     def master(self, group: ParamGroup, piece: Piece) -> Tensor:
         """A copy, in host memory, of a parameter's fp32 master; a frozen one has none but its value."""
-        if self._master_is_param or not piece.trainable:
+        if not self._layout.master_itemsize or not piece.trainable:
             return self.weight(group, piece).float()
-        return self._gather(piece, 0)
+        self._optimizer.release_read_ahead()
+        whole = torch.empty(piece.numel, device="cpu")
+        params = self.weight(group, piece).flatten() if self._layout.splits else whole
+        for tile, segment, here in self._parts(piece):
+            kept = self._tiers.load(tile.state, *self._kept(tile, segment))
+            whole[here] = self._layout.load_master(kept, params[here])
+        return whole.view(piece.shape)
 
     def set_master(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
         """Make ``values`` (fp32, flat) the master, and the parameter what it rounds to."""
         self._optimizer.release_read_ahead()
-        if not self._master_is_param and piece.trainable:
-            self._scatter(piece, 0, values)
+        if self._layout.master_itemsize and piece.trainable:
+            for tile, segment, here in self._parts(piece):
+                self._store_master(tile, segment, values[here])
         rounded = torch.empty(piece.numel, dtype=group.dtype, device="cpu")
         round_parameters(values, rounded)
         self._patch(group.home, piece.start * group.dtype.itemsize, rounded)
 
     def moment(self, piece: Piece, name: str) -> Tensor:
-        """A copy, in host memory, of the state tensor ``name`` (fp32) of a trainable parameter."""
-        return self._gather(piece, self._position(name))
+        """A copy, in host memory and fp32, of the state tensor ``name`` of a trainable parameter."""
+        number = self._number(name)
+        self._optimizer.release_read_ahead()
+        whole = torch.empty(piece.numel, device="cpu")
+        for tile, segment, here in self._parts(piece):
+            offset = self._layout.moment_at(number, tile.numel, segment.start - tile.start)
+            raw = self._tiers.load(tile.state, offset, segment.numel * self._layout.moment_format.itemsize)
+            whole[here] = raw.view(self._layout.moment_dtype()).float()
+        return whole.view(piece.shape)
 
     def set_moment(self, piece: Piece, name: str, values: Tensor) -> None:
-        """Replace the state tensor ``name`` by ``values`` (fp32, flat)."""
+        """Replace the state tensor ``name`` by ``values`` (fp32, flat), rounded to the nearest if it has 16 bits."""
+        number = self._number(name)
         self._optimizer.release_read_ahead()
-        self._scatter(piece, self._position(name), values)
+        for tile, segment, here in self._parts(piece):
+            raw = torch.empty(
+                segment.numel * self._layout.moment_format.itemsize, dtype=torch.uint8, device="cpu"
+            )
+            self._layout.store_moment(values[here], raw)
+            self._patch(
+                tile.state, self._layout.moment_at(number, tile.numel, segment.start - tile.start), raw
+            )
 
     def has_gradient(self, piece: Piece) -> bool:
         """Whether the parameter got a gradient since the last step."""
@@ -117,39 +141,57 @@ class TieredState:
         self._patch(self._gradients.homes[group.index], piece.start * dtype.itemsize, values.to(dtype))
         self._gradients.replaced(group, piece)
 
-    def follow(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
+    def follow(self, group: ParamGroup, piece: Piece, values: Tensor, *, in_place: bool) -> None:
         """Someone has made ``values`` (flat, compute dtype) the parameter: store them, and let the master follow.
 
-        Elements that still are what their master rounds to leave the master as it is, with all its bits.
+        Elements that still are what their master rounds to leave the master as it is, with all its bits. Where the
+        parameter is a half of the master and was edited ``in_place``, nothing tells which elements those are: then the
+        other half of all of them is zero, wherever the parameter lives.
         """
         self._optimizer.release_read_ahead()
         values = values.cpu()
+        halves = self._layout.splits and piece.trainable
+        if halves and in_place and not self._told_of_halves:
+            self._told_of_halves = True
+            log.warning(
+                "%r was edited in place with a split state: its masters are the 16-bit values now, without the bits"
+                " that they had beyond. Edit inside tiering.gathered(param, modify=True), or set tiering.state to a"
+                " format without 'split'",
+                piece.name,
+            )
+        before = self.weight(group, piece).flatten() if halves and not in_place else values
+        masters = self.master(group, piece).flatten() if halves and not in_place else values.float()
         self._patch(group.home, piece.start * group.dtype.itemsize, values)
-        if self._master_is_param or not piece.trainable:
+        if not self._layout.master_itemsize or not piece.trainable:
             return
-        for tile, segment in self._tiles_of[piece.index]:
-            offset = (segment.start - tile.start) * FP32
-            master = self._tiers.load(tile.state, offset, segment.numel * FP32).view(torch.float32)
-            now = values[segment.start - piece.start :][: segment.numel]
+        for tile, segment, here in self._parts(piece):
+            now = values[here]
+            if halves:
+                changed = before[here].view(torch.int16) != now.view(torch.int16)
+                self._store_master(tile, segment, torch.where(changed, now.float(), masters[here]))
+                continue
+            master = self._tiers.load(tile.state, *self._kept(tile, segment)).view(torch.float32)
             rounded = torch.empty_like(now)
             round_parameters(master, rounded)
             changed = rounded.view(torch.int16) != now.view(torch.int16)
             if changed.any():
                 master[changed] = now[changed].float()
-                self._patch(tile.state, offset, master)
+                self._store_master(tile, segment, master)
 
     def flip_bit(self) -> str:
-        """Flip bit 20 of the middle element of the first master on NVMe; returns where that is."""
+        """Flip an upper bit of what NVMe holds of the middle element of the first master; returns where that is."""
         self._optimizer.release_read_ahead()
+        itemsize = self._layout.master_itemsize
         for tile, segment in self._largest_segments():
-            home, base = (tile.group.home, tile.start * FP32) if self._master_is_param else (tile.state, 0)
+            home, base = (tile.state, 0) if itemsize else (tile.group.home, tile.start * FP32)
             if home.extent is None:
                 continue
-            offset = base + (segment.start - tile.start + segment.numel // 2) * FP32
-            flipped = self._tiers.load(home, offset, FP32)
-            flipped[2] ^= 1 << 4
+            width = itemsize or FP32
+            offset = base + (segment.start - tile.start + segment.numel // 2) * width
+            flipped = self._tiers.load(home, offset, width)
+            flipped[width // 2] ^= 1 << 4
             self._patch(home, offset, flipped)
-            return f"bit 20 of a master of {segment.piece.name!r}, {home.extent.where(offset)}"
+            return f"bit {width * 4 + 4} of a master of {segment.piece.name!r}, {home.extent.where(offset)}"
         raise EngineStateError("flip_bit needs a master on NVMe, and the plan keeps none there")
 
     def _largest_segments(self) -> Iterable[tuple[Tile, Segment]]:
@@ -161,29 +203,28 @@ class TieredState:
                     longest[tile] = segment
         return longest.items()
 
-    def _position(self, name: str) -> int:
+    def _number(self, name: str) -> int:
         if name not in self.state_names:
             known = ", ".join(self.state_names) or "none"
             raise EngineStateError(f"the optimizer has no state {name!r}; it has: {known}")
-        return self.state_names.index(name) + (0 if self._master_is_param else 1)
+        return self.state_names.index(name)
 
-    def _gather(self, piece: Piece, position: int) -> Tensor:
-        """The tensor at ``position`` of the state, over all tiles that hold a part of ``piece``."""
-        self._optimizer.release_read_ahead()
-        whole = torch.empty(piece.numel, device="cpu")
-        for home, offset, part in self._parts(piece, position, whole):
-            part.copy_(self._tiers.load(home, offset, part.numel() * FP32).view(torch.float32))
-        return whole.view(piece.shape)
-
-    def _scatter(self, piece: Piece, position: int, values: Tensor) -> None:
-        for home, offset, part in self._parts(piece, position, values):
-            self._patch(home, offset, part)
-
-    def _parts(self, piece: Piece, position: int, flat: Tensor) -> Iterator[tuple[Home, int, Tensor]]:
-        """Where the state of ``piece`` lies: (home, offset in bytes, the range of ``flat``) for each tile."""
+    def _parts(self, piece: Piece) -> Iterator[tuple[Tile, Segment, slice]]:
+        """Where the state of ``piece`` lies: tile, segment, and the elements of the flat parameter that they hold."""
         for tile, segment in self._tiles_of.get(piece.index, []):
-            offset = (position * tile.numel + segment.start - tile.start) * FP32
-            yield tile.state, offset, flat[segment.start - piece.start :][: segment.numel]
+            begin = segment.start - piece.start
+            yield tile, segment, slice(begin, begin + segment.numel)
+
+    def _kept(self, tile: Tile, segment: Segment) -> tuple[int, int]:
+        """Offset and length, in bytes, of what the state of ``tile`` holds of a segment's masters."""
+        itemsize = self._layout.master_itemsize
+        return (segment.start - tile.start) * itemsize, segment.numel * itemsize
+
+    def _store_master(self, tile: Tile, segment: Segment, values: Tensor) -> None:
+        offset, nbytes = self._kept(tile, segment)
+        raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._layout.store_master(values, raw)
+        self._patch(tile.state, offset, raw)
 
     def _patch(self, home: Home, offset: int, values: Tensor) -> None:
         """Write the bytes of the flat ``values`` at ``offset`` of ``home``; on NVMe whole pages around them, too."""

@@ -382,10 +382,10 @@ def test_a_write_that_fails_takes_all_loans_back(
     engine = trained(start(accumulation=1, **STREAMED), micro_batches)
     follow, failing = TieredState.follow, engine.module.blocks[0].up.weight
 
-    def fail_once(state: TieredState, group: Any, piece: Any, values: Tensor) -> None:
+    def fail_once(state: TieredState, group: Any, piece: Any, values: Tensor, **how: bool) -> None:
         if piece.name == UP:
             raise OSError(5, "no disk")
-        follow(state, group, piece, values)
+        follow(state, group, piece, values, **how)
 
     monkeypatch.setattr(TieredState, "follow", fail_once)
 

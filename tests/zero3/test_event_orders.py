@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from zero3 import schedule as schedule_module
 from zero3.param_group import Residency
+from zero3.partition import FlatLayout
 from zero3.prefetch import Prefetcher
 from zero3.schedule import PassSchedule
 
@@ -46,6 +47,8 @@ class Group:
     def __init__(self, index: int, device: Device) -> None:
         self.index, self.name, self.parent = index, f"g{index}", PARENTS[index]
         self.params: list[Any] = []
+        self.layout = FlatLayout((), 0, 0)
+        self.storage_key = id(self)
         self.device = device
         self.residency = Residency.RESIDENT if index == RESIDENT else Residency.SHARDED
         self.shown = index == RESIDENT
@@ -155,6 +158,7 @@ class Autograd:
             partial(self.count, "began"),
             lambda: None,
             partial(self.count, "ended"),
+            lambda group, step: None,
         )
         self.callbacks: list[list[Callable[[], None]]] = []  # of each backward pass that runs, innermost last
         self.node: Node | None = None

@@ -17,7 +17,8 @@ from tiering.errors import ConfigError, EngineStateError, PlacementError
 from tiering.placement import make_plan
 from tiering.plan import Plan, Staging, Tier
 from zero3 import assembly
-from zero3.optimizer import TieredOptimizer, Tile
+from zero3.optimizer import TieredOptimizer
+from zero3.tiles import Tile
 
 from .scales import (
     CASES,
@@ -230,9 +231,9 @@ def test_tiles_are_stepped_by_torch_operations_to_the_same_bits(
     monkeypatch.setattr(TieredOptimizer, "_way_of", lambda self, tile: self._on_device)
     on_device = TieredOptimizer._step_on_device
 
-    def counted(self: TieredOptimizer, tile: Tile, grad_scale: float) -> None:
+    def counted(self: TieredOptimizer, tile: Tile) -> None:
         stepped.append(tile)
-        on_device(self, tile, grad_scale)
+        on_device(self, tile)
 
     monkeypatch.setattr(TieredOptimizer, "_step_on_device", counted)
     moved = run(case, precision, 2, sub_group_size=1)

@@ -10,6 +10,7 @@ import pytest
 
 from zero3 import schedule as schedule_module
 from zero3.param_group import Residency
+from zero3.partition import FlatLayout
 from zero3.prefetch import Prefetcher
 from zero3.schedule import PassSchedule
 
@@ -33,6 +34,8 @@ class FakeGroup:
         self.residency = Residency.SHARDED
         self.moves = False  # saves no tensors
         self.params: list[Any] = []
+        self.layout = FlatLayout((), 0, 0)
+        self.storage_key = id(self)
         self.shown = False
         self.through_window = device.window is not None
 
@@ -104,7 +107,9 @@ def make(
     if root:
         groups.append(FakeGroup("root", device))
     gradients = FakeGradients()
-    passes = PassSchedule(groups, Prefetcher(), gradients, lambda: None, lambda: None, lambda: None)  # type: ignore[arg-type]
+    passes = PassSchedule(
+        groups, Prefetcher(), gradients, lambda: None, lambda: None, lambda: None, lambda group, step: None
+    )
     return device, groups, passes, gradients
 
 

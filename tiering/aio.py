@@ -344,10 +344,12 @@ class AioContext:
 
         What was never issued is left out. Raises no transfer's error: who waits for it is told.
         """
-        for request in list(self._live):
-            if request.id and request.result is None:
-                self._await(request, None)
-        recorded, self._recorded = self._recorded or [], None
+        try:
+            for request in list(self._live):
+                if request.id and request.result is None:
+                    self._await(request, None)
+        finally:
+            recorded, self._recorded = self._recorded or [], None
         return sorted(recorded, key=lambda record: record.issued)
 
     def close(self) -> None:

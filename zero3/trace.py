@@ -85,7 +85,7 @@ class StepTrace:
             if self._tiers.aio is not None:
                 spans += _transfers(self._tiers.aio.end_recording(), sorted(self._tiers.sections()))
             whole = Span("step", what, self._began or self._armed, ended)
-            self.path.write_text(json.dumps(_chrome(whole, spans)), encoding="utf-8")
+            self.path.write_text(json.dumps(_chrome(whole, spans), default=str), encoding="utf-8")
         except OSError as error:
             log.error("the trace of %s could not be written to %s: %s", what, self.path, error)
         else:

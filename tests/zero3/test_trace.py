@@ -120,7 +120,9 @@ def test_one_whole_step(
     step = trace.step
 
     assert step.name == f"step {record.step}" == "step 3"
-    assert {"compute", "fetches", "reads", "writes", "stalls"} <= {event.row for event in trace.events}
+    assert {"compute", "kernels", "fetches", "reads", "writes", "stalls"} <= {
+        event.row for event in trace.events
+    }
     for event in trace.events:
         assert step.begin <= event.begin <= event.end <= step.end + EPSILON
         assert "runs_over" not in event.args

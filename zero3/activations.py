@@ -32,16 +32,18 @@ class Activations:
         # By address, which no other storage gets while this one lives. A group's own are known and not counted.
         self._known: dict[int, _Activation | None] = dict.fromkeys(group.storage_key for group in groups)
         self._walk = not any(group.moves for group in groups)
+        self._on_free = self._freed  # bound once: there are thousands of storages in a pass
 
     def saved(self, storage: UntypedStorage) -> None:
         """Autograd keeps a tensor in ``storage``."""
         key = storage._cdata
         if key in self._known:
             return
-        activation = _Activation(storage, self._freed)
-        activation.key, activation.nbytes = key, storage.nbytes()
+        activation = _Activation(storage, self._on_free)
+        activation.key = key
+        activation.nbytes = nbytes = storage.nbytes()
         self._known[key] = activation
-        self.used += activation.nbytes
+        self.used += nbytes
         if self.used > self.peak:
             self.peak = self.used
 

@@ -1,7 +1,7 @@
 """Promise 2 seen from outside: resident memory of a process whose model is several times larger than its budgets.
 
 Each run is a process of its own, since the kernel remembers its peak from the start. What it may take is the budgets,
-the activations that the engine reports, and a constant; docs/architecture.md says what the constant is for.
+the activations that the engine reports, and a constant; docs/memory.md says what the constant is for.
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tiering.arena import PAGE, round_up
+from tiering.config import format_size
+from tiering.telemetry import ActivationStatus
+from zero3.run_record import RunRecord
 
 WIDTH, BLOCKS = 64, 6
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
@@ -149,3 +152,21 @@ def test_checkpointed_activations_are_not_recomputed_to_be_counted(
     engine.backward(loss)
     del loss
     assert (counted.used, counted.peak) == (0, kept)
+
+
+def test_activations_are_shown_beside_the_tiers_and_told_after_the_first_step(
+    start: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start(Stack(outer=False), accumulation=1, threshold=100, **STREAMED)
+    record = RunRecord("beside", engine._tiers, activations(engine))
+    caplog.set_level("INFO", "zero3.run_record")
+    loss = engine(torch.ones(4, WIDTH, dtype=torch.bfloat16))
+    assert record.snapshot().activations == ActivationStatus(used=KEPT, peak=KEPT)
+    engine.backward(loss)
+    engine.step()
+    del loss
+    for _ in range(2):
+        record.end_step()
+    assert record.snapshot().activations == ActivationStatus(used=0, peak=KEPT)
+    (told,) = [line.message for line in caplog.records if line.name == "zero3.run_record"]
+    assert told == f"beside the tiers, activations of the first step took up to {format_size(KEPT)}"

@@ -54,6 +54,7 @@ import datetime
 import json
 import os
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -143,6 +144,9 @@ def picture(run: Run, points: dict[str, Measured], path: Path) -> None:
 
 def main() -> int:
     options = parse_arguments()
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # ends sides and removes directories, as Ctrl-C does
     console = Console(width=None if sys.stdout.isatty() else 220)
     points: dict[str, Measured] = {}
     if options.traces is not None:

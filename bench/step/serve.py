@@ -38,7 +38,7 @@ class Trainer(Protocol):
         """Wait for transfers that the last step left behind; the ``perf_counter`` at which they were over."""
 
     def counters(self) -> dict[str, float]:
-        """Totals so far: bytes ``read`` and ``written``, seconds ``stalled``, also by cause; empty if it does not count."""
+        """Totals so far: bytes ``read`` and ``written``, seconds ``stalled``, also by cause; empty without counters."""
 
     def trace(self, path: str) -> None:
         """Write a trace of the next whole step to ``path``."""

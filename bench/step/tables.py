@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from figures.ratio import compare
@@ -47,12 +47,13 @@ def times(title: str, sides: Mapping[str, Measured]) -> Table:
 def stalls(side: Measured) -> str:
     """Seconds per step that compute waited, by cause, in all rounds together; the longest first."""
     steps = sum(one.steps for one in side.rounds)
-    causes: Counter[str] = Counter()
+    causes: defaultdict[str, float] = defaultdict(float)
     for one in side.rounds:
         for name, seconds in one.counted.items():
             what, _, cause = name.partition(": ")
             causes[cause] += seconds if what == "stalled" and cause else 0
-    return ", ".join(f"{cause} {seconds / steps:.3f} s" for cause, seconds in causes.most_common() if seconds)
+    longest = sorted(causes.items(), key=lambda one: -one[1])
+    return ", ".join(f"{cause} {seconds / steps:.3f} s" for cause, seconds in longest if seconds)
 
 
 def memory(title: str, sides: Mapping[str, Measured]) -> Table:

@@ -1,0 +1,564 @@
+"""What bench_step.py concludes from rounds, that its sides train the same, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+from aio import fio
+from aio.load import Load, Reading
+from figures.report import Report
+from step import (
+    curve,
+    deepspeed,
+    depth,
+    disk,
+    fio_beside,
+    formats,
+    nvme,
+    plain,
+    ram,
+    sides,
+    start,
+    tables,
+    turns,
+)
+from step.reference import Model
+from step.scale import FULL, QUICK
+from step.serve import train
+from step.side import Place, Round, Side, SideError, Spec
+from step.turns import Measured, Run
+
+from tiering.demo.model import GPT
+
+BENCH = Path(__file__).parents[1] / "bench"
+SMALL = Model(width=64, layers=1)
+GB = 10**9
+
+FAKE_DEEPSPEED = {
+    "__init__.py": """
+import contextlib, json, os, pathlib, torch
+print('a banner on standard output')
+__version__ = '0.0.1'
+from . import zero
+
+def init_distributed(dist_backend):
+    assert os.environ['WORLD_SIZE'] == '1' and os.environ['DS_ACCELERATOR'] == 'cpu'
+
+class Engine:
+    def __init__(self, model, config):
+        self.module, self.config = model, config
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.folder = config['zero_optimization']['offload_param'].get('nvme_path')
+        if self.folder:
+            pathlib.Path(self.folder, 'config.json').write_text(json.dumps(config))
+            assert not config['zero_optimization']['offload_optimizer'].get('pipeline_write'), 'cannot pipeline'
+        for parameter in model.parameters():
+            parameter.ds_numel = parameter.numel()
+    def __call__(self, *inputs): return self.module(*inputs)
+    def backward(self, loss): loss.backward()
+    def step(self):
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config['gradient_clipping'])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+    def destroy(self): pass
+
+def initialize(model, model_parameters, config):
+    return Engine(model, config), None, None, None
+""",
+    "zero.py": (
+        "import contextlib\n@contextlib.contextmanager\ndef Init(config_dict_or_path):\n"
+        "    assert config_dict_or_path['zero_optimization']['stage'] == 3\n    yield\n"
+    ),
+}
+
+
+@pytest.fixture
+def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An interpreter with something that calls itself deepspeed, and refuses to pipeline."""
+    for name, text in FAKE_DEEPSPEED.items():
+        path = tmp_path / "site" / "deepspeed" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    return Path(sys.executable)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    return Place(directory, threads=2, patience=60)
+
+
+@pytest.fixture
+def run(place: Place) -> Run:
+    return Run(place, QUICK, None, Report("known", {}))
+
+
+def script(directory: Path, text: str) -> Path:
+    """An interpreter that does something else."""
+    path = directory / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o700)
+    return path
+
+
+def a_round(seconds: float = 4.0, **changes: Any) -> Round:
+    known = Round(
+        steps=2,
+        seconds=seconds,
+        forward=0.5,
+        backward=1.0,
+        update=2.0,
+        settled=0.5,
+        loss=5.5,
+        peak=3 * GB,
+        disk=(2 * GB, GB),
+        counted={"read": 2 * GB, "written": GB, "stalled": 1.0},
+        age=9.0,
+    )
+    return dataclasses.replace(known, **changes)
+
+
+def measured(*rounds: Round, name: str = "ours", peaks: tuple[int, int] = (2 * GB, 3 * GB)) -> Measured:
+    facts = {"planned_read": GB, "planned_written": GB // 2, "baseline": GB // 4, "parameters": 10**8}
+    return Measured(name, facts, list(rounds), peaks)
+
+
+class TestRounds:
+    def test_time_counts_until_the_side_is_idle(self) -> None:
+        assert a_round(4.0).per_step == 2.0
+        assert a_round(4.0).stall_share == 0.25
+
+    def test_bytes_are_the_sides_own_and_else_the_kernels(self) -> None:
+        assert a_round(disk=(7, 7)).moved == 1.5 * GB
+        assert a_round(counted={}).moved == 1.5 * GB
+        assert a_round(counted={}, disk=(6, 4)).moved == 5.0
+
+    def test_a_plan_is_kept_to_the_byte_in_both_directions(self) -> None:
+        assert measured(a_round(), a_round()).as_planned
+        one_more = a_round(counted={"read": 2 * GB + 1, "written": GB})
+        assert not measured(a_round(), one_more).as_planned
+        swapped = a_round(counted={"read": GB, "written": 2 * GB})
+        assert swapped.moved == a_round().moved
+        assert not measured(swapped).as_planned
+
+    def test_the_peak_is_the_larger_of_building_and_training(self) -> None:
+        assert measured(a_round(), peaks=(5 * GB, 3 * GB)).peak == 5 * GB
+        assert measured(a_round(), peaks=(1 * GB, 3 * GB)).peak == 3 * GB
+
+
+class TestVerdicts:
+    @pytest.mark.parametrize(("seconds", "holds"), [(1.6, True), (1.61, False), (5.0, False)])
+    def test_time_is_compared_per_step(self, seconds: float, holds: bool) -> None:
+        theirs = measured(a_round(2.0), name="theirs")
+        verdict = tables.faster(measured(a_round(2 * seconds, steps=4)), theirs, 0.8)
+        assert verdict.holds is holds
+        assert verdict.what == "time per step: ours / theirs"
+
+    def test_time_is_compared_round_by_round(self) -> None:
+        ours, theirs = (measured(*(a_round(f * s) for s in (1.0, 5.0, 2.0))) for f in (0.7, 1.0))
+        assert tables.faster(ours, theirs, 0.8).found == "0.700 (0.700-0.700)"
+
+    def test_memory(self) -> None:
+        theirs = measured(a_round(), name="theirs", peaks=(GB, 4 * GB))
+        assert tables.smaller(measured(a_round(), peaks=(GB, 36 * GB // 10)), theirs, 0.9).holds
+        assert not tables.smaller(measured(a_round(), peaks=(38 * GB // 10, GB)), theirs, 0.9).holds
+
+    def test_bytes(self) -> None:
+        verdict = tables.planned(measured(a_round()))
+        assert (verdict.holds, verdict.found) == (True, "1,500,000,000")
+        verdict = tables.planned(measured(a_round(), a_round(counted={"read": 2 * GB + 2, "written": GB})))
+        assert (verdict.holds, verdict.found) == (False, "1,500,000,000 to 1,500,000,001")
+
+    @pytest.mark.parametrize(("seconds", "holds"), [(2.0, True), (2.2, True), (2.3, False), (1.0, True)])
+    def test_half_the_bytes_are_to_take_half_the_time(self, seconds: float, holds: bool) -> None:
+        half = a_round(seconds, counted={"read": GB, "written": GB // 2})
+        assert formats.follows(measured(half), measured(a_round(4.0))).holds is holds
+
+    def test_a_format_that_moves_nothing_follows_nothing(self) -> None:
+        still = a_round(counted={"read": 0, "written": 0}, disk=(0, 0))
+        assert not formats.follows(measured(still), measured(a_round())).holds
+
+    def test_bytes_per_parameter(self) -> None:
+        assert formats.per_parameter(measured(a_round())) == 15.0
+
+    def test_host_overhead_is_what_neither_waiting_nor_the_plain_loop_explains(self) -> None:
+        ours = measured(a_round(4.0, settled=0.5, counted={"stalled": 1.0}))
+        loop = measured(a_round(0.5))
+        assert depth.overhead(ours, loop) == [pytest.approx(1e9 * (2.5 / 2 - 0.25) / 10**8)]
+
+    def test_stalls_by_cause(self) -> None:
+        one = a_round(counted={"stalled": 1.5, "stalled: staging": 1.0, "stalled: fetch": 0.5, "read": 7})
+        assert tables.stalls(measured(one, one)) == "staging 0.500 s, fetch 0.250 s"
+        assert tables.stalls(measured(a_round())) == ""
+
+
+def test_the_tables_of_known_rounds() -> None:
+    beside = Reading(nbytes=3 * GB, seconds=1.0, cpu_seconds=0.1, block=1 << 20)
+    ours = measured(
+        a_round(4.0), a_round(6.0, counted={"read": 2 * GB, "written": GB, "stalled": 1.5, "retries": 3})
+    )
+    ours.fio = [beside, beside]
+    theirs = measured(a_round(8.0, counted={}), name="theirs")
+    theirs.facts = {"baseline": GB}
+    report = Report("known", {})
+    tables.show(report, "known", {"ours": ours, "theirs": theirs}, ["a note"])
+    text = report.markdown()
+    assert "| ours | 2.500 (2.000-3.000) | 0.250 | 0.500 | 1.000 | 0.250 | 25.0% | 5.500 |" in text
+    assert "| theirs | 4.000 (4.000-4.000) | 0.250 | 0.500 | 1.000 | 0.250 |  | 5.500 |" in text
+    assert "| ours | 2.00 | 3.00 | 2.75 | 1.500 | 1.500 | 1.000 + 0.500 | 0.62 (0.50-0.75) | 3.00" in text
+    assert "| theirs | 2.00 | 3.00 | 2.00 | 1.500 |  | 1.000 + 0.500 | 0.38 (0.38-0.38) |  |  |" in text
+    assert "ours: 3 transfers were retried" in text
+    assert "a note" in text
+
+
+class TestScale:
+    def test_the_reference_model(self) -> None:
+        with torch.device("meta"):
+            model = GPT(
+                width=FULL.model.width, layers=FULL.model.layers, heads=16, sequence=FULL.model.sequence
+            )
+        assert sum(parameter.numel() for parameter in model.parameters()) == 302_868_480
+
+    def test_at_least_seven_steps_are_kept(self) -> None:
+        assert FULL.rounds * min(FULL.steps, FULL.peer_steps) >= 7
+        assert max(1, FULL.rounds - 3) * FULL.steps >= 7
+
+    def test_budgets_that_run_in_turn_fit_memory(self) -> None:
+        assert curve.batches(["6GiB", "1GiB", "3GiB", "4GiB"]) == [["1GiB", "3GiB", "4GiB"], ["6GiB"]]
+        assert sum(map(len, curve.batches(FULL.curve))) == len(FULL.curve)
+
+    def test_deepspeed_is_tried_in_four_ways(self) -> None:
+        specs = sides.deepspeed_on_nvme(FULL.model, Path("python"))
+        zero = [
+            deepspeed.configuration({"directory": "/d", **spec.settings})["zero_optimization"]
+            for spec in specs
+        ]
+        assert [one["offload_optimizer"].get("pipeline_read", False) for one in zero] == [False, True] * 2
+        assert [one["offload_param"].get("buffer_count") for one in zero] == [None, None, 24, 24]
+        assert all(one["offload_optimizer"]["nvme_path"] == "/d" for one in zero)
+        assert zero[3]["offload_param"]["buffer_size"] >= 4 * 1024**2  # its largest parameter
+
+
+class TestPlain:
+    def test_a_step_is_that_of_fp32_masters(self) -> None:
+        side = plain.Plain(SMALL, {})
+        loop = plain.Plain(SMALL, {})
+        tokens, targets = next(SMALL.tokens())
+        side.backward(side.forward(tokens, targets))
+        side.update()
+
+        loop.model(tokens, targets).backward()
+        grads = [parameter.grad.float() for parameter in loop.parameters]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+        assert norm > 1.0  # so that clipping is seen
+        for master, grad, stepped, parameter in zip(
+            loop.masters, grads, side.masters, side.parameters, strict=True
+        ):
+            # Adam's first step: lr * g / (|g| + eps), after decay.
+            clipped = grad / (norm + 1e-6)
+            expected = master * (1 - 1e-4 * 0.01) - 1e-4 * clipped / (clipped.abs() + 1e-8)
+            torch.testing.assert_close(stepped, expected, rtol=0, atol=2e-8)
+            assert torch.equal(parameter.detach(), stepped.bfloat16())
+
+    def test_a_round_trains_so_many_steps(self) -> None:
+        side = plain.Plain(SMALL, {})
+        told = train(side, SMALL.tokens(), 3)
+        assert {int(state["step"]) for state in side.optimizer.state.values()} == {3}
+        assert (told["steps"], told["counted"]) == (3, {})
+        assert told["seconds"] >= told["forward"] + told["backward"] + told["update"] > 0
+
+
+class TestSide:
+    def test_ours_moves_what_its_plan_says_and_trains_as_the_plain_loop_does(self, place: Place) -> None:
+        tiering = {"cache_in_host": False, "host_budget": "20MiB", "device_budget": "8MiB"}
+        specs = [sides.plain(QUICK.model), sides.on_nvme(QUICK.model, "ours", tiering)]
+        found = {}
+        for spec in specs:
+            with Side(spec, place) as side:
+                side.run(1)
+                found[spec.name] = Measured(side.name, side.facts, [side.run(2), side.run(2)], (0, 0))
+        ours, loop = found["ours"], found[sides.PLAIN]
+        assert ours.as_planned
+        assert ours.facts["planned_read"] > ours.facts["planned_written"] > 0
+        assert ours.facts["parameters"] == loop.facts["parameters"]
+        assert [one.loss for one in ours.rounds] == pytest.approx([one.loss for one in loop.rounds], rel=2e-3)
+        assert list(place.directory.iterdir()) == []
+
+    def test_deepspeed_is_configured_started_and_cleared_away(
+        self, place: Place, peers: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "site" / "tiering.py").write_text("raise ImportError('its environment has no tiering')")
+        spec = sides.deepspeed_on_nvme(SMALL, peers)[2]
+        with Side(spec, place) as side:
+            (folder,) = place.directory.iterdir()
+            config = json.loads((folder / "config.json").read_text())
+            assert side.facts["about"] == "DeepSpeed 0.0.1"
+            assert side.run(2).steps == 2
+        assert config["zero_optimization"]["offload_param"]["nvme_path"] == str(folder)
+        assert config["gradient_clipping"] == 1.0
+        assert config["aio"]["block_size"] == 1 << 20
+        assert list(place.directory.iterdir()) == []
+
+    def test_one_that_does_not_start_says_why(self, place: Place, tmp_path: Path) -> None:
+        failing = script(tmp_path, "echo no compiler >&2; exit 3")
+        with pytest.raises(SideError, match=r"known ended with status 3; the last it said: no compiler"):
+            Side(Spec("known", "plain", SMALL, python=failing, on_disk=True), place)
+        assert list(place.directory.iterdir()) == []
+
+    def test_an_interpreter_that_is_not_there(self, place: Place, tmp_path: Path) -> None:
+        with pytest.raises(SideError, match="nowhere cannot be run"):
+            Side(sides.deepspeed_cpu(SMALL, tmp_path / "nowhere"), place)
+
+    def test_one_that_says_nothing_is_ended(self, place: Place, tmp_path: Path) -> None:
+        silent = script(tmp_path, "echo waiting for a lock >&2; exec sleep 600")
+        with pytest.raises(SideError, match=r"gave no answer within 1 s .*waiting for a lock"):
+            Side(
+                Spec("hung", "plain", SMALL, python=silent, on_disk=True),
+                dataclasses.replace(place, patience=1),
+            )
+        assert list(place.directory.iterdir()) == []
+
+
+class TestRun:
+    def test_a_side_that_fails_sits_out_and_the_others_go_on(self, run: Run) -> None:
+        calls = []
+
+        def good() -> int:
+            calls.append("good")
+            return len(calls)
+
+        def bad() -> int:
+            calls.append("bad")
+            if calls.count("bad") == 2:
+                raise SideError("bad ended with status 1")
+            return 0
+
+        assert run.alternate(3, {"good": good, "bad": bad}) == {"good": [3 + 1, 5, 6]}
+        assert calls.count("bad") == 2
+        assert run.failed == ["bad"]
+        assert run.report.skipped == ["bad ended with status 1"]
+
+    def test_the_fastest_configuration_that_trains_is_chosen(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seconds = {"defaults": 6.0, "fitted buffers": 4.0, "fitted buffers, pipelined": 3.0}
+        closed = []
+
+        class Known:
+            """A side of known speed. One configuration does not start, another one ends in its second round."""
+
+            def __init__(self, spec: Spec, place: Place) -> None:
+                self.name, self.facts, self.rounds = spec.name, {"peak": 2 * GB}, list[Round]()
+                self.seconds = seconds.get(spec.name.removeprefix("DeepSpeed, NVMe, "))
+                if self.seconds is None:
+                    raise SideError(f"{spec.name} does not start")
+
+            def run(self, steps: int) -> Round:
+                if self.seconds == 3.0 and self.rounds:
+                    raise SideError(f"{self.name} ended")
+                self.rounds.append(a_round(self.seconds, steps=steps, peak=GB * (1 + len(self.rounds))))
+                return self.rounds[-1]
+
+            def __enter__(self) -> Self:
+                return self
+
+            def __exit__(self, *error: object) -> None:
+                closed.append(self.name)
+
+        monkeypatch.setattr(turns, "Side", Known)
+        run.peers = Path("python")
+        chosen = nvme.fastest_deepspeed(run)
+        assert chosen is not None
+        assert chosen.name == "DeepSpeed, NVMe, fitted buffers"
+        (table,) = run.report.tables
+        assert [row[:3] for row in table.rows] == [
+            ("DeepSpeed, NVMe, defaults", "3.00", "2.00"),
+            ("DeepSpeed, NVMe, fitted buffers", "2.00", "2.00"),
+        ]
+        assert run.report.skipped == [
+            "DeepSpeed, NVMe, pipelined does not start",
+            "DeepSpeed, NVMe, fitted buffers, pipelined ended",
+        ]
+        assert len(closed) == 3
+
+    def test_without_fio_the_report_says_so(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", "")
+        with fio_beside.peer_disk(run) as beside:
+            assert beside({}) == {}
+        assert run.report.skipped == [fio.MISSING]
+
+
+class TestCases:
+    """Cases on known rounds: what they ask for, and what they conclude."""
+
+    def known(self, run: Run, monkeypatch: pytest.MonkeyPatch, **by_name: Measured) -> list[Any]:
+        asked: list[Any] = []
+
+        def measured(specs: Any, rounds: int, steps: Any, beside: Any = None) -> dict[str, Measured]:
+            asked.append((specs, rounds, steps))
+            made = {}
+            for spec in specs:
+                if spec.module in by_name:
+                    made[spec.name] = dataclasses.replace(by_name[spec.module], name=spec.name)
+            return made
+
+        monkeypatch.setattr(Run, "measured", lambda self, *arguments: measured(*arguments))
+        return asked
+
+    def holds(self, run: Run) -> dict[str, bool]:
+        return {verdict.what: verdict.holds for verdict in run.report.verdicts}
+
+    def test_ram(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        run.peers = Path("python")
+        self.known(
+            run,
+            monkeypatch,
+            ours=measured(a_round(1.6), peaks=(GB, 2 * GB)),
+            plain=measured(a_round(2.0)),
+            deepspeed=measured(a_round(5.9)),
+        )
+        ram.case(run)
+        assert self.holds(run) == {
+            "time per step: ours, in RAM / plain PyTorch": True,
+            "peak RSS: ours, in RAM / plain PyTorch": True,
+            "time per step: ours, in RAM / DeepSpeed, cpu offload": False,  # 0.271
+        }
+        assert run.report.skipped == []
+
+    def test_ram_without_its_peers(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.known(run, monkeypatch, ours=measured(a_round()))
+        ram.case(run)
+        assert run.report.verdicts == []
+        assert run.report.skipped == [
+            "ours beside the plain loop: not measured without plain PyTorch",
+            "everything in RAM beside DeepSpeed: not measured without DeepSpeed",
+        ]
+
+    def test_nvme(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", "")  # without fio
+        run.peers = Path("python")
+        spec = sides.deepspeed_on_nvme(SMALL, Path("python"))[2]
+        monkeypatch.setattr(nvme, "fastest_deepspeed", lambda run: spec)
+        asked = self.known(
+            run,
+            monkeypatch,
+            ours=measured(a_round(4.0), peaks=(GB, 2 * GB)),
+            deepspeed=measured(a_round(5.0)),
+        )
+        nvme.case(run)
+        assert self.holds(run) == {
+            "bytes per step: ours, NVMe, host budget 20MiB": True,
+            "peak RSS: ours, NVMe, host budget 20MiB": False,
+            f"time per step: ours, NVMe, host budget 20MiB / {spec.name}": True,
+            "bytes per step: ours, NVMe, host budget 30MiB": True,
+            f"time per step: ours, NVMe, host budget 30MiB / {spec.name}": False,
+        }
+        ((specs, _, steps),) = asked
+        assert [one.settings["tiering"]["host_budget"] for one in specs[:2]] == ["20MiB", "30MiB"]
+        assert list(steps.values()) == [QUICK.steps, QUICK.steps, QUICK.peer_steps]
+
+    def test_disk(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", "")
+        ours = measured(a_round(2.2))
+        ours.fio = [Reading(nbytes=3 * GB, seconds=2.0, cpu_seconds=0.1, block=1 << 20)]  # 1.5 GB in 1 s
+        asked = self.known(run, monkeypatch, ours=ours)
+        disk.case(run)
+        what = "time per step: ours, NVMe, nothing cached / planned bytes at fio's rate"
+        assert {verdict.what: verdict.found for verdict in run.report.verdicts}[what] == "1.100 (1.100-1.100)"
+        assert asked[0][0][0].settings["tiering"]["cache_in_host"] is False
+
+    def test_formats(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = self.known(run, monkeypatch, ours=measured(a_round()))
+        formats.case(run)
+        holds = self.holds(run)
+        assert not any(holds[f"bytes per parameter: {state}"] for state in formats.BYTES_PER_PARAMETER)
+        assert all(kept for what, kept in holds.items() if what.startswith("bytes per step"))
+        states = [spec.settings["tiering"]["state"] for specs, *_ in asked for spec in specs]
+        assert states == 2 * ["fp32", "split", "bf16", "split+bf16"]
+        assert sum(what.startswith("time follows bytes") for what in holds) == 3
+
+    def test_start(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        run.peers = Path("python")
+        monkeypatch.setattr(
+            start, "first_step", lambda run, spec: (1.0, 3.1 if spec.module == "ours" else 15.0)
+        )
+        start.case(run)
+        (verdict,) = run.report.verdicts
+        assert (verdict.found, verdict.holds) == ("0.207 (0.207-0.207)", False)
+
+    def test_depth(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.known(run, monkeypatch, ours=measured(a_round()), plain=measured(a_round(1.0)))
+        depth.case(run)
+        assert self.holds(run) == {
+            "time in RAM, 4 / 2 blocks": True,
+            "time streamed, 4 / 2 blocks": True,
+            "host overhead, 4 / 2 blocks": True,
+        }
+
+    def test_curve(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.known(run, monkeypatch, ours=measured(a_round()))
+        assert list(curve.case(run)) == ["20MiB", "30MiB"]
+        assert run.report.tables[0].rows[0] == (
+            *("20MiB", "2.000 (2.000-2.000)", "25.0%", "1.500", "3.00", "2.75"),
+        )
+
+
+def test_fio_takes_the_plans_ratio() -> None:
+    load = Load("/disk/file", 64 << 20, True, 1 << 20, 16, "mixed")
+    assert "--rwmixread=50" in fio.command(load, "io_uring", (), 1.0)
+    assert "--rwmixread=71" in fio.command(dataclasses.replace(load, read_percent=71), "io_uring", (), 1.0)
+
+
+def test_the_picture_of_the_curve(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib draws the picture: pip install tiering[bench]")
+    points = {"1GiB": measured(a_round(4.0), a_round(5.0)), "2GiB": measured(a_round(2.0), a_round(2.5))}
+    curve.draw(points, "known", tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+class TestCommand:
+    def run(self, tmp_path: Path, *arguments: str) -> tuple[int, str, dict[str, Any], str]:
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        files = ["--json", str(tmp_path / "all.json"), "--markdown", str(tmp_path / "all.md")]
+        command = [sys.executable, str(BENCH / "bench_step.py"), str(disk), "--quick", *files, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=dict(os.environ))
+        assert done.returncode in (0, 1, 2), done.stderr
+        assert list(disk.iterdir()) == []
+        raw = json.loads((tmp_path / "all.json").read_text())
+        return done.returncode, (tmp_path / "all.md").read_text(), raw, done.stderr
+
+    def test_without_peers_their_rows_are_left_out(self, tmp_path: Path) -> None:
+        status, text, raw, said = self.run(tmp_path, "--cases", "nvme1")
+        assert status == (0 if all(goal["holds"] for goal in raw["goals"]) else 1)
+        assert [goal["what"].partition(":")[0] for goal in raw["goals"]] == ["bytes per step", "peak RSS"]
+        assert all(goal["holds"] for goal in raw["goals"])
+        assert "--peers names no environment that has it" in text
+        assert "beside DeepSpeed's NVMe offload: not measured without DeepSpeed" in text
+        assert "case nvme1" in said
+        (ours,) = raw["sides"]
+        assert len(ours["rounds"]) == QUICK.rounds
+
+    @pytest.mark.slow
+    def test_every_case_beside_peers(self, tmp_path: Path, peers: Path) -> None:
+        status, text, raw, _ = self.run(tmp_path, "--peers", str(peers), "--traces", str(tmp_path / "traces"))
+        assert status == 2  # two of DeepSpeed's configurations fail, as they are made to
+        assert text.count("cannot pipeline") == 2
+        assert not any("not measured" in line for line in raw["skipped"])
+        what = " / ".join(goal["what"] for goal in raw["goals"])
+        for expected in (*formats.BYTES_PER_PARAMETER, "fio's rate", "import to first step", "host overhead"):
+            assert expected in what
+        assert json.loads((tmp_path / "traces" / "ours-in-RAM.json").read_text())

@@ -41,8 +41,7 @@ def fastest_deepspeed(run: Run) -> Spec | None:
                     side.run(1)
                     found = side.run(TRIAL_STEPS)
                 except SideError as error:
-                    run.report.skipped.append(str(error))
-                    run.say(str(error))
+                    run.fail(spec.name, error)
                     continue
                 times[spec.name] = found.per_step
                 peak = max(side.facts["peak"], *(one.peak for one in side.rounds)) / tables.GB

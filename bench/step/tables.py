@@ -94,6 +94,10 @@ def show(report: Report, title: str, sides: Mapping[str, Measured], notes: Seque
     table.notes += notes
     report.tables += [times(f"{title}: time", sides), table]
     for side in sides.values():
+        if owned := side.facts.get("owned"):
+            table.notes.append(
+                f"{side.name} planned {owned / GB:.2f} GB of memory, device and host tier together."
+            )
         if retried := sum(one.counted.get("retries", 0) for one in side.rounds):
             table.notes.append(f"{side.name}: {retried:.0f} transfers were retried, beside the bytes above.")
 

@@ -45,6 +45,7 @@ class ClientOptimizer(torch.optim.Optimizer):
     """Steps ``client``, and shares its ``param_groups`` and ``state``. ``tiles`` hold masters, each a whole group's."""
 
     state_names: tuple[str, ...] = ()  # on the tiers; what else there is, the client keeps itself
+    stepped_in_backward = False
 
     def __init__(self, client: torch.optim.Optimizer, tiles: list[Tile], gradients: GradientStore) -> None:
         super().__init__(client.param_groups, client.defaults)

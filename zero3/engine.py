@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
@@ -32,10 +31,9 @@ from zero3.run_record import RunRecord
 from zero3.schedule import PassSchedule
 from zero3.state import TieredState
 from zero3.trace import StepTrace
+from zero3.update import Update
 
 log = logging.getLogger(__name__)
-
-CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 class Engine:
@@ -56,11 +54,8 @@ class Engine:
         self.config = config
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = 0
-        self.skipped_steps = 0
         self.micro_steps = 0
         self._closed = False
-        self._torn = ""  # why parameters and optimizer state are no longer of one step
-        self._norm: float | None = None
         self._loss: Tensor | None = None
         self._pending_backward = False
         self._scaled = 0  # losses that were scaled and not sent backward yet
@@ -68,11 +63,11 @@ class Engine:
         self._stop: StopRequest | None = None
         self._save: Callable[[], object] | None = None
         self._trace: StepTrace | None = None
-        self.loss_scale = LossScale.from_config(config)
 
         parts = assemble(model, config, model_parameters, optimizer)
         self.device, self.plan, self.optimizer = parts.device, parts.plan, parts.optimizer
         self._tiers, self._groups, self._gradients = parts.tiers, parts.groups, parts.gradients
+        self._updates = Update(config, parts)
         self._state = TieredState(parts)
         self._prefetcher = Prefetcher()
         self._schedule = PassSchedule(
@@ -85,7 +80,6 @@ class Engine:
             self._on_group_done,
             self._tiers.timeline,
         )
-        self._gradients.make_room = self.optimizer.make_room
         self._record = RunRecord(config.tiering.run_name or f"run-{os.getpid()}", self._tiers)
         try:
             self._publisher = self._publish()
@@ -140,7 +134,6 @@ class Engine:
                 scaled.backward(retain_graph=retain_graph)
             except BaseException:
                 self._give_up_backward()
-                self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
                 raise
             finally:
                 self._scaled = waiting
@@ -212,6 +205,16 @@ class Engine:
         self._save = save
 
     @property
+    def loss_scale(self) -> LossScale:
+        """The factor of the loss: 1 except in fp16."""
+        return self._updates.loss_scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped because a gradient was not finite."""
+        return self._updates.skipped
+
+    @property
     def stop_requested(self) -> str:
         """The name of the signal that has asked to stop; empty if none has."""
         return self._stop.received if self._stop is not None else ""
@@ -227,8 +230,8 @@ class Engine:
         """
         self._check_open("get_global_grad_norm")
         if self._pending_backward and self._syncing and self.is_gradient_accumulation_boundary():
-            return self._gradients.norm() / self.loss_scale.value
-        return self._norm
+            return self._updates.waiting_norm()
+        return self._updates.norm
 
     def train(self, mode: bool = True) -> Self:
         """Put the model into training (or evaluation) mode."""
@@ -270,12 +273,14 @@ class Engine:
     def get_fp32_gradient(self, name: str) -> Tensor | None:
         """A copy of the accumulated gradient, unscaled, before clipping, in fp32; None where there was none."""
         self._check_open("get_fp32_gradient")
+        self._check_gradients_kept("get_fp32_gradient")
         gradient = self._state.gradient(*self._access.named(name))
         return None if gradient is None else gradient.float() / self.loss_scale.value
 
     def set_fp32_gradient(self, name: str, values: Tensor) -> None:
         """Replace the accumulated gradient by ``values`` (unscaled), between backward and ``step``."""
         self._check_open("set_fp32_gradient")
+        self._check_gradients_kept("set_fp32_gradient")
         group, piece = self._access.named(name)
         _check_trained(piece)
         self._access.check_idle("set_fp32_gradient")
@@ -375,77 +380,17 @@ class Engine:
             trace.write(f"step {self.global_steps + 1}, ended by {cause}")
 
     def _update(self) -> None:
+        self._prefetcher.forget()
         try:
-            self._prefetcher.forget()
-            scale = self.loss_scale.value
-            with self._tiers.timeline.span("compute", "norm"):
-                self._norm = self._gradients.norm() / scale
-            overflow = not math.isfinite(self._norm)
-            if self.optimizer.has_begun():
-                self._end_step_in_backward(overflow)
-            elif overflow:
-                self.skipped_steps += 1
-            else:
-                self._apply(self._norm, scale)
-            self.loss_scale.update(overflow)
-            if overflow:
-                self._say_skipped(scale)
+            stepped = self._updates.run()
         finally:
-            self._gradients.reset()
-
-    def _apply(self, norm: float, scale: float) -> None:
-        """Clip and step. What fails in between leaves state of two steps, which nobody may train on."""
-        clip = self.config.gradient_clipping
-        self.optimizer.prepare()
-        try:
-            factor = min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0
-            with self._tearing_if(True), self._tiers.timeline.span("compute", "update"):
-                self.optimizer.step(grad_scale=factor / scale)
-        finally:
-            self._count_as_edits(self._groups)
             self._access.note_versions()
-        if self.lr_scheduler is not None:
+        if stepped and self.lr_scheduler is not None:
             self.lr_scheduler.step()
-
-    def _end_step_in_backward(self, overflow: bool) -> None:
-        """Backward has updated the parameters, with whatever gradients there were."""
-        self.optimizer.end_in_backward()
-        if overflow:
-            bad = self._gradients.first_not_finite()
-            self._torn = f"the gradient of {bad!r} was not finite in step {self.global_steps + 1}"
-            raise EngineStateError(
-                f"the gradient of {bad!r} is not finite, and tiering.step_in_backward has used it already: parameters"
-                " and optimizer state are spoilt. Close the engine and start again from a checkpoint; such a step is"
-                " skipped with step_in_backward false"
-            )
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-
-    @contextmanager
-    def _tearing_if(self, updates: bool) -> Iterator[None]:
-        """What ends an update half way leaves parameters and state of two steps, which nobody may train on."""
-        try:
-            yield
-        except BaseException as error:
-            if updates:
-                self._torn = f"step {self.global_steps + 1} was ended by {type(error).__name__}: {error}"
-            raise
-
-    def _count_as_edits(self, groups: Iterable[ParamGroup]) -> None:
-        """As an in-place update does: a graph of before it must not go backward with parameters of after it."""
-        for group in groups:
-            trained = [
-                p for piece, p in zip(group.layout.pieces, group.params, strict=True) if piece.trainable
-            ]
-            torch.autograd.graph.increment_version(trained)
-            group.note_versions()
 
     def _on_backward(self) -> None:
         """A backward has begun, which may bring gradients to parameters or not (torch.autograd.grad)."""
-        last = self._syncing and self.is_gradient_accumulation_boundary()
-        self._gradients.last_micro_batch = last
-        if last and not self.config.tiering.step_in_backward:
-            self.optimizer.expect_step()
+        self._updates.expect(last=self._syncing and self.is_gradient_accumulation_boundary())
 
     def _on_first_gradient(self) -> None:
         """The backward that is running does bring gradients to parameters."""
@@ -455,35 +400,24 @@ class Engine:
                 f"loss.backward() neither divides by gradient_accumulation_steps ({steps}) nor multiplies by the loss"
                 f" scale ({scale:g}); call engine.backward(loss), or engine.scale(loss).backward()"
             )
-        if self.config.tiering.step_in_backward:
-            if self.optimizer.has_begun():
-                raise EngineStateError(
-                    "a second backward before step(): tiering.step_in_backward has updated the parameters in the first"
-                    " one. Call step() after each backward, sum the losses, or set step_in_backward to false"
-                )
+        if self._updates.in_backward:
+            self._updates.check_once()
             if self._gradients.last_micro_batch:
                 self._check_model()
                 self._access.store_edits_of_residents()
-                self.optimizer.begin_in_backward(1.0 / scale)
+                self._updates.begin_in_backward()
                 self._schedule.steps_in_backward = True
 
-    def _on_group_done(self, group: ParamGroup, step: bool) -> None:
-        """Backward has left ``group``; ``step``: its gradients are final and used now."""
-        if step:
+    def _on_group_done(self, group: ParamGroup, final: bool) -> None:
+        """Backward has left ``group``; its gradients are used now if they are ``final``."""
+        if final:
             self._prefetcher.drop(group)
-        with self._tearing_if(step):
-            self.optimizer.group_done(group, final=step)
-        if step:
-            self._count_as_edits([group])
+        self._updates.group_done(group, final=final)
 
     def _on_end_of_backward(self) -> None:
         self._pending_backward = True
         self._scaled = max(0, self._scaled - 1)
-        if self.optimizer.has_begun():
-            with self._tearing_if(True):
-                self.optimizer.finish_in_backward()
-            self._count_as_edits(self._groups)
-            self._access.note_versions()
+        self._updates.end_of_backward()
 
     def _publish(self) -> Publisher | None:
         telemetry = self.config.tiering.telemetry
@@ -498,7 +432,9 @@ class Engine:
     def _say_progress(self) -> None:
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
-            log.info("step %d: loss %s, gradient norm %s", self.global_steps, self._record.loss, self._norm)
+            log.info(
+                "step %d: loss %s, gradient norm %s", self.global_steps, self._record.loss, self._updates.norm
+            )
 
     def _save_and_exit(self, save: Callable[[], object]) -> None:
         log.warning(
@@ -507,19 +443,6 @@ class Engine:
         save()
         self.close()
         raise SystemExit(EXIT_SAVED)
-
-    def _say_skipped(self, scale: float) -> None:
-        bad = self._gradients.first_not_finite()
-        if self.loss_scale.dynamic:
-            log.info(
-                "step %d skipped: the gradient of %r is not finite at loss scale %g; it is %g now",
-                *(self.global_steps + 1, bad, scale, self.loss_scale.value),
-            )
-        else:
-            log.warning(
-                "step %d skipped: the gradient of %r is not finite; parameters and optimizer state are unchanged",
-                *(self.global_steps + 1, bad),
-            )
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.autocast is None:
@@ -544,13 +467,10 @@ class Engine:
     def _give_up_backward(self) -> None:
         """A backward was ended by an exception: the gradients since the last step are gone."""
         self._schedule.abandon()
-        self._gradients.reset()
-        self._pending_backward = False
-        if self.optimizer.has_begun():
-            self._torn = (
-                self._torn or f"the backward of step {self.global_steps + 1} was ended by an exception"
-            )
-            self.optimizer.end_in_backward()
+        if not self._updates.waits_for_step:
+            self._updates.give_up()
+            self._pending_backward = False
+            self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
 
     def _check_model(self) -> None:
         """Before an update: the model still is the one that was initialized."""
@@ -567,12 +487,19 @@ class Engine:
                         " state: it would never be trained. Initialize with it unfrozen, or freeze it again"
                     )
 
+    def _check_gradients_kept(self, what: str) -> None:
+        if self._updates.waits_for_step:
+            raise EngineStateError(
+                f"{what} was called when backward had used the gradients already (tiering.step_in_backward); set that"
+                " to false to have them until step()"
+            )
+
     def _check_open(self, what: str) -> None:
         if self._closed:
             raise EngineStateError(f"{what} was called after close(); initialize the model again")
-        if self._torn:
+        if self._updates.torn:
             raise EngineStateError(
-                f"{what} was called on parameters that are partly updated ({self._torn}); close the engine, and"
+                f"{what} was called on parameters that are partly updated ({self._updates.torn}); close the engine, and"
                 " initialize the model again from a checkpoint"
             )
 

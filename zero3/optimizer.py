@@ -95,6 +95,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._unfinished: Counter[ParamGroup] = Counter()  # tiles that are due
         # With step_in_backward:
         self._in_backward = False
+        self.stepped_in_backward = False  # wholly; until the engine has counted the step
         self._begun: dict[ParamGroup, None] = {}  # groups whose tiles were due in this backward, in order
         self._usual_order: list[ParamGroup] = list(reversed(self._tiles_of))
 
@@ -138,10 +139,12 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._make_due(group)
         self._finish()
         self._usual_order = list(self._begun)
+        self.stepped_in_backward = True
 
     def end_in_backward(self) -> None:
         """The step is over."""
-        self._in_backward = False
+        self._in_backward = self.stepped_in_backward = False
+        self._tell_schedulers()
 
     def release_read_ahead(self) -> None:
         """Free the slots of what was read ahead, for others to use; the step reads again."""
@@ -176,8 +179,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         for group in self._tiles_of:
             self._add_due(group)
         self._finish()
-        if self._taken_over is not None:
-            self._taken_over._opt_called = True  # type: ignore[attr-defined] # its schedulers ask
+        self._tell_schedulers()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated so far."""
@@ -217,6 +219,12 @@ class TieredOptimizer(torch.optim.Optimizer):
                 " initialize, so nothing keeps its momentum_buffer: initialize with a momentum above 0"
             )
         return rule
+
+    def _tell_schedulers(self) -> None:
+        """torch's ask whether their optimizer has stepped before them."""
+        for stepped in (self, self._taken_over):
+            if stepped is not None:
+                stepped._opt_called = True  # type: ignore[attr-defined] # torch's own mark
 
     def _fix_options(self) -> None:
         """Take the options of the step that comes, as numbers; later changes are for the next one."""

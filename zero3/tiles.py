@@ -97,10 +97,10 @@ class Tile:
 
 def make_tiles(sub_groups: Iterable[SubGroup], groups: Sequence[ParamGroup], tiers: Tiers) -> list[Tile]:
     """The planned sub-groups with homes for their state."""
-    pieces = sorted((piece for group in groups for piece in group.layout.pieces), key=lambda p: p.index)
     begins: dict[int, int] = {}
     elements = 0
-    for piece in pieces:
+    pieces = (piece for group in groups for piece in group.layout.pieces)
+    for piece in sorted(pieces, key=lambda piece: piece.index):
         begins[piece.index] = elements
         elements += piece.numel
     made = []

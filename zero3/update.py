@@ -1,0 +1,164 @@
+"""From gradients to parameters: the norm, clipping, and the step, after backward or while it runs.
+
+A step whose gradients are not finite is skipped and leaves all state as it was. With step_in_backward that is too late
+to know: each group is stepped as soon as its gradients are final, so nothing can clip, and a bad gradient ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tiering.config import TieringConfig
+from tiering.errors import EngineStateError
+from zero3.assembly import Assembly
+from zero3.param_group import ParamGroup
+from zero3.precision import LossScale
+
+log = logging.getLogger(__name__)
+
+CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+class Update:
+    """Updates the parameters of ``parts``. ``norm`` is that of the last update's gradients, unscaled."""
+
+    def __init__(self, config: TieringConfig, parts: Assembly) -> None:
+        self.in_backward = config.tiering.step_in_backward
+        self.loss_scale = LossScale.from_config(config)
+        self.norm: float | None = None
+        self.steps = 0
+        self.skipped = 0
+        self.torn = ""  # why parameters and optimizer state are no longer of one step
+        self._clip = config.gradient_clipping
+        self._groups = parts.groups
+        self._gradients = parts.gradients
+        self._optimizer = parts.optimizer
+        self._timeline = parts.tiers.timeline
+        parts.gradients.make_room = parts.optimizer.make_room
+
+    def waiting_norm(self) -> float:
+        """The norm of the gradients that wait for an update, unscaled."""
+        return self._gradients.norm() / self.loss_scale.value
+
+    def expect(self, *, last: bool) -> None:
+        """A backward begins; the ``last`` one before an update may read ahead for it."""
+        self._gradients.last_micro_batch = last
+        if last and not self.in_backward:
+            self._optimizer.expect_step()
+
+    def check_once(self) -> None:
+        """EngineStateError if an earlier backward has updated the parameters and no step() has followed."""
+        if self._optimizer.has_begun():
+            raise EngineStateError(
+                "a second backward before step(): tiering.step_in_backward has updated the parameters in the first"
+                " one. Call step() after each backward, sum the losses, or set step_in_backward to false"
+            )
+
+    def begin_in_backward(self) -> None:
+        """The backward that steps has brought its first gradient."""
+        self._optimizer.begin_in_backward(1.0 / self.loss_scale.value)
+
+    def group_done(self, group: ParamGroup, *, final: bool) -> None:
+        """Backward has left ``group``; if its gradients are ``final`` they are used now."""
+        if not final:
+            self._optimizer.group_done(group, final=False)
+            return
+        with self._tearing():
+            self._optimizer.group_done(group, final=True)
+        _count_as_edits([group])
+
+    def end_of_backward(self) -> None:
+        """All gradients are there."""
+        if self._optimizer.has_begun():
+            with self._tearing():
+                self._optimizer.finish_in_backward()
+            _count_as_edits(self._groups)
+
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether a backward has updated all parameters already, and only ``run`` is missing."""
+        return self._optimizer.stepped_in_backward
+
+    def give_up(self) -> None:
+        """The gradients since the last update are gone, by an exception in backward."""
+        self._gradients.reset()
+        if self._optimizer.has_begun():
+            self.torn = self.torn or f"the backward of step {self.steps + 1} was ended by an exception"
+            self._optimizer.end_in_backward()
+
+    def run(self) -> bool:
+        """Use the gradients that are there, and forget them; False if the update was skipped."""
+        try:
+            scale = self.loss_scale.value
+            with self._timeline.span("compute", "norm"):
+                self.norm = self.waiting_norm()
+            finite = math.isfinite(self.norm)
+            if self._optimizer.has_begun():
+                self._end_in_backward(finite)
+            elif finite:
+                self._apply(self.norm, scale)
+            else:
+                self.skipped += 1
+            self.loss_scale.update(not finite)
+            if not finite:
+                self._say_skipped(scale)
+            self.steps += 1
+            return finite
+        finally:
+            self._gradients.reset()
+
+    def _apply(self, norm: float, scale: float) -> None:
+        self._optimizer.prepare()
+        try:
+            factor = min(1.0, self._clip / (norm + CLIP_EPSILON)) if self._clip else 1.0
+            with self._tearing(), self._timeline.span("compute", "update"):
+                self._optimizer.step(grad_scale=factor / scale)
+        finally:
+            _count_as_edits(self._groups)
+
+    def _end_in_backward(self, finite: bool) -> None:
+        self._optimizer.end_in_backward()
+        if finite:
+            return
+        bad = self._gradients.first_not_finite()
+        self.torn = f"the gradient of {bad!r} was not finite in step {self.steps + 1}"
+        raise EngineStateError(
+            f"the gradient of {bad!r} is not finite, and tiering.step_in_backward has used it already: parameters and"
+            " optimizer state are spoilt. Close the engine and start again from a checkpoint; such a step is skipped"
+            " with step_in_backward false"
+        )
+
+    @contextmanager
+    def _tearing(self) -> Iterator[None]:
+        """What ends an update half way leaves parameters and state of two steps, which nobody may train on."""
+        try:
+            yield
+        except BaseException as error:
+            self.torn = f"step {self.steps + 1} was ended by {type(error).__name__}: {error}"
+            raise
+
+    def _say_skipped(self, scale: float) -> None:
+        bad = self._gradients.first_not_finite()
+        if self.loss_scale.dynamic:
+            log.info(
+                "step %d skipped: the gradient of %r is not finite at loss scale %g; it is %g now",
+                *(self.steps + 1, bad, scale, self.loss_scale.value),
+            )
+        else:
+            log.warning(
+                "step %d skipped: the gradient of %r is not finite; parameters and optimizer state are unchanged",
+                *(self.steps + 1, bad),
+            )
+
+
+def _count_as_edits(groups: Iterable[ParamGroup]) -> None:
+    """As an in-place update does: a graph of before it must not go backward with parameters of after it."""
+    for group in groups:
+        pairs = zip(group.layout.pieces, group.params, strict=True)
+        torch.autograd.graph.increment_version([param for piece, param in pairs if piece.trainable])
+        group.note_versions()

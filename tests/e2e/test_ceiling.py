@@ -25,7 +25,7 @@ from tiering.plan import Budgets, Tier, Workload
 from zero3 import assembly
 
 MIB = 1 << 20
-CONSTANT = 144 * MIB
+CONSTANT = 160 * MIB
 PER_SUB_GROUP = 2560  # bytes of Python objects that know where each lives
 PLENTY = 1 << 40
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.arena import PAGE
 from tiering.errors import PlacementError
 from tiering.placement import make_plan
-from tiering.plan import Tier, Workload
+from tiering.plan import Tier
 from tiering.swap_file import memory_file_system
 from zero3 import tiers
 
@@ -44,7 +44,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "checksums": {**STREAMED, "verify": True},
     "small blocks": {**STREAMED, "io": {"engine": "threads", "block_size": "4K", "queue_depth": 3}},
 }
-FORMATS = ("split", "bf16", "split+bf16") if "split" in {field.name for field in fields(Workload)} else ()
+FORMATS = ("split", "bf16", "split+bf16")
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +148,19 @@ def test_every_state_format_moves_the_planned_bytes(
     whole = begin(precision="bf16", accumulation=1, **PLACEMENTS[name]).plan.nvme_traffic()
     engine = begin(precision="bf16", accumulation=1, state=state, **PLACEMENTS[name])
     assert sum(engine.plan.nvme_traffic()) < sum(whole)
+    check_window(engine, micro_batches(100))
+
+
+@pytest.mark.parametrize(("precision", "state"), [("bf16", "fp32"), ("bf16", "split+bf16"), ("fp32", "fp32")])
+@pytest.mark.parametrize(
+    ("name", "accumulation"),
+    [("all", 1), ("all", 3), ("part cached", 3), ("gradients too", 1), ("gradients too", 3)],
+)
+def test_steps_in_backward_move_the_planned_bytes(
+    begin: Callable[..., Any], micro_batches: Any, name: str, precision: str, state: str, accumulation: int
+) -> None:
+    habit = {"precision": precision, "accumulation": accumulation, "state": state, "clip": 0.0}
+    engine = begin(**habit, step_in_backward=True, **PLACEMENTS[name])
     check_window(engine, micro_batches(100))
 
 

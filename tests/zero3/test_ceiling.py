@@ -165,6 +165,7 @@ def test_activations_are_shown_beside_the_tiers_and_told_after_the_first_step(
     engine.backward(loss)
     engine.step()
     del loss
+    caplog.clear()
     for _ in range(2):
         record.end_step()
     assert record.snapshot().activations == ActivationStatus(used=0, peak=KEPT)

@@ -120,8 +120,10 @@ def prepared(options: argparse.Namespace, directory: Path) -> Run:
     return Run(place, scale, options.peers, report, options.traces)
 
 
-def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Run], object]]]:
-    """The cases that were asked for. Both host budgets meet DeepSpeed in one."""
+def chosen(
+    options: argparse.Namespace, points: dict[str, Measured]
+) -> Iterator[tuple[str, Callable[[Run], object]]]:
+    """The cases that were asked for; ``points`` gets those of the curve. Both host budgets meet DeepSpeed in one."""
     hosts = tuple(host for host in (nvme.SMALL, nvme.LARGE) if host in options.cases)
     others = {"formats": formats.case, "disk": disk.case, "start": start.case, "depth": depth.case}
     if "ram" in options.cases:
@@ -131,6 +133,8 @@ def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Run], o
     for name, case in others.items():
         if name in options.cases:
             yield name, case
+    if "curve" in options.cases:
+        yield "curve", lambda run: points.update(curve.case(run))
 
 
 def picture(run: Run, points: dict[str, Measured], path: Path) -> None:
@@ -144,21 +148,21 @@ def picture(run: Run, points: dict[str, Measured], path: Path) -> None:
 
 def main() -> int:
     options = parse_arguments()
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # ends sides and removes directories, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends sides and clears up, as Ctrl-C does
     console = Console(width=None if sys.stdout.isatty() else 220)
     points: dict[str, Measured] = {}
     if options.traces is not None:
         options.traces.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_step.") as directory:
         run = prepared(options, Path(directory).resolve())
-        for name, case in chosen(options):
-            run.say(f"case {name}")
-            case(run)
-        if "curve" in options.cases:
-            run.say("case curve")
-            points = curve.case(run)
+        name = "none"
+        try:
+            for name, case in chosen(options, points):
+                run.say(f"case {name}")
+                case(run)
+        except KeyboardInterrupt:  # what was measured before it is worth a report
+            run.failed.append(name)
+            run.report.skipped.append(f"case {name}, and what comes after it: interrupted")
     report = run.report
     report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
     today = datetime.datetime.now(datetime.UTC).date().isoformat()

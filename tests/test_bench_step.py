@@ -552,6 +552,25 @@ class TestCommand:
         (ours,) = raw["sides"]
         assert len(ours["rounds"]) == QUICK.rounds
 
+    def test_interrupted_it_ends_its_sides_and_reports_what_it_has(self, tmp_path: Path) -> None:
+        disk, report = tmp_path / "disk", tmp_path / "all.md"
+        disk.mkdir()
+        command = [sys.executable, str(BENCH / "bench_step.py"), str(disk), "--quick", "--rounds", "100000"]
+        command += ["--cases", "ram", "--markdown", str(report)]
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stderr is not None
+            said = ""
+            while "100000 rounds of" not in said:
+                said += (line := process.stderr.readline())
+                assert line, said
+            process.terminate()
+            process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert "case ram, and what comes after it: interrupted" in report.read_text()
+        assert list(disk.iterdir()) == []
+
     @pytest.mark.slow
     def test_every_case_beside_peers(self, tmp_path: Path, peers: Path) -> None:
         status, text, raw, _ = self.run(tmp_path, "--peers", str(peers), "--traces", str(tmp_path / "traces"))

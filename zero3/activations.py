@@ -8,7 +8,8 @@ run under any. There the graph of the first loss is walked instead, once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,31 +22,47 @@ class Activations:
     """Bytes of the storages that autograd has saved tensors of, until torch frees them: each once, groups' own never.
 
     The storage's life counts, not the saved tensor's: what checkpointing recomputes is held by checkpointing, and a
-    model's buffer stays. ``used`` now, ``peak`` the most so far. Changed by the thread that computes or frees, with
-    operators alone: no other thread and no garbage collection gets in between.
+    model's buffer stays. Any thread may ask. Counts change by operators alone, without a call in between at which
+    another thread, garbage collection or Ctrl-C could come in.
     """
 
     def __init__(self, groups: Iterable[ParamGroup]) -> None:
         groups = list(groups)
-        self.used = 0
-        self.peak = 0
+        self._used = 0
+        self._peak = 0
         # By address, which no other storage gets while this one lives. A group's own are known and not counted.
         self._known: dict[int, _Activation | None] = dict.fromkeys(group.storage_key for group in groups)
+        self._freed: deque[_Activation] = deque()  # and still in the counts
+        # Not a method: Ctrl-C in Python code that runs where a storage is freed would be lost.
+        self._on_free: Callable[[Any], None] = self._freed.append
         self._walk = not any(group.moves for group in groups)
-        self._on_free = self._freed  # bound once: there are thousands of storages in a pass
+
+    @property
+    def used(self) -> int:
+        """Bytes now."""
+        self._forget_freed()
+        return self._used
+
+    @property
+    def peak(self) -> int:
+        """The most bytes at one time so far."""
+        return self._peak
 
     def saved(self, storage: UntypedStorage) -> None:
         """Autograd keeps a tensor in ``storage``."""
+        if self._freed:
+            self._forget_freed()  # first: its address may be that of another one by now
         key = storage._cdata
         if key in self._known:
             return
+        nbytes = storage.nbytes()
         activation = _Activation(storage, self._on_free)
         activation.key = key
-        activation.nbytes = nbytes = storage.nbytes()
+        activation.nbytes = nbytes
         self._known[key] = activation
-        self.used += nbytes
-        if self.used > self.peak:
-            self.peak = self.used
+        self._used += nbytes
+        if self._used > self._peak:
+            self._peak = self._used
 
     def backward_of(self, loss: Tensor) -> None:
         """``loss`` is about to go backward. The first of them is walked, where no hooks have counted."""
@@ -56,10 +73,12 @@ class Activations:
             if tensor.layout is torch.strided:
                 self.saved(tensor.untyped_storage())
 
-    def _freed(self, activation: weakref.ref[UntypedStorage]) -> None:
-        assert isinstance(activation, _Activation)
-        del self._known[activation.key]
-        self.used -= activation.nbytes
+    def _forget_freed(self) -> None:
+        while self._freed:
+            activation = self._freed[0]
+            del self._known[activation.key]
+            self._used -= activation.nbytes
+            del self._freed[0]
 
 
 class _Activation(weakref.ref[UntypedStorage]):

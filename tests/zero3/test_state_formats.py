@@ -447,6 +447,40 @@ def test_an_edit_leaves_the_other_elements_their_bits(
     assert not same_bits(before, weights.float())
 
 
+@pytest.mark.parametrize("state", FORMATS[1:])
+def test_an_edit_in_place_costs_a_split_master_its_lower_half(
+    start: Start, state: str, differing: Differing, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Parameter and upper half are one: nothing tells which elements were edited. The same wherever it lives."""
+    after = []
+    for place in PLACES.values():
+        caplog.clear()
+        torch.manual_seed(41)
+        engine = start(Tower(), accumulation=1, threshold=0, state=state, **place)
+        layer = engine.module.get_submodule(NAME.rpartition(".")[0])
+
+        def edit(module: nn.Linear, args: Any) -> None:
+            with torch.no_grad():
+                module.weight[3].fill_(0.5)
+
+        batches = list(inputs(4))
+        for x in batches[:2]:
+            update(engine, x)
+        before = engine.get_fp32_parameter(NAME)
+        handle = layer.register_forward_pre_hook(edit)
+        with torch.no_grad():
+            engine(batches[2])
+        handle.remove()
+        update(engine, batches[3], skip=1)  # the step leaves this block alone, and finds the edit
+        master, weights = engine.get_fp32_parameter(NAME), engine.state_dict()[NAME]
+        assert (master[3] == 0.5).all()
+        assert same_bits(master[4:], weights[4:].float()) == ("split" in state)
+        assert same_bits(master[4:], before[4:]) != ("split" in state)
+        assert caplog.text.count(f"'{NAME}' was edited in place with a split state") == ("split" in state)
+        after.append(engine.master_state_dict())
+    assert differing(after[1], after[0]) == differing(after[2], after[0]) == []
+
+
 @pytest.mark.parametrize("state", FORMATS)
 def test_a_planted_bit_is_one_of_one_master(start: Start, state: str) -> None:
     engine = start(Tower(), accumulation=1, threshold=0, state=state, **STREAMED)

@@ -250,10 +250,14 @@ def test_groups_are_stepped_while_backward_still_runs(
 
 @pytest.mark.parametrize("place", SHORT.values(), ids=SHORT)
 def test_the_rate_is_that_at_the_start_of_backward(start: Start, place: dict[str, Any]) -> None:
+    """Changes while it runs, or after it, come too late."""
     engine, calm = begin(start, **place), begin(start, **place)
+    engine.module.out.weight.register_hook(  # among the first gradients of a backward
+        lambda grad: engine.optimizer.param_groups[0].update(lr=0.5, weight_decay=0.0)
+    )
     for n, x in enumerate(inputs(3)):
         for each in (engine, calm):
-            each.optimizer.param_groups[0]["lr"] = 1e-2 / (n + 1)
+            each.optimizer.param_groups[0].update(lr=1e-2 / (n + 1), weight_decay=0.1)
             each.backward(each(x))
         engine.optimizer.param_groups[0]["lr"] = 1.0
         for each in (engine, calm):
@@ -262,15 +266,50 @@ def test_the_rate_is_that_at_the_start_of_backward(start: Start, place: dict[str
 
 
 @pytest.mark.parametrize("place", SHORT.values(), ids=SHORT)
+def test_a_schedule_goes_on_as_always(start: Start, place: dict[str, Any]) -> None:
+    masters = []
+    for options in ({"step_in_backward": False}, {}):
+        engine = begin(start, **options, **place)
+        schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, 0.5)
+        for x in inputs(4):
+            update(engine, x)
+            schedule.step()
+        masters.append(engine.master_state_dict())
+    assert differing(*masters) == []
+
+
+@pytest.mark.parametrize("place", SHORT.values(), ids=SHORT)
 @pytest.mark.parametrize("own", [False, True], ids=["engine.backward", "loss.backward"])
 def test_a_second_backward_before_the_step_is_refused(start: Start, own: bool, place: dict[str, Any]) -> None:
-    """Its gradients would come too late."""
+    """Its gradients would come too late. Nothing was changed by it: the step and the training go on."""
+    engine, calm = begin(start, **place), begin(start, **place)
+    batches = list(inputs(3))
+    for x in batches:
+        for each in (engine, calm):
+            each.backward(each(x))
+        loss = engine(batches[0])
+        with pytest.raises(EngineStateError, match=r"step_in_backward.*step\(\)"):
+            loss.backward() if own else engine.backward(loss)
+        for each in (engine, calm):
+            each.step()
+    assert differing(engine.master_state_dict(), calm.master_state_dict()) == []
+    assert engine.global_steps == 3
+
+
+@pytest.mark.parametrize("place", SHORT.values(), ids=SHORT)
+def test_gradients_are_gone_when_they_are_used(start: Start, place: dict[str, Any]) -> None:
     engine = begin(start, **place)
-    first, second = inputs(2)
-    engine.backward(engine(first))
-    loss = engine(second)
-    with pytest.raises(EngineStateError, match=r"step_in_backward.*step\(\)"):
-        loss.backward() if own else engine.backward(loss)
+    name = "blocks.1.1.weight"
+    x = next(inputs(1))
+    with engine.no_sync():
+        engine.backward(engine(x))
+        assert engine.get_fp32_gradient(name).any()  # only added up so far
+    engine.backward(engine(x))
+    with pytest.raises(EngineStateError, match=r"get_fp32_gradient.*step_in_backward"):
+        engine.get_fp32_gradient(name)
+    with pytest.raises(EngineStateError, match=r"set_fp32_gradient.*step_in_backward"):
+        engine.set_fp32_gradient(name, torch.ones(2 * WIDTH, WIDTH))
+    engine.step()
 
 
 @pytest.mark.parametrize("place", SHORT.values(), ids=SHORT)

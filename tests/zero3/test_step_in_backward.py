@@ -76,6 +76,19 @@ class Twice(Tower):
         return result
 
 
+class Peeking(Tower):
+    """Each block is followed by a product with a weight of the next one, whose gradient comes in two parts, too."""
+
+    def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
+        x = self.into(x.to(self.into.weight.dtype))
+        for index, block in enumerate(self.blocks):
+            if index != skip:
+                x = x + block(x)
+            x = x + functional.linear(x, self.blocks[(index + 1) % 3][1].weight)[:, :WIDTH] / 8
+        result: Tensor = self.out(x).float().pow(2).mean()
+        return result
+
+
 class Checkpointed(Tower):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -102,6 +115,7 @@ MODELS: dict[str, Build] = {
     "tower": Tower,
     "tied": Tied,
     "called twice": Twice,
+    "read by others": Peeking,
     "checkpointed": partial(Checkpointed, reentrant=False),
     "checkpointed, reentrant": partial(Checkpointed, reentrant=True),
     "frozen in part": frozen_in_part,

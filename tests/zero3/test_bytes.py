@@ -44,6 +44,9 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "checksums": {**STREAMED, "verify": True},
     "small blocks": {**STREAMED, "io": {"engine": "threads", "block_size": "4K", "queue_depth": 3}},
 }
+METADATA = (
+    8 * PAGE
+)  # what the kernel counts besides: a file's times that change are a page written, now and then
 FORMATS = ("split", "bf16", "split+bf16")
 
 
@@ -121,10 +124,11 @@ def check_window(engine: Any, batches: Iterator[Any], steps: int = 3, repeated: 
     assert (after[0] - before[0], after[1] - before[1]) == (steps * read, steps * written)
     assert all(path.direct for path in engine.snapshot().io), "the page cache is in between"
     moved = kernel_after[0] - kernel_before[0], kernel_after[1] - kernel_before[1]
-    if repeated:
-        assert moved[0] > steps * read and moved[1] > steps * written
-    else:
-        assert moved == (steps * read, steps * written)
+    for of_kernel, planned in zip(moved, (steps * read, steps * written), strict=True):
+        if repeated:
+            assert of_kernel > planned
+        else:
+            assert planned <= of_kernel <= planned + METADATA
 
 
 @pytest.mark.parametrize(("precision", "accumulation"), [("bf16", 1), ("bf16", 3), ("fp32", 1), ("fp32", 3)])

@@ -90,15 +90,17 @@ class Peeking(Tower):
 
 
 class Checkpointed(Tower):
-    def __init__(self, reentrant: bool) -> None:
+    """``order``: of the blocks. A reentrant checkpoint brings gradients once for each call."""
+
+    def __init__(self, reentrant: bool, order: tuple[int, ...] = (0, 1, 2)) -> None:
         super().__init__()
-        self.reentrant = reentrant
+        self.reentrant, self.order = reentrant, order
 
     def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
         x = self.into(x.to(self.into.weight.dtype))
-        for index, block in enumerate(self.blocks):
+        for index in self.order:
             if index != skip:
-                x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+                x = x + checkpoint(self.blocks[index], x, use_reentrant=self.reentrant)
         result: Tensor = self.out(x).float().pow(2).mean()
         return result
 
@@ -118,6 +120,8 @@ MODELS: dict[str, Build] = {
     "read by others": Peeking,
     "checkpointed": partial(Checkpointed, reentrant=False),
     "checkpointed, reentrant": partial(Checkpointed, reentrant=True),
+    "checkpointed, called twice": partial(Checkpointed, reentrant=False, order=(1, 0, 1, 2)),
+    "checkpointed, reentrant, called twice": partial(Checkpointed, reentrant=True, order=(1, 0, 1, 2)),
     "frozen in part": frozen_in_part,
 }
 

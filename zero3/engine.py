@@ -22,6 +22,7 @@ from tiering.telemetry.snapshot import Phase
 from zero3 import hooks
 from zero3.access import Access
 from zero3.assembly import COMPUTE_DTYPES, assemble
+from zero3.eager import eager
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
@@ -49,7 +50,6 @@ class Engine:
         model_parameters: ModelParameters | None = None,
         optimizer: ClientOptimizerChoice | None = None,
     ) -> None:
-        hooks.keep_eager(Engine, "forward", "backward", "step")
         self.module = model
         self.config = config
         self.lr_scheduler: LRScheduler | None = None
@@ -92,6 +92,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
+    @eager
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. After an exception the engine is as before the call."""
         self._check_open("forward")
@@ -121,6 +122,7 @@ class Engine:
             loss = loss.float() * self.loss_scale.value
         return loss / self.config.gradient_accumulation_steps
 
+    @eager
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> Tensor:
         """Accumulate the gradients of a scalar ``loss``, divided by gradient_accumulation_steps; returns that quotient.
 
@@ -153,6 +155,7 @@ class Engine:
         finally:
             self._syncing = before
 
+    @eager
     def step(self) -> None:
         """End a micro-batch; after gradient_accumulation_steps of them, update the parameters.
 

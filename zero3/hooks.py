@@ -14,7 +14,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from types import FrameType
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from tiering.errors import EngineStateError
+from zero3.eager import eager
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
 
@@ -44,7 +44,6 @@ class Events(Protocol):
 
 def install(model: nn.Module, groups: Iterable[ParamGroup], events: Events) -> list[RemovableHandle]:
     """Hook ``groups`` of ``model`` up to ``events``; the handles remove the hooks."""
-    keep_eager(OurHook, "__call__")
     groups = list(groups)
     moving = frozenset(group.storage_key for group in groups if group.moves)
     handles: list[RemovableHandle] = []
@@ -147,6 +146,7 @@ def in_backward_pass() -> bool:
 class OurHook:
     """A hook on the user's module, which means nothing on a copy of that module. Compiled code calls it eagerly."""
 
+    @eager
     def __call__(self, *args: Any) -> Any:
         return self.run(*args)
 
@@ -166,13 +166,6 @@ def _what_is_left() -> Callable[..., None]:
 
 def does_nothing(*args: Any, **kwargs: Any) -> None:
     """What a hook of ours becomes when its module is copied or pickled."""
-
-
-@cache
-def keep_eager(owner: type, *methods: str) -> None:
-    """Have torch.compile call these methods of ``owner`` as they are. Not done on import: it loads the compiler."""
-    for name in methods:
-        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
 
 
 def _called_by_compiled_code() -> bool:

@@ -63,6 +63,12 @@ def format_size(size: float) -> str:
     return f"{scaled:.0f} {units[0]}" if units[0] == "B" else f"{scaled:.2f} {units[0]}"
 
 
+def format_need(size: int) -> str:
+    """As ``format_size``, rounded up: a budget of that much suffices."""
+    unit = 1024 ** min(5, max(0, (size.bit_length() - 1) // 10))
+    return format_size(-(-size * 100 // unit) * unit / 100)
+
+
 def whole_number(value: object) -> int:
     """``value`` as int; a whole float counts, as JSON writers say ``1e9``. Raises ``ValueError``."""
     if isinstance(value, int) and not isinstance(value, bool):

@@ -10,11 +10,14 @@ Budgets are ceilings. What cannot fit is refused here with the numbers and the r
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from tiering.arena import PAGE, round_up
 from tiering.config import format_size
 from tiering.errors import PlacementError
+from tiering.fields import format_need
 from tiering.plan import Budgets, Plan, Staging, SubGroup, Tier, Workload, checksum_bytes
 
 FEWEST_SLOTS = 3  # one read, one stepped, one written
@@ -22,31 +25,22 @@ USUAL_SLOTS = 4
 STAGING_SHARE = 3  # staging takes at most this fraction (1/n) of the host budget when there is a choice
 SMALLEST_TILE = 2048
 LARGEST_TILE = 4 << 20
+MOST_TILES = 64  # of a group, as long as the configuration wants no more: each costs bookkeeping
 
 
 def make_plan(load: Workload, budgets: Budgets) -> Plan:
     """Place ``load`` within ``budgets``. Raises PlacementError, with numbers and remedy, when it cannot fit."""
-    fixed = _Room(budgets)
-    param_tiers = [Tier.DEVICE if group.persistent else load.offload_param for group in load.groups]
-    # Groups that stay open for a whole pass would hold their window all the time: their gradients stay in memory.
-    parents = {group.parent for group in load.groups}
-    stays_open = [group.persistent or index in parents for index, group in enumerate(load.groups)]
-    grad_tiers = [
-        Tier.HOST if tier is Tier.NVME and open_ else tier
-        for tier, open_ in zip(load.optimizer_tiers, stays_open, strict=True)
-    ]
+    plan = _place(load, budgets)
+    moved = {load.state_format: sum(plan.nvme_traffic())}
+    if moved[load.state_format]:
+        for other in load.other_formats():
+            with contextlib.suppress(PlacementError):
+                moved[other.state_format] = sum(_place(other, budgets).nvme_traffic())
+    return replace(plan, moved_by_format=moved)
 
-    for index, group in enumerate(load.groups):
-        if param_tiers[index] is not Tier.NVME:
-            fixed.take(param_tiers[index], group.param_bytes, f"parameters of {group.name}")
-        if grad_tiers[index] is not Tier.NVME:
-            nbytes = group.trainable_numel * load.grad_itemsize
-            fixed.take(grad_tiers[index], nbytes, f"gradients of {group.name}")
-        if load.optimizer_tiers[index] is not Tier.NVME:
-            nbytes = group.trainable_numel * load.state_itemsize
-            fixed.take(load.optimizer_tiers[index], nbytes, f"optimizer state of {group.name}")
-    fixed.check()
 
+def _place(load: Workload, budgets: Budgets) -> Plan:
+    fixed, param_tiers, grad_tiers = _mandatory(load, budgets)
     _keep_what_cannot_move(load, fixed, param_tiers)
 
     # Apart from each other: each can be waited for without the other's leases being in the way.
@@ -57,43 +51,61 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
     largest_tile = _largest_tile(load)
 
     # Where the device has memory of its own, updated parameters reach it through a slot.
-    staging, window = Staging(), 0
     filled = (
         None if load.steps_copy_out else _fill_host(load, fixed, param_tiers, grad_tiers, largest_tile, None)
     )
     if filled is None:
         # Of all that might go to NVMe: what stays in host memory after all needs none, so this is enough.
         fixed.take(Tier.HOST, checksum_bytes(load, _most_on_nvme(load, param_tiers, grad_tiers)), "checksums")
-        tile, staging = _staging(load, fixed, param_tiers, grad_tiers, largest_tile)
-        fixed.take(Tier.HOST, staging.nbytes, "staging")
-        window = _grad_window(load, grad_tiers)
-        fixed.take(Tier.HOST, window, "gradients on their way to NVMe")
+        tile, slots = _staging(load, fixed, param_tiers, grad_tiers, largest_tile)
+        fixed.take(Tier.HOST, _slots(load, tile, slots, param_tiers, grad_tiers).nbytes, "staging")
+        fixed.take(Tier.HOST, _grad_window(load, grad_tiers), "gradients on their way to NVMe")
         fixed.check()
-        filled = _fill_host(load, fixed, param_tiers, grad_tiers, tile, window)
+        filled = _fill_host(load, fixed, param_tiers, grad_tiers, tile, slots)
     assert filled is not None
-    params, grads, tiles = filled
-    window = _grad_window(load, grads)
-
-    working = _working_set(load, params, fixed)
     plan = Plan(
         workload=load,
         budgets=budgets,
-        param_tiers=tuple(params),
-        grad_tiers=tuple(grads),
-        sub_groups=tuple(tiles),
-        working_bytes=working,
-        staging=staging,
-        grad_window_bytes=window,
+        param_tiers=tuple(filled.params),
+        grad_tiers=tuple(filled.grads),
+        sub_groups=tuple(filled.tiles),
+        working_bytes=_working_set(load, filled.params, fixed),
+        staging=filled.staging,
+        grad_window_bytes=_grad_window(load, filled.grads),
         fetch_window_bytes=fetch_window,
         offload_window_bytes=offload_window,
     )
     for tier in Tier:
         if plan.total(tier) > budgets.of(tier):
             raise PlacementError(
-                f"{tier.value} needs {format_size(plan.total(tier))} but its budget is"
+                f"{tier.value} needs {format_need(plan.total(tier))} but its budget is"
                 f" {format_size(budgets.of(tier))}: {_listed(plan.contents(tier))}; raise {tier.value}_budget"
             )
     return plan
+
+
+def _mandatory(load: Workload, budgets: Budgets) -> tuple[_Room, list[Tier], list[Tier]]:
+    """The room that is left beside what has to be where the configuration wants it, and the tiers of all else."""
+    fixed = _Room(budgets)
+    param_tiers = [Tier.DEVICE if group.persistent else load.offload_param for group in load.groups]
+    # Groups that stay open for a whole pass would hold their window all the time: their gradients stay in memory.
+    parents = {group.parent for group in load.groups}
+    stays_open = [group.persistent or index in parents for index, group in enumerate(load.groups)]
+    grad_tiers = [
+        Tier.HOST if tier is Tier.NVME and open_ else tier
+        for tier, open_ in zip(load.optimizer_tiers, stays_open, strict=True)
+    ]
+    for index, group in enumerate(load.groups):
+        if param_tiers[index] is not Tier.NVME:
+            fixed.take(param_tiers[index], group.param_bytes, f"parameters of {group.name}")
+        if grad_tiers[index] is not Tier.NVME:
+            nbytes = group.trainable_numel * load.grad_itemsize
+            fixed.take(grad_tiers[index], nbytes, f"gradients of {group.name}")
+        if load.optimizer_tiers[index] is not Tier.NVME:
+            nbytes = group.trainable_numel * load.state_itemsize
+            fixed.take(load.optimizer_tiers[index], nbytes, f"optimizer state of {group.name}")
+    fixed.check()
+    return fixed, param_tiers, grad_tiers
 
 
 def _largest_tile(load: Workload) -> int:
@@ -143,10 +155,20 @@ class _Room:
                     Tier.NVME: "free disk space",
                 }[tier]
                 raise PlacementError(
-                    f"{tier.value} needs at least {format_size(sum(self.taken[tier].values()))} but its budget is"
+                    f"{tier.value} needs at least {format_need(sum(self.taken[tier].values()))} but its budget is"
                     f" {format_size(self.budgets.of(tier))} ({_listed(self.taken[tier])});"
                     f" raise {tier.value}_budget, or {slower}"
                 )
+
+
+@dataclass
+class _Filled:
+    """What the host budget was spent on; the tiers follow the order of the groups."""
+
+    params: list[Tier]
+    grads: list[Tier]
+    tiles: list[SubGroup]
+    staging: Staging
 
 
 def _fill_host(
@@ -155,12 +177,12 @@ def _fill_host(
     param_tiers: Sequence[Tier],
     grad_tiers: Sequence[Tier],
     tile: int,
-    streaming: int | None,
-) -> tuple[list[Tier], list[Tier], list[SubGroup]] | None:
-    """Fill what is left of the host budget, best ratio first; ``streaming`` None: all of it or None.
+    slots: int | None,
+) -> _Filled | None:
+    """Fill what is left of the host budget, best ratio first; ``slots`` None: all of it or None.
 
-    The gradient window (``streaming`` bytes) is spent too if that brings all gradients in. ``cache_in_host`` false
-    keeps parameters and state out of host memory, not gradients: they are no offloaded state, only spilled.
+    The gradient window, and what slots need not hold, are spent too. ``cache_in_host`` false keeps parameters and state
+    out of host memory, not gradients: they are no offloaded state, only spilled.
     """
     room = fixed.left(Tier.HOST)
     params, grads = list(param_tiers), list(grad_tiers)
@@ -184,22 +206,29 @@ def _fill_host(
         if params[index] is Tier.NVME and keep(load.groups[index].param_bytes):
             params[index] = Tier.HOST
     # Gradients that cause no traffic keep their extent: it is there for what turns out not to be final in time.
-    waiting = [i for i, tier in enumerate(grads) if tier is Tier.NVME and load.grad_traffic(load.groups[i])]
+    streamed = [i for i, tier in enumerate(grads) if tier is Tier.NVME]
+    waiting = [i for i in streamed if slots is None or load.grad_traffic(load.groups[i])]
     sizes = {index: load.groups[index].trainable_numel * load.grad_itemsize for index in waiting}
-    if streaming is not None and sum(sizes.values()) <= room + streaming:
-        room += streaming
+    window = _grad_window(load, grad_tiers) if slots is not None and waiting == streamed else 0
+    if sum(sizes.values()) <= room + window:
+        room += window
     for index in waiting:
         if keep(sizes[index], cached=False):
             grads[index] = Tier.HOST
+    staging = Staging()
+    if slots is not None:
+        staging = _slots(load, tile, slots, params, grads)
+        room += _slots(load, tile, slots, param_tiers, grad_tiers).nbytes - staging.nbytes
     tiles: list[SubGroup] = []
     for index, (group, home) in enumerate(zip(load.groups, load.optimizer_tiers, strict=True)):
-        for start in range(0, group.trainable_numel, tile):
-            end = min(start + tile, group.trainable_numel)
+        step = _even(group.trainable_numel, tile)
+        for start in range(0, group.trainable_numel, step):
+            end = min(start + step, group.trainable_numel)
             tier = home
             if tier is Tier.NVME and keep((end - start) * load.state_itemsize):
                 tier = Tier.HOST
             tiles.append(SubGroup(index, start, end, tier))
-    return (params, grads, tiles) if whole or streaming is not None else None
+    return _Filled(params, grads, tiles, staging) if whole or slots is not None else None
 
 
 def _staging(
@@ -208,19 +237,36 @@ def _staging(
     param_tiers: Sequence[Tier],
     grad_tiers: Sequence[Tier],
     largest_tile: int,
-) -> tuple[int, Staging]:
-    """The tile (elements) and the slots, for what may have to stream."""
-    state = load.state_itemsize if Tier.NVME in load.optimizer_tiers else 0
-    param = load.compute_itemsize if Tier.NVME in param_tiers or load.steps_copy_out else 0
-    grad = load.grad_itemsize if Tier.NVME in grad_tiers else 0
-    per_element = state + param + grad
+) -> tuple[int, int]:
+    """The elements of a tile, and the number of slots, for what may have to stream."""
     room = fixed.left(Tier.HOST) - _grad_window(load, grad_tiers)
     longest = max((group.trainable_numel for group in load.groups), default=0)
     tile = min(largest_tile, max(SMALLEST_TILE, longest))
-    while tile > SMALLEST_TILE and USUAL_SLOTS * tile * per_element > room // STAGING_SHARE:
-        tile = max(SMALLEST_TILE, tile // 2 // SMALLEST_TILE * SMALLEST_TILE)
-    slots = USUAL_SLOTS if USUAL_SLOTS * tile * per_element <= room else FEWEST_SLOTS
-    return tile, Staging(slots, tile * per_element, tile * state, tile * (state + param))
+    least = min(tile, max(SMALLEST_TILE, longest // MOST_TILES // SMALLEST_TILE * SMALLEST_TILE))
+
+    def nbytes(tile: int, slots: int = USUAL_SLOTS) -> int:
+        return _slots(load, tile, slots, param_tiers, grad_tiers).nbytes
+
+    while tile > least and nbytes(tile) > room // STAGING_SHARE:
+        tile = max(least, tile // 2 // SMALLEST_TILE * SMALLEST_TILE)
+    return tile, USUAL_SLOTS if nbytes(tile) <= room else FEWEST_SLOTS
+
+
+def _slots(
+    load: Workload, tile: int, slots: int, param_tiers: Sequence[Tier], grad_tiers: Sequence[Tier]
+) -> Staging:
+    """``slots`` for tiles of at most ``tile`` elements, as groups are really cut, with room for what streams."""
+    numel = max((_even(group.trainable_numel, tile) for group in load.groups), default=tile)
+    state = load.state_itemsize if Tier.NVME in load.optimizer_tiers else 0
+    param = load.compute_itemsize if Tier.NVME in param_tiers or load.steps_copy_out else 0
+    grad = load.grad_itemsize if Tier.NVME in grad_tiers else 0
+    return Staging(slots, numel * (state + param + grad), numel * state, numel * (state + param))
+
+
+def _even(numel: int, tile: int) -> int:
+    """The elements of each of the fewest tiles, of at most ``tile`` and about one size, that ``numel`` is cut into."""
+    count = max(1, -(-numel // tile))
+    return max(SMALLEST_TILE, round_up(-(-numel // count), SMALLEST_TILE))
 
 
 def _grad_window(load: Workload, grad_tiers: Sequence[Tier]) -> int:
@@ -266,10 +312,10 @@ def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> i
             least, deepest = chain, group.name
     if least > fixed.left(Tier.DEVICE):
         raise PlacementError(
-            f"the largest group, {deepest!r}, needs {format_size(least)} on the device while it computes, but"
+            f"the largest group, {deepest!r}, needs {format_need(least)} on the device while it computes, but"
             f" {format_size(fixed.left(Tier.DEVICE))} of device_budget {format_size(fixed.budgets.device)} are left"
             f" ({_listed(fixed.taken[Tier.DEVICE]) or 'nothing else is planned there'}); raise device_budget to at"
-            f" least {format_size(fixed.budgets.device - fixed.left(Tier.DEVICE) + least)}"
+            f" least {format_need(fixed.budgets.device - fixed.left(Tier.DEVICE) + least)}"
         )
     everything = sum(
         round_up(group.param_bytes)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -64,6 +65,7 @@ class Workload:
     whole_groups: bool = False  # who steps this needs each group's state in one piece
     split: bool = False  # parameters are the upper halves of their masters; state keeps the lower ones
     moment_itemsize: int = FP32
+    can_split: bool = False
     step_in_backward: bool = False
 
     @property
@@ -81,6 +83,13 @@ class Workload:
         """The format's name in the configuration."""
         halves = ("split",) * self.split + ("bf16",) * (self.moment_itemsize < FP32)
         return "+".join(halves) or "fp32"
+
+    def other_formats(self) -> Iterator[Workload]:
+        """The same with the state in each other format that it could have."""
+        for split in (False, True) if self.compute_itemsize < FP32 and self.can_split else (False,):
+            for moment_itemsize in (FP32, FP32 // 2):
+                if (split, moment_itemsize) != (self.split, self.moment_itemsize):
+                    yield replace(self, split=split, moment_itemsize=moment_itemsize)
 
     @property
     def master_is_param(self) -> bool:
@@ -190,6 +199,8 @@ class Plan:
     grad_window_bytes: int  # host room for gradients on their way to and from NVMe
     fetch_window_bytes: int  # host room for parameters read from NVMe that compute cannot use where they land
     offload_window_bytes: int  # host room for gradients that arrive from a device with memory of its own
+    # Bytes that a step moves over NVMe, with each format of the state, within the same budgets.
+    moved_by_format: Mapping[str, int] = field(default_factory=dict)
 
     def contents(self, tier: Tier) -> dict[str, int]:
         """Bytes planned on ``tier``, by kind."""
@@ -243,6 +254,18 @@ class Plan:
             console.print(self.table())
         return captured.get()
 
+    def _formats(self) -> str:
+        """What a step would move over NVMe with the state in each format, per parameter."""
+        trained = sum(group.trainable_numel for group in self.workload.groups)
+        if len(self.moved_by_format) < 2 or not trained:
+            return ""
+        now = self.workload.state_format
+        told = [
+            f"{name} {moved / trained:.1f}{' (this)' if name == now else ''}"
+            for name, moved in self.moved_by_format.items()
+        ]
+        return f"NVMe bytes per parameter and step, by tiering.state: {', '.join(told)}"
+
     def table(self) -> Table:
         """The plan as people read it."""
         from rich.box import SIMPLE_HEAD
@@ -252,6 +275,7 @@ class Plan:
         moved = f"read {format_size(read)}\nwrite {format_size(written)}" if read or written else "-"
         table = Table(title="Placement plan", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
         table.pad_edge, table.collapse_padding = False, True  # 80 columns hold any plan
+        table.caption, table.caption_justify = self._formats(), "left"
         for heading in ("tier", "budget", "planned", "what lives there", "per step"):
             right = heading in ("budget", "planned")
             table.add_column(heading, justify="right" if right else "left", no_wrap=True)

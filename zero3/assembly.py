@@ -195,6 +195,7 @@ def _plan(
         offload_ratio=ratio,
         whole_groups=chosen.rule is None,
         split=chosen.split,
+        can_split=compute is torch.bfloat16,
         moment_itemsize=chosen.moments.itemsize,
         step_in_backward=config.tiering.step_in_backward,
     )

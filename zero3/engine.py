@@ -80,7 +80,9 @@ class Engine:
             self._on_group_done,
             self._tiers.timeline,
         )
-        self._record = RunRecord(config.tiering.run_name or f"run-{os.getpid()}", self._tiers)
+        self._record = RunRecord(
+            config.tiering.run_name or f"run-{os.getpid()}", self._tiers, self._schedule.activations
+        )
         try:
             self._publisher = self._publish()
         except BaseException:
@@ -118,6 +120,7 @@ class Engine:
             )
         self._loss = loss.detach()
         self._scaled += 1
+        self._schedule.activations.backward_of(loss)
         if self.config.precision == "fp16" or self.config.autocast == "fp16":
             loss = loss.float() * self.loss_scale.value
         return loss / self.config.gradient_accumulation_steps

@@ -37,12 +37,12 @@ log = logging.getLogger(__name__)
 class RunRecord:
     """Times the phases of one rank's run and describes its state. Read by the publisher's thread at any time."""
 
-    def __init__(self, run_name: str, tiers: Tiers, activations: Activations | None = None) -> None:
+    def __init__(self, run_name: str, tiers: Tiers, activations: Activations) -> None:
         self.run_name = run_name
         self.loss: float | None = None
         self.step = 0
         self._tiers = tiers
-        self._activations = activations  # None: not counted
+        self._activations = activations
         self._started_at = time.time()
         self._phase: Phase = "start"
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase, since the last step
@@ -81,7 +81,7 @@ class RunRecord:
         )
         self._step_began, self._moved_before, self._stalled_before = now, moved, stalled
         self._seconds.clear()
-        if self.step == 1 and self._activations is not None:
+        if self.step == 1:
             log.info(
                 "beside the tiers, activations of the first step took up to %s",
                 format_size(self._activations.peak),
@@ -124,9 +124,8 @@ class RunRecord:
             by_kind=kinds,
         )
 
-    def _activation_status(self) -> ActivationStatus | None:
-        counted = self._activations
-        return ActivationStatus(counted.used, counted.peak) if counted is not None else None
+    def _activation_status(self) -> ActivationStatus:
+        return ActivationStatus(self._activations.used, self._activations.peak)
 
     def _paths(self) -> list[PathStatus]:
         aio, swap = self._tiers.aio, self._tiers.swap

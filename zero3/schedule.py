@@ -29,6 +29,7 @@ from torch import nn
 
 from tiering.errors import ArenaError, EngineStateError, ResidencyError
 from tiering.interrupts import deferred_interrupts, uninterrupted
+from zero3.activations import Activations
 from zero3.grads import GradientStore
 from zero3.hooks import call_at_end_of_backward, in_backward_pass, next_node
 from zero3.param_group import ParamGroup
@@ -80,6 +81,11 @@ class PassSchedule:
     def running(self) -> bool:
         """Whether a forward or a backward is under way."""
         return bool(self._forwards) or self.in_backward
+
+    @property
+    def activations(self) -> Activations:
+        """What autograd keeps for backward, beside the tiers."""
+        return self._saved.activations
 
     @uninterrupted
     def begin_forward(self, training: bool, *, whole: bool = True) -> None:
@@ -203,7 +209,7 @@ class PassSchedule:
         self._until_end.clear()
         self._entered = None
         for group in list(self._live):
-            self._finish(group)
+            self._finish(group, left=True)
         self._gradients.close_all()
         self._saved.end_of_backward()
         self._reset()

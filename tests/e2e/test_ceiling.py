@@ -57,7 +57,6 @@ for _ in range(case["steps"] * engine.config.gradient_accumulation_steps):
     tokens = torch.randint(256, (case["batch"], model.sequence + 1))
     loss = engine(tokens[:, :-1], tokens[:, 1:])
     above += [tier.name for tier in engine.snapshot().tiers if tier.used > tier.budget]
-    engine._schedule._saved.activations.backward_of(loss)
     engine.backward(loss)
     engine.step()
 seen, plan = engine.snapshot(), engine.plan
@@ -65,7 +64,7 @@ print(json.dumps({
     "steps": engine.global_steps,
     "finite": bool(loss.isfinite()),
     "net": resident("VmHWM") - baseline,
-    "activations": engine._schedule._saved.activations.peak,
+    "activations": seen.activations.peak,
     "above": above + [tier.name for tier in seen.tiers if tier.peak > tier.budget],
     "on_nvme": plan.total(Tier.NVME),
     "largest": max(p.numel() for p in model.parameters()) * (2 if engine.config.precision == "bf16" else 4),

@@ -297,7 +297,7 @@ def test_state_is_counted_by_the_tensors_that_the_update_rule_keeps(moments: int
     in_fp32 = replace(load, compute_itemsize=4, groups=groups)
     assert traffic_per_param(in_fp32) == (4 + 4 + 4 + state, 4 + state)
     slot = make_plan(in_fp32, Budgets(PLENTY, PLENTY, PLENTY)).staging.slot_bytes
-    assert slot == SMALLEST_TILE * (state + 4 + 2)
+    assert slot == SMALLEST_TILE * (state + 4)  # gradients stay in memory
 
 
 def test_without_any_state_nothing_is_staged() -> None:
@@ -418,11 +418,11 @@ def test_the_host_is_filled_with_what_saves_most() -> None:
     params, grads, tile = 3 * 2 * NUMEL, 3 * 2 * NUMEL, SMALLEST_TILE * 12
     steps = [
         (slots + window + params, {"parameters": params}),
-        # once all gradients are in memory, their window is theirs too
-        (slots + params + grads, {"parameters": params, "gradients": grads}),
+        # once all gradients are in memory, their window is theirs too, and slots have to hold state alone
+        (slots + params + grads, {"parameters": params, "gradients": grads, "optimizer state": tile}),
         (
             slots + params + grads + 5 * tile,
-            {"parameters": params, "gradients": grads, "optimizer state": 5 * tile},
+            {"parameters": params, "gradients": grads, "optimizer state": 6 * tile},
         ),
     ]
     for budget, expected in steps:
@@ -485,10 +485,16 @@ def test_slots_shrink_with_the_budget_to_leave_it_to_what_is_kept() -> None:
     groups = tuple(GroupSizes(f"g{i}", 2 * NUMEL, NUMEL) for i in range(20))
     load = example(groups=groups, offload_param=HOST, cache_in_host=True, sub_group_numel=NUMEL)
     fixed, window, slot = 20 * 2 * NUMEL, 2 * 2 * NUMEL, NUMEL * (12 + 2)
-    sizes = ((12 * slot, slot), (12 * slot - 1, slot // 2), (6 * slot - 1, slot // 4), (slot, slot // 8))
-    for room, expected in sizes:
-        staging = make_plan(load, Budgets(PLENTY, fixed + window + room, PLENTY)).staging
-        assert (staging.slots, staging.slot_bytes) == (4, expected)
+    sizes = (
+        (12 * slot, NUMEL),
+        (12 * slot - 1, NUMEL // 2),
+        (6 * slot - 1, NUMEL // 4),
+        (slot, NUMEL // 8),
+    )
+    for room, numel in sizes:
+        plan = make_plan(load, Budgets(PLENTY, fixed + window + room, PLENTY))
+        held = 12 + (2 if NVME in plan.grad_tiers else 0)
+        assert (plan.staging.slots, plan.staging.slot_bytes) == (4, numel * held)
 
 
 def test_a_group_larger_than_the_devices_room_is_kept_whatever_the_host_budget() -> None:

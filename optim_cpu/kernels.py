@@ -66,6 +66,11 @@ class Rule:
         self.state_count = int(lib.opt_state_count(self._rule))
         """State arrays that the optimizer keeps: 2 for Adam, 1 for Lion, Adagrad and SGD, 0 without momentum."""
 
+    @property
+    def key(self) -> int:
+        """What the random bits of stochastic rounding are made from, with an element's index: 64 bits."""
+        return int(self._rule.key)
+
     def scalar(self, name: str) -> float:
         """A float32 that the hyperparameters come to, by its name in ``opt_rule``."""
         return float(getattr(self._rule, name))

@@ -160,7 +160,7 @@ def _added_below(
     """What the first state and the second are rounded by, on the device of ``like`` and as long."""
     if state_format is StateFormat.BF16:
         return HALF_BF16, HALF_BF16
-    random = _random_bits(int(rule._rule.key), first_index, like)
+    random = _random_bits(rule.key, first_index, like)
     return (random & 0xFFFF).to(torch.int32), (random >> 16).to(torch.int32)
 
 

@@ -205,6 +205,14 @@ class TieredOptimizer(torch.optim.Optimizer):
                 " ({'state': {}, 'param_groups': ...}), and state to engine.set_fp32_state, by parameter"
             )
         kept = self.param_groups
+        for number, (group, loaded) in enumerate(zip(kept, state_dict["param_groups"], strict=False)):
+            for option in ("state_format", "stochastic_rounding"):
+                if option in loaded and loaded[option] != group.get(option, loaded[option]):
+                    raise EngineStateError(
+                        f"optimizer.load_state_dict(): param group {number} was saved with {option}"
+                        f" {loaded[option]!r}, but its state is kept with {group[option]!r}; initialize with the saved"
+                        " one, or leave the option out"
+                    )
         super().load_state_dict(state_dict)
         for group, loaded in zip(kept, self.param_groups, strict=True):
             group.update(loaded)

@@ -153,6 +153,21 @@ class Access:
                     " whole model first, then initialize"
                 )
 
+    def check_before_update(self, model: nn.Module) -> None:
+        """EngineStateError unless ``model`` still is the one that was initialized, with nothing gathered."""
+        if self.lending:
+            raise EngineStateError(
+                "step was called inside tiering.gathered(), whose copies would undo it; end that block first"
+            )
+        self.check_parameters(model)
+        for group in self._groups:
+            for piece, param in zip(group.layout.pieces, group.params, strict=True):
+                if param.requires_grad and not piece.trainable:
+                    raise EngineStateError(
+                        f"{piece.name!r} was frozen at initialize and requires a gradient now, but has no optimizer"
+                        " state: it would never be trained. Initialize with it unfrozen, or freeze it again"
+                    )
+
     @property
     def lending(self) -> bool:
         """Whether a ``gathered`` block is open."""

@@ -29,12 +29,12 @@ from zero3.optimizer_choice import (
 )
 from zero3.param_group import ParamGroup
 from zero3.partition import FlatLayout, lay_out
+from zero3.precision import COMPUTE_DTYPES
 from zero3.tiers import Home, NvmePaths, Tiers
 from zero3.tiles import StateLayout, Tile, make_tiles
 
 log = logging.getLogger(__name__)
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OFFLOAD_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 

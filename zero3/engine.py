@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map
 
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
@@ -21,12 +20,12 @@ from tiering.telemetry import PageWriter, Publisher, Snapshot
 from tiering.telemetry.snapshot import Phase
 from zero3 import hooks
 from zero3.access import Access
-from zero3.assembly import COMPUTE_DTYPES, assemble
+from zero3.assembly import assemble
 from zero3.eager import eager
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
-from zero3.precision import LossScale
+from zero3.precision import COMPUTE_DTYPES, LossScale, autocast, cast_floating
 from zero3.prefetch import Prefetcher
 from zero3.run_record import RunRecord
 from zero3.schedule import PassSchedule
@@ -101,8 +100,8 @@ class Engine:
         self._check_whole()
         self._access.check_residents()
         if self.config.cast_inputs:
-            args, kwargs = tree_map(self._cast_input, (args, kwargs))
-        with self._phase("forward"), self._autocast():
+            args, kwargs = cast_floating((args, kwargs), COMPUTE_DTYPES[self.config.precision])
+        with self._phase("forward"), autocast(self.config, self.device):
             try:
                 return self.module(*args, **kwargs)
             except BaseException:
@@ -179,7 +178,7 @@ class Engine:
             )
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
-            self._check_model()
+            self._access.check_before_update(self.module)
             self._access.store_edits_of_residents()
         with deferred_interrupts():
             self._pending_backward = False
@@ -409,7 +408,7 @@ class Engine:
         if self._updates.in_backward:
             self._updates.check_once()
             if self._gradients.last_micro_batch:
-                self._check_model()
+                self._access.check_before_update(self.module)
                 self._access.store_edits_of_residents()
                 self._updates.begin_in_backward()
                 self._schedule.steps_in_backward = True
@@ -450,16 +449,6 @@ class Engine:
         self.close()
         raise SystemExit(EXIT_SAVED)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.config.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, COMPUTE_DTYPES[self.config.autocast])
-
-    def _cast_input(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value.to(COMPUTE_DTYPES[self.config.precision])
-        return value
-
     def _check_whole(self) -> None:
         """A pass that an exception ended outside of the engine's calls (the user's loss.backward()) is given up."""
         self._schedule.check_thread()
@@ -477,21 +466,6 @@ class Engine:
             self._updates.give_up()
             self._pending_backward = False
             self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
-
-    def _check_model(self) -> None:
-        """Before an update: the model still is the one that was initialized."""
-        if self._access.lending:
-            raise EngineStateError(
-                "step was called inside tiering.gathered(), whose copies would undo it; end that block first"
-            )
-        self._access.check_parameters(self.module)
-        for group in self._groups:
-            for piece, param in zip(group.layout.pieces, group.params, strict=True):
-                if param.requires_grad and not piece.trainable:
-                    raise EngineStateError(
-                        f"{piece.name!r} was frozen at initialize and requires a gradient now, but has no optimizer"
-                        " state: it would never be trained. Initialize with it unfrozen, or freeze it again"
-                    )
 
     def _check_gradients_kept(self, what: str) -> None:
         if self._updates.waits_for_step:

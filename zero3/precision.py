@@ -1,16 +1,39 @@
-"""The loss scale: the factor that keeps the small gradients of fp16 from vanishing."""
+"""In what precision a model computes, and the loss scale that keeps the small gradients of fp16 from vanishing."""
 
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from tiering.config import TieringConfig
 from tiering.errors import EngineStateError
 
 log = logging.getLogger(__name__)
 
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FACTOR = 2.0  # a power of two, so that only exponents change
+
+
+def autocast(config: TieringConfig, device: torch.device) -> AbstractContextManager[Any]:
+    """The autocast section's context on ``device``; nothing without one."""
+    if config.autocast is None:
+        return nullcontext()
+    return torch.autocast(device.type, COMPUTE_DTYPES[config.autocast])
+
+
+def cast_floating(values: Any, dtype: torch.dtype) -> Any:
+    """``values``, a pytree, with its floating-point tensors in ``dtype``."""
+
+    def cast(value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if floating else value
+
+    return tree_map(cast, values)
 
 
 class LossScale:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from tiering.arena import PAGE
+from tiering.config import parse_size
 from tiering.errors import PlacementError
-from tiering.placement import FEWEST_SLOTS, SMALLEST_TILE, make_plan
+from tiering.placement import FEWEST_SLOTS, MOST_TILES, SMALLEST_TILE, make_plan
 from tiering.plan import Budgets, GroupSizes, Plan, Staging, Tier, Workload
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
@@ -53,6 +57,10 @@ def workloads(draw: st.DrawFn) -> Workload:
         verified_files=draw(st.sampled_from([0, 0, 1, 2])),
         fetch_by_copy=not device_is_host or draw(st.booleans()),
         offload_ratio=draw(st.just(1.0) | st.floats(0, 1)),
+        split=itemsize == 2 and draw(st.booleans()),
+        moment_itemsize=draw(st.sampled_from([4, 2])),
+        can_split=itemsize == 2,
+        step_in_backward=draw(st.booleans()),
     )
 
 
@@ -178,6 +186,109 @@ def test_the_windows_suffice(load: Workload, limits: Budgets) -> None:
     assert plan.grad_window_bytes == 2 * max(grads, default=0)
     if load.fetch_by_copy and NVME in plan.param_tiers:
         assert plan.fetch_window_bytes >= 2 * max(group.param_bytes for group in load.groups)
+
+
+@settings(deadline=None, max_examples=150)
+@given(load=workloads(), limits=budgets)
+def test_tiles_are_even_and_slots_hold_what_streams_and_no_more(load: Workload, limits: Budgets) -> None:
+    plan = planned(load, limits)
+    for index, group in enumerate(load.groups):
+        sizes = [tile.numel for tile in plan.sub_groups if tile.group == index]
+        if sizes:
+            assert {*sizes[:-1]} <= {sizes[0]} and sizes[-1] <= sizes[
+                0
+            ] <= load.sub_group_numel + SMALLEST_TILE
+            assert (sizes[0] - SMALLEST_TILE) * len(sizes) < group.trainable_numel
+    if plan.staging.slots:
+        longest = max([SMALLEST_TILE, *(tile.numel for tile in plan.sub_groups)])
+        state = load.state_itemsize * (NVME in load.optimizer_tiers)
+        param = load.compute_itemsize * (NVME in plan.param_tiers or load.steps_copy_out)
+        grad = load.grad_itemsize * (NVME in plan.grad_tiers)
+        offsets = longest * state, longest * (state + param), longest * (state + param + grad)
+        staging = plan.staging
+        assert (staging.param_offset, staging.grad_offset, staging.slot_bytes) == offsets
+
+
+def followed(load: Workload, limits: Budgets, times: int = 20) -> Plan:
+    """A plan within budgets that were raised to just the number that each refusal names, each ``times`` at most."""
+    refusals = Counter[Tier]()
+    while True:
+        try:
+            return make_plan(load, limits)
+        except PlacementError as refusal:
+            message = str(refusal)
+        (tier,) = (tier for tier in Tier if f"raise {tier.value}_budget" in message)
+        told = re.search(rf"raise {tier.value}_budget to at least ([\d.]+ \w+)", message) or re.search(
+            rf"{tier.value} needs (?:at least )?([\d.]+ \w+)", message
+        )
+        assert told is not None, message
+        number = parse_size(told[1])
+        assert number > limits.of(tier), message
+        limits = replace(limits, **{tier.value: number})
+        refusals[tier] += 1
+        assert refusals[tier] <= times, message
+
+
+@settings(deadline=None, max_examples=150)
+@given(load=workloads(), limits=budgets)
+def test_the_number_that_a_refusal_names_suffices(load: Workload, limits: Budgets) -> None:
+    followed(load, limits)
+    followed(load, Budgets(0, 0, 0))
+    for tier in Tier:  # what cannot move; what has to be beside it
+        followed(load, replace(Budgets(PLENTY, PLENTY, PLENTY), **{tier.value: limits.of(tier)}), times=2)
+
+
+@settings(deadline=None, max_examples=40)
+@given(load=workloads(), device=st.integers(0, 3 * MIB))
+def test_steps_in_backward_fit_into_the_same_host_budget(load: Workload, device: int) -> None:
+    """They move fewer gradients. The window stays, though, where all gradients would have been kept without it."""
+    least = followed(replace(load, step_in_backward=False), Budgets(device, 0, PLENTY)).budgets
+    for spare in (0, PAGE, 16 * PAGE, 100 * PAGE):
+        limits = replace(least, host=least.host + spare)
+        after, during = (make_plan(replace(load, step_in_backward=on), limits) for on in (False, True))
+        windows = during.grad_window_bytes + during.staging.nbytes
+        spared = sum(after.nvme_traffic()) + 2 * windows + 3 * dearest_piece(load, after)
+        assert sum(during.nvme_traffic()) <= spared
+
+
+@settings(deadline=None, max_examples=150)
+@given(load=workloads(), limits=budgets)
+def test_each_format_moves_what_its_own_plan_says(load: Workload, limits: Budgets) -> None:
+    plan = planned(load, limits)
+    own = sum(plan.nvme_traffic())
+    if not own:
+        assert plan.moved_by_format == {load.state_format: 0}
+        return
+    expected = {}
+    for split in (False, True) if load.can_split else (False,):
+        for itemsize, suffix in ((4, ""), (2, "bf16")):
+            name = "+".join(filter(None, ["split" * split, suffix])) or "fp32"
+            try:
+                other = make_plan(replace(load, split=split, moment_itemsize=itemsize), plan.budgets)
+            except PlacementError:
+                continue
+            expected[name] = sum(other.nvme_traffic())
+    assert plan.moved_by_format == expected
+    assert plan.moved_by_format[load.state_format] == own
+
+
+@settings(deadline=None, max_examples=50)
+@given(load=workloads(), limits=budgets)
+def test_80_columns_hold_the_table_and_its_formats(load: Workload, limits: Budgets) -> None:
+    plan = planned(load, limits)
+    console = Console(width=80, color_system=None)
+    with console.capture() as captured:
+        console.print(plan.table())
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = " ".join(" ".join(lines).split())
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    trained = sum(group.trainable_numel for group in load.groups)
+    told = len(plan.moved_by_format) > 1 and trained > 0
+    assert ("by tiering.state:" in shown) == told
+    for name, moved in plan.moved_by_format.items() if told else ():
+        mark = " (this)" if name == load.state_format else ""
+        assert f" {name} {moved / trained:.1f}{mark}" in shown
 
 
 @settings(deadline=None, max_examples=150)
@@ -363,6 +474,28 @@ def test_what_no_ratio_lets_leave_is_not_copied_out() -> None:
     leaving = make_plan(replace(load, offload_ratio=0.5), Budgets(PLENTY, PLENTY, PLENTY))
     assert leaving.offload_window_bytes == 2 * 2 * NUMEL
     assert leaving.staging.slots >= FEWEST_SLOTS
+
+
+@pytest.mark.parametrize(
+    ("host", "sub_group_numel", "sizes"),
+    [
+        (0, 1 << 30, {10: 64}),  # as small as it gets unasked
+        (PLENTY, 1 << 30, {640: 1}),
+        (PLENTY, 300 * SMALLEST_TILE, {214: 2, 212: 1}),  # not 300, 300 and 40
+        (0, 7 * SMALLEST_TILE, {7: 91, 3: 1}),  # more than are usual if they are asked for
+        (0, 1, {1: 640}),
+    ],
+)
+def test_a_group_is_cut_into_the_fewest_even_tiles(
+    host: int, sub_group_numel: int, sizes: dict[int, int]
+) -> None:
+    numel = 10 * MOST_TILES * SMALLEST_TILE
+    groups = (GroupSizes("large", 2 * numel, numel), GroupSizes("small", 2 * NUMEL, NUMEL))
+    load = example(groups=groups, cache_in_host=False, sub_group_numel=sub_group_numel)
+    plan = followed(load, Budgets(PLENTY, host, PLENTY))
+    tiles = [tile.numel // SMALLEST_TILE for tile in plan.sub_groups if tile.group == 0]
+    assert Counter(tiles) == sizes
+    assert plan.staging.slot_bytes == max(tiles) * SMALLEST_TILE * (12 + 2 + 2 * (NVME in plan.grad_tiers))
 
 
 def test_whole_groups_are_one_tile_each() -> None:

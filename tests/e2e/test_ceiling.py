@@ -193,8 +193,6 @@ def check(case: Case, nvme: Path, host: int, device: int) -> dict[str, Any]:
     assert (seen["steps"], seen["finite"], seen["above"]) == (case.steps, True, [])
     assert 0 < seen["activations"] < seen["on_nvme"]
     beside = seen["net"] - host - device - seen["activations"]
-        f"{case} {host / MIB:.1f} {device / MIB:.1f} beside {beside / MIB:.1f} tiles {seen['sub_groups']} act {seen['activations'] / MIB:.1f}\n"
-    )
     assert beside <= CONSTANT, {"beside": beside / MIB, "host": host / MIB, "device": device / MIB, **seen}
     assert beside + seen["on_nvme"] > CONSTANT, "with everything in memory it would pass, too"
     return seen

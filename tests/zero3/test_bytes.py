@@ -158,7 +158,14 @@ def test_every_state_format_moves_the_planned_bytes(
 @pytest.mark.parametrize(("precision", "state"), [("bf16", "fp32"), ("bf16", "split+bf16"), ("fp32", "fp32")])
 @pytest.mark.parametrize(
     ("name", "accumulation"),
-    [("all", 1), ("all", 3), ("part cached", 3), ("gradients too", 1), ("gradients too", 3)],
+    [
+        ("all", 1),
+        ("all", 3),
+        ("part cached", 1),
+        ("part cached", 3),
+        ("gradients too", 1),
+        ("gradients too", 3),
+    ],
 )
 def test_steps_in_backward_move_the_planned_bytes(
     begin: Callable[..., Any], micro_batches: Any, name: str, precision: str, state: str, accumulation: int

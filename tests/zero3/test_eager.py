@@ -1,0 +1,107 @@
+"""torch's compiler is loaded by those who compile, and by nothing that the engine does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero3.eager import eager
+
+TRAINING = """
+import sys
+import tiering, zero3.engine
+import torch
+from torch import nn
+
+COMPILER = ("torch._dynamo", "torch._inductor", "triton")
+LOADED = [name for name in COMPILER if name in sys.modules]
+assert LOADED == [], f"by an import: {LOADED}"
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+section = {"device": "nvme", "nvme_path": sys.argv[1]}
+settings = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": section,
+        "offload_optimizer": section,
+        "stage3_param_persistence_threshold": 0,
+    },
+    "tiering": {
+        "device_budget": "4MiB", "host_budget": "4MiB", "cache_in_host": False, "telemetry": {"enabled": False}
+    },
+}
+engine = tiering.initialize(model=model, config=settings).engine
+schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, 0.5)
+for _ in range(2):
+    loss = engine(torch.ones(2, 64)).float().pow(2).mean()
+    engine.backward(loss)
+    engine.step()
+    schedule.step()
+assert engine.global_steps == 2
+engine.master_state_dict()
+engine.close()
+LOADED = [name for name in COMPILER if name in sys.modules]
+assert LOADED == [], f"by the engine: {LOADED}"
+"""
+
+
+def test_training_loads_no_compiler(nvme: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING, str(nvme)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"TIERING_DEVICE": "cpu"},
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_is_marked_is_disabled_once_the_compiler_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and called then: each time it would cost a new wrapper."""
+    disabled: list[object] = []
+
+    def disable(function: object) -> object:
+        disabled.append(function)
+        return lambda *args, **kwargs: ("disabled", args, kwargs)
+
+    def plain(*args: int, **kwargs: int) -> object:
+        return "plain", args, kwargs
+
+    monkeypatch.setattr(torch.compiler, "disable", disable)
+    marked = eager(plain)
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    assert marked(1, b=2) == ("plain", (1,), {"b": 2})
+    monkeypatch.setitem(sys.modules, "torch._dynamo", sys)
+    assert marked(1, b=2) == marked(1, b=2) == ("disabled", (1,), {"b": 2})
+    assert disabled == [plain]
+    assert (marked.__name__, marked.__wrapped__) == ("plain", plain)
+
+
+def test_a_compiled_function_leaves_what_is_marked_alone() -> None:
+    """Without a trace into it: its graph breaks there, and the rest is compiled on both sides."""
+    graphs: list[torch.fx.GraphModule] = []
+    compiling: list[bool] = []
+
+    @eager
+    def marked(x: torch.Tensor) -> torch.Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return x + 1
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: marked(x * 2) * 3, backend=backend)
+    assert compiled(torch.ones(2)).tolist() == [9.0, 9.0]
+    assert compiling == [False]
+    operations = [
+        node.target.__name__ for graph in graphs for node in graph.graph.nodes if node.op == "call_function"
+    ]
+    assert operations == ["mul", "mul"]

@@ -242,7 +242,7 @@ def _staging(
     room = fixed.left(Tier.HOST) - _grad_window(load, grad_tiers)
     longest = max((group.trainable_numel for group in load.groups), default=0)
     tile = min(largest_tile, max(SMALLEST_TILE, longest))
-    least = min(tile, max(SMALLEST_TILE, longest // MOST_TILES // SMALLEST_TILE * SMALLEST_TILE))
+    least = min(tile, round_up(max(1, -(-longest // MOST_TILES)), SMALLEST_TILE))
 
     def nbytes(tile: int, slots: int = USUAL_SLOTS) -> int:
         return _slots(load, tile, slots, param_tiers, grad_tiers).nbytes

@@ -185,7 +185,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated so far."""
         self._gradients.reset()
-        super().zero_grad(set_to_none=True)
+        _torchs("zero_grad")(self, set_to_none=True)
 
     def add_param_group(self, param_group: Options) -> None:
         """For construction alone: tiers are planned once."""
@@ -194,8 +194,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 "a param group was added after initialize, but nothing holds its parameters' state: initialize with all"
                 " of them"
             )
-        # Not what torch wraps around it, which would load its compiler: a second, and 70 MiB.
-        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
+        _torchs("add_param_group")(self, param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the options of the param groups; they stay the same dicts. State is on the tiers, not in here."""
@@ -418,3 +417,8 @@ class TieredOptimizer(torch.optim.Optimizer):
                 state_format=layout.moment_format,
                 first_index=first_index,
             )
+
+
+def _torchs(method: str) -> Any:
+    """A method of torch's optimizers, without what torch wraps around it: that loads its compiler, a second and more."""
+    return inspect.unwrap(getattr(torch.optim.Optimizer, method))

@@ -66,7 +66,7 @@ class StatePipeline:
     def expect_only(self, order: Iterable[Tile]) -> None:
         """What is left of the step takes exactly these."""
         self._order, self._place = tuple(order), 0
-        for tile in [tile for tile in self._staged if tile not in set(self._order)]:
+        for tile in self._staged.keys() - set(self._order):
             self._unstage(tile)
 
     def read_ahead(self) -> None:

@@ -174,7 +174,8 @@ class Access:
         return any(group.lends for group in self._groups)
 
     def borrow(self, param: nn.Parameter) -> bool:
-        return self._schedule.borrow(self._places[param][0])
+        group, position = self._places[param]
+        return self._schedule.borrow(group, trained=group.layout.pieces[position].trainable)
 
     def copy_of(self, param: nn.Parameter) -> Tensor:
         group, position = self._places[param]

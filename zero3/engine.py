@@ -406,6 +406,7 @@ class Engine:
                 f" scale ({scale:g}); call engine.backward(loss), or engine.scale(loss).backward()"
             )
         if self._updates.in_backward:
+            self._check_open("backward")
             self._updates.check_once()
             if self._gradients.last_micro_batch:
                 self._access.check_before_update(self.module)
@@ -422,6 +423,8 @@ class Engine:
     def _on_end_of_backward(self) -> None:
         self._pending_backward = True
         self._scaled = max(0, self._scaled - 1)
+        if self._updates.under_way:
+            self._prefetcher.forget()  # also groups that are stepped only now
         self._updates.end_of_backward()
 
     def _publish(self) -> Publisher | None:
@@ -477,9 +480,12 @@ class Engine:
     def _check_open(self, what: str) -> None:
         if self._closed:
             raise EngineStateError(f"{what} was called after close(); initialize the model again")
-        if self._updates.torn:
+        torn = self._updates.torn
+        if not torn and self._updates.under_way and not hooks.in_backward_pass():
+            torn = f"the backward of step {self._updates.steps + 1} has not ended"  # the user's own loss.backward()
+        if torn:
             raise EngineStateError(
-                f"{what} was called on parameters that are partly updated ({self._updates.torn}); close the engine, and"
+                f"{what} was called on parameters that are partly updated ({torn}); close the engine, and"
                 " initialize the model again from a checkpoint"
             )
 

@@ -11,7 +11,9 @@ Note [When is a gradient final]
     parameter of a group has its gradient, none is to come: to step the group early no order has to be trusted. Only
     reentrant checkpointing runs backwards inside of backwards, which each hand out gradients: a group that was called
     more than once waits for the end. So does one with a parameter that gets no gradient. A value that is still needed
-    after all, by a graph that does not ask for its gradient, has another version then, which torch refuses to use.
+    after all, by a graph that does not ask for its gradient, has another version then, which torch refuses to use; a
+    recomputation that reads it anew is refused here, where the group moves; where it does not, nobody sees that read.
+    What of the group is frozen may be read on.
 
 An event moves groups in several steps: Ctrl-C waits until they are consistent again.
 """
@@ -73,6 +75,7 @@ class PassSchedule:
         self._saved = SavedTensors(groups, self.need)
         self.in_backward = False
         self.steps_in_backward = False  # in this one: what is final is stepped at once
+        self._stepped: set[ParamGroup] = set()  # so, in this one
         self._received = False  # a gradient of a parameter, in this backward: torch.autograd.grad gives none
         self._thread = 0  # of the forwards that are running
         self._closed = False
@@ -110,6 +113,7 @@ class PassSchedule:
     @uninterrupted
     def pre_forward(self, group: ParamGroup) -> None:
         self.check_thread()
+        self._check_not_stepped(group)
         self._enter()
         if not in_backward_pass():
             self._uses[group] += 1
@@ -130,11 +134,15 @@ class PassSchedule:
         self._stop_using(group)
 
     @uninterrupted
-    def borrow(self, group: ParamGroup) -> bool:
+    def borrow(self, group: ParamGroup, *, trained: bool = True) -> bool:
         """A parameter of ``group`` is read by a forward that is not one of its entries; False if none is running.
+
+        ``trained``: it is one that steps change.
 
         The group stays until that forward ends. See Note [A resharded parameter points nowhere].
         """
+        if trained:
+            self._check_not_stepped(group)
         if self._forwards:
             self._forwards[-1].borrowed.append(group)
             self._use(group)
@@ -336,6 +344,7 @@ class PassSchedule:
         self.in_backward = self.steps_in_backward = False
         self._uses.clear()
         self._arrived.clear()
+        self._stepped.clear()
 
     def _finish(self, group: ParamGroup, *, left: bool = False) -> None:
         """``group`` is not used by what comes next; ``left``: backward has entered another one, from behind."""
@@ -343,7 +352,9 @@ class PassSchedule:
             self._timeline.end("compute", f"backward {group.name}")
         self._live.remove(group)
         step = left and self.steps_in_backward and self._is_final(group)
-        if not step:
+        if step:
+            self._stepped.add(group)
+        elif group not in self._stepped:
             self._gradients.close(group)
         if self._calls[group] == 0:
             self._prefetcher.release(group)
@@ -352,7 +363,15 @@ class PassSchedule:
     def _is_final(self, group: ParamGroup) -> bool:
         """Whether no gradient of ``group`` can come any more: see Note [When is a gradient final]."""
         whole = self._arrived[group] == self._expected[group]
-        return whole and self._uses[group] <= 1 and self._calls[group] == 0
+        used = self._uses[group] > 1 or self._calls[group] > 0 or group in self._stepped
+        return whole and not used
+
+    def _check_not_stepped(self, group: ParamGroup) -> None:
+        if group in self._stepped and self._expected[group]:
+            raise EngineStateError(
+                f"parameters of group {group.name!r} are read by a recomputation after step_in_backward had updated"
+                " them: it would not be the forward that it repeats. Set tiering.step_in_backward to false"
+            )
 
 
 class _Forward:

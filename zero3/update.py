@@ -80,6 +80,11 @@ class Update:
             _count_as_edits(self._groups)
 
     @property
+    def under_way(self) -> bool:
+        """Whether a backward that steps has begun and not ended."""
+        return self._optimizer.has_begun() and not self._optimizer.stepped_in_backward
+
+    @property
     def waits_for_step(self) -> bool:
         """Whether a backward has updated all parameters already, and only ``run`` is missing."""
         return self._optimizer.stepped_in_backward

@@ -105,6 +105,29 @@ class Checkpointed(Tower):
         return result
 
 
+class FarPeeking(Tower):
+    """The first block reads a weight of the last one, whose gradients are complete long before, asking for none."""
+
+    def __init__(self, *, checkpointed: bool, frozen: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.get_submodule("blocks.2.1").requires_grad_(not frozen)
+
+    def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
+        def first(x: Tensor) -> Tensor:
+            weight = self.blocks[2][1].weight.detach()
+            hidden: Tensor = self.blocks[0](x) + functional.linear(x, weight)[:, :WIDTH]
+            return hidden
+
+        x = self.into(x.to(self.into.weight.dtype))
+        x = x + (checkpoint(first, x, use_reentrant=False) if self.checkpointed else first(x))
+        for index in (1, 2):
+            if index != skip:
+                x = x + self.blocks[index](x)
+        result: Tensor = self.out(x).float().pow(2).mean()
+        return result
+
+
 def frozen_in_part() -> nn.Module:
     model = Tower()
     model.blocks[1].requires_grad_(False)  # a group with nothing to train, in the middle
@@ -123,6 +146,8 @@ MODELS: dict[str, Build] = {
     "checkpointed, called twice": partial(Checkpointed, reentrant=False, order=(1, 0, 1, 2)),
     "checkpointed, reentrant, called twice": partial(Checkpointed, reentrant=True, order=(1, 0, 1, 2)),
     "frozen in part": frozen_in_part,
+    "frozen, read by a block far before": partial(FarPeeking, checkpointed=False, frozen=True),
+    "frozen, read by a recomputation": partial(FarPeeking, checkpointed=True, frozen=True),
 }
 
 
@@ -392,6 +417,50 @@ def test_a_backward_that_fails_after_groups_were_stepped_ends_the_training(
         with pytest.raises(EngineStateError, match="partly updated"):
             call()
     engine.close()
+
+
+def test_a_backward_of_the_users_own_that_fails_ends_the_training(start: Start) -> None:
+    def fail(grad: Tensor) -> None:
+        raise ValueError("the user's own hook")
+
+    model = Tower()
+    engine = begin(start, model)
+    x = next(inputs(1))
+    model.into.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="own hook"):
+        engine(x).backward()
+    for call in (engine.state_dict, engine.master_state_dict, partial(engine, x), engine.step):
+        with pytest.raises(EngineStateError, match="partly updated"):
+            call()
+    engine.close()
+
+
+def test_a_recomputation_does_not_read_what_was_updated(start: Start) -> None:
+    engine = begin(start, FarPeeking(checkpointed=True, frozen=False), **STREAMED)
+    with pytest.raises(
+        EngineStateError, match=r"'blocks.2' are read by a recomputation.*step_in_backward to false"
+    ):
+        engine.backward(engine(next(inputs(1))))
+    engine.close()
+
+
+def test_a_pass_before_the_step_computes_with_the_new_parameters(start: Start) -> None:
+    """Also with those of a block that was fetched ahead and then left out."""
+
+    def script(engine: Any) -> list[float]:
+        losses = []
+        for n, x in enumerate(inputs(6)):
+            engine.backward(engine(x, skip=1 if n % 2 else None))
+            losses.append(float(engine(x).detach()))
+            engine.step()
+        return losses
+
+    options = {**IN_BACKWARD, "accumulation": 2}
+    assert_same(
+        run_engine(start, Tower, script, **options, **STREAMED),
+        run_engine(start, Tower, script, **options),
+        "streamed",
+    )
 
 
 def test_a_loss_that_reaches_no_parameter_changes_none(start: Start) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optim_cpu import kernels
-from optim_cpu.kernels import DType, Rule
+from optim_cpu.kernels import DType, Rule, StateFormat
 from zero3 import device_kernels
 
 pytestmark = pytest.mark.gpu
@@ -107,3 +107,74 @@ def test_every_rule(name: str, grad_dtype: torch.dtype, out_dtype: torch.dtype) 
         assert torch.equal(mine.view(torch.int32), there.cpu().view(torch.int32)), which
     assert torch.equal(out.view(torch.int16), out_there.cpu().view(torch.int16))
     assert not torch.equal(ours[0], spread(numel, 3))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "sgd without momentum"])
+@pytest.mark.parametrize("state_format", StateFormat)
+@pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
+def test_every_format(
+    name: str, state_format: StateFormat, splits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masters in halves, moments in bfloat16 rounded to the nearest or by chance, in pieces that begin anywhere."""
+    monkeypatch.setattr(device_kernels, "ELEMENTS_AT_ONCE", 99_991)
+    numel, first_index = 300_007, (1 << 32) - 150_000
+    state_dtype = torch.float32 if state_format is StateFormat.FP32 else torch.bfloat16
+    ours = {
+        "state 0": torch.zeros(numel, dtype=state_dtype),
+        "state 1": torch.zeros(numel, dtype=state_dtype),
+    }
+    master = spread(numel, 3)
+    if splits:
+        ours["param"] = torch.empty(numel, dtype=torch.bfloat16)
+        ours["remainder"] = torch.empty(numel, dtype=torch.int16)
+        kernels.split(
+            ours["param"].data_ptr(), ours["remainder"].data_ptr(), master.data_ptr(), master.numel()
+        )
+    else:
+        ours |= {"param": master.clone(), "out": torch.empty(numel, dtype=torch.bfloat16)}
+    theirs = {which: tensor.cuda() for which, tensor in ours.items()}
+    if splits:
+        device_kernels.split(master.cuda(), theirs["param"].zero_(), theirs["remainder"].zero_())
+        assert_same_bits(ours, theirs)
+    batch = kernels.StepBatch()
+    for step in range(1, 4):
+        grad = spread(numel, 10 + step).mul(1e15).bfloat16()
+        rule = RULES[name](step)
+        device_kernels.step(
+            rule,
+            theirs["param"],
+            [theirs["state 0"], theirs["state 1"]],
+            grad.cuda(),
+            out=theirs.get("out"),
+            grad_scale=0.37,
+            remainder=theirs.get("remainder"),
+            state_format=state_format,
+            first_index=first_index,
+        )
+        batch.clear()
+        batch.add(
+            numel,
+            batch.add_rule(rule),
+            param=ours["param"].data_ptr(),
+            remainder=ours["remainder"].data_ptr() if splits else 0,
+            state=(ours["state 0"].data_ptr(), ours["state 1"].data_ptr()),
+            state_format=state_format,
+            grad=grad.data_ptr(),
+            grad_dtype=DType.BF16,
+            out=0 if splits else ours["out"].data_ptr(),
+            out_dtype=DType.BF16,
+            first_index=first_index,
+        )
+        batch.run(0.37)
+        assert_same_bits(ours, theirs)
+    if splits:
+        joined = device_kernels.join(theirs["param"], theirs["remainder"]).cpu()
+        assert not torch.equal(joined, master)
+    else:
+        assert not torch.equal(ours["param"], master)
+
+
+def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    for which, mine in ours.items():
+        there = theirs[which].cpu()
+        assert torch.equal(mine.view(torch.uint8), there.view(torch.uint8)), which

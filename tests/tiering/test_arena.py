@@ -334,7 +334,12 @@ def test_progress_is_not_starvation(arena: Arena, monkeypatch: pytest.MonkeyPatc
     assert timeouts == [arena_module.STARVED_AFTER_SECONDS] * 3
 
 
-def test_pages_are_touched_and_pinned_once() -> None:
+@pytest.mark.parametrize("populates", [True, False], ids=["by the kernel", "by touch"])
+def test_pages_are_touched_and_pinned_once(populates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not populates:
+        monkeypatch.setattr(
+            arena_module, "MADV_POPULATE_WRITE", 0x7FFF
+        )  # as a kernel before 5.14: no such advice
     pinned: list[tuple[int, int]] = []
     arena = Arena.map(5 * PAGE + 1, "host", pin=lambda address, nbytes: pinned.append((address, nbytes)))
     assert pinned == [(arena.address, 6 * PAGE)]

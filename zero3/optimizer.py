@@ -420,5 +420,5 @@ class TieredOptimizer(torch.optim.Optimizer):
 
 
 def _torchs(method: str) -> Any:
-    """A method of torch's optimizers, without what torch wraps around it: that loads its compiler, a second and more."""
+    """A method of torch's optimizers, without what torch wraps around it: that loads its compiler, for a second."""
     return inspect.unwrap(getattr(torch.optim.Optimizer, method))

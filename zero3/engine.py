@@ -234,7 +234,8 @@ class Engine:
         Between the last backward and ``step`` that of the gradients that wait there, otherwise that of the last update.
         """
         self._check_open("get_global_grad_norm")
-        if self._pending_backward and self._syncing and self.is_gradient_accumulation_boundary():
+        waiting = self._pending_backward and self._syncing and not self._schedule.in_backward
+        if waiting and self.is_gradient_accumulation_boundary():
             return self._updates.waiting_norm()
         return self._updates.norm
 
@@ -279,6 +280,11 @@ class Engine:
         """A copy of the accumulated gradient, unscaled, before clipping, in fp32; None where there was none."""
         self._check_open("get_fp32_gradient")
         self._check_gradients_kept("get_fp32_gradient")
+        if hooks.in_backward_pass():
+            raise EngineStateError(
+                "get_fp32_gradient was called while a backward is running, and gradients are on their way; call it when"
+                " backward has ended"
+            )
         gradient = self._state.gradient(*self._access.named(name))
         return None if gradient is None else gradient.float() / self.loss_scale.value
 

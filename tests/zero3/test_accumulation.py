@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import Tensor
+
+from tiering.errors import EngineStateError
 
 from .plain import STREAMED, Loop, Tower, assert_same_everywhere, differing, inputs, run_engine
 
@@ -82,3 +85,29 @@ def test_the_norm_is_known_before_the_step(start: Start, precision: str, accumul
     run = assert_same_everywhere(start, Tower, script, **options)
     unread = run_engine(start, Tower, lambda loop: script(loop, read=False), **options, **STREAMED)
     assert differing(unread.masters, run.masters) == []
+
+
+def test_asking_in_mid_backward_changes_nothing(start: Start) -> None:
+    """Gradients that accumulate in a window are no one's to look at until backward has ended."""
+
+    def script(loop: Any, ask: bool = True) -> list[float]:
+        def look(_: Tensor) -> None:
+            asked.append(loop.get_global_grad_norm())
+            with pytest.raises(EngineStateError, match="while a backward is running"):
+                loop.get_fp32_gradient("into.weight")
+
+        asked: list[float | None] = []
+        handles = [param.register_hook(look) for param in loop.module.parameters() if ask]
+        losses = []
+        for number, x in enumerate(inputs(6)):
+            losses.append(float(loop(x).detach()))
+            loop.backward(loop(x))
+            if number % 2:
+                loop.step()
+        assert len(asked) == 6 * len(handles)
+        return losses
+
+    unasked = run_engine(start, Tower, lambda loop: script(loop, ask=False), smallest=True, **STREAMED)
+    run = run_engine(start, Tower, script, smallest=True, **STREAMED)
+    assert run.losses == unasked.losses
+    assert differing(run.masters, unasked.masters) == []

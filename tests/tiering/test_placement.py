@@ -498,6 +498,14 @@ def test_a_group_is_cut_into_the_fewest_even_tiles(
     assert plan.staging.slot_bytes == max(tiles) * SMALLEST_TILE * (12 + 2 + 2 * (NVME in plan.grad_tiers))
 
 
+@pytest.mark.parametrize("quanta", [63, 65, 127, 128, 129, 6399])
+def test_no_group_has_more_tiles_than_are_usual(quanta: int) -> None:
+    numel = quanta * SMALLEST_TILE
+    load = example(groups=(GroupSizes("large", 2 * numel, numel),), sub_group_numel=1 << 30)
+    tiles = followed(load, Budgets(PLENTY, 0, PLENTY)).sub_groups
+    assert MOST_TILES // 2 < len(tiles) <= MOST_TILES
+
+
 def test_whole_groups_are_one_tile_each() -> None:
     groups = (GroupSizes("large", 2 * 6 * MIB, 6 * MIB), GroupSizes("small", 2 * NUMEL, NUMEL))
     load = example(groups=groups, offload_param=DEVICE, offload_optimizer=DEVICE)

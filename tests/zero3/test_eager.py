@@ -43,8 +43,10 @@ for _ in range(2):
     engine.backward(loss)
     engine.step()
     schedule.step()
+    engine.optimizer.zero_grad()
 assert engine.global_steps == 2
 engine.master_state_dict()
+engine.snapshot()
 engine.close()
 LOADED = [name for name in COMPILER if name in sys.modules]
 assert LOADED == [], f"by the engine: {LOADED}"

@@ -61,6 +61,17 @@ def early(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+class AllCheckpointed(Tower):
+    """Each block is computed again in backward, within it: that is no second call."""
+
+    def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
+        x = self.into(x.to(self.into.weight.dtype))
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        result: Tensor = self.out(x).float().pow(2).mean()
+        return result
+
+
 class Twice(Tower):
     """As OneCheckpointed without the checkpoint: all gradients of the second block come at once."""
 
@@ -85,9 +96,16 @@ def with_an_unused_parameter() -> nn.Module:
         (Tower, ["blocks.2", "blocks.1", "blocks.0"]),
         (with_an_unused_parameter, ["blocks.2", "blocks.0"]),
         (Twice, ["blocks.2", "blocks.0"]),
+        (AllCheckpointed, ["blocks.2", "blocks.1", "blocks.0"]),
         (OneCheckpointed, []),  # what is recomputed tells of no group that backward has left it
     ],
-    ids=["each is called once", "a parameter without gradient", "called twice", "recomputed"],
+    ids=[
+        "each is called once",
+        "a parameter without gradient",
+        "called twice",
+        "checkpointed",
+        "reentrantly",
+    ],
 )
 @pytest.mark.parametrize("place", [{}, STREAMED], ids=["device", "nvme"])
 def test_what_is_stepped_before_backward_ends(

@@ -34,7 +34,7 @@ from tiering.interrupts import deferred_interrupts, uninterrupted
 from zero3.activations import Activations
 from zero3.grads import GradientStore
 from zero3.hooks import call_at_end_of_backward, in_backward_pass, next_node
-from zero3.param_group import ParamGroup
+from zero3.param_group import ParamGroup, Residency
 from zero3.partition import Piece
 from zero3.prefetch import Prefetcher
 from zero3.saved_tensors import SavedTensors
@@ -285,7 +285,7 @@ class PassSchedule:
         self._calls[group] += 1
         if self._calls[group] == 1 and group not in self._live:
             if self.in_backward:  # recomputed under checkpointing
-                self._finish_unrelated(group)
+                self._finish_unrelated(group, left=True)
             self._acquire(group)
         group.show()
 
@@ -305,6 +305,10 @@ class PassSchedule:
             return  # the pass was abandoned under it
         self._calls[group] -= 1
         if self._calls[group] == 0:
+            if group not in self._live and in_backward_pass() and torch.is_grad_enabled():
+                self._hold_for_backward(
+                    group
+                )  # recomputed by reentrant checkpointing: backward enters it next
             if group in self._live:
                 group.hide()  # held for backward, which works on saved tensors
             else:
@@ -323,7 +327,7 @@ class PassSchedule:
     def _hold_for_backward(self, group: ParamGroup) -> None:
         if group not in self._live:
             self._live.append(group)
-            if self._calls[group] == 0:
+            if self._calls[group] == 0 and group.residency not in (Residency.RESIDENT, Residency.UNSHARDED):
                 self._acquire(group)
             if self._timeline.recording:
                 self._timeline.begin("compute", f"backward {group.name}")
@@ -334,11 +338,11 @@ class PassSchedule:
             for param in group.params:
                 param.grad = None
 
-    def _finish_unrelated(self, group: ParamGroup) -> None:
+    def _finish_unrelated(self, group: ParamGroup, *, left: bool = False) -> None:
         """Finish the live groups that neither enclose ``group`` nor lie inside of it."""
         around = self._enclosing[group] | self._saved.in_use() | self._until_end
         for other in [g for g in self._live if g not in around and group not in self._enclosing[g]]:
-            self._finish(other)
+            self._finish(other, left=left)
 
     def _reset(self) -> None:
         self.in_backward = self.steps_in_backward = False

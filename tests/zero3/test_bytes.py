@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tiering import striping, swap_space
 from tiering.aio import AioContext, Fault, FaultPlan
@@ -25,6 +26,8 @@ from tiering.placement import make_plan
 from tiering.plan import Tier
 from tiering.swap_file import memory_file_system
 from zero3 import tiers
+
+from .plain import Tower, inputs
 
 ALL = {"offload_param": "nvme", "offload_optimizer": "nvme"}
 STREAMED = {**ALL, "cache_in_host": False}
@@ -173,6 +176,32 @@ def test_steps_in_backward_move_the_planned_bytes(
     habit = {"precision": precision, "accumulation": accumulation, "state": state, "clip": 0.0}
     engine = begin(**habit, step_in_backward=True, **PLACEMENTS[name])
     check_window(engine, micro_batches(100))
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["after backward", "in backward"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("name", ["all", "gradients too"])
+def test_what_is_computed_again_is_read_once_for_that_and_for_backward(
+    begin: Callable[..., Any], name: str, reentrant: bool, in_backward: bool
+) -> None:
+    class Recomputed(Tower):
+        def forward(self, x: torch.Tensor, skip: int | None = None) -> torch.Tensor:
+            x = self.into(x.to(self.into.weight.dtype))
+            for block in self.blocks:
+                x = x + checkpoint(block, x, use_reentrant=reentrant)
+            loss: torch.Tensor = self.out(x).float().pow(2).mean()
+            return loss
+
+    engine = begin(
+        Recomputed(4),
+        precision="bf16",
+        accumulation=1,
+        threshold=0,
+        clip=0.0,
+        step_in_backward=in_backward,
+        **PLACEMENTS[name],
+    )
+    check_window(engine, ((x,) for x in inputs(100)))
 
 
 @pytest.mark.parametrize("name", ["all", "part cached", "gradients too"])

@@ -397,12 +397,16 @@ def test_a_read_that_is_refused_keeps_no_slot(refused: str) -> None:
 TILES = {"sub_group_size": 1, "threshold": 0, "accumulation": 1, "optimizer": ADAM}
 
 
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, float], None]:
-    """``slow(kind, seconds)`` lets every transfer of that kind, in engines that start from now on, begin that late."""
+Slow = Callable[..., None]
 
-    def delay(kind: Any, seconds: float) -> None:
-        faults = FaultPlan((Fault(kind, count=0, delay=seconds),))
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    """``slow(kind, seconds, count=0)`` lets the first ``count`` transfers of that kind begin that late (0: each), in
+    engines that start from now on."""
+
+    def delay(kind: Any, seconds: float, count: int = 0) -> None:
+        faults = FaultPlan((Fault(kind, count=count, delay=seconds),))
         monkeypatch.setattr(tiers, "AioContext", lambda **options: AioContext(fault=faults, **options))
 
     return delay
@@ -442,7 +446,7 @@ def most_at_once(records: list[TransferRecord]) -> int:
 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_tiles_are_read_whole_several_at_a_time_from_the_start_of_backward(
-    start: Callable[..., Any], slow: Callable[[str, float], None], in_backward: bool
+    start: Callable[..., Any], slow: Slow, in_backward: bool
 ) -> None:
     slow("read", 0.02)
     model, early = Tower(), []
@@ -469,9 +473,9 @@ def test_tiles_are_read_whole_several_at_a_time_from_the_start_of_backward(
 
 
 def test_tiles_in_memory_are_stepped_while_others_are_read(
-    start: Callable[..., Any], slow: Callable[[str, float], None], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Any], slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow("read", 0.2)
+    slow("read", 1.0, count=4)  # as many as there are slots
     engine = start(Tower(), offload_optimizer="nvme", ratio=0.5, cache_in_host=False, **TILES)
     optimizer, stepped = engine.optimizer, []
     run = TieredOptimizer._run_batch
@@ -484,7 +488,8 @@ def test_tiles_in_memory_are_stepped_while_others_are_read(
     monkeypatch.setattr(TieredOptimizer, "_run_batch", noted)
     update(engine, next(inputs(1)))
     numel = sum(tile.numel for tile in optimizer._in_place)
-    assert stepped[0] == (f"{numel} elements in memory", [False] * engine.plan.staging.slots)
+    assert stepped[0][0] == f"{numel} elements in memory"
+    assert stepped[0][1] == [False] * engine.plan.staging.slots == [False] * 4
     assert len(stepped) == 1 + len(optimizer._streamed) > 1
 
 
@@ -525,12 +530,11 @@ def test_steps_in_backward_read_ahead_in_the_order_of_the_step_before(start: Cal
         assert {tiles[record.offset].group.name for record in first} == {expected}
 
 
-def test_write_back_runs_on_into_the_next_forward(
-    start: Callable[..., Any], slow: Callable[[str, float], None]
-) -> None:
+def test_write_back_runs_on_into_the_next_forward(start: Callable[..., Any], slow: Slow) -> None:
     """Which is over before it is: where parameters are in memory, nothing there waits for state to be written."""
-    slow("write", 0.15)
-    engine = start(Tower(), offload_optimizer="nvme", cache_in_host=False, **TILES)
+    slow("write", 0.5)
+    whole = TILES | {"sub_group_size": 10**9}  # few of them, or it takes long to fill them at first
+    engine = start(Tower(), offload_optimizer="nvme", cache_in_host=False, **whole)
     batches, over = inputs(2), []
 
     def forward() -> None:
@@ -544,7 +548,7 @@ def test_write_back_runs_on_into_the_next_forward(
 
 
 def test_a_fetch_passes_what_is_written_back_but_not_its_own_write(
-    start: Callable[..., Any], slow: Callable[[str, float], None]
+    start: Callable[..., Any], slow: Slow
 ) -> None:
     slow("write", 0.01)
     engine = start(Tower(), **STREAMED, **TILES, prefetch=0, io={"engine": "threads", "queue_depth": 1})

@@ -121,3 +121,17 @@ def test_what_is_stepped_before_backward_ends(
     early.clear()
     update(engine, third)
     assert early == []
+
+
+def test_a_bad_option_is_refused_before_anything_is_stepped(start: Start) -> None:
+    options = {"precision": "bf16", "accumulation": 1, "threshold": 0, "optimizer": ADAM}
+    torch.manual_seed(11)
+    engine = start(Tower(), **options, **IN_BACKWARD)
+    before, x = engine.master_state_dict(), next(inputs(1))
+    engine.optimizer.param_groups[0]["lr"] = "fast"
+    with pytest.raises(TypeError, match="param group 0"):
+        engine.backward(engine(x))
+    assert differing(engine.master_state_dict(), before) == []
+    engine.optimizer.param_groups[0]["lr"] = ADAM["lr"]
+    update(engine, x)
+    assert differing(engine.master_state_dict(), before) == sorted(before)

@@ -135,3 +135,23 @@ def test_a_bad_option_is_refused_before_anything_is_stepped(start: Start) -> Non
     engine.optimizer.param_groups[0]["lr"] = ADAM["lr"]
     update(engine, x)
     assert differing(engine.master_state_dict(), before) == sorted(before)
+
+
+class FarPeeking(Tower):
+    """The first block computes with a weight of the last one, and asks for no gradient of it."""
+
+    def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
+        x = self.into(x.to(self.into.weight.dtype))
+        x = x + self.blocks[0](x) + nn.functional.linear(x, self.blocks[2][1].weight.detach())[:, :WIDTH]
+        for index in (1, 2):
+            x = x + self.blocks[index](x)
+        result: Tensor = self.out(x).float().pow(2).mean()
+        return result
+
+
+@pytest.mark.parametrize("place", [{}, STREAMED], ids=["device", "nvme"])
+def test_a_value_that_was_updated_too_early_is_not_used(start: Start, place: dict[str, Any]) -> None:
+    """It has another version: torch refuses it, where a wrong gradient would tell nobody."""
+    engine = start(FarPeeking(), precision="bf16", accumulation=1, threshold=0, **IN_BACKWARD, **place)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(engine(next(inputs(1))))

@@ -258,5 +258,6 @@ def test_one_byte_less_than_the_smallest_budgets_is_refused_with_numbers(
         assert len(re.findall(r"\d [KM]iB", said)) >= 2, said
         assert all(parameter.is_meta for parameter in model.parameters()), "something was filled"
     engine = tiering.initialize(model=model, config=case.config(nvme, host, device)).engine
-    assert engine.plan.total(Tier.HOST) == host and engine.plan.total(Tier.DEVICE) == device
+    # Slots are asked for with all that might stream, and made for what does.
+    assert 0.95 * host < engine.plan.total(Tier.HOST) <= host and engine.plan.total(Tier.DEVICE) == device
     engine.close()

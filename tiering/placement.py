@@ -21,10 +21,12 @@ from tiering.fields import format_need
 from tiering.plan import Budgets, Plan, Staging, SubGroup, Tier, Workload, checksum_bytes
 
 FEWEST_SLOTS = 3  # one read, one stepped, one written
-USUAL_SLOTS = 4
+USUAL_SLOTS = 6
 STAGING_SHARE = 3  # staging takes at most this fraction (1/n) of the host budget when there is a choice
 SMALLEST_TILE = 2048
-LARGEST_TILE = 4 << 20
+LARGEST_TILE = (
+    2 << 20
+)  # 24 MiB of Adam's state: enough for a request, and slots leave the rest to what is kept
 MOST_TILES = 64  # of a group, as long as the configuration wants no more: each costs bookkeeping
 
 
@@ -244,12 +246,12 @@ def _staging(
     tile = min(largest_tile, max(SMALLEST_TILE, longest))
     least = min(tile, round_up(max(1, -(-longest // MOST_TILES)), SMALLEST_TILE))
 
-    def nbytes(tile: int, slots: int = USUAL_SLOTS) -> int:
-        return _slots(load, tile, slots, param_tiers, grad_tiers).nbytes
+    def slot(tile: int) -> int:
+        return _slots(load, tile, 1, param_tiers, grad_tiers).nbytes
 
-    while tile > least and nbytes(tile) > room // STAGING_SHARE:
+    while tile > least and USUAL_SLOTS * slot(tile) > room // STAGING_SHARE:
         tile = max(least, tile // 2 // SMALLEST_TILE * SMALLEST_TILE)
-    return tile, USUAL_SLOTS if nbytes(tile) <= room else FEWEST_SLOTS
+    return tile, min(USUAL_SLOTS, max(FEWEST_SLOTS, room // slot(tile))) if slot(tile) else FEWEST_SLOTS
 
 
 def _slots(

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 from tiering.interrupts import EXIT_SAVED, StopRequest, deferred_interrupts
-from tiering.telemetry import PageWriter, Publisher, Snapshot
+from tiering.telemetry import Snapshot
 from tiering.telemetry.snapshot import Phase
 from zero3 import hooks
 from zero3.access import Access
@@ -83,7 +83,7 @@ class Engine:
             config.tiering.run_name or f"run-{os.getpid()}", self._tiers, self._schedule.activations
         )
         try:
-            self._publisher = self._publish()
+            self._publisher = self._record.publish(config.tiering.telemetry)
         except BaseException:
             self._tiers.close()
             raise
@@ -432,16 +432,6 @@ class Engine:
         if self._updates.under_way:
             self._prefetcher.forget()  # also groups that are stepped only now
         self._updates.end_of_backward()
-
-    def _publish(self) -> Publisher | None:
-        telemetry = self.config.tiering.telemetry
-        if not telemetry.enabled:
-            return None
-        publisher = Publisher(
-            PageWriter(self._record.run_name, directory=telemetry.dir), self._record.snapshot
-        )
-        publisher.start()
-        return publisher
 
     def _say_progress(self) -> None:
         every = self.config.steps_per_print

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from tiering.budgets import host_memory
-from tiering.config import format_size
+from tiering.config import TelemetryConfig, format_size
 from tiering.io_stats import DirectionStats
 from tiering.plan import Tier
 from tiering.swap_file import free_by_file_system
@@ -21,7 +21,9 @@ from tiering.telemetry import (
     ActivationStatus,
     DirectionStatus,
     IoEngineStatus,
+    PageWriter,
     PathStatus,
+    Publisher,
     Snapshot,
     StepRecord,
     TierStatus,
@@ -51,6 +53,14 @@ class RunRecord:
         self._stalled_before = 0.0
         self._moved_before = self.moved()  # filling the tiers is not part of the first step
         self._capacities = _capacities(tiers)
+
+    def publish(self, telemetry: TelemetryConfig) -> Publisher | None:
+        """Start to publish snapshots, if the configuration wants it."""
+        if not telemetry.enabled:
+            return None
+        publisher = Publisher(PageWriter(self.run_name, directory=telemetry.dir), self.snapshot)
+        publisher.start()
+        return publisher
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:

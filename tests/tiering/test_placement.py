@@ -15,7 +15,7 @@ from rich.console import Console
 from tiering.arena import PAGE
 from tiering.config import parse_size
 from tiering.errors import PlacementError
-from tiering.placement import FEWEST_SLOTS, MOST_TILES, SMALLEST_TILE, make_plan
+from tiering.placement import FEWEST_SLOTS, MOST_TILES, SMALLEST_TILE, USUAL_SLOTS, make_plan
 from tiering.plan import Budgets, GroupSizes, Plan, Staging, Tier, Workload
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
@@ -555,15 +555,16 @@ def test_a_trained_group_is_kept_before_a_frozen_one_that_saves_less() -> None:
 def test_the_host_is_filled_with_what_saves_most() -> None:
     """Parameters before gradients before state, and state by the tile."""
     load = example(cache_in_host=True)
-    slots, window = 4 * SMALLEST_TILE * 16, 2 * 2 * NUMEL
+    slots, window = USUAL_SLOTS * SMALLEST_TILE * 16, 2 * 2 * NUMEL
     params, grads, tile = 3 * 2 * NUMEL, 3 * 2 * NUMEL, SMALLEST_TILE * 12
     steps = [
-        (slots + window + params, {"parameters": params}),
+        # slots need no room for parameters that are in memory: a tile fits there
+        (slots + window + params, {"parameters": params, "optimizer state": tile}),
         # once all gradients are in memory, their window is theirs too, and slots have to hold state alone
-        (slots + params + grads, {"parameters": params, "gradients": grads, "optimizer state": tile}),
+        (slots + params + grads, {"parameters": params, "gradients": grads, "optimizer state": 2 * tile}),
         (
             slots + params + grads + 5 * tile,
-            {"parameters": params, "gradients": grads, "optimizer state": 6 * tile},
+            {"parameters": params, "gradients": grads, "optimizer state": 7 * tile},
         ),
     ]
     for budget, expected in steps:
@@ -622,20 +623,23 @@ def test_the_table_shows_every_tier() -> None:
 
 
 def test_slots_shrink_with_the_budget_to_leave_it_to_what_is_kept() -> None:
-    """Four slots take no more than a third of what is left, down to the smallest tile."""
+    """Six slots take no more than a third of what is left, down to the smallest tile."""
     groups = tuple(GroupSizes(f"g{i}", 2 * NUMEL, NUMEL) for i in range(20))
     load = example(groups=groups, offload_param=HOST, cache_in_host=True, sub_group_numel=NUMEL)
     fixed, window, slot = 20 * 2 * NUMEL, 2 * 2 * NUMEL, NUMEL * (12 + 2)
     sizes = (
-        (12 * slot, NUMEL),
-        (12 * slot - 1, NUMEL // 2),
-        (6 * slot - 1, NUMEL // 4),
+        (18 * slot, NUMEL),
+        (18 * slot - 1, NUMEL // 2),
+        (9 * slot - 1, NUMEL // 4),
         (slot, NUMEL // 8),
     )
     for room, numel in sizes:
         plan = make_plan(load, Budgets(PLENTY, fixed + window + room, PLENTY))
         held = 12 + (2 if NVME in plan.grad_tiers else 0)
-        assert (plan.staging.slots, plan.staging.slot_bytes) == (4, numel * held)
+        assert (plan.staging.slots, plan.staging.slot_bytes) == (
+            min(USUAL_SLOTS, room // (numel * 14)),
+            numel * held,
+        )
 
 
 def test_a_group_larger_than_the_devices_room_is_kept_whatever_the_host_budget() -> None:

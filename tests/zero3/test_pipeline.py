@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiering import placement
 from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.arena import PAGE, Arena, LeasePart
 from tiering.io_stats import TransferRecord
+from tiering.placement import FEWEST_SLOTS, USUAL_SLOTS
 from tiering.plan import Staging
 from zero3 import tiers
 from zero3.flat_storage import FETCH_PRIORITY
@@ -475,7 +477,7 @@ def test_tiles_are_read_whole_several_at_a_time_from_the_start_of_backward(
 def test_tiles_in_memory_are_stepped_while_others_are_read(
     start: Callable[..., Any], slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow("read", 1.0, count=4)  # as many as there are slots
+    slow("read", 1.0, count=USUAL_SLOTS)
     engine = start(Tower(), offload_optimizer="nvme", ratio=0.5, cache_in_host=False, **TILES)
     optimizer, stepped = engine.optimizer, []
     run = TieredOptimizer._run_batch
@@ -489,12 +491,15 @@ def test_tiles_in_memory_are_stepped_while_others_are_read(
     update(engine, next(inputs(1)))
     numel = sum(tile.numel for tile in optimizer._in_place)
     assert stepped[0][0] == f"{numel} elements in memory"
-    assert stepped[0][1] == [False] * engine.plan.staging.slots == [False] * 4
+    assert stepped[0][1] == [False] * engine.plan.staging.slots == [False] * USUAL_SLOTS
     assert len(stepped) == 1 + len(optimizer._streamed) > 1
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_what_got_no_gradient_is_not_read(start: Callable[..., Any], in_backward: bool) -> None:
+def test_what_got_no_gradient_is_not_read(
+    start: Callable[..., Any], in_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "USUAL_SLOTS", FEWEST_SLOTS)  # or all is read ahead of knowing it
     how = {"step_in_backward": True, "clip": 0.0} if in_backward else {}
     engine = start(Tower(), **STREAMED, **TILES, **how)
     skipped = 0 if in_backward else 2  # the last block in the order that is expected
@@ -526,7 +531,7 @@ def test_steps_in_backward_read_ahead_in_the_order_of_the_step_before(start: Cal
         records = recorded(engine, lambda x=x: update(engine, x))
         tiles = state_of(engine)
         reads = [record for record in records if record.kind == "read" and record.offset in tiles]
-        first = sorted(reads, key=lambda record: record.submitted)[: engine.plan.staging.slots - 1]
+        first = sorted(reads, key=lambda record: record.submitted)[:FEWEST_SLOTS]
         assert {tiles[record.offset].group.name for record in first} == {expected}
 
 

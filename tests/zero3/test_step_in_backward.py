@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -277,6 +278,7 @@ def test_groups_are_stepped_while_backward_still_runs(
     monkeypatch.setattr(StepBatch, "run", counted)
     model = Tower()
     when_last_came: list[int] = []
+    model.out.weight.register_hook(lambda grad: time.sleep(0.2))  # for a slow disk
     model.into.weight.register_hook(lambda grad: when_last_came.append(len(stepped)))
     engine = begin(start, model, accumulation=2, **place)
     first, second = inputs(2)

@@ -457,9 +457,8 @@ class AioContext:
             request.buffer = None
             if result.bytes >= 0:  # a failure is kept until somebody was told
                 self._live.discard(request)
-            first = (
-                lib.aio_release(self._handle, request.id) == 0
-            )  # -ESTALE: another thread was here just now
+            # -ESTALE: another thread was here just now.
+            first = lib.aio_release(self._handle, request.id) == 0
             if first and self._recorded is not None and result.issued_ns:
                 self._recorded.append(self._record(request, result.issued_ns, result.done_ns))
         elif code != -errno.ESTALE:

@@ -306,9 +306,8 @@ class PassSchedule:
         self._calls[group] -= 1
         if self._calls[group] == 0:
             if group not in self._live and in_backward_pass() and torch.is_grad_enabled():
-                self._hold_for_backward(
-                    group
-                )  # recomputed by reentrant checkpointing: backward enters it next
+                # Recomputed by reentrant checkpointing: backward enters it next.
+                self._hold_for_backward(group)
             if group in self._live:
                 group.hide()  # held for backward, which works on saved tensors
             else:

@@ -251,7 +251,8 @@ def _staging(
 
     while tile > least and USUAL_SLOTS * slot(tile) > room // STAGING_SHARE:
         tile = max(least, tile // 2 // SMALLEST_TILE * SMALLEST_TILE)
-    return tile, min(USUAL_SLOTS, max(FEWEST_SLOTS, room // slot(tile))) if slot(tile) else FEWEST_SLOTS
+    fit = room // STAGING_SHARE // slot(tile) if slot(tile) else 0
+    return tile, min(USUAL_SLOTS, max(FEWEST_SLOTS, fit))
 
 
 def _slots(

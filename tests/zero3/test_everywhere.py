@@ -37,7 +37,8 @@ FRACTIONS: dict[str, dict[str, Any]] = {
     "a share leaves for the host": {"offload_optimizer": "cpu", "ratio": 0.4},
     "a share leaves for nvme": {"offload_optimizer": "nvme", "ratio": 0.4, "cache_in_host": False},
     "all parameters and a share": {**STREAMED, "ratio": 0.6},
-    "some parameters in host memory": {**ON_NVME, "host_budget": "180KiB"},
+    "some parameters in host memory": {**ON_NVME, "host_budget": "170KiB"},
+    "some fp32 parameters in host memory": {**ON_NVME, "host_budget": "180KiB"},
     "some state in host memory": {**ON_NVME, "host_budget": "320KiB"},
 }
 
@@ -85,6 +86,8 @@ def test_an_optimizer_that_is_taken_over(start: Start, precision: str) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_fractions_are_fractions(start: Start, precision: str) -> None:
     for name, options in FRACTIONS.items():
+        if name.endswith("parameters in host memory") and (precision == "fp32") != ("fp32" in name):
+            continue  # no budget is between none and all of them in both precisions
         plan = start(Tower(), precision=precision, accumulation=1, threshold=0, **options).plan
         kind = "parameters" if "parameters" in name and "share" not in name else "optimizer state"
         assert sum(kind in plan.contents(tier) for tier in Tier) == 2, name

@@ -77,7 +77,7 @@ def test_a_limit_above_the_machine_is_none(machine: Machine) -> None:
 
 @pytest.mark.parametrize(("cgroup", "version"), [("0::/\n", v2), ("4:memory:/\n", v1)])
 def test_cached_files_are_not_in_use(machine: Machine, cgroup: str, version: Callable[..., object]) -> None:
-    machine(cgroup, **version("", 8 * GIB, 7 * GIB, 6 * GIB))  # type: ignore[arg-type]
+    machine(cgroup, **version("", 8 * GIB, 7 * GIB, 6 * GIB))
     assert host_memory() == (8 * GIB, GIB)
 
 

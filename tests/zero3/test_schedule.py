@@ -114,9 +114,9 @@ def make(
 
 
 def call(passes: PassSchedule, group: FakeGroup) -> None:
-    passes.pre_forward(group)  # type: ignore[arg-type]
+    passes.pre_forward(group)
     assert group.usable and group.shown
-    passes.post_forward(group)  # type: ignore[arg-type]
+    passes.post_forward(group)
 
 
 def forward(passes: PassSchedule, groups: list[FakeGroup], *, training: bool = True) -> None:
@@ -127,7 +127,7 @@ def forward(passes: PassSchedule, groups: list[FakeGroup], *, training: bool = T
 
 
 def backward(passes: PassSchedule, group: FakeGroup) -> None:
-    passes.pre_backward(group)  # type: ignore[arg-type]
+    passes.pre_backward(group)
     assert group.usable
 
 
@@ -150,9 +150,9 @@ def test_the_second_pass_fetches_ahead_in_the_recorded_order(
     ]
     device.log.clear()
     passes.begin_forward(True)
-    passes.pre_forward(groups[0])  # type: ignore[arg-type]
+    passes.pre_forward(groups[0])
     assert device.log == [("fetch", "g0"), ("fetch", "g1")], "the next group is not on its way"
-    passes.post_forward(groups[0])  # type: ignore[arg-type]
+    passes.post_forward(groups[0])
     assert device.log[2:] == [("free", "g0"), ("fetch", "g2")]
 
 
@@ -181,10 +181,10 @@ def test_what_passes_a_window_is_never_fetched_in_vain(
         for _ in range(3):
             device.log.clear()
             passes.begin_forward(True)
-            passes.pre_forward(root)  # type: ignore[arg-type]
+            passes.pre_forward(root)
             for group in (blocks[0], *blocks):  # the first is used twice in a row
                 call(passes, group)
-            passes.post_forward(root)  # type: ignore[arg-type]
+            passes.post_forward(root)
             passes.end_forward()
             for group in (root, *reversed(blocks)):
                 backward(passes, group)
@@ -198,11 +198,11 @@ def test_an_enclosing_group_stays_until_backward_ends(end_callbacks: list[Callab
     _, groups, passes, gradients = make(2, room=2, root=True)
     first, second, root = groups
     passes.begin_forward(True)
-    passes.pre_forward(root)  # type: ignore[arg-type]
+    passes.pre_forward(root)
     call(passes, first)
     call(passes, second)
     assert root.usable
-    passes.post_forward(root)  # type: ignore[arg-type]
+    passes.post_forward(root)
     backward(passes, root)
     backward(passes, second)
     assert root.usable
@@ -248,7 +248,7 @@ def test_an_abandoned_pass_frees_everything(end_callbacks: list[Callable[[], Non
         events += [lambda g=g: backward(passes, g) for g in reversed(groups)]
         for event in events[: stop + 1]:
             event()
-        passes.pre_forward(groups[1])  # type: ignore[arg-type]
+        passes.pre_forward(groups[1])
         passes.abandon()
         assert device.room == 3
         assert not passes.in_backward

@@ -36,7 +36,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "nvme": STREAMED,
     "nvme, no prefetch": {**STREAMED, "prefetch": 0},
     "much in host": {**ON_NVME, "host_share": 0.75},
-    "little in host, no prefetch": {**ON_NVME, "host_share": 0.2, "prefetch": 0},
+    "little in host, no prefetch": {**ON_NVME, "host_share": 0.12, "prefetch": 0},
     "smallest budgets": {**STREAMED, "host_share": 0.0, "device_share": 0.0},
 }
 CHECKPOINTING = ["no", "reentrant", "not reentrant"]

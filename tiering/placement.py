@@ -24,9 +24,7 @@ FEWEST_SLOTS = 3  # one read, one stepped, one written
 USUAL_SLOTS = 6
 STAGING_SHARE = 3  # staging takes at most this fraction (1/n) of the host budget when there is a choice
 SMALLEST_TILE = 2048
-LARGEST_TILE = (
-    2 << 20
-)  # 24 MiB of Adam's state: enough for a request, and slots leave the rest to what is kept
+LARGEST_TILE = 2 << 20  # 24 MiB of Adam's state: many requests, and slots leave room for what is kept
 MOST_TILES = 64  # of a group, as long as the configuration wants no more: each costs bookkeeping
 
 

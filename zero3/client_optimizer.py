@@ -20,7 +20,6 @@ from optim_cpu import formats
 from tiering.errors import EngineStateError
 from zero3 import device_kernels, resharded
 from zero3.grads import GradientStore
-from zero3.param_group import ParamGroup
 from zero3.partition import Piece
 from zero3.tiles import Tile
 
@@ -45,7 +44,6 @@ class ClientOptimizer(torch.optim.Optimizer):
     """Steps ``client``, and shares its ``param_groups`` and ``state``. ``tiles`` hold masters, each a whole group's."""
 
     state_names: tuple[str, ...] = ()  # on the tiers; what else there is, the client keeps itself
-    stepped_in_backward = False
 
     def __init__(self, client: torch.optim.Optimizer, tiles: list[Tile], gradients: GradientStore) -> None:
         super().__init__(client.param_groups, client.defaults)
@@ -58,26 +56,8 @@ class ClientOptimizer(torch.optim.Optimizer):
     def expect_step(self) -> None:
         """Nothing to read ahead: all state is on the device."""
 
-    def begin_in_backward(self, grad_scale: float) -> None:
-        """Refused when the engine is assembled."""
-        raise AssertionError("a client's optimizer steps all parameters at once")
-
-    def group_done(self, group: ParamGroup, *, final: bool) -> None:
-        """Nothing: the step comes when all gradients are there."""
-
-    def has_begun(self) -> bool:
-        """Never: see ``begin_in_backward``."""
-        return False
-
-    def finish_in_backward(self) -> None:
+    def read_ahead(self) -> None:
         """Nothing was begun."""
-
-    def end_in_backward(self) -> None:
-        """Nothing was begun."""
-
-    def make_room(self) -> bool:
-        """Nothing holds any."""
-        return False
 
     def release_read_ahead(self) -> None:
         """Nothing was read ahead."""

@@ -52,7 +52,6 @@ class Engine:
         self.module = model
         self.config = config
         self.lr_scheduler: LRScheduler | None = None
-        self.global_steps = 0
         self.micro_steps = 0
         self._closed = False
         self._loss: Tensor | None = None
@@ -187,7 +186,6 @@ class Engine:
                 with self._phase("step"):
                     self._update()
                 self._record.loss = float(self._loss) if self._loss is not None else None
-                self.global_steps += 1
                 self._record.end_step()
                 if self._trace is not None and self._trace.end_step(self.global_steps):
                     self._trace = None
@@ -208,6 +206,11 @@ class Engine:
             self._stop.restore()
         self._stop = StopRequest(signals or ("SIGTERM", "SIGUSR1"))
         self._save = save
+
+    @property
+    def global_steps(self) -> int:
+        """Updates so far, skipped ones included."""
+        return self._updates.steps
 
     @property
     def loss_scale(self) -> LossScale:

@@ -95,14 +95,17 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._due_streamed: dict[Tile, None] = {}  # in order
         self._unfinished: Counter[ParamGroup] = Counter()  # tiles that are due
         # With step_in_backward:
-        self._in_backward = False
-        self.stepped_in_backward = False  # wholly; until the engine has counted the step
         self._begun: dict[ParamGroup, None] = {}  # groups whose tiles were due in this backward, in order
         self._usual_order: list[ParamGroup] = list(reversed(self._tiles_of))
+        gradients.make_room = self._make_room
 
     def expect_step(self) -> None:
         """The last backward of a step begins: start to read the state of the first tiles."""
         self._pipeline.expect(self._streamed)
+        self._pipeline.read_ahead()
+
+    def read_ahead(self) -> None:
+        """Go on to read, as far as slots have come free."""
         self._pipeline.read_ahead()
 
     def begin_in_backward(self, grad_scale: float) -> None:
@@ -114,7 +117,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         for number, options in enumerate(self._options):
             self._rule_at(number, options, 1)
         self._grad_scale = grad_scale
-        self._in_backward = True
         self._begun.clear()
         self._pipeline.expect(
             tile for group in self._usual_order for tile in self._tiles_of[group] if tile in self._pipeline
@@ -122,16 +124,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._pipeline.read_ahead()
 
     def group_done(self, group: ParamGroup, *, final: bool) -> None:
-        """Backward has left ``group``; ``final`` says that no gradient of it can come any more."""
-        self._pipeline.read_ahead()
+        """A backward that steps has left ``group``; ``final`` says that no gradient of it can come any more."""
         if final and group in self._tiles_of:
             self._make_due(group)
-        if self._in_backward:
-            self._advance(finish=False)
-
-    def has_begun(self) -> bool:
-        """Whether a backward steps, or has stepped, since ``begin_in_backward`` and until ``end_in_backward``."""
-        return self._in_backward
+        self._advance(finish=False)
 
     def finish_in_backward(self) -> None:
         """The backward has ended: step the groups that it could not step before."""
@@ -140,23 +136,11 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._make_due(group)
         self._finish()
         self._usual_order = list(self._begun)
-        self.stepped_in_backward = True
-
-    def end_in_backward(self) -> None:
-        """The step is over."""
-        self._in_backward = self.stepped_in_backward = False
         self._tell_schedulers()
 
     def release_read_ahead(self) -> None:
         """Free the slots of what was read ahead, for others to use; the step reads again."""
         self._pipeline.release()
-
-    def make_room(self) -> bool:
-        """Step a tile that is due and holds a gradient window; False if none is."""
-        if not self._due_streamed:
-            return False
-        self._step_streamed(next(iter(self._due_streamed)))
-        return True
 
     def prepare(self) -> None:
         """Count the step that comes and derive its rules. A bad option raises, and nothing has changed."""
@@ -228,6 +212,13 @@ class TieredOptimizer(torch.optim.Optimizer):
                 " initialize, so nothing keeps its momentum_buffer: initialize with a momentum above 0"
             )
         return rule
+
+    def _make_room(self) -> bool:
+        """Step a tile that is due and may hold a gradient window; False if none is."""
+        if not self._due_streamed:
+            return False
+        self._step_streamed(next(iter(self._due_streamed)))
+        return True
 
     def _tell_schedulers(self) -> None:
         """torch's ask whether their optimizer has stepped before them."""

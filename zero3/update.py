@@ -10,18 +10,28 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 
 import torch
 
 from tiering.config import TieringConfig
 from tiering.errors import EngineStateError
 from zero3.assembly import Assembly
+from zero3.optimizer import TieredOptimizer
 from zero3.param_group import ParamGroup
 from zero3.precision import LossScale
 
 log = logging.getLogger(__name__)
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+class _Backward(Enum):
+    """What a backward that steps has done since the last update was counted."""
+
+    NOTHING = auto()
+    SOME = auto()  # it is under way: some groups are of the next step
+    ALL = auto()  # only ``run`` is missing
 
 
 class Update:
@@ -39,7 +49,7 @@ class Update:
         self._gradients = parts.gradients
         self._optimizer = parts.optimizer
         self._timeline = parts.tiers.timeline
-        parts.gradients.make_room = parts.optimizer.make_room
+        self._backward = _Backward.NOTHING
 
     def waiting_norm(self) -> float:
         """The norm of the gradients that wait for an update, unscaled."""
@@ -53,7 +63,7 @@ class Update:
 
     def check_once(self) -> None:
         """EngineStateError if an earlier backward has updated the parameters and no step() has followed."""
-        if self._optimizer.has_begun():
+        if self._backward is not _Backward.NOTHING:
             raise EngineStateError(
                 "a second backward before step(): tiering.step_in_backward has updated the parameters in the first"
                 " one. Call step() after each backward, sum the losses, or set step_in_backward to false"
@@ -61,40 +71,43 @@ class Update:
 
     def begin_in_backward(self) -> None:
         """The backward that steps has brought its first gradient."""
-        self._optimizer.begin_in_backward(1.0 / self.loss_scale.value)
+        self._early().begin_in_backward(1.0 / self.loss_scale.value)
+        self._backward = _Backward.SOME
 
     def group_done(self, group: ParamGroup, *, final: bool) -> None:
         """Backward has left ``group``; if its gradients are ``final`` they are used now."""
-        if not final:
-            self._optimizer.group_done(group, final=False)
+        if not self.under_way:
+            self._optimizer.read_ahead()
             return
         with self._tearing():
-            self._optimizer.group_done(group, final=True)
-        _count_as_edits([group])
+            self._early().group_done(group, final=final)
+        if final:
+            _count_as_edits([group])
 
     def end_of_backward(self) -> None:
         """All gradients are there."""
-        if self._optimizer.has_begun():
+        if self.under_way:
             with self._tearing():
-                self._optimizer.finish_in_backward()
+                self._early().finish_in_backward()
+            self._backward = _Backward.ALL
             _count_as_edits(self._groups)
 
     @property
     def under_way(self) -> bool:
         """Whether a backward that steps has begun and not ended."""
-        return self._optimizer.has_begun() and not self._optimizer.stepped_in_backward
+        return self._backward is _Backward.SOME
 
     @property
     def waits_for_step(self) -> bool:
         """Whether a backward has updated all parameters already, and only ``run`` is missing."""
-        return self._optimizer.stepped_in_backward
+        return self._backward is _Backward.ALL
 
     def give_up(self) -> None:
         """The gradients since the last update are gone, by an exception in backward."""
         self._gradients.reset()
-        if self._optimizer.has_begun():
+        if self.under_way:
             self.torn = self.torn or f"the backward of step {self.steps + 1} was ended by an exception"
-            self._optimizer.end_in_backward()
+            self._backward = _Backward.NOTHING
 
     def run(self) -> bool:
         """Use the gradients that are there, and forget them; False if the update was skipped."""
@@ -103,8 +116,9 @@ class Update:
             with self._timeline.span("compute", "norm"):
                 self.norm = self.waiting_norm()
             finite = math.isfinite(self.norm)
-            if self._optimizer.has_begun():
-                self._end_in_backward(finite)
+            if self.waits_for_step:
+                self._backward = _Backward.NOTHING
+                self._check_used(finite)
             elif finite:
                 self._apply(self.norm, scale)
             else:
@@ -126,8 +140,8 @@ class Update:
         finally:
             _count_as_edits(self._groups)
 
-    def _end_in_backward(self, finite: bool) -> None:
-        self._optimizer.end_in_backward()
+    def _check_used(self, finite: bool) -> None:
+        """The gradients that backward has used already were ``finite``, or this run is over."""
         if finite:
             return
         bad = self._gradients.first_not_finite()
@@ -137,6 +151,11 @@ class Update:
             " optimizer state are spoilt. Close the engine and start again from a checkpoint; such a step is skipped"
             " with step_in_backward false"
         )
+
+    def _early(self) -> TieredOptimizer:
+        """The optimizer that steps in backward; a client's is refused at ``initialize``."""
+        assert isinstance(self._optimizer, TieredOptimizer)
+        return self._optimizer
 
     @contextmanager
     def _tearing(self) -> Iterator[None]:

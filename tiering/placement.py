@@ -41,12 +41,13 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
 
 def _place(load: Workload, budgets: Budgets) -> Plan:
     fixed, param_tiers, grad_tiers = _mandatory(load, budgets)
+    reduce_window, one_more = _reduce_window(load)
     _keep_what_cannot_move(load, fixed, param_tiers)
 
     # Apart from each other: each can be waited for without the other's leases being in the way.
-    largest = max((group.param_bytes for group in load.groups), default=0)
+    largest = max((load.home_bytes(group) for group in load.groups), default=0)
     fetch_window = 2 * largest if load.fetch_by_copy and Tier.NVME in param_tiers else 0
-    offload_window = 2 * largest if load.steps_copy_out else 0
+    offload_window = 2 * _largest_arrival(load) if load.steps_copy_out else 0
     fixed.take(Tier.HOST, fetch_window + offload_window, "copies to and from the device")
     largest_tile = _largest_tile(load)
 
@@ -63,17 +64,21 @@ def _place(load: Workload, budgets: Budgets) -> Plan:
         fixed.check()
         filled = _fill_host(load, fixed, param_tiers, grad_tiers, tile, slots)
     assert filled is not None
+    working = _working_set(load, filled.params, fixed)
+    if one_more <= fixed.left(Tier.DEVICE) - working:
+        reduce_window += one_more
     plan = Plan(
         workload=load,
         budgets=budgets,
         param_tiers=tuple(filled.params),
         grad_tiers=tuple(filled.grads),
         sub_groups=tuple(filled.tiles),
-        working_bytes=_working_set(load, filled.params, fixed),
+        working_bytes=working,
         staging=filled.staging,
         grad_window_bytes=_grad_window(load, filled.grads),
         fetch_window_bytes=fetch_window,
         offload_window_bytes=offload_window,
+        reduce_window_bytes=reduce_window,
     )
     for tier in Tier:
         if plan.total(tier) > budgets.of(tier):
@@ -89,28 +94,60 @@ def _mandatory(load: Workload, budgets: Budgets) -> tuple[_Room, list[Tier], lis
     fixed = _Room(budgets)
     param_tiers = [Tier.DEVICE if group.persistent else load.offload_param for group in load.groups]
     # Groups that stay open for a whole pass would hold their window all the time: their gradients stay in memory.
-    parents = {group.parent for group in load.groups}
-    stays_open = [group.persistent or index in parents for index, group in enumerate(load.groups)]
     grad_tiers = [
         Tier.HOST if tier is Tier.NVME and open_ else tier
-        for tier, open_ in zip(load.optimizer_tiers, stays_open, strict=True)
+        for tier, open_ in zip(load.optimizer_tiers, _stay_open(load), strict=True)
     ]
     for index, group in enumerate(load.groups):
         if param_tiers[index] is not Tier.NVME:
-            fixed.take(param_tiers[index], group.param_bytes, f"parameters of {group.name}")
+            fixed.take(param_tiers[index], load.home_bytes(group), f"parameters of {group.name}")
         if grad_tiers[index] is not Tier.NVME:
-            nbytes = group.trainable_numel * load.grad_itemsize
-            fixed.take(grad_tiers[index], nbytes, f"gradients of {group.name}")
+            fixed.take(grad_tiers[index], load.home_grad_bytes(group), f"gradients of {group.name}")
         if load.optimizer_tiers[index] is not Tier.NVME:
-            nbytes = group.trainable_numel * load.state_itemsize
+            nbytes = load.state_numel(group) * load.state_itemsize
             fixed.take(load.optimizer_tiers[index], nbytes, f"optimizer state of {group.name}")
+    fixed.take(Tier.DEVICE, load.local_grad_bytes, "local gradients")
+    fixed.take(Tier.DEVICE, _reduce_window(load)[0], "gradient reduction")
     fixed.check()
     return fixed, param_tiers, grad_tiers
 
 
+def _stay_open(load: Workload) -> list[bool]:
+    """Which groups get gradients through a whole backward: those that enclose others, and the small parameters."""
+    parents = {group.parent for group in load.groups}
+    return [group.persistent or index in parents for index, group in enumerate(load.groups)]
+
+
+def _reduce_window(load: Workload) -> tuple[int, int]:
+    """The least device room to reduce gradients in, and what another group that is on its way adds.
+
+    What stays open fills its send buffers until the end of backward. Beside them one group fills its own while the one
+    before it is reduced.
+    """
+    opened, passing = [(0, 0)], [0]
+    for group, open_ in zip(load.groups, _stay_open(load), strict=True):
+        send, receive = load.reduce_buffers(group)
+        if open_:
+            opened.append((send, receive))
+        else:
+            passing.append(send + receive)
+    last = max(receive for _, receive in opened)
+    return sum(send for send, _ in opened) + max(last, 2 * max(passing)), max(passing)
+
+
+def _largest_arrival(load: Workload) -> int:
+    """Bytes of the largest group's gradients as they leave a device with memory of its own."""
+    if load.world_size == 1:
+        return max((group.param_bytes for group in load.groups), default=0)
+    return max(
+        (load.grad_numel(group) * max(load.sent_itemsize, load.grad_itemsize) for group in load.groups),
+        default=0,
+    )
+
+
 def _largest_tile(load: Workload) -> int:
     if load.whole_groups:
-        return max([SMALLEST_TILE, *(group.trainable_numel for group in load.groups)])
+        return max([SMALLEST_TILE, *(load.state_numel(group) for group in load.groups)])
     return min(LARGEST_TILE, max(SMALLEST_TILE, load.sub_group_numel // SMALLEST_TILE * SMALLEST_TILE))
 
 
@@ -124,7 +161,9 @@ def _keep_what_cannot_move(load: Workload, fixed: _Room, param_tiers: list[Tier]
     for index, group in enumerate(load.groups):
         too_large = _chain_bytes(load, index, param_tiers) > fixed.left(Tier.DEVICE)
         kept = (
-            too_large and Tier.HOST in load.computed_in_place and group.param_bytes <= fixed.left(Tier.HOST)
+            too_large
+            and load.computes_in_place(group, Tier.HOST)
+            and group.param_bytes <= fixed.left(Tier.HOST)
         )
         if kept and param_tiers[index] is Tier.NVME:
             param_tiers[index] = Tier.HOST
@@ -200,15 +239,15 @@ def _fill_host(
 
     def saved_per_byte(index: int) -> float:
         group = load.groups[index]
-        return sum(load.param_traffic(group)) / max(group.param_bytes, 1)
+        return sum(load.param_traffic(group)) / max(load.home_bytes(group), 1)
 
     for index in sorted(range(len(params)), key=saved_per_byte, reverse=True):
-        if params[index] is Tier.NVME and keep(load.groups[index].param_bytes):
+        if params[index] is Tier.NVME and keep(load.home_bytes(load.groups[index])):
             params[index] = Tier.HOST
     # Gradients that cause no traffic keep their extent: it is there for what turns out not to be final in time.
     streamed = [i for i, tier in enumerate(grads) if tier is Tier.NVME]
     waiting = [i for i in streamed if slots is None or load.grad_traffic(load.groups[i])]
-    sizes = {index: load.groups[index].trainable_numel * load.grad_itemsize for index in waiting}
+    sizes = {index: load.home_grad_bytes(load.groups[index]) for index in waiting}
     window = _grad_window(load, grad_tiers) if slots is not None and waiting == streamed else 0
     if sum(sizes.values()) <= room + window:
         room += window
@@ -221,9 +260,10 @@ def _fill_host(
         room += _slots(load, tile, slots, param_tiers, grad_tiers).nbytes - staging.nbytes
     tiles: list[SubGroup] = []
     for index, (group, home) in enumerate(zip(load.groups, load.optimizer_tiers, strict=True)):
-        step = _even(group.trainable_numel, tile)
-        for start in range(0, group.trainable_numel, step):
-            end = min(start + step, group.trainable_numel)
+        numel = load.state_numel(group)
+        step = _even(numel, tile)
+        for start in range(0, numel, step):
+            end = min(start + step, numel)
             tier = home
             if tier is Tier.NVME and keep((end - start) * load.state_itemsize):
                 tier = Tier.HOST
@@ -240,7 +280,7 @@ def _staging(
 ) -> tuple[int, int]:
     """The elements of a tile, and the number of slots, for what may have to stream."""
     room = fixed.left(Tier.HOST) - _grad_window(load, grad_tiers)
-    longest = max((group.trainable_numel for group in load.groups), default=0)
+    longest = max((load.state_numel(group) for group in load.groups), default=0)
     tile = min(largest_tile, max(SMALLEST_TILE, longest))
     least = min(tile, round_up(max(1, -(-longest // MOST_TILES)), SMALLEST_TILE))
 
@@ -257,7 +297,7 @@ def _slots(
     load: Workload, tile: int, slots: int, param_tiers: Sequence[Tier], grad_tiers: Sequence[Tier]
 ) -> Staging:
     """``slots`` for tiles of at most ``tile`` elements, as groups are really cut, with room for what streams."""
-    numel = max((_even(group.trainable_numel, tile) for group in load.groups), default=tile)
+    numel = max((_even(load.state_numel(group), tile) for group in load.groups), default=tile)
     state = load.state_itemsize if Tier.NVME in load.optimizer_tiers else 0
     param = load.compute_itemsize if Tier.NVME in param_tiers or load.steps_copy_out else 0
     grad = load.grad_itemsize if Tier.NVME in grad_tiers else 0
@@ -274,7 +314,7 @@ def _grad_window(load: Workload, grad_tiers: Sequence[Tier]) -> int:
     """Two of the largest streamed gradient: one group accumulates while the one before it is written."""
     return 2 * max(
         (
-            round_up(group.trainable_numel * load.grad_itemsize)
+            round_up(load.home_grad_bytes(group))
             for group, tier in zip(load.groups, grad_tiers, strict=True)
             if tier is Tier.NVME
         ),
@@ -287,9 +327,9 @@ def _most_on_nvme(load: Workload, param_tiers: Sequence[Tier], grad_tiers: Seque
     total = 0
     kinds = zip(load.groups, param_tiers, grad_tiers, load.optimizer_tiers, strict=True)
     for group, param, grad, state in kinds:
-        total += group.param_bytes if param is Tier.NVME else 0
-        total += group.trainable_numel * load.grad_itemsize if grad is Tier.NVME else 0
-        total += group.trainable_numel * load.state_itemsize if state is Tier.NVME else 0
+        total += load.home_bytes(group) if param is Tier.NVME else 0
+        total += load.home_grad_bytes(group) if grad is Tier.NVME else 0
+        total += load.state_numel(group) * load.state_itemsize if state is Tier.NVME else 0
     return total
 
 
@@ -299,7 +339,7 @@ def _chain_bytes(load: Workload, index: int, param_tiers: Sequence[Tier]) -> int
     at: int | None = index
     while at is not None:
         group = load.groups[at]
-        chain += round_up(group.param_bytes) if param_tiers[at] not in load.computed_in_place else 0
+        chain += 0 if load.computes_in_place(group, param_tiers[at]) else round_up(group.param_bytes)
         at = group.parent
     return chain
 
@@ -321,7 +361,7 @@ def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> i
     everything = sum(
         round_up(group.param_bytes)
         for group, tier in zip(load.groups, param_tiers, strict=True)
-        if tier not in load.computed_in_place
+        if not load.computes_in_place(group, tier)
     )
     room = fixed.left(Tier.DEVICE) // PAGE * PAGE
     return min(everything, room, least + round_up(load.prefetch_bytes))

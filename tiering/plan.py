@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from tiering.arena import PAGE
+from tiering.arena import PAGE, round_up
 from tiering.config import format_size
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """What the planner knows of a ParamGroup."""
+    """What the planner knows of a ParamGroup: the whole of it, padded so that the ranks' shards are equal."""
 
     name: str
     param_bytes: int  # the flat tensor in the compute dtype
@@ -46,7 +46,10 @@ class GroupSizes:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model cut into groups, and what the configuration asks for. Sizes are bytes unless named elements."""
+    """A model cut into groups, and what the configuration asks for. Sizes are bytes unless named elements.
+
+    With more ranks than one, what a rank keeps of a group depends on the ZeRO stage: the methods that take a group say.
+    """
 
     groups: tuple[GroupSizes, ...]
     micro_batches: int
@@ -67,6 +70,57 @@ class Workload:
     moment_itemsize: int = FP32
     can_split: bool = False
     step_in_backward: bool = False
+    world_size: int = 1
+    stage: int = 3
+    reduce_itemsize: int = 0  # of gradients as ranks send them to each other; 0: grad_itemsize
+
+    def shards_params(self, group: GroupSizes) -> bool:
+        """Whether a rank keeps only its shard of the parameters, and gathers the others' to compute."""
+        return self.world_size > 1 and self.stage == 3 and not group.persistent
+
+    def home_bytes(self, group: GroupSizes) -> int:
+        """Bytes of parameters that a rank keeps."""
+        return group.param_bytes // self.world_size if self.shards_params(group) else group.param_bytes
+
+    def state_numel(self, group: GroupSizes) -> int:
+        """Elements whose optimizer state a rank keeps."""
+        return group.trainable_numel // self.world_size if self.stage >= 1 else group.trainable_numel
+
+    def grad_numel(self, group: GroupSizes) -> int:
+        """Elements whose reduced, accumulated gradients a rank keeps until it steps them."""
+        return self.state_numel(group)
+
+    @property
+    def grads_stay_local(self) -> bool:
+        """Whether whole gradients accumulate on the device until the last backward of a step, which reduces them."""
+        return self.world_size > 1 and self.stage <= 1
+
+    def home_grad_bytes(self, group: GroupSizes) -> int:
+        """Bytes of reduced gradients that a rank keeps beside the local ones, which stage 0 reduces where they are."""
+        replicated = self.world_size > 1 and self.stage == 0
+        return 0 if replicated else self.grad_numel(group) * self.grad_itemsize
+
+    @property
+    def local_grad_bytes(self) -> int:
+        """Device room for whole gradients that accumulate before they are reduced."""
+        trained = sum(group.trainable_numel for group in self.groups)
+        return trained * self.grad_itemsize if self.grads_stay_local else 0
+
+    @property
+    def sent_itemsize(self) -> int:
+        """Bytes per element of gradients as ranks send them to each other."""
+        return self.reduce_itemsize or self.grad_itemsize
+
+    def reduce_buffers(self, group: GroupSizes) -> tuple[int, int]:
+        """Device room to (send, receive) the gradients of ``group`` while they are reduced.
+
+        Those that stay local are sent from where they accumulate, unless in another dtype.
+        """
+        if self.world_size == 1:
+            return 0, 0
+        nbytes = round_up(group.trainable_numel * self.sent_itemsize)
+        in_place = self.grads_stay_local and self.sent_itemsize == self.grad_itemsize
+        return 0 if in_place else nbytes, nbytes
 
     @property
     def master_itemsize(self) -> int:
@@ -103,8 +157,8 @@ class Workload:
 
     def param_traffic(self, group: GroupSizes) -> tuple[int, int]:
         """Bytes (read, written) over NVMe in a step for the parameters of ``group``, if they live there."""
-        updated = group.trainable_numel * self.compute_itemsize
-        fetched = 2 * self.micro_batches * group.uses * group.param_bytes
+        updated = self.state_numel(group) * self.compute_itemsize
+        fetched = 2 * self.micro_batches * group.uses * self.home_bytes(group)
         return fetched + (updated if self.steps_need_params else 0), updated
 
     def grad_traffic(self, group: GroupSizes) -> int:
@@ -112,13 +166,18 @@ class Workload:
 
         What is stepped in backward takes the last micro-batch's gradients from the window in which they accumulate.
         """
-        written = self.micro_batches - (1 if self.step_in_backward and group.uses == 1 else 0)
-        return written * group.trainable_numel * self.grad_itemsize
+        arrivals = 1 if self.grads_stay_local else self.micro_batches
+        written = arrivals - (1 if self.step_in_backward and group.uses == 1 else 0)
+        return written * self.grad_numel(group) * self.grad_itemsize
 
     @property
     def computed_in_place(self) -> frozenset[Tier]:
         """The tiers whose parameters compute can use where they are."""
         return frozenset({Tier.DEVICE, Tier.HOST} if self.device_is_host else {Tier.DEVICE})
+
+    def computes_in_place(self, group: GroupSizes, tier: Tier) -> bool:
+        """Whether ``group`` needs no room beside its home on ``tier`` to compute: a shard alone never suffices."""
+        return tier in self.computed_in_place and not self.shards_params(group)
 
     @cached_property
     def optimizer_tiers(self) -> tuple[Tier, ...]:
@@ -159,7 +218,7 @@ class Budgets:
 
 @dataclass(frozen=True)
 class SubGroup:
-    """A tile of a group's trainable elements, and where its optimizer state lives."""
+    """A tile of a rank's shard of a group's trainable elements, and where its optimizer state lives."""
 
     group: int
     start: int
@@ -187,7 +246,7 @@ class Staging:
 
 @dataclass(frozen=True)
 class Plan:
-    """The placement. Tuples follow the order of ``workload.groups``; bytes are exact and include padding."""
+    """The placement of each rank. Tuples follow ``workload.groups``; bytes are exact and include padding."""
 
     workload: Workload
     budgets: Budgets
@@ -199,6 +258,7 @@ class Plan:
     grad_window_bytes: int  # host room for gradients on their way to and from NVMe
     fetch_window_bytes: int  # host room for parameters read from NVMe that compute cannot use where they land
     offload_window_bytes: int  # host room for gradients that arrive from a device with memory of its own
+    reduce_window_bytes: int = 0  # device room for gradients that are on their way between ranks
     # Bytes that a step moves over NVMe, with each format of the state, within the same budgets.
     moved_by_format: Mapping[str, int] = field(default_factory=dict)
 
@@ -206,11 +266,13 @@ class Plan:
         """Bytes planned on ``tier``, by kind."""
         load, kinds = self.workload, {"parameters": 0, "gradients": 0, "optimizer state": 0}
         for group, param, grad in zip(load.groups, self.param_tiers, self.grad_tiers, strict=True):
-            kinds["parameters"] += group.param_bytes if param is tier else 0
-            kinds["gradients"] += group.trainable_numel * load.grad_itemsize if grad is tier else 0
+            kinds["parameters"] += load.home_bytes(group) if param is tier else 0
+            kinds["gradients"] += load.home_grad_bytes(group) if grad is tier else 0
         for tile in self.sub_groups:
             kinds["optimizer state"] += tile.numel * load.state_itemsize if tile.tier is tier else 0
         if tier is Tier.DEVICE:
+            kinds["local gradients"] = load.local_grad_bytes
+            kinds["gradient reduction"] = self.reduce_window_bytes
             kinds["unsharded groups"] = self.working_bytes
         if tier is Tier.HOST:
             windows = self.grad_window_bytes + self.fetch_window_bytes + self.offload_window_bytes
@@ -228,8 +290,8 @@ class Plan:
         return sum(self.contents(tier).values())
 
     def state_bytes(self) -> int:
-        """Bytes of parameters, gradients and optimizer state on all tiers together."""
-        kinds = ("parameters", "gradients", "optimizer state")
+        """Bytes of parameters, gradients and optimizer state of one rank on all tiers together."""
+        kinds = ("parameters", "gradients", "local gradients", "optimizer state")
         return sum(self.contents(tier).get(kind, 0) for tier in Tier for kind in kinds)
 
     def nvme_traffic(self) -> tuple[int, int]:
@@ -245,6 +307,26 @@ class Plan:
         state = sum(t.numel for t in self.sub_groups if t.tier is Tier.NVME) * load.state_itemsize
         return read + state, written + state
 
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes that a rank sends to others in a steady step, by kind: ZeRO's volumes, with padding.
+
+        A rank sends (world_size - 1) / world_size of what is gathered or reduced, whatever the route.
+        """
+        load, kinds = self.workload, {"parameters": 0, "gradients": 0, "updated parameters": 0}
+        others = load.world_size - 1
+        reductions = 1 if load.grads_stay_local else load.micro_batches
+        for group in load.groups:
+            shard = group.trainable_numel // load.world_size
+            kinds["gradients"] += others * shard * load.sent_itemsize * reductions
+            if load.shards_params(group):
+                unshards = 2 * load.micro_batches * group.uses
+                kinds["parameters"] += others * load.home_bytes(group) * unshards
+            elif load.stage == 0:
+                kinds["gradients"] += others * shard * load.grad_itemsize  # every rank steps all of them
+            else:
+                kinds["updated parameters"] += others * shard * load.compute_itemsize
+        return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
+
     def __str__(self) -> str:
         """The table as plain text."""
         from rich.console import Console
@@ -256,7 +338,7 @@ class Plan:
 
     def _formats(self) -> str:
         """What a step would move over NVMe with the state in each format, per parameter."""
-        trained = sum(group.trainable_numel for group in self.workload.groups)
+        trained = sum(self.workload.state_numel(group) for group in self.workload.groups)
         if len(self.moved_by_format) < 2 or not trained:
             return ""
         now = self.workload.state_format
@@ -273,7 +355,9 @@ class Plan:
 
         read, written = self.nvme_traffic()
         moved = f"read {format_size(read)}\nwrite {format_size(written)}" if read or written else "-"
-        table = Table(title="Placement plan", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+        ranks = self.workload.world_size
+        each = f", each of {ranks} ranks (stage {self.workload.stage})" if ranks > 1 else ""
+        table = Table(title=f"Placement plan{each}", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
         table.pad_edge, table.collapse_padding = False, True  # 80 columns hold any plan
         table.caption, table.caption_justify = self._formats(), "left"
         for heading in ("tier", "budget", "planned", "what lives there", "per step"):
@@ -288,6 +372,8 @@ class Plan:
                 what or "-",
                 moved if tier is Tier.NVME else "-",
             )
+        if ranks > 1:
+            table.add_row("network", "-", "-", "-", f"send {format_size(sum(self.sent_bytes().values()))}")
         return table
 
 

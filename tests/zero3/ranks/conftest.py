@@ -1,0 +1,45 @@
+"""Fixtures of tests with several ranks; what runs on them is in training.py, what they are in pool.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from .pool import Pool, Pools
+
+
+@pytest.fixture(scope="session")
+def _pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
+    pools = Pools(tmp_path_factory.mktemp("ranks"))
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def ranks(_pools: Pools) -> Callable[[int], Pool]:
+    """``ranks(2)`` are two processes that other tests use, too: every task has to return on every rank."""
+    return _pools.of
+
+
+@pytest.fixture
+def doomed(_pools: Pools) -> Iterator[Callable[..., Pool]]:
+    """``doomed(2)`` are two processes for a test that will not leave them as they were."""
+    pools: list[Pool] = []
+
+    def fresh(world_size: int, **environment: str) -> Pool:
+        pools.append(_pools.fresh(world_size, environment))
+        return pools[-1]
+
+    yield fresh
+    for pool in pools:
+        pool.broken = True  # they may be anything now: no farewell
+        pool.close()
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Path:
+    path = tmp_path / "nvme"
+    path.mkdir()
+    return path

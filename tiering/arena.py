@@ -24,6 +24,7 @@ from typing import Protocol
 from tiering.aio import lock_memory
 from tiering.errors import ArenaError
 from tiering.ranges import FreeRanges
+from tiering.topology import prefer_node
 
 PAGE = 4096
 MADV_POPULATE_WRITE = 23  # linux/mman.h; Python has no name for it
@@ -109,10 +110,18 @@ class Arena:
         self.peak = 0
 
     @classmethod
-    def map(cls, nbytes: int, name: str, pin: Callable[[int, int], None] | None = None) -> Arena:
+    def map(
+        cls,
+        nbytes: int,
+        name: str,
+        pin: Callable[[int, int], None] | None = None,
+        *,
+        numa_node: int | None = None,
+    ) -> Arena:
         """A new page-aligned mapping of ``nbytes`` (rounded up to pages), touched, and not inherited by forks.
 
-        ``pin`` registers (address, nbytes) with the device driver; undoing that is the caller's.
+        ``pin`` registers (address, nbytes) with the device driver; undoing that is the caller's. Pages come from
+        ``numa_node`` while it has room.
         """
         mapping = mmap.mmap(-1, round_up(max(nbytes, 1)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_DONTFORK)
@@ -121,13 +130,15 @@ class Arena:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             except OSError:
                 log.debug("%s arena: no transparent huge pages in this kernel", name)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        if numa_node is not None:
+            prefer_node(address, len(mapping), numa_node)
         memory = memoryview(mapping)[: round_up(nbytes)]
         # Fault every page in now, so that the first step does not: a GiB in 0.05 s, where touching takes half a second.
         try:
             mapping.madvise(MADV_POPULATE_WRITE)
         except OSError:  # a kernel before 5.14
             memory[::PAGE] = bytes(len(memory) // PAGE)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         if pin is not None and nbytes:
             pin(address, len(memory))
         elif nbytes and not lock_memory(address, len(memory)):

@@ -31,7 +31,9 @@ from .scheduler_config import Schedule, SchedulerConfig
 __all__ = [
     "ALIGNMENT",
     "Batch",
+    "DistributedConfig",
     "IoConfig",
+    "LeafModulesConfig",
     "LossScaleConfig",
     "OffloadConfig",
     "OffloadOptimizerConfig",
@@ -72,20 +74,19 @@ def _named_once(paths: tuple[Path, ...]) -> tuple[Path, ...]:
     return paths
 
 
-def _one_process(world_size: int) -> int:
-    if world_size > 1:
-        raise ValueError(f"world size {world_size} is not supported in this version; run one process")
-    return world_size
+def _names(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
 
 
 Budget = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
 
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole_number)]
-OneProcess = Annotated[Literal[1], BeforeValidator(_one_process), BeforeValidator(whole_number)]
 Directories = Annotated[tuple[Path, ...], BeforeValidator(_paths), AfterValidator(_named_once)]
 Precision = Literal["bf16", "fp16", "fp32"]
 StateFormat = Literal["fp32", "split", "bf16", "split+bf16"]
 GradDtype = Literal["auto", "fp32", "bf16", "fp16"]
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_names)]
+Seconds = Annotated[Number, Field(gt=0)]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
@@ -115,6 +116,14 @@ class OffloadOptimizerConfig(OffloadConfig):
     )
 
 
+class LeafModulesConfig(Section):
+    """Modules whose parameters move together, whatever is called inside: experts that are routed per rank, say."""
+
+    classes: Names = Field(default=(), description="Class names, with or without their Python module.")
+    names: Names = Field(default=(), description="Names of modules in the model.")
+    name_suffixes: Names = Field(default=(), description="Ends of names of modules in the model.")
+
+
 class ZeroConfig(Section):
     """Partitioning and movement of parameters, gradients and optimizer state."""
 
@@ -134,6 +143,9 @@ class ZeroConfig(Section):
     )
     persistence_threshold: Elements = Field(
         default=10**5, description="Parameters with fewer elements stay on the device."
+    )
+    leaf_module: LeafModulesConfig = Field(
+        default=LeafModulesConfig(), description="Modules whose parameters move together."
     )
 
     @model_validator(mode="after")
@@ -205,6 +217,17 @@ class TelemetryConfig(Section):
     )
 
 
+class DistributedConfig(Section):
+    """When to give up on other ranks."""
+
+    timeout: Seconds = Field(
+        default=600.0, description="Longest wait in seconds for ranks that live but do not come along."
+    )
+    silence: Seconds = Field(
+        default=30.0, description="Seconds without a sign of life after which a rank counts as lost."
+    )
+
+
 class TiersConfig(Section):
     """Budgets and policies of the tiers: the ``tiering`` block of a configuration file."""
 
@@ -223,6 +246,10 @@ class TiersConfig(Section):
         default="auto",
         description="Gradient accumulation; auto: compute dtype for one micro-batch, else fp32.",
     )
+    reduce_dtype: GradDtype = Field(
+        default="auto",
+        description="Gradients between ranks; auto: as they are when sent, in stages 2 and 3 the compute dtype.",
+    )
     step_in_backward: StrictBool = Field(
         default=False, description="Step groups while backward still runs, with the rate as it starts."
     )
@@ -230,6 +257,9 @@ class TiersConfig(Section):
         default=False, description="Checksum what is swapped; costs host memory, 1/1024 of what is on NVMe."
     )
     io: IoConfig = Field(default=IoConfig(), description="How bytes travel between memory and NVMe.")
+    distributed: DistributedConfig = Field(
+        default=DistributedConfig(), description="When to give up on other ranks."
+    )
     telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="What the run publishes.")
     run_name: RunName | None = Field(
         default=None, description="Name in telemetry: letters, digits, '.', '_' and '-', at most 64."
@@ -242,7 +272,7 @@ class TieringConfig(Section):
     train_batch_size: Count = Field(description="Samples per optimizer step over all ranks.")
     micro_batch_size: Count = Field(description="Samples per forward pass and rank.")
     gradient_accumulation_steps: Count = Field(default=1, description="Forward and backward passes per step.")
-    world_size: OneProcess = Field(default=1, description="Ranks that train together.")
+    world_size: Count = Field(default=1, description="Ranks that train together.")
     precision: Precision = Field(default="fp32", description="Compute dtype of parameters and activations.")
     autocast: Literal["bf16", "fp16"] | None = Field(
         default=None, description="Run forward under torch.autocast with this dtype; null does not."
@@ -294,6 +324,12 @@ class TieringConfig(Section):
                 f" master; set bf16.enabled to true, or state to {whole!r}"
             )
             yield "state", reason
+        if self.tiering.step_in_backward and self.world_size > 1:
+            reason = (
+                f"true with {self.world_size} ranks is not supported in this version; set step_in_backward to false, or"
+                " run one process"
+            )
+            yield "step_in_backward", reason
         if self.tiering.step_in_backward and self.gradient_clipping:
             reason = (
                 f"true with gradient_clipping {self.gradient_clipping:g}: the norm that clips is known when backward"

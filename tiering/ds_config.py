@@ -144,6 +144,7 @@ class _Reading:
         self._settle_scheduler()
         self._settle_precision()
         self._settle_overflow_checks()
+        self._settle_average()
         # A stand-in for a batch that is wrong lets the schema look at the rest; the entry is refused by then.
         batch = self._batch() or Batch(self.world_size, 1, 1)
         tree: dict[str, Any] = {"world_size": self.world_size}
@@ -266,6 +267,14 @@ class _Reading:
                     f"{self.entries[key].value!r} with tiering.step_in_backward, which updates parameters before all"
                     " gradients are known; set check_grad_overflow to false, or step_in_backward to false",
                 )
+
+    def _settle_average(self) -> None:
+        """In one process the sum of gradients is their average."""
+        key = "gradient_allreduce_op"
+        given = self.entries[key].value if key in self.entries else None
+        if self.world_size > 1 and given is not None and str(given).lower() != "mean":
+            remedy = f'set it to "mean"; a loss times {self.world_size} has the sum for its gradient'
+            self._refuse(key, f"{given!r} is not supported in this version; {remedy}")
 
     def _value(self, field: str) -> object:
         return self.values[field][1] if field in self.values else None

@@ -108,7 +108,11 @@ _DTYPES = {
     "fp16": ("fp16", "float16", "half"),
 }
 _BATCH = "what the other two make it"
-_COLLECTIVES = _ignored("one process has no collectives to tune")
+_COLLECTIVES = _ignored("ranks exchange shards, in one collective for each group, always")
+_AVERAGE = _ignored(
+    "gradients of all ranks are summed in fp32 and averaged once: there is no overflow to avoid"
+)
+_SEQUENCES = _ignored("there is no sequence parallelism")
 _BUDGETS = _ignored("tiering.device_budget and tiering.host_budget decide this")
 _STREAMS = _ignored("tensors stream through one arena; there are no fixed buffers to size")
 _PINNED = _ignored("host memory is one pinned arena, always")
@@ -164,16 +168,22 @@ _ZERO: Tree = {
     },
     "sub_group_size": _same("zero.sub_group_size"),
     **{f"{prefix}{name}": key for prefix in ("stage3_", "") for name, key in _STAGE3.items()},
-    **_each("contiguous_gradients reduce_scatter reduce_bucket_size overlap_comm", _COLLECTIVES),
-    **_each("allgather_partitions allgather_bucket_size round_robin_gradients", _COLLECTIVES),
-    **_each("use_multi_rank_bucket_allreduce mics_hierarchical_params_gather", _COLLECTIVES),
+    **_each("reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce", _COLLECTIVES),
+    **_each("reduce_bucket_size allgather_bucket_size", _COLLECTIVES),
+    "overlap_comm": _ignored("collectives always run beside compute"),
+    "contiguous_gradients": _ignored("gradients are sent from one buffer for each group, always"),
+    "round_robin_gradients": _ignored("every rank takes an equal shard of each group, always"),
+    "leaf_module": {
+        name: _same(f"zero.leaf_module.{name}") for name in ("classes", "names", "name_suffixes")
+    },
     **_each("ignore_unused_parameters memory_efficient_linear override_module_apply", _NO_MATTER),
-    **_each("log_trace_cache_warnings enable_sanity_checks leaf_module legacy_stage1", _NO_MATTER),
+    **_each("log_trace_cache_warnings enable_sanity_checks legacy_stage1", _NO_MATTER),
     **_each("pipeline_loading_checkpoint save_muon_momentum_buffer_in_memory", _NO_MATTER),
     **_each("zero_quantized_weights zero_quantized_nontrainable_weights", _NOT_YET),
     **_each("zero_quantized_gradients zeropp_loco_param zenflow elastic_checkpoint", _NOT_YET),
     "zero_hpz_partition_size": _refused("remove it", 0, 1),
     "mics_shard_size": _refused("remove it", -1, 0),
+    "mics_hierarchical_params_gather": _ignored("belongs to mics_shard_size"),
     "compute_grad_norm": _ignored("the norm is always computed"),
     "parameter_alignment": _ignored("parameters are aligned, always"),
     "load_from_fp32_weights": _ignored("the master starts from the original values, always"),
@@ -249,7 +259,9 @@ _FILE: Tree = {
     "torch_autocast": {
         "enabled": Key(Verdict.HONOURED, off=(False,)),
         "dtype": _mapped("autocast", read=_dtype_among("bf16", "fp16")),
-        "lower_precision_safe_modules": _COLLECTIVES,
+        "lower_precision_safe_modules": _ignored(
+            "tiering.reduce_dtype is that of all gradients between ranks"
+        ),
     },
     "aio": {
         "block_size": _same("tiering.io.block_size"),
@@ -267,20 +279,24 @@ _FILE: Tree = {
     "activation_checkpointing": _ignored("use torch.utils.checkpoint in the model"),
     **_each("checkpoint datastates_ckpt", _ignored("options of DeepSpeed's checkpoint files")),
     "dataloader_drop_last": _refused("pass a DataLoader of your own with drop_last", False),
-    "gradient_predivide_factor": _refused("remove it", 1),
     "dump_state": _ignored("see 'tiering check'"),
     "vocabulary_size": _NO_MATTER,
     **_each("wall_clock_breakdown memory_breakdown comms_logger flops_profiler timers", _TELEMETRY),
     **_each("monitor_config tensorboard wandb csv_monitor comet", _TELEMETRY),
-    **_each("communication_data_type seq_parallel_comm_data_type disable_allgather", _COLLECTIVES),
-    **_each("seq_parallel_communication_data_type prescale_gradients", _COLLECTIVES),
+    "communication_data_type": _mapped(
+        "tiering.reduce_dtype", read=_dtype_among("fp32", "bf16", "fp16"), off=(None,)
+    ),
+    **_each("seq_parallel_comm_data_type seq_parallel_communication_data_type", _SEQUENCES),
+    **_each("prescale_gradients gradient_predivide_factor", _AVERAGE),
+    "disable_allgather": _COLLECTIVES,
     **_each("use_data_before_expert_parallelism nebula", _NO_MATTER),
     **_each("amp elasticity autotuning compression_training", _NOT_YET),
     **_each("curriculum_learning data_efficiency eigenvalue progressive_layer_drop", _NOT_YET),
     **_each("hybrid_engine sparse_attention sparse_gradients graph_harvesting compile", _NOT_YET),
-    **_each("tensor_parallel sequence_parallel_size pipeline expert_parallel", _NOT_YET),
+    **_each("tensor_parallel pipeline expert_parallel", _NOT_YET),
+    "sequence_parallel_size": _refused("remove it", False, 0, 1),
     **_each("quantize_training weight_quantization", _NOT_YET),
-    "gradient_allreduce_op": _COLLECTIVES,
+    "gradient_allreduce_op": _ignored("gradients are averaged over ranks"),
     "managed_gradient_accumulation": _refused("use gradient_accumulation_steps", True),
     **_each("disable_python_gc log_level", _NO_MATTER),
 }

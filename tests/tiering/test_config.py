@@ -212,7 +212,15 @@ def test_every_field_is_described() -> None:
     ("section", "values"),
     [
         (OptimizerConfig, {"type": "Lamb"}),
-        (TieringConfig, {"train_batch_size": 2, "micro_batch_size": 1, "world_size": 2}),
+        (
+            TieringConfig,
+            {
+                "train_batch_size": 2,
+                "micro_batch_size": 1,
+                "world_size": 2,
+                "tiering": {"step_in_backward": True},
+            },
+        ),
     ],
 )
 def test_what_is_planned_is_refused_by_name(section: type[BaseModel], values: dict[str, object]) -> None:

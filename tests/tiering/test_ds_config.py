@@ -278,10 +278,84 @@ def test_features_that_are_off_change_nothing(path: str, value: object) -> None:
     assert {entry.verdict for entry in report.entries if entry.key.startswith(path)} == {Verdict.IGNORED}
 
 
-def test_more_than_one_process_is_refused() -> None:
-    assert "world size 2 is not supported in this version" in refusal(
-        changed("train_batch_size", 2), world_size=2
+def test_ranks_share_a_batch() -> None:
+    config, _ = load(changed("train_batch_size", 8), world_size=4)
+    assert (config.world_size, config.train_batch_size, config.gradient_accumulation_steps) == (4, 8, 2)
+    message = refusal(changed("train_batch_size", 6), world_size=4)
+    assert (
+        "train_batch_size: train_batch_size 6, train_micro_batch_size_per_gpu 1 with world size 4" in message
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    [
+        ("zero_optimization.reduce_scatter", False, "exchange shards"),
+        ("zero_optimization.allgather_bucket_size", 5e8, "one collective for each group"),
+        ("zero_optimization.overlap_comm", False, "always run beside compute"),
+        ("zero_optimization.contiguous_gradients", False, "one buffer for each group"),
+        ("zero_optimization.round_robin_gradients", True, "an equal shard of each group"),
+        ("prescale_gradients", True, "summed in fp32 and averaged once"),
+        ("gradient_predivide_factor", 4, "summed in fp32 and averaged once"),
+        ("gradient_allreduce_op", "Mean", "averaged over ranks"),
+        ("sequence_parallel_size", 1, "there is nothing to do"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_tunes_collectives_is_ignored_with_a_reason(
+    path: str, value: object, why: str, world_size: int
+) -> None:
+    base = changed("train_batch_size", world_size)
+    config, report = load(changed(path, value, base), world_size=world_size)
+    found = entry(report, path)
+    assert (found.verdict, why in found.note) == (Verdict.IGNORED, True)
+    assert config == load(base, world_size=world_size)[0]
+
+
+def test_a_sum_of_gradients_is_their_average_in_one_process_only() -> None:
+    given = changed("gradient_allreduce_op", "sum", changed("train_batch_size", 3))
+    assert load(given)[0] == load(changed("train_batch_size", 3))[0]
+    message = refusal(given, world_size=3)
+    assert "gradient_allreduce_op: 'sum' is not supported in this version" in message
+    assert "a loss times 3" in message
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), (None, "auto")]
+)
+def test_gradients_between_ranks_have_a_dtype(given: str | None, read: str) -> None:
+    config, _ = load(changed("communication_data_type", given))
+    assert config.tiering.reduce_dtype == read
+    assert load(changed("tiering.reduce_dtype", read))[0] == config
+    assert "one of fp32, bf16, fp16 is needed, not 'int8'" in refusal(
+        changed("communication_data_type", "int8")
+    )
+
+
+def test_ranks_wait_for_each_other_as_long_as_configured() -> None:
+    waits = load(MINIMAL)[0].tiering.distributed
+    assert (waits.timeout, waits.silence) == (600, 30)
+    config, _ = load(changed("tiering.distributed", {"timeout": 90, "silence": 2.5}))
+    assert (config.tiering.distributed.timeout, config.tiering.distributed.silence) == (90, 2.5)
+    for value in (0, -1, "10s"):
+        assert "tiering.distributed.silence: " in refusal(changed("tiering.distributed.silence", value))
+
+
+def test_steps_in_backward_are_for_one_process() -> None:
+    given = changed("tiering.step_in_backward", True, changed("train_batch_size", 2))
+    assert load(given)[0].tiering.step_in_backward
+    message = refusal(given, world_size=2)
+    assert "tiering.step_in_backward: true with 2 ranks is not supported in this version" in message
+    assert "set step_in_backward to false, or run one process" in message
+
+
+def test_leaf_modules_are_honoured() -> None:
+    given = {"classes": "Experts", "name_suffixes": ["mlp", "moe"]}
+    config, report = load(changed("zero_optimization.leaf_module", given))
+    leaf = config.zero.leaf_module
+    assert (leaf.classes, leaf.names, leaf.name_suffixes) == (("Experts",), (), ("mlp", "moe"))
+    assert entry(report, "zero_optimization.leaf_module.classes").verdict is Verdict.HONOURED
+    assert "leaf_module.names: " in refusal(changed("zero_optimization.leaf_module", {"names": [""]}))
 
 
 @pytest.mark.parametrize("section", [None, {}, {"stage": 0}])

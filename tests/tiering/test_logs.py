@@ -1,0 +1,107 @@
+"""Log records of several ranks: marked, said once where all say the same, and the program's own to configure."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from tiering import logs
+from tiering.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    factory = logging.getLogRecordFactory()
+    loggers = [logging.getLogger(name) for name in logs.LOGGERS]
+    before = [(logger.level, list(logger.handlers)) for logger in loggers]
+    yield
+    logging.setLogRecordFactory(factory)
+    for logger, (level, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers = handlers
+
+
+def test_our_records_name_their_rank_and_others_do_not(caplog: pytest.LogCaptureFixture) -> None:
+    logs.set_rank(3, 4)
+    logging.getLogger("zero3.engine").warning("skipped %d of %s", 2, "100 %")
+    logging.getLogger("tiering").warning("100 % alone")
+    logging.getLogger("tieringx").warning("mine")
+    assert caplog.messages == ["[rank 3] skipped 2 of 100 %", "[rank 3] 100 % alone", "mine"]
+    assert [getattr(record, "rank", None) for record in caplog.records] == [3, 3, None]
+
+
+def test_one_rank_alone_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    logs.set_rank(1, 2)
+    logs.set_rank(0, 1)  # a second engine in the same process, this time alone
+    logging.getLogger("optim_cpu").warning("said")
+    assert caplog.messages == ["said"]
+    assert caplog.records[0].rank == 0  # type: ignore[attr-defined]
+
+
+def test_marks_do_not_pile_up(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        logs.set_rank(1, 2)
+    logging.getLogger("tiering").warning("said")
+    assert caplog.messages == ["[rank 1] said"]
+
+
+def test_the_programs_record_factory_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    class Mine(logging.LogRecord):
+        pass
+
+    logging.setLogRecordFactory(Mine)
+    logs.set_rank(1, 2)
+    logging.getLogger("tiering").warning("said")
+    assert isinstance(caplog.records[0], Mine)
+
+
+@pytest.mark.parametrize(("rank", "level"), [(0, logging.INFO), (1, logging.DEBUG)])
+def test_what_all_would_say_rank_0_says(caplog: pytest.LogCaptureFixture, rank: int, level: int) -> None:
+    caplog.set_level(logging.DEBUG, "tiering")
+    assert logs.once(logging.INFO) == logging.INFO  # nobody has said that there are several
+    logs.set_rank(rank, 2)
+    logging.getLogger("tiering.plan").log(logs.once(logging.INFO), "the plan")
+    (record,) = caplog.records
+    assert (record.levelno, record.funcName) == (level, "test_what_all_would_say_rank_0_says")
+
+
+def test_the_variable_sets_the_level_of_ours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
+    for _ in range(2):
+        logs.follow({"TIERING_LOG": "Info"})
+    logging.getLogger("tiering.swap_space").info("swap space")
+    logging.getLogger("tiering.swap_space").debug("too much")
+    logging.getLogger("another").info("silent")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" INFO ")[2] for line in lines] == ["tiering.swap_space: swap space"]
+
+
+def test_handlers_of_the_program_come_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs.follow({"TIERING_LOG": "debug"})
+    text = io.StringIO()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(text)])
+    logging.getLogger("zero3.trace").debug("said")
+    assert (text.getvalue(), capsys.readouterr().err) == ("said\n", "")
+
+
+def test_without_the_variable_nothing_changes() -> None:
+    before = [
+        (logging.getLogger(name).level, list(logging.getLogger(name).handlers)) for name in logs.LOGGERS
+    ]
+    logs.follow({})
+    logs.follow({"TIERING_LOG": ""})
+    assert before == [
+        (logging.getLogger(name).level, list(logging.getLogger(name).handlers)) for name in logs.LOGGERS
+    ]
+
+
+def test_an_unknown_level_is_refused() -> None:
+    with pytest.raises(ConfigError, match="TIERING_LOG is 'loud'; use one of debug, info, warning, error"):
+        logs.follow({"TIERING_LOG": "loud"})

@@ -35,7 +35,7 @@ def host_memory() -> tuple[int, int]:
 def resolve_budgets(
     config: TiersConfig, *, device_memory: int | None, nvme_paths: Iterable[Path] = (), ranks_on_node: int = 1
 ) -> Budgets:
-    """Bytes for one rank, ``"auto"`` replaced by what the machine has.
+    """Bytes for one rank, ``"auto"`` replaced by what the machine has; the ranks of a node share it evenly.
 
     ``device_memory`` is what a GPU has free, None when the CPU is the device: device and host then share memory, and
     what is left of it is halved between those that are ``"auto"``. Half of a GPU is left to activations. Directories in
@@ -58,6 +58,16 @@ def resolve_budgets(
         usable = [check_directory(path, allow_memory_file_system=allowed) for path in nvme_paths]
         nvme = int(sum(free_by_file_system(usable).values()) * NVME_SHARE)
     return Budgets(int(device) // ranks_on_node, int(host) // ranks_on_node, int(nvme) // ranks_on_node)
+
+
+def least_of(ranks: Iterable[Budgets]) -> Budgets:
+    """Budgets that every rank can keep to, so that all have one plan, from what each rank has resolved.
+
+    Ranks must tell each other before the first of them allocates. Then none has counted another's tiers as in use, and
+    the last to look has seen the models of all: what it found to be spare is the least, and its share is right for all.
+    """
+    device, host, nvme = zip(*((each.device, each.host, each.nvme) for each in ranks), strict=True)
+    return Budgets(min(device), min(host), min(nvme))
 
 
 def _cgroups() -> list[tuple[Path, tuple[str, str, str]]]:

@@ -5,6 +5,9 @@ the blocks. Outside the blocks, a module whose own parameters exceed the average
 is a group of its own. What is left joins its nearest ancestor's group, in the end the root's. Parameters below the
 persistence threshold form one group that never leaves the device.
 
+A leaf module is one group with everything inside, and nothing inside of it is looked at: which of its modules are
+called, and in which order, may then differ from rank to rank.
+
 A tied parameter belongs to the first group that meets it, and every module that uses it becomes an *entry* of that
 group: calling the module unshards the group. If its users sit in groups side by side (two blocks), it belongs to the
 group around them instead: a block that opened another block's group would need room for both, and backward could not
@@ -13,10 +16,16 @@ tell from the order of calls when either is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
+
+from tiering.config import LeafModulesConfig
+from tiering.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 ROOT = "root"
 PERSISTENT = "persistent"
@@ -34,7 +43,9 @@ class GroupMembers:
     persistent: bool = False
 
 
-def form_groups(model: nn.Module, persistence_threshold: int) -> list[GroupMembers]:
+def form_groups(
+    model: nn.Module, persistence_threshold: int, leaves: Collection[nn.Module] = ()
+) -> list[GroupMembers]:
     """Cut ``model`` into groups, in the order of its modules; every parameter is in exactly one.
 
     ``persistence_threshold`` counts elements: smaller parameters go to the persistent group, whatever their module.
@@ -44,11 +55,14 @@ def form_groups(model: nn.Module, persistence_threshold: int) -> list[GroupMembe
     # A module that is registered twice goes by its first name.
     blocks = {name for container in _repeated_containers(model) for name in container if name in modules}
     mean_block = _mean_block_size(modules, blocks)
+    found = {name for name, module in modules.items() if module in leaves}
+    blocks |= found
     anchors = set(blocks) | {""}
     for name, module in modules.items():
         own = sum(p.numel() for p in _own(module) if users[p][0] == name)
         if name and not _inside(name, blocks) and mean_block and own > mean_block:
             anchors.add(name)
+    anchors = {name for name in anchors if not any(around in found for around in _around(name))}
 
     groups: dict[tuple[str, bool], GroupMembers] = {}
     owner: dict[nn.Parameter, GroupMembers] = {}
@@ -72,6 +86,28 @@ def form_groups(model: nn.Module, persistence_threshold: int) -> list[GroupMembe
     formed = list(groups.values())
     _link_parents(formed, modules)
     return formed
+
+
+def leaf_modules(model: nn.Module, wanted: LeafModulesConfig) -> set[nn.Module]:
+    """The modules of ``model`` that ``wanted`` names, as DeepSpeed's leaf_module does."""
+    found: set[nn.Module] = set()
+    unmatched = {*wanted.classes, *wanted.names, *wanted.name_suffixes}
+    for name, module in model.named_modules(remove_duplicate=False):
+        kind = type(module)
+        titles = {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+        matched = titles.intersection(wanted.classes) | {name}.intersection(wanted.names)
+        matched |= {suffix for suffix in wanted.name_suffixes if name.endswith(suffix)}
+        if matched and isinstance(module, NEVER_CALLED):
+            raise ConfigError(
+                f"leaf_module names {name!r}, but a {kind.__name__} is never called, so nothing would bring its"
+                " parameters; name the module around it"
+            )
+        if matched:
+            found.add(module)
+            unmatched -= matched
+    if unmatched:
+        log.warning("leaf_module: no module of the model matches %s", ", ".join(sorted(unmatched)))
+    return found
 
 
 def _repeated_containers(model: nn.Module) -> Iterator[list[str]]:
@@ -138,6 +174,11 @@ def _ancestors(name: str) -> Iterator[str]:
         yield name
         name = name.rpartition(".")[0]
     yield ""
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules around ``name``, innermost first."""
+    return (ancestor for ancestor in _ancestors(name) if ancestor != name)
 
 
 def _inside(name: str, anchors: set[str]) -> bool:

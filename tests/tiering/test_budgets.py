@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 
 from tiering import budgets, swap_file
-from tiering.budgets import host_memory, resolve_budgets
+from tiering.budgets import host_memory, least_of, resolve_budgets
 from tiering.config import TiersConfig
 from tiering.errors import SwapSpaceError
 from tiering.plan import Budgets
@@ -146,6 +147,29 @@ def test_ranks_share_a_node(spare: int, ranks: int) -> None:
     config = TiersConfig(nvme_budget="7GiB")
     resolved = resolve_budgets(config, device_memory=None, nvme_paths=(), ranks_on_node=ranks)
     assert resolved == Budgets(25 * GIB // ranks, 25 * GIB // ranks, 7 * GIB // ranks)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_ranks_that_start_at_once_agree_on_what_fits_all(
+    monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...]
+) -> None:
+    """Each loads a model of 5 GiB, looks, tells the others, and only then allocates: in any order it fits."""
+    in_use, resolved = 10 * GIB, {}
+    monkeypatch.setattr(budgets, "host_memory", lambda: (100 * GIB, in_use))
+    for rank in order:
+        in_use += 5 * GIB
+        resolved[rank] = resolve_budgets(TiersConfig(), device_memory=None, ranks_on_node=3)
+    agreed = least_of(resolved.values())
+    spare = 80 * GIB - in_use
+    assert agreed == Budgets(spare // 2 // 3, spare // 2 // 3, 0) == resolved[order[-1]]
+    assert in_use + 3 * (agreed.device + agreed.host) <= 80 * GIB
+    assert resolved[order[0]].host > agreed.host
+
+
+def test_the_least_counts_for_each_budget_on_its_own() -> None:
+    """Nodes differ: one has less memory, the other fewer bytes on its disk."""
+    assert least_of([Budgets(4, 7, 9), Budgets(5, 6, 8), Budgets(6, 8, 7)]) == Budgets(4, 6, 7)
+    assert least_of(iter([Budgets(1, 2, 3)])) == Budgets(1, 2, 3)
 
 
 def test_with_no_memory_to_spare_it_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
+
 import pytest
 import torch
 from torch import nn
 
-from zero3.groups import GroupMembers, form_groups
+from tiering.config import LeafModulesConfig
+from tiering.errors import ConfigError
+from zero3.groups import GroupMembers, form_groups, leaf_modules
 
 
 class Block(nn.Module):
@@ -30,9 +35,11 @@ def blocks(count: int = 3) -> nn.ModuleList:
     return nn.ModuleList(Block() for _ in range(count))
 
 
-def formed(model: nn.Module, threshold: int = 0) -> dict[str, GroupMembers]:
+def formed(
+    model: nn.Module, threshold: int = 0, leaves: Collection[nn.Module] = ()
+) -> dict[str, GroupMembers]:
     """The groups by name, after checking what holds for every model."""
-    groups = form_groups(model, threshold)
+    groups = form_groups(model, threshold, leaves)
     params = list(model.named_parameters())
     members = [member for group in groups for member in group.params]
     assert sorted(index for index, _, _ in members) == list(range(len(params)))
@@ -273,3 +280,81 @@ def test_a_module_shared_by_blocks_belongs_to_the_group_around_them() -> None:
     assert groups["root"].entries == [model]
     for block in ("0", "1", "2"):
         assert [name for _, name, _ in groups[block].params] == [f"{block}.own.weight", f"{block}.own.bias"]
+
+
+class Experts(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+
+def routed(count: int = 2) -> Model:
+    """Blocks of a linear layer and routed experts, between an embedding and a head of their own size."""
+    layers = nn.ModuleList(Model(mix=nn.Linear(8, 8), moe=Experts()) for _ in range(count))
+    return Model(embed=nn.Embedding(64, 8), layers=layers, head=nn.Linear(8, 64))
+
+
+def numel(group: GroupMembers) -> int:
+    return sum(param.numel() for _, _, param in group.params)
+
+
+def test_a_leaf_module_is_one_group_with_everything_inside() -> None:
+    model = routed()
+    leaves = leaf_modules(model, LeafModulesConfig(classes=["Experts"]))
+    groups = formed(model, 0, leaves)
+    assert set(groups) == {"embed", "head", "layers.0", "layers.0.moe", "layers.1", "layers.1.moe"}
+    for block in ("layers.0", "layers.1"):
+        inside = groups[f"{block}.moe"]
+        assert numel(inside) == (8 * 4 + 4) + 4 * (8 * 8 + 8)
+        assert inside.entries == [model.get_submodule(f"{block}.moe")]
+        assert list(groups).index(block) == inside.parent
+        assert [name for _, name, _ in groups[block].params] == [f"{block}.mix.weight", f"{block}.mix.bias"]
+    assert set(formed(model)) == {"embed", "head", "layers.0", "layers.1"}
+
+
+def test_experts_that_repeat_on_their_own_are_blocks_unless_a_leaf_holds_them() -> None:
+    model = Model(moe=Experts(), out=nn.Linear(8, 2))
+    assert set(formed(model)) == {"root", *(f"moe.experts.{i}" for i in range(4))}
+    assert set(formed(model, 0, [model.moe])) == {"root", "moe"}
+    # whole blocks, and what they are made of
+    everything = formed(routed(), 0, [])
+    whole = routed()
+    assert set(formed(whole, 0, [whole.layers[0], whole.layers[0].moe])) == set(everything)
+    assert set(formed(whole, 0, [whole])) == {"root"}
+
+
+def test_small_parameters_of_a_leaf_persist_as_others_do() -> None:
+    model = routed()
+    groups = formed(model, 9, leaf_modules(model, LeafModulesConfig(name_suffixes="moe")))
+    assert numel(groups["persistent"]) == 2 * (8 + 4 + 4 * 8)
+    assert numel(groups["layers.1.moe"]) == 8 * 4 + 4 * 8 * 8
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ({"classes": ["Experts"]}, {"layers.0.moe", "layers.1.moe"}),
+        ({"classes": [f"{Experts.__module__}.Experts"]}, {"layers.0.moe", "layers.1.moe"}),
+        ({"names": ["layers.1", "head"]}, {"layers.1", "head"}),
+        ({"name_suffixes": [".moe", "mbed"]}, {"layers.0.moe", "layers.1.moe", "embed"}),
+        ({"classes": "Embedding", "names": "layers.0.mix"}, {"embed", "layers.0.mix"}),
+        ({}, set()),
+    ],
+)
+def test_leaf_modules_are_found_by_class_name_and_suffix(
+    wanted: dict[str, object], expected: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = routed()
+    found = leaf_modules(model, LeafModulesConfig.model_validate(wanted))
+    assert {name for name, module in model.named_modules() if module in found} == expected
+    assert not caplog.records
+
+
+def test_leaf_modules_that_match_nothing_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    wanted = LeafModulesConfig(classes=["Experts", "MixtralSparseMoeBlock"], names=["layers.7"])
+    with caplog.at_level(logging.WARNING):
+        assert len(leaf_modules(routed(), wanted)) == 2
+    assert caplog.messages == ["leaf_module: no module of the model matches MixtralSparseMoeBlock, layers.7"]
+    with pytest.raises(ConfigError, match=r"names 'layers.0.moe.experts', but a ModuleList is never called"):
+        leaf_modules(routed(), LeafModulesConfig(name_suffixes=["experts"]))

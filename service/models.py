@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 
 from tiering.telemetry import (
     ActivationStatus,
+    CollectiveStatus,
     IoEngineStatus,
     Page,
     PageReading,
@@ -36,6 +37,7 @@ class RankStatus(BaseModel):
     activations: ActivationStatus | None = Field(default=None, description="what autograd keeps for backward")
     io: list[PathStatus] = []
     io_engine: IoEngineStatus | None = Field(default=None, description="absent where nothing is swapped")
+    collectives: list[CollectiveStatus] = Field(default=[], description="empty where a rank is alone")
     stalls: dict[str, float] = Field(default={}, description="seconds that compute waited, by cause")
     steps: list[StepRecord] = Field(default=[], description="the most recent steps, oldest first")
 
@@ -91,6 +93,7 @@ def _rank_status(page: Page, reading: PageReading) -> RankStatus:
         activations=said.activations,
         io=said.io,
         io_engine=said.io_engine,
+        collectives=said.collectives,
         stalls=said.stalls,
         steps=said.steps,
     )

@@ -7,11 +7,13 @@ import logging
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
+from tiering import logs
 from tiering.budgets import host_memory
 from tiering.config import TelemetryConfig, format_size
 from tiering.io_stats import DirectionStats
@@ -19,6 +21,7 @@ from tiering.plan import Tier
 from tiering.swap_file import free_by_file_system
 from tiering.telemetry import (
     ActivationStatus,
+    CollectiveStatus,
     DirectionStatus,
     IoEngineStatus,
     PageWriter,
@@ -36,15 +39,36 @@ from zero3.tiers import Tiers
 log = logging.getLogger(__name__)
 
 
+class Traffic(Protocol):
+    """What counts the collectives: calls so far, and bytes this rank sent in them, by kind."""
+
+    @property
+    def calls(self) -> Mapping[str, int]: ...
+    @property
+    def sent(self) -> Mapping[str, int]: ...
+
+
 class RunRecord:
     """Times the phases of one rank's run and describes its state. Read by the publisher's thread at any time."""
 
-    def __init__(self, run_name: str, tiers: Tiers, activations: Activations) -> None:
+    def __init__(
+        self,
+        run_name: str,
+        tiers: Tiers,
+        activations: Activations,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        traffic: Traffic | None = None,
+    ) -> None:
         self.run_name = run_name
+        self.rank = rank
+        self.world_size = world_size
         self.loss: float | None = None
         self.step = 0
         self._tiers = tiers
         self._activations = activations
+        self._traffic = traffic
         self._started_at = time.time()
         self._phase: Phase = "start"
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase, since the last step
@@ -52,13 +76,16 @@ class RunRecord:
         self._step_began = time.perf_counter()
         self._stalled_before = 0.0
         self._moved_before = self.moved()  # filling the tiers is not part of the first step
+        self._sent_before = self.sent()
         self._capacities = _capacities(tiers)
 
     def publish(self, telemetry: TelemetryConfig) -> Publisher | None:
         """Start to publish snapshots, if the configuration wants it."""
         if not telemetry.enabled:
             return None
-        publisher = Publisher(PageWriter(self.run_name, directory=telemetry.dir), self.snapshot)
+        publisher = Publisher(
+            PageWriter(self.run_name, self.rank, self.world_size, telemetry.dir), self.snapshot
+        )
         publisher.start()
         return publisher
 
@@ -77,6 +104,7 @@ class RunRecord:
         """An optimizer step has ended: record it."""
         self.step += 1
         now, moved, stalled = time.perf_counter(), self.moved(), self._tiers.stalls.total
+        sent = self.sent()
         self._steps.append(
             StepRecord(
                 step=self.step,
@@ -87,12 +115,15 @@ class RunRecord:
                 stall=stalled - self._stalled_before,
                 read_bytes=moved[0] - self._moved_before[0],
                 written_bytes=moved[1] - self._moved_before[1],
+                sent_bytes=sent - self._sent_before,
             )
         )
+        self._sent_before = sent
         self._step_began, self._moved_before, self._stalled_before = now, moved, stalled
         self._seconds.clear()
         if self.step == 1:
-            log.info(
+            log.log(
+                logs.once(logging.INFO),
                 "beside the tiers, activations of the first step took up to %s",
                 format_size(self._activations.peak),
             )
@@ -104,12 +135,16 @@ class RunRecord:
         files = self._tiers.aio.stats()
         return sum(f.read.bytes for f in files), sum(f.write.bytes for f in files)
 
+    def sent(self) -> int:
+        """Bytes sent to other ranks so far."""
+        return sum(one.sent_bytes for one in self._collectives())
+
     def snapshot(self) -> Snapshot:
         """Everything as of now. Bandwidths over a window are the publisher's to fill in."""
         return Snapshot(
             run_name=self.run_name,
-            rank=0,
-            world_size=1,
+            rank=self.rank,
+            world_size=self.world_size,
             pid=os.getpid(),
             started_at=self._started_at,
             step=self.step,
@@ -119,6 +154,7 @@ class RunRecord:
             activations=self._activation_status(),
             io=self._paths(),
             io_engine=self._engine(),
+            collectives=self._collectives(),
             stalls=dict(self._tiers.stalls.seconds),
             steps=list(self._steps),
         )
@@ -154,6 +190,12 @@ class RunRecord:
             )
             for file in aio.stats()
         ]
+
+    def _collectives(self) -> list[CollectiveStatus]:
+        if self._traffic is None:
+            return []
+        sent, calls = dict(self._traffic.sent), dict(self._traffic.calls)  # others add to them meanwhile
+        return [CollectiveStatus(kind, calls[kind], sent.get(kind, 0)) for kind in calls]
 
     def _engine(self) -> IoEngineStatus | None:
         if self._tiers.aio is None:

@@ -20,6 +20,7 @@ import service
 from service.app import create_app
 from tiering.telemetry import (
     ActivationStatus,
+    CollectiveStatus,
     DirectionStatus,
     IoEngineStatus,
     PageWriter,
@@ -59,8 +60,9 @@ SAID = Snapshot(
         )
     ],
     io_engine=IoEngineStatus("libaio", ["verify"], 0, {"io_uring": "EPERM (Operation not permitted)"}),
+    collectives=[CollectiveStatus("all-gather", 40, 80 * MIB, 5.0 * MIB)],
     stalls={"parameter fetch": 0.5},
-    steps=[StepRecord(12, 1.0, 0.25, 0.5, 0.25, 0.125, 30 * MIB, 24 * MIB)],
+    steps=[StepRecord(12, 1.0, 0.25, 0.5, 0.25, 0.125, 30 * MIB, 24 * MIB, 6 * MIB)],
 )
 
 
@@ -160,6 +162,14 @@ def test_a_live_page_is_shown_whole(client: TestClient) -> None:
             "registered_bytes": 0,
             "passed_over": {"io_uring": "EPERM (Operation not permitted)"},
         },
+        "collectives": [
+            {
+                "kind": "all-gather",
+                "calls": 40,
+                "sent_bytes": 80 * MIB,
+                "sent_bytes_per_second": 5.0 * MIB,
+            }
+        ],
         "stalls": {"parameter fetch": 0.5},
         "steps": [
             {
@@ -171,6 +181,7 @@ def test_a_live_page_is_shown_whole(client: TestClient) -> None:
                 "stall": 0.125,
                 "read_bytes": 30 * MIB,
                 "written_bytes": 24 * MIB,
+                "sent_bytes": 6 * MIB,
             }
         ],
     }

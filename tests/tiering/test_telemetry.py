@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiering.telemetry import (
+    CollectiveStatus,
     DirectionStatus,
     PageReading,
     PageWriter,
@@ -55,8 +56,9 @@ def snapshot(step: int = 7, **changes: object) -> Snapshot:
             loss=2.25,
             tiers=[TierStatus("nvme", 4 * GIB, 100 * GIB, 3 * GIB, 3 * GIB, {"optimizer state": 3 * GIB})],
             io=[PathStatus("/nvme", "libaio", True, DirectionStatus(bytes=10, ops=2, busy_seconds=0.5))],
+            collectives=[CollectiveStatus("reduce", 3, 4096, 12.5)],
             stalls={"parameter fetch": 0.25},
-            steps=[StepRecord(step, 1.5, 0.25, 0.5, 0.75, 0.125, 30, 24)],
+            steps=[StepRecord(step, 1.5, 0.25, 0.5, 0.75, 0.125, 30, 24, 18)],
         ),
         **changes,
     )
@@ -147,6 +149,25 @@ def test_rates_come_from_two_samples() -> None:
     assert (path.written.bytes_per_second, path.written.average_bytes_per_second) == (0.0, 0.0)
     (first,) = with_rates(sample(900, 50, 3.0), None, 0.25).io
     assert (first.read.bytes_per_second, first.read.average_bytes_per_second) == (0.0, 300.0)
+
+
+def test_bytes_sent_have_a_rate_by_kind() -> None:
+    def sample(**sent: int) -> Snapshot:
+        return snapshot(collectives=[CollectiveStatus(kind, 1, nbytes) for kind, nbytes in sent.items()])
+
+    def rates(now: Snapshot, before: Snapshot | None) -> list[float]:
+        return [one.sent_bytes_per_second for one in with_rates(now, before, 0.5).collectives]
+
+    assert rates(sample(reduce=900, control=8), sample(reduce=400)) == [1000.0, 0.0]
+    assert rates(sample(reduce=900), None) == [0.0]
+    assert rates(sample(reduce=300), sample(reduce=400)) == [0.0]
+
+
+def test_pages_from_before_there_were_ranks_are_read() -> None:
+    earlier = json.loads(snapshot().to_json())
+    del earlier["collectives"], earlier["steps"][0]["sent_bytes"]
+    read = Snapshot.from_json(json.dumps(earlier))
+    assert (read.collectives, read.steps[0].sent_bytes) == ([], 0)
 
 
 def test_rates_are_never_negative_or_infinite() -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tiering.aio import AioContext
+from tiering.config import TelemetryConfig
+from tiering.telemetry import find_pages
+from zero3.run_record import RunRecord
 
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
 
@@ -50,3 +55,45 @@ def test_checksums_are_told(start: Callable[..., Any]) -> None:
 def test_without_swap_space_there_is_no_io_engine(start: Callable[..., Any]) -> None:
     snapshot = start().snapshot()
     assert (snapshot.io, snapshot.io_engine) == ([], None)
+
+
+class Counted:
+    """Traffic under the test's control."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+
+    def count(self, kind: str, nbytes: int) -> None:
+        self.calls[kind] += 1
+        self.sent[kind] += nbytes
+
+
+def test_a_rank_tells_who_it_is_and_what_it_sent(start: Callable[..., Any], tmp_path: Path) -> None:
+    engine, traffic = start(), Counted()
+    traffic.count("control", 1000)  # building the engine is not part of the first step
+    record = RunRecord(
+        "many", engine._tiers, engine._schedule.activations, rank=1, world_size=4, traffic=traffic
+    )
+    traffic.count("all-gather", 300)
+    traffic.count("reduce", 50)
+    record.end_step()
+    traffic.count("reduce", 70)
+    record.end_step()
+    snapshot = record.snapshot()
+    assert (snapshot.rank, snapshot.world_size) == (1, 4)
+    assert [(one.kind, one.calls, one.sent_bytes) for one in snapshot.collectives] == [
+        ("control", 1, 1000),
+        ("all-gather", 1, 300),
+        ("reduce", 2, 120),
+    ]
+    assert [step.sent_bytes for step in snapshot.steps] == [350, 70]
+    publisher = record.publish(TelemetryConfig(dir=tmp_path / "pages"))
+    (page,) = find_pages(tmp_path / "pages")
+    publisher.close()
+    assert (page.run_name, page.rank) == ("many", 1)
+
+
+def test_one_rank_alone_sends_nothing(start: Callable[..., Any]) -> None:
+    snapshot = start().snapshot()
+    assert (snapshot.rank, snapshot.world_size, snapshot.collectives) == (0, 1, [])

@@ -13,6 +13,7 @@ from tiering.telemetry.page import Page, PageReading, PageWriter, find_pages, sw
 from tiering.telemetry.publisher import Publisher
 from tiering.telemetry.snapshot import (
     ActivationStatus,
+    CollectiveStatus,
     DirectionStatus,
     IoEngineStatus,
     PathStatus,
@@ -24,6 +25,7 @@ from tiering.telemetry.snapshot import (
 
 __all__ = [
     "ActivationStatus",
+    "CollectiveStatus",
     "DirectionStatus",
     "IoEngineStatus",
     "Page",

@@ -83,8 +83,21 @@ class IoEngineStatus:
 
 
 @dataclass(frozen=True)
+class CollectiveStatus:
+    """Collectives of one ``kind`` ("all-gather", "reduce", "control") since the start, and bytes sent in them.
+
+    What waiting for them costs is among the stalls.
+    """
+
+    kind: str
+    calls: int = 0
+    sent_bytes: int = 0
+    sent_bytes_per_second: float = 0.0  # over the publisher's last window
+
+
+@dataclass(frozen=True)
 class StepRecord:
-    """One finished optimizer step: seconds in all and by phase, seconds stalled, bytes moved over NVMe."""
+    """One finished optimizer step: seconds in all and by phase, seconds stalled, bytes over NVMe and to other ranks."""
 
     step: int
     seconds: float
@@ -94,6 +107,7 @@ class StepRecord:
     stall: float = 0.0
     read_bytes: int = 0
     written_bytes: int = 0
+    sent_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,6 +130,7 @@ class Snapshot:
     activations: ActivationStatus | None = None
     io: list[PathStatus] = field(default_factory=list)
     io_engine: IoEngineStatus | None = None
+    collectives: list[CollectiveStatus] = field(default_factory=list)
     stalls: dict[str, float] = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
 
@@ -138,16 +153,19 @@ _SNAPSHOT = TypeAdapter(Snapshot)
 def with_rates(current: Snapshot, previous: Snapshot | None, seconds: float) -> Snapshot:
     """``current`` with its bandwidths filled in from the counters of ``previous``, taken ``seconds`` earlier.
 
-    A path that ``previous`` lacks, a counter that went back (the engine was rebuilt) or no elapsed time gives
+    A path or kind that ``previous`` lacks, a counter that went back (the engine was rebuilt) or no elapsed time gives
     a rate of zero; the average over busy time needs no second sample.
     """
     before = {path.path: path for path in previous.io} if previous is not None else {}
+    sent_before = {one.kind: one.sent_bytes for one in previous.collectives} if previous is not None else {}
+
+    def rate(now: int, then: int | None) -> float:
+        return max(0, now - then) / seconds if then is not None and seconds > 0 else 0.0
 
     def rated(now: DirectionStatus, then: DirectionStatus | None) -> DirectionStatus:
-        moved = max(0, now.bytes - then.bytes) if then is not None else 0
         return replace(
             now,
-            bytes_per_second=moved / seconds if seconds > 0 else 0.0,
+            bytes_per_second=rate(now.bytes, then.bytes if then else None),
             average_bytes_per_second=now.bytes / now.busy_seconds if now.busy_seconds > 0 else 0.0,
         )
 
@@ -159,4 +177,8 @@ def with_rates(current: Snapshot, previous: Snapshot | None, seconds: float) -> 
             written=rated(now.written, then.written if then else None),
         )
 
-    return replace(current, io=[path_rated(path) for path in current.io])
+    collectives = [
+        replace(one, sent_bytes_per_second=rate(one.sent_bytes, sent_before.get(one.kind)))
+        for one in current.collectives
+    ]
+    return replace(current, io=[path_rated(path) for path in current.io], collectives=collectives)

@@ -201,6 +201,23 @@ def test_ranks_are_grouped_by_run_in_order(client: TestClient, directory: Path) 
         writer.close()
 
 
+def test_pages_of_a_restarted_rank_stand_side_by_side(client: TestClient, directory: Path) -> None:
+    """Same run, same rank: the page of the one that died goes stale beside its successor's, and hides nothing."""
+    before = PageWriter("a", 1, 2, directory=directory)
+    before.publish(replace(SAID, run_name="a", pid=1, started_at=1.0))
+    died = before.path.read_bytes()
+    after = PageWriter("a", 1, 2, directory=directory)
+    after.publish(replace(SAID, run_name="a", pid=2, started_at=2.0))
+    before.close()
+    before.path.write_bytes(died)
+    (run,) = client.get("/v1/status").json()["runs"]
+    assert [(rank["rank"], rank["pid"], rank["state"]) for rank in run["ranks"]] == [
+        (1, 1, "stale"),
+        (1, 2, "live"),
+    ]
+    after.close()
+
+
 @pytest.mark.parametrize(
     ("loss", "shown"), [(math.nan, "NaN"), (math.inf, "Infinity"), (-math.inf, "-Infinity"), (None, None)]
 )

@@ -14,11 +14,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from tiering import ds_config
+from tiering import ds_config, logs
 from tiering.errors import ConfigError, EngineStateError
 from zero3 import resharded, schedulers
 from zero3.client_optimizer import ClientOptimizer
 from zero3.engine import Engine
+from zero3.loader import make_loader
 from zero3.optimizer import TieredOptimizer
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
 
@@ -53,12 +54,16 @@ def initialize(
     ``optimizer`` (a torch optimizer over the model's parameters, or a function from them to one) replaces the section
     of that name: a class that has a kernel here gives its groups and hyperparameters, any other one steps what stays on
     the device. ``lr_scheduler`` is a torch scheduler, made for ``optimizer`` or, as a function, for the one returned;
-    it replaces the section "scheduler".
+    it replaces the section "scheduler". ``training_data`` gives a loader of shuffled micro-batches, over
+    this rank's share.
 
     From here on the model's parameters belong to the engine: outside of forward and backward, use ``gathered``.
     Raises ConfigError, PlacementError or SwapSpaceError, each before anything is moved.
     """
-    settings, report = ds_config.load(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    logs.set_rank(rank, world_size)
+    logs.follow(os.environ)
+    settings, report = ds_config.load(config, world_size=world_size)
     for entry in report.entries:
         log.debug("config: %s", entry)
     if torch.is_inference_mode_enabled():
@@ -75,9 +80,8 @@ def initialize(
         engine.lr_scheduler = scheduler
         loader = None
         if training_data is not None:
-            loader = DataLoader(
-                training_data, batch_size=settings.micro_batch_size, shuffle=True, collate_fn=collate_fn
-            )
+            micro_batch = settings.micro_batch_size
+            loader = make_loader(training_data, micro_batch, collate_fn, rank=rank, world_size=world_size)
     except BaseException:
         engine.close()
         raise

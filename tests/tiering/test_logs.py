@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import tiering
 from tiering import logs
 from tiering.errors import ConfigError
 
@@ -105,3 +106,9 @@ def test_without_the_variable_nothing_changes() -> None:
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ConfigError, match="TIERING_LOG is 'loud'; use one of debug, info, warning, error"):
         logs.follow({"TIERING_LOG": "loud"})
+
+
+def test_initialize_follows_the_variable_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERING_LOG", "loud")
+    with pytest.raises(ConfigError, match="TIERING_LOG is 'loud'"):
+        tiering.initialize(model=None, config={})

@@ -188,8 +188,9 @@ class _Room:
     def check(self) -> None:
         for tier in Tier:
             if self.left(tier) < 0:
+                reduced_later = "local gradients" in self.taken[tier]
                 slower = {
-                    Tier.DEVICE: "offload to cpu or nvme",
+                    Tier.DEVICE: "use ZeRO stage 2 or 3" if reduced_later else "offload to cpu or nvme",
                     Tier.HOST: "offload to nvme",
                     Tier.NVME: "free disk space",
                 }[tier]

@@ -280,6 +280,15 @@ def test_reduced_gradients_reach_nvme_as_often_as_they_are_reduced() -> None:
     assert moved == {1: [3, 3], 2: [9, 9], 3: [9, 9]}
 
 
+def test_slots_hold_a_tile_of_a_shard_as_it_is_cut() -> None:
+    """Of 6 quanta in tiles of at most 5 a shard makes two of 3; the whole group would make three of 4."""
+    groups = (GroupSizes("layer", 2 * 12 * SMALLEST_TILE, 12 * SMALLEST_TILE),)
+    load = example(groups=groups, world_size=2, sub_group_numel=5 * SMALLEST_TILE)
+    plan = make_plan(load, ALL)
+    assert [tile.numel for tile in plan.sub_groups] == 2 * [3 * SMALLEST_TILE]
+    assert (plan.staging.param_offset, plan.staging.slot_bytes) == (36 * SMALLEST_TILE, 42 * SMALLEST_TILE)
+
+
 def test_shards_in_host_memory_leave_the_working_room_as_it_is() -> None:
     plan = make_plan(replace(example(offload_param=HOST, offload_optimizer=HOST), world_size=2), ALL)
     assert plan.contents(HOST) == {

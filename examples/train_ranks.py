@@ -1,0 +1,88 @@
+"""Trains a small byte-level GPT on as many ranks as torchrun starts, on GPUs if there are any.
+
+    torchrun --standalone --nproc-per-node=2 examples/train_ranks.py --stage 3
+    torchrun --standalone --nproc-per-node=2 examples/train_ranks.py --stage 3 --nvme DIRECTORY
+
+What is special about ranks here: one of them prints, all of them call what is collective (``state_dict``), and data is
+shared out. The rest is the script of one process, and `python examples/train_ranks.py` runs it as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import tiering
+from tiering.demo.corpus import standard_library
+from tiering.demo.model import GPT
+
+RANK = int(os.environ.get("RANK", "0"))
+SEQUENCE = 64
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Pieces of a text, and the same one byte on."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // SEQUENCE
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        window = self.text[index * SEQUENCE : (index + 1) * SEQUENCE + 1].long()
+        return window[:-1], window[1:]
+
+
+def configuration(options: argparse.Namespace) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": options.stage, "stage3_param_persistence_threshold": 1000}
+    if options.nvme is not None:
+        swap = {"device": "nvme", "nvme_path": str(options.nvme)}
+        zero |= {"offload_optimizer": swap} | ({"offload_param": swap} if options.stage == 3 else {})
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": zero,
+        # Of the whole node: ranks divide them. With NVMe nothing is kept in memory that need not be there.
+        "tiering": {"device_budget": "1GiB", "host_budget": "1GiB", "cache_in_host": options.nvme is None},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stage", type=int, choices=range(4), default=3)
+    parser.add_argument("--nvme", type=Path, metavar="DIRECTORY", help="swap there what may leave the device")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="where to save them at the end")
+    options = parser.parse_args()
+
+    torch.manual_seed(0)  # the same model on every rank
+    model = GPT(width=128, layers=4, heads=4, sequence=SEQUENCE)
+    data = Windows(standard_library())
+    engine, _, loader, _ = tiering.initialize(model=model, config=configuration(options), training_data=data)
+    if RANK == 0:
+        print(engine.plan)
+    for inputs, targets in loader:
+        loss = engine(inputs.to(engine.device), targets.to(engine.device))
+        engine.backward(loss)
+        engine.step()
+        if RANK == 0:
+            print(f"step {engine.global_steps}: loss {loss.item():.3f}")
+        if engine.global_steps == options.steps:
+            break
+    weights = engine.state_dict()  # all ranks call it
+    if RANK == 0 and options.weights is not None:
+        torch.save(weights, options.weights)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

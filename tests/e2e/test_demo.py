@@ -39,6 +39,17 @@ def small_gpt() -> GPT:
     return GPT(width=64, layers=2, heads=2, sequence=32)
 
 
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_under_torchrun_it_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, lines: int
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    console = Console(file=io.StringIO(), width=100)
+    assert demo(tmp_path, port=0, settings=TINY, console=console) == UNUSABLE
+    assert console.file.getvalue().count("start it without torchrun") == lines
+
+
 # -- What is trained -----------------------------------------------------------------------------------------
 
 

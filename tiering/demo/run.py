@@ -41,6 +41,10 @@ def demo(
     and 130 after Ctrl-C.
     """
     console = console or Console()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the workers would take themselves for ranks of one run
+        if os.environ.get("RANK") == "0":
+            console.print("the demo compares runs of one process: start it without torchrun", style="red")
+        return UNUSABLE
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _demo(directory, port, settings, plant_fault, console)

@@ -8,7 +8,10 @@
     |-- ArenaError                TIER-ARENA    the pinned arena cannot serve a lease it was planned for
     |-- TelemetryError            TIER-TELEMETRY  the run directory cannot hold pages
     |-- EngineStateError          TIER-STATE    a call came in an order the engine cannot honour
-    `-- ResidencyError            TIER-RESIDENT state was touched where it does not live now
+    |-- ResidencyError            TIER-RESIDENT state was touched where it does not live now
+    `-- DistributedError          TIER-RANKS    the ranks of a run can go no further together
+        |-- RankLostError         TIER-RANK-LOST   a rank has died, failed or closed its engine
+        `-- RankOrderError        TIER-RANK-ORDER  ranks are about to enter different collectives
 
 A message names the object, the state it was in and the remedy; its code is stable, so that it can be searched for.
 """
@@ -83,3 +86,23 @@ class ResidencyError(TieringError):
     """A tensor was used while its bytes live on another tier."""
 
     code = "TIER-RESIDENT"
+
+
+class DistributedError(TieringError):
+    """The ranks cannot go on together: none of them moves, or what they meet at is out of reach.
+
+    Final for the engine, as its subclasses are: all ranks get the same reason, and what is left is to close."""
+
+    code = "TIER-RANKS"
+
+
+class RankLostError(DistributedError):
+    """Another rank has died, gone silent, failed or closed its engine. The message names the first one that did."""
+
+    code = "TIER-RANK-LOST"
+
+
+class RankOrderError(DistributedError):
+    """Ranks called their modules in different orders, so that their next collectives do not belong together."""
+
+    code = "TIER-RANK-ORDER"

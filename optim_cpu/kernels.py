@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import errno
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from optim_cpu._kernels import ffi, lib
@@ -266,6 +267,29 @@ def cast(dst: int, dst_dtype: DType, src: int, src_dtype: DType, numel: int) -> 
     code = lib.opt_accumulate(dst, dst_dtype, src, src_dtype, numel, True)
     if code < 0:
         raise _error("cast", code, locals())
+
+
+def reduce(
+    target: int,
+    target_dtype: DType,
+    sources: Sequence[int],
+    source_dtype: DType,
+    numel: int,
+    factor: float,
+    *,
+    overwrite: bool,
+) -> None:
+    """``target = v`` if ``overwrite``, else ``target += v``, with ``v = (sources[0] + sources[1] + ...) * factor``.
+
+    Element by element, in float32 and in that order, rounded once to ``target_dtype``; ``factor`` is rounded to
+    float32. Each of ``sources``, one at least, is the address of ``numel`` elements, none of them the target's.
+    Raises ValueError naming the argument.
+    """
+    code = lib.opt_reduce(
+        target, target_dtype, list(sources), len(sources), source_dtype, numel, factor, overwrite
+    )
+    if code < 0:
+        raise _error("reduce", code, locals())
 
 
 def sum_of_squares(address: int, dtype: DType, numel: int, *, initial: float = 0.0) -> float:

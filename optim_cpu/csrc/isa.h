@@ -62,6 +62,15 @@
 #define OPT_HAS_NEON
 #endif
 
+/* One call of opt_reduce. */
+struct opt_reduction {
+    char *target;
+    const intptr_t *sources;
+    uint64_t count, numel; /* sources; elements of each */
+    double factor;         /* rounded in the tile: the caller's environment might flush it */
+    int target_dtype, source_dtype, overwrite;
+};
+
 struct opt_kernels {
     const char *name;
     void (*step)(const opt_segment *segment, const opt_rule *rule, float grad_scale, uint64_t begin,
@@ -70,6 +79,7 @@ struct opt_kernels {
     void (*join)(float *master, const uint16_t *param, const int16_t *remainder, uint64_t numel);
     void (*accumulate)(void *dst, int dst_dtype, const void *src, int src_dtype, uint64_t numel,
                        int overwrite);
+    void (*reduce)(const struct opt_reduction *reduction, uint64_t begin, uint64_t end);
     void (*block_squares)(const void *src, int dtype, uint64_t numel, double *block_sums);
 };
 

@@ -248,6 +248,55 @@ int opt_accumulate(intptr_t dst, int dst_dtype, intptr_t src, int src_dtype, int
     return 0;
 }
 
+struct reduce_run {
+    const struct opt_kernels *kernels;
+    struct opt_reduction reduction;
+};
+
+static void reduce_tile(void *context, uint64_t tile)
+{
+    const struct reduce_run *run = context;
+    uint64_t begin = tile * TILE, rest = run->reduction.numel - begin;
+
+    run->kernels->reduce(&run->reduction, begin, begin + (rest < TILE ? rest : TILE));
+}
+
+int opt_reduce(intptr_t target, int target_dtype, const intptr_t *sources, int64_t count, int source_dtype,
+               int64_t numel, double factor, int overwrite)
+{
+    if (!is_dtype(target_dtype))
+        return opt_refuse("target_dtype" DTYPE_RULE);
+    if (!is_dtype(source_dtype))
+        return opt_refuse("source_dtype" DTYPE_RULE);
+    if (!is_count(numel))
+        return opt_refuse("numel" COUNT_RULE);
+    if (numel && !is_address(target, target_dtype))
+        return opt_refuse("target" ADDRESS_RULE);
+    if (count < 1)
+        return opt_refuse("sources must be 1 or more");
+    for (int64_t i = 0; numel && i < count; i++)
+        if (!is_address(sources[i], source_dtype))
+            return opt_refuse("sources must each be the address of memory aligned to its element");
+
+    struct reduce_run run = {
+        opt_selected(),
+        {
+            .target = (char *)target,
+            .sources = sources,
+            .count = (uint64_t)count,
+            .numel = (uint64_t)numel,
+            .factor = factor,
+            .target_dtype = target_dtype,
+            .source_dtype = source_dtype,
+            .overwrite = overwrite,
+        },
+    };
+    if (!run.kernels)
+        return -ENOTSUP;
+    opt_pool_run(reduce_tile, &run, (run.reduction.numel + TILE - 1) / TILE);
+    return 0;
+}
+
 struct squares_run {
     const struct opt_kernels *kernels;
     const char *src;

@@ -141,6 +141,13 @@ int opt_join(intptr_t master, intptr_t param, intptr_t remainder, int64_t numel)
  */
 int opt_accumulate(intptr_t dst, int dst_dtype, intptr_t src, int src_dtype, int64_t numel, int overwrite);
 
+/* target = v (overwrite), or target += v, where v = (sources[0] + sources[1] + ...) * factor for each element: added in
+ * that order and scaled in float32, rounded once to target_dtype, to nearest even. One pass over the memory. Of the
+ * `count` sources, 1 or more, none overlaps the target. `factor` is rounded to float32. Every NaN is stored as the one
+ * quiet NaN: scaling is arithmetic, by 1 too. */
+int opt_reduce(intptr_t target, int target_dtype, const intptr_t *sources, int64_t count, int source_dtype,
+               int64_t numel, double factor, int overwrite);
+
 /* *result = initial + the sum of squares, in float64, where the square of a float32 is exact. Blocks of
  * OPT_SQUARE_BLOCK elements start at `address`; in a block, element i is added to lane i % 32 in order, then the
  * 32 lanes fold as l[i] += l[i+16], 8, 4, 2, 1; block sums are added to `initial` in index order. Finite exactly

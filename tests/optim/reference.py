@@ -197,6 +197,16 @@ def random_bits(seed: int, step: int, first_index: int, n: int) -> npt.NDArray[n
 # Sums.
 
 
+def reduce(sources: list[F32], factor: float, before: F32 | None) -> F32:
+    """Of all ranks' gradients, added to `before` if there is one; not yet rounded to the target's type."""
+    with np.errstate(all="ignore"):
+        total = sources[0]
+        for x in sources[1:]:
+            total = total + x
+        scaled: F32 = total * f32(factor)
+        return canonical(scaled if before is None else before + scaled)
+
+
 def sum_of_squares(x: F32, initial: float = 0.0) -> float:
     total = initial
     with np.errstate(all="ignore"):

@@ -77,12 +77,36 @@ static uint64_t accumulate_and_sum(int pair, int64_t numel)
     return left;
 }
 
+/* pair: target_dtype and source_dtype. */
+static uint64_t reduce_many(int pair, int64_t numel)
+{
+    enum { MOST = 4 };
+    int target_dtype = pair / 3, source_dtype = pair % 3, count = 1 + pair % MOST;
+    uint64_t seed = (uint64_t)pair, left;
+    struct array target = make_array(&seed, target_dtype, numel, TAME, 0), sources[MOST];
+    intptr_t addresses[MOST];
+
+    for (int i = 0; i < count; i++) {
+        sources[i] = make_array(&seed, source_dtype, numel, WILD, 0);
+        addresses[i] = address_of(sources[i]);
+    }
+    REQUIRE(!opt_reduce(address_of(target), target_dtype, addresses, count, source_dtype, numel, 0.3, 0));
+    left = digest(0, target.block, target.bytes);
+    REQUIRE(!opt_reduce(address_of(target), target_dtype, addresses, count, source_dtype, numel, 0.3, 1));
+    left = digest(left, target.block, target.bytes);
+    free(target.block);
+    for (int i = 0; i < count; i++)
+        free(sources[i].block);
+    return left;
+}
+
 static void *work(void *result)
 {
     uint64_t all = step_batches();
 
     for (int i = 0; i < 9; i++) {
         all = all * 31 + accumulate_and_sum(i, i == 4 ? MANY : 33333 + i);
+        all = all * 31 + reduce_many(i, i == 5 ? 222222 : 3333 * i);
         all = all * 31 + split_and_join(i * i * i * 137 + i / 2);
     }
     *(uint64_t *)result = all;

@@ -208,6 +208,33 @@ static void accumulate_cases(int pair)
     }
 }
 
+/* pair: 3 * target_dtype + source_dtype. */
+static void reduce_cases(int pair)
+{
+    enum { MOST = 9 };
+    int target_dtype = pair / 3, source_dtype = pair % 3;
+
+    for (int i = 0; i < 4 * SIZES; i++) {
+        if (!next_case())
+            continue;
+        uint64_t seed = (uint64_t)(i * 9 + pair);
+        int64_t numel = sizes[i / 4], count = 1 + (i * 5 + pair) % MOST;
+        double factor = i % 5 ? 1.0 / (double)count : 3e-39;
+        struct array target = make_array(&seed, target_dtype, numel, i % 2 ? WILD : TAME, 0), sources[MOST];
+        intptr_t addresses[MOST];
+        for (int j = 0; j < count; j++) {
+            sources[j] = make_array(&seed, source_dtype, numel, i % 2 ? WILD : TAME, 0);
+            addresses[j] = address_of(sources[j]);
+        }
+        CALL(opt_reduce(address_of(target), target_dtype, addresses, count, source_dtype, numel, factor,
+                        i / 2 % 2));
+        ran(digest(0, target.block, target.bytes));
+        free_array(target);
+        for (int j = 0; j < count; j++)
+            free_array(sources[j]);
+    }
+}
+
 /* All 65536 halves of a type, to another; and back all float32 beside them and beside the middles between them. */
 static void cast_cases(int pair)
 {
@@ -292,6 +319,15 @@ static const struct {
     {"fp16 = fp32", accumulate_cases, 15},
     {"fp16 = bf16", accumulate_cases, 16},
     {"fp16 = fp16", accumulate_cases, 17},
+    {"fp32 of many fp32", reduce_cases, 0},
+    {"fp32 of many bf16", reduce_cases, 1},
+    {"fp32 of many fp16", reduce_cases, 2},
+    {"bf16 of many fp32", reduce_cases, 3},
+    {"bf16 of many bf16", reduce_cases, 4},
+    {"bf16 of many fp16", reduce_cases, 5},
+    {"fp16 of many fp32", reduce_cases, 6},
+    {"fp16 of many bf16", reduce_cases, 7},
+    {"fp16 of many fp16", reduce_cases, 8},
     {"every bf16 to fp32 and back", cast_cases, OPT_FP32},
     {"every bf16 to bf16", cast_cases, OPT_BF16},
     {"every bf16 to fp16", cast_cases, OPT_FP16},

@@ -1,0 +1,442 @@
+"""The thread by which a rank knows of the others: it tells where this one is, and watches where they are.
+
+It is the only user of the store, so that a store which hangs never hangs training. About once a second it
+
+- writes this rank's beat;
+- takes over a failure that another rank has found;
+- answers questions of order: another rank is about to enter collective N and asks whether this one does the same;
+- reads the beat of its successor, or everybody's while this rank waits for something, and judges them.
+
+Every rank watching one other keeps the cost linear in their number, and a failure is written once for all to read. The
+first one stays: whoever falls because of another's death names that death.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Literal
+
+from zero3.board import Beat, Board, Failure, Process, spell
+
+MEMORY = 4096  # collectives by number that can still be asked about; far more than are ever in flight
+URGENT = 0.05  # seconds between two looks while a collective has failed and nobody knows why
+SIGNS = 5  # beats missed by a rank are enough to name it when a collective has failed
+AT_ONCE = 64  # ranks whose beats are read in one look; more of them are looked at less often
+POLL = (2e-4, 2e-2)  # seconds between two counts of answers, from the first on, doubling
+
+
+class Position:
+    """Where this rank is. Written by the thread that trains; read by the heartbeat."""
+
+    def __init__(self) -> None:
+        self.doing = ""
+        self.waits: tuple[str, int, str] | None = None  # group, number, what
+        self.changes = 0
+        self._lock = threading.Lock()  # of what follows
+        self._last: dict[str, int] = {}
+        self._said: defaultdict[str, dict[int, str]] = defaultdict(dict)
+
+    def issue(self, group: str, what: str) -> int:
+        """Count and remember the next collective of ``group``."""
+        with self._lock:
+            self.changes += 1
+            number = self._last[group] = self._last.get(group, 0) + 1
+            said = self._said[group]
+            said[number] = what
+            said.pop(number - MEMORY, None)
+        return number
+
+    def said(self, group: str, number: int) -> str | None:
+        """What this rank's collective ``number`` of ``group`` is, once it is known."""
+        with self._lock:
+            return self._said[group].get(number)
+
+    def number(self, group: str, what: str) -> int:
+        """The last collective of that name, or the last one of ``group``."""
+        with self._lock:
+            last = self._last.get(group, 0)
+            said = self._said[group]
+            return next((number for number in reversed(said) if said[number] == what), last)
+
+    def last(self) -> dict[str, tuple[int, str]]:
+        """By group: the last collective."""
+        with self._lock:
+            return {group: (number, self._said[group][number]) for group, number in self._last.items()}
+
+
+@dataclass
+class Seen:
+    """What is known of another rank."""
+
+    beat: Beat
+    since: float  # the heartbeat's clock when this beat was first seen
+    here: bool = False  # its process has been seen alive on this machine
+
+
+@dataclass
+class Question:
+    """``agree`` in progress."""
+
+    group: str
+    number: int
+    what: str
+    asked: bool = False
+
+
+class Heartbeat:
+    """Beats until the rank ends. Its thread is a daemon: it keeps no process alive; a forked child has none.
+
+    ``strict``: judge the others also while this rank waits for nothing that it knows of.
+    """
+
+    def __init__(
+        self, board: Board, rank: int, world_size: int, *, silence: float, beat: float, strict: bool
+    ) -> None:
+        self.board = board
+        self.position = Position()
+        self.process = Process.this()
+        self.seen: dict[int, Seen] = {}
+        self.turns = 0  # how often the thread has come round: it does not while the store hangs
+        self.moves = 0  # how often another rank was seen in a new position
+        self.store_lost: str | None = None
+        self.changed = threading.Condition()  # lock of what follows
+        self.failure: Failure | None = None
+        self._found: Failure | None = None  # by the thread that trains; to be posted
+        self._question: Question | None = None
+        self._state: Literal["running", "failed", "closed"] = "running"
+        self._kicked = False
+        self._waiting = False
+        self._urgent = False
+        # What follows is the thread's own.
+        self._rank = rank
+        self._others = [other for other in range(world_size) if other != rank]
+        self._successor = (rank + 1) % world_size
+        self._world_size = world_size
+        self._silence = silence
+        self._beat = beat
+        self._strict = strict
+        self._count = 0
+        self._clock = 0.0  # seconds that this process was awake: being suspended is not the others' silence
+        self._due = self._due_for_all = 0.0
+        self._poll = POLL[0]
+        self._answered: defaultdict[str, int] = defaultdict(int)
+        self._thread = threading.Thread(target=self._run, name=f"heartbeat of rank {rank}", daemon=True)
+        self._thread.start()
+
+    # ---- called by other threads ----
+
+    def watch(self, *, urgent: bool = False) -> None:
+        """This rank waits: look at all ranks, now and at every beat; if ``urgent``, many times a second."""
+        with self.changed:
+            if not self._waiting or (urgent and not self._urgent):
+                self._waiting, self._urgent, self._kicked = True, urgent, True
+                self.changed.notify_all()
+
+    def rest(self) -> None:
+        """What this rank waited for has come."""
+        with self.changed:
+            self._waiting = self._urgent = False
+
+    def ask(self, group: str, what: str) -> Question:
+        """Ask all ranks whether their next collective of ``group`` is ``what``, too."""
+        with self.changed:
+            self._question = Question(group, self.position.issue(group, what), what)
+            self._poll = POLL[0]
+            self.changed.notify_all()
+            return self._question
+
+    def answered(self, question: Question, within: float) -> bool:
+        """Wait for all ranks to have said the same, or for a failure, or for the time to pass."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self._question is not question or self.failure or self.store_lost, within
+            )
+            return self._question is not question
+
+    def settle(self, failure: Failure, within: float = 2.0) -> Failure:
+        """Make ``failure`` known, unless another came first; returns the one that counts."""
+        with self.changed:
+            if self.failure is None:
+                self._found = failure
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: self.failure or self.store_lost, within)
+                self.failure = self.failure or failure  # else the store does not answer
+            return self.failure
+
+    def failed(self, within: float) -> Failure | None:
+        """Wait that long for a failure."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.failure or self._state != "running", within)
+            return self.failure
+
+    def end(self, state: Literal["failed", "closed"], within: float = 2.0) -> None:
+        """Say that this rank takes no part any more, and stop."""
+        with self.changed:
+            self._state = state
+            self.changed.notify_all()
+        self._thread.join(within)  # a store that hangs keeps the thread; it is a daemon
+
+    def beat(self) -> Beat:
+        """Where this rank is now."""
+        waits = self.position.waits
+        words = f"{waits[2]} ({waits[0]} {waits[1]})" if waits else ""
+        return Beat(self._count, self.process, self.position.doing, words, self.position.last(), self._state)
+
+    def who(self, rank: int) -> str:
+        """``rank 1 (host a, pid 7)``."""
+        seen = self.seen.get(rank)
+        process = self.process if rank == self._rank else seen.beat.process if seen else None
+        return f"rank {rank}" + (f" (host {process.host}, pid {process.pid})" if process else "")
+
+    def positions(self, ranks: list[int] | None = None) -> str:
+        """Where ranks are, those in the same place together."""
+        places: defaultdict[str, list[int]] = defaultdict(list)
+        for rank in sorted([*self._others, self._rank]) if ranks is None else ranks:
+            seen = self.seen.get(rank)
+            if rank == self._rank:
+                places[self.beat().position()].append(rank)
+            elif seen is None:
+                places["without a sign of life since the start"].append(rank)
+            else:
+                places[seen.beat.position()].append(rank)
+        return "; ".join(f"{spell(ranks)} {place}" for place, ranks in places.items())
+
+    def server_state(self) -> str:
+        """What can be seen from here of the process that serves the store, in words."""
+        seen = self.seen.get(0)
+        if not self.board.served_by_rank_0 or seen is None or not seen.here:
+            return ""
+        return f" ({self.who(0)} is in state {seen.beat.process.state() or 'gone'})"
+
+    def behind(self, group: str, number: int) -> list[int]:
+        """Ranks that were not seen at that collective yet."""
+        seen = dict(self.seen)
+        return [rank for rank in self._others if rank not in seen or seen[rank].beat.reached(group) < number]
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while True:
+            now = time.monotonic()
+            self._clock += min(now - last, 3 * self._beat)
+            last = now
+            if self.store_lost is None:
+                try:
+                    self._turn(now)
+                except RuntimeError as error:  # whatever a store has to say
+                    self._lose(str(error).partition("\n")[0])
+            else:
+                self._judge_processes()
+            self.turns += 1
+            with self.changed:
+                if self._state != "running":
+                    break
+                self.changed.wait_for(self._called, self._pause())
+        if self.store_lost is None:
+            try:
+                self._write()
+            except RuntimeError as error:
+                self._lose(str(error).partition("\n")[0])
+
+    def _lose(self, why: str) -> None:
+        with self.changed:
+            self.store_lost = why
+            self.failure = self.failure or self._found
+            self.changed.notify_all()
+
+    def _called(self) -> bool:
+        new = self._question is not None and not self._question.asked
+        return self._kicked or self._state != "running" or bool(self._found and not self.failure) or new
+
+    def _pause(self) -> float:
+        if self.store_lost is not None:
+            return URGENT if self._urgent else self._beat
+        until_due = max(0.0, self._due - time.monotonic())
+        if self._question is None or self.failure:
+            return until_due
+        self._poll = min(2 * self._poll, POLL[1])
+        return min(self._poll, until_due)
+
+    def _turn(self, now: float) -> None:
+        with self.changed:
+            question, found, kicked, self._kicked = self._question, self._found, self._kicked, False
+        if found is not None and self.failure is None:
+            self._settle(found)
+        if question is not None and self.failure is None:
+            self._discuss(question)
+        if not kicked and now < self._due:
+            return
+        self._due = now + (URGENT if self._urgent else self._beat)
+        self._write()
+        if self.failure is not None:
+            return
+        self._take_over()
+        for group in self.position.last():
+            self._answer(group)
+        self._read(self._whom(now, kicked))
+        self._judge_processes()
+        self._judge()
+
+    def _write(self) -> None:
+        self._count += 1
+        self.board.write(self._rank, self.beat())
+
+    def _settle(self, failure: Failure) -> None:
+        counts = self.board.post(failure)
+        with self.changed:
+            self.failure = self.failure or counts
+            self.changed.notify_all()
+
+    def _take_over(self) -> None:
+        failure = self.board.failure()
+        if failure is not None:
+            with self.changed:
+                self.failure = self.failure or failure
+                self.changed.notify_all()
+
+    def _discuss(self, question: Question) -> None:
+        """Ask, if that is still to be done; count who has said the same."""
+        group, number = question.group, question.number
+        if not question.asked:
+            question.asked = True
+            if self._answered[group] < number:  # else it was asked by another rank, and answered below
+                self._compare(group, number, *self.board.ask(group, number, self._rank, question.what))
+        elif self._poll >= POLL[1]:
+            self._take_over()
+        if self.failure is None and self.board.same(group, number) == self._world_size:
+            with self.changed:
+                self._question = None
+                self.changed.notify_all()
+
+    def _answer(self, group: str) -> None:
+        """Another rank may have asked about a collective that this one has issued without asking."""
+        asked = self.board.asked(group)
+        if self._answered[group] < asked and self.position.said(group, asked) is not None:
+            self._compare(group, asked, *self.board.question(group, asked))
+
+    def _compare(self, group: str, number: int, rank: int, what: str) -> None:
+        mine = self.position.said(group, number)
+        assert mine is not None
+        if mine != what:
+            self._settle(self._disorder(group, number, rank, what, mine))
+            return
+        before, self._answered[group] = self._answered[group], number
+        if self.board.say_the_same(group, number) == self._world_size and before:
+            self.board.forget(group, before)
+
+    def _disorder(self, group: str, number: int, rank: int, what: str, mine: str) -> Failure:
+        (one, this), (other, that) = sorted([(rank, what), (self._rank, mine)])
+        return Failure(
+            "order", other,
+            f"{self.who(other)} is about to {that} where {self.who(one)} is about to {this} ({group} {number}): "
+            "modules must be called in the same order on all ranks. For experts that are routed per rank, put their "
+            "container into one group (zero_optimization.leaf_module).",
+        )  # fmt: skip
+
+    def _whom(self, now: float, kicked: bool) -> list[int]:
+        everybody = self._waiting or self._suspicious() or len(self.seen) < len(self._others)
+        if not everybody or (now < self._due_for_all and not kicked):
+            return [self._successor]
+        interval = URGENT if self._urgent else self._beat
+        self._due_for_all = now + interval * max(1.0, len(self._others) / AT_ONCE)
+        return self._others
+
+    def _suspicious(self) -> bool:
+        seen = self.seen.get(self._successor)
+        return seen is not None and self._clock - seen.since > self._silence / 4
+
+    def _read(self, ranks: list[int]) -> None:
+        known = [rank for rank in ranks if rank in self.seen]
+        for rank, beat in self.board.read(known, [rank for rank in ranks if rank not in self.seen]).items():
+            seen = self.seen.get(rank)
+            if seen is None:
+                seen = self.seen[rank] = Seen(beat, self._clock)
+                self.moves += 1
+            elif beat.count != seen.beat.count:
+                if (beat.said, beat.doing, beat.state) != (seen.beat.said, seen.beat.doing, seen.beat.state):
+                    self.moves += 1
+                seen.beat, seen.since = beat, self._clock
+            seen.here = seen.here or not beat.process.is_dead()
+
+    def _judge_processes(self) -> None:
+        """A process that was seen alive here, and ended without a word, is lost at once."""
+        gone = [rank for rank, seen in self.seen.items() if seen.here and seen.beat.process.is_dead()]
+        if gone and self.store_lost is None:
+            self._read(gone)  # it may have taken its leave since the last look
+            self._take_over()
+        gone = [rank for rank in gone if self.seen[rank].beat.state == "running"]
+        if not gone or self.failure is not None:
+            return
+        failure = Failure(
+            "lost", gone[0],
+            f"{self._who(gone)} died without a word, last seen {self.seen[gone[0]].beat.position()}: see its log, "
+            "and dmesg for a kill for lack of memory; start again from the last checkpoint.",
+        )  # fmt: skip
+        if self.store_lost is None:
+            self._settle(failure)
+        else:
+            with self.changed:
+                self.failure = failure
+                self.changed.notify_all()
+
+    def _judge(self) -> None:
+        for rank, seen in self.seen.items():
+            for group, (number, what) in seen.beat.said.items():
+                mine = self.position.said(group, number)
+                if mine is not None and mine != what:
+                    return self._settle(self._disorder(group, number, rank, what, mine))
+        for group, number, what in self._depends_on():
+            for rank, seen in self.seen.items():
+                if seen.beat.state == "closed" and seen.beat.reached(group) < number:
+                    return self._settle(self._left(rank, group, number, what))
+        if self._waiting or self._strict:
+            silent = self._silent_ranks()
+            if silent:
+                self._settle(self._silence_of(silent))
+        return None
+
+    def _depends_on(self) -> list[tuple[str, int, str]]:
+        """Collectives that cannot end unless every rank joins in."""
+        if self._strict:
+            return [(group, number, what) for group, (number, what) in self.position.last().items()]
+        waits = self.position.waits
+        return [waits] if waits is not None else []
+
+    def _left(self, rank: int, group: str, number: int, what: str) -> Failure:
+        beat = self.seen[rank].beat
+        return Failure(
+            "lost", rank,
+            f"{self.who(rank)} {beat.doing} after {group} {beat.reached(group)}, and "
+            f"{self.who(self._rank)} is to {what} as {group} {number}: all ranks must run forward, backward and step "
+            "equally often; give every rank the same number of batches.",
+        )  # fmt: skip
+
+    def _silent_ranks(self) -> list[int]:
+        """Those whose time is up, and with them all that fell silent about then: a host takes all its ranks along."""
+        limit = min(self._silence, SIGNS * self._beat) if self._urgent else self._silence
+        running = [(rank, seen) for rank, seen in self.seen.items() if seen.beat.state == "running"]
+        if all(self._clock - seen.since <= limit for _, seen in running):
+            return []
+        return [rank for rank, seen in running if self._clock - seen.since > limit / 2]
+
+    def _silence_of(self, ranks: list[int]) -> Failure:
+        first = max(ranks, key=lambda rank: self._clock - self.seen[rank].since)
+        seen = self.seen[first]
+        state = seen.beat.process.state() if seen.here else None
+        still = f" (its process still exists, in state {state})" if state else ""
+        return Failure(
+            "lost", first,
+            f"{self._who(ranks)} gave no sign of life for {self._clock - seen.since:.0f} s{still}, last seen "
+            f"{seen.beat.position()}: see that its host and the network are up; start again from the last checkpoint. "
+            "A rank that is only slow to answer is given more time by tiering.distributed.silence.",
+        )  # fmt: skip
+
+    def _who(self, ranks: list[int]) -> str:
+        if len(ranks) == 1:
+            return self.who(ranks[0])
+        hosts = sorted({self.seen[rank].beat.process.host for rank in ranks})
+        return f"{spell(ranks)} ({'host' if len(hosts) == 1 else 'hosts'} {', '.join(hosts)})"

@@ -1,0 +1,327 @@
+"""What a rank knows of the others: a collective that cannot end becomes a message on every rank, not a hang.
+
+The thread that trains says here what it does and what it waits for; it never touches the store. `heartbeat.py` does,
+and judges. A wait ends early for these reasons, each on all ranks and with the rank that it began with by name:
+
+    another rank failed, closed its engine, died, or gave no sign of life for ``silence`` seconds
+    another rank is in, or about to enter, a different collective
+    the store is out of reach, and the collective does not end either
+    nobody has moved for ``timeout`` seconds
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Literal, Self
+
+import torch
+from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
+
+from tiering.errors import DistributedError
+from zero3.board import Board, Failure, spell
+from zero3.heartbeat import SIGNS, Heartbeat
+
+log = logging.getLogger(__name__)
+
+COLLECTIVE = "collective"
+FIRST_SLICE = 0.2  # seconds of waiting before anybody is asked
+SLICE = 1.0
+TIMED_OUT = "Operation timed out"  # gloo's words at the end of a slice; the collective goes on
+SEVERED = 0x7EE5  # a tag that no message has
+QUOTED = 1000  # characters of another rank's error
+
+
+class Peers:
+    """One for each engine and rank. Every method but `close` and `fail` belongs to the threads that train.
+
+    ``store`` is for this engine alone (a prefix of its own); every operation is on a connection of its own where torch
+    can give one. ``timeout`` and ``silence`` are seconds. The process group's own time-out should be longer than
+    ``timeout``, or its message comes first.
+
+    ``on_lost`` is called once, on a thread of its own, with the message of what ended the run, unless this rank did. It
+    is for backends whose ``wait`` returns at once (NCCL); with it, silence counts also while this rank does not wait.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        timeout: float,
+        silence: float = 30.0,
+        on_lost: Callable[[str], None] | None = None,
+        beat: float = 1.0,
+        patience: float = 10.0,
+    ) -> None:
+        self.rank = rank
+        self.timeout = timeout
+        self.silence = silence
+        self._beat = min(beat, silence / SIGNS)
+        self._patience = patience
+        self._pid = os.getpid()
+        self._closed = False
+        self._final: tuple[Failure, str] | None = (
+            None  # what this rank was told, and what it was waiting for then
+        )
+        self._heartbeat = Heartbeat(
+            Board(store), rank, world_size, silence=silence, beat=self._beat, strict=on_lost is not None
+        )
+        self._position = self._heartbeat.position
+        atexit.register(self._at_exit)
+        if on_lost is not None:
+            threading.Thread(
+                target=self._watch, args=(on_lost,), name="watch over ranks", daemon=True
+            ).start()
+
+    def note(self, doing: str) -> None:
+        """What this rank does now, for the others' messages: "backward of 'layers.3'"."""
+        self._position.doing = doing
+        self._position.changes += 1
+
+    def issued(self, what: str, *, group: str = COLLECTIVE) -> None:
+        """The next collective of ``group`` is on its way without having been agreed on.
+
+        ``what`` is what it is to do ("gather 'layers.3'"), the same words on all ranks. Collectives whose order among
+        each other may differ from rank to rank belong to different groups, and are numbered apart."""
+        self._position.issue(group, what)
+
+    def agree(self, what: str, *, group: str = COLLECTIVE) -> None:
+        """Return when the next collective of ``group`` is ``what`` on every rank, asked here or issued there.
+
+        Raises:
+            RankOrderError: it is another one on some rank; on all ranks.
+            DistributedError: as `wait`.
+        """
+        self._raise_if_failed()
+        question = self._heartbeat.ask(group, what)
+        with _Delay(self, group, question.number, what) as delay:
+            while not self._heartbeat.answered(question, FIRST_SLICE):
+                if self._heartbeat.store_lost is not None:
+                    raise self._cause_of("no answer from the store", delay)
+                delay.look()
+
+    def wait(self, work: Work, what: str, *, group: str = COLLECTIVE, blocking: bool = True) -> None:
+        """Wait for one collective that was issued or agreed on as ``what``.
+
+        Not ``blocking``: where ``work.wait`` only orders streams (NCCL).
+
+        Raises:
+            RankLostError, RankOrderError, DistributedError: see the top of this file. They are final: every later call
+                raises the same again.
+        """
+        self._raise_if_failed()
+        if not blocking:
+            work.wait()
+            return
+        with _Delay(self, group, self._position.number(group, what), what) as delay:
+            slice_s = FIRST_SLICE
+            while True:
+                try:
+                    work.wait(timedelta(seconds=slice_s))
+                except RuntimeError as error:
+                    if TIMED_OUT not in str(error):
+                        raise self._cause_of(str(error), delay) from error
+                else:
+                    return
+                slice_s = SLICE
+                delay.look()
+
+    def fail(self, error: BaseException | str) -> None:
+        """This rank gives up: the others are told why. What it was told itself by this class is no news to them."""
+        if os.getpid() != self._pid or self._closed:
+            return
+        self._closed = True
+        if not isinstance(error, DistributedError):
+            words = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+            self._heartbeat.settle(
+                Failure(
+                    "lost", self.rank,
+                    f"{self._heartbeat.who(self.rank)} failed {self._heartbeat.beat().position()}: {words[:QUOTED]} "
+                    f"(the log of rank {self.rank} has its traceback).",
+                )
+            )  # fmt: skip
+        self._end("failed")
+
+    def close(self) -> None:
+        """This rank is done. Others learn it if they still wait for it."""
+        self._leave("has closed its engine")
+
+    def _leave(self, how: str) -> None:
+        if os.getpid() == self._pid and not self._closed:
+            self.note(how)
+            self._end("failed" if self._heartbeat.failure else "closed")
+
+    def _end(self, state: Literal["failed", "closed"]) -> None:
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self._heartbeat.end(state)
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child leaves, not the rank
+        uncaught = getattr(sys, "last_value", None)  # set when the interpreter ends because of it
+        if uncaught is not None:
+            self.fail(uncaught)
+        else:
+            self._leave("has ended its program")
+
+    def _raise_if_failed(self) -> None:
+        if self._final is None and self._heartbeat.failure is not None:
+            self._final = self._heartbeat.failure, ""
+        if self._final is not None:
+            failure, addition = self._final
+            raise failure.error(addition)
+        assert not self._closed, "a closed engine enters no collective"
+
+    def _told(self, failure: Failure, delay: _Delay) -> DistributedError:
+        """The error for a failure that ended a wait; it stays the same from here on."""
+        addition = "" if failure.rank == self.rank else f" Rank {self.rank} was {delay.waiting}."
+        self._final = failure, addition
+        return failure.error(addition)
+
+    def _cause_of(self, error: str, delay: _Delay) -> DistributedError:
+        """Why a collective failed at once: the rank that broke it may not be known to be gone yet."""
+        heartbeat = self._heartbeat
+        heartbeat.watch(urgent=True)
+        patience = min(self.silence, SIGNS * self._beat) + 2 * self._beat
+        began = time.monotonic()
+        while heartbeat.failed(0.1) is None and time.monotonic() - began < patience:
+            if heartbeat.store_lost is not None:
+                patience = min(patience, 2 * self._beat)  # processes on this machine can still be looked at
+        if heartbeat.failure is not None:
+            return self._told(heartbeat.failure, delay)
+        if heartbeat.store_lost is not None:
+            return self._told(heartbeat.settle(self._store_out_of_reach(error), within=0.0), delay)
+        failure = Failure(
+            "stuck", self.rank,
+            f"{heartbeat.who(self.rank)} could not {delay.what} ({delay.group} {delay.number}): {error}. Every rank "
+            f"gives signs of life: {heartbeat.positions()}. See that the network between their hosts works.",
+        )  # fmt: skip
+        return self._told(heartbeat.settle(failure), delay)
+
+    def _store_out_of_reach(self, consequence: str) -> Failure:
+        heartbeat = self._heartbeat
+        why = heartbeat.store_lost or f"it has not answered for {self.silence:.0f} s"
+        server = heartbeat.server_state()
+        return Failure(
+            "stuck", self.rank,
+            f"{heartbeat.who(self.rank)} cannot reach {heartbeat.board.served}: {why}{server}; and {consequence}. Last "
+            f"known: {heartbeat.positions()}. See that the first host is up and reachable; start again from the last "
+            "checkpoint.",
+        )  # fmt: skip
+
+    def _nobody_moves(self) -> Failure:
+        return Failure(
+            "stuck", self.rank,
+            f"no rank has moved for {self.timeout:.0f} s: {self._heartbeat.positions()}. Stacks of the ranks that do "
+            "not wait tell more (py-spy dump --pid PID); work that takes this long needs a longer "
+            "tiering.distributed.timeout.",
+        )  # fmt: skip
+
+    def _watch(self, on_lost: Callable[[str], None]) -> None:
+        """For backends that block on a device: what `_Delay` is for a wait that this class can see."""
+        heartbeat = self._heartbeat
+        deaf = Stillness(2 * self._beat)
+        while not self._closed:
+            failure = heartbeat.failed(self._beat)
+            if failure is None and not self._closed:
+                moves = heartbeat.turns if heartbeat.store_lost is None else None
+                if deaf.seconds((moves, self._position.changes)) > self.silence:
+                    failure = heartbeat.settle(
+                        self._store_out_of_reach("this rank has not moved either"), within=0.0
+                    )
+            if failure is not None:
+                if not self._closed:
+                    on_lost(str(failure.error()))
+                return
+
+
+def sever(group: ProcessGroup) -> None:
+    """Break ``group``'s connections, so that a collective which cannot end does not keep the process from ending.
+
+    Gloo's destructor waits for pending operations up to the group's time-out, minutes or more if the other side is
+    frozen, and its ``abort`` does nothing. A receive whose time is up closes its connection, and all that hangs on it.
+    """
+    if group.name() != "gloo":
+        group.abort()
+        return
+    for rank in range(group.size()):
+        if rank != group.rank():
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], rank, SEVERED).wait(timedelta(milliseconds=1))
+
+
+class Stillness:
+    """How long something has not changed while this process was awake: a suspended job must not time out."""
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest  # between two looks of a process that is awake
+        self._last: object = None
+        self._looked = time.monotonic()
+        self._seconds = 0.0
+
+    def seconds(self, now: object) -> float:
+        looked = time.monotonic()
+        passed, self._looked = min(looked - self._looked, self._longest), looked
+        self._seconds = self._seconds + passed if now == self._last else 0.0
+        self._last = now
+        return self._seconds
+
+
+class _Delay:
+    """One wait of the thread that trains: how long it has lasted, and what moved meanwhile."""
+
+    def __init__(self, peers: Peers, group: str, number: int, what: str) -> None:
+        self.group = group
+        self.number = number
+        self.what = what
+        self.waiting = f"waiting to {what} ({group} {number})"
+        self._peers = peers
+        self._heartbeat = peers._heartbeat
+        self._began = time.monotonic()
+        self._looked = False
+        self._missing: str | None = None  # what the warning said
+        self._deaf = Stillness(2 * SLICE)
+        self._idle = Stillness(2 * SLICE)
+
+    def __enter__(self) -> Self:
+        self._heartbeat.position.waits = self.group, self.number, self.what
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._heartbeat.position.waits = None
+        self._heartbeat.position.changes += 1
+        if self._looked:
+            self._heartbeat.rest()
+        if self._missing is not None and kind is None:
+            log.info("%s came after %.1f s", self._missing, time.monotonic() - self._began)
+
+    def look(self) -> None:
+        """After a slice of waiting: raise if it cannot end, warn if it is long."""
+        peers, heartbeat = self._peers, self._heartbeat
+        heartbeat.watch()
+        self._looked = True
+        if heartbeat.failure is not None:
+            raise peers._told(heartbeat.failure, self)
+        deaf = self._deaf.seconds(heartbeat.turns if heartbeat.store_lost is None else None)
+        if deaf > peers.silence:
+            raise peers._told(
+                heartbeat.settle(peers._store_out_of_reach(f"is {self.waiting}"), within=0.0), self
+            )
+        if self._idle.seconds(heartbeat.moves) > peers.timeout:
+            raise peers._told(heartbeat.settle(peers._nobody_moves()), self)
+        waited = time.monotonic() - self._began
+        if waited > peers._patience and self._missing is None:
+            behind = heartbeat.behind(self.group, self.number)
+            self._missing = spell(behind) if behind else f"{self.what} ({self.group} {self.number})"
+            where = heartbeat.positions(behind) if behind else "every rank has come, the transfer goes on"
+            log.warning("rank %d has been %s for %.0f s; %s", peers.rank, self.waiting, waited, where)

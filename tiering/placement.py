@@ -18,7 +18,7 @@ from tiering.arena import PAGE, round_up
 from tiering.config import format_size
 from tiering.errors import PlacementError
 from tiering.fields import format_need
-from tiering.plan import Budgets, Plan, Staging, SubGroup, Tier, Workload, checksum_bytes
+from tiering.plan import Budgets, Plan, ReductionRoom, Staging, SubGroup, Tier, Workload, checksum_bytes
 
 FEWEST_SLOTS = 3  # one read, one stepped, one written
 USUAL_SLOTS = 6
@@ -41,7 +41,6 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
 
 def _place(load: Workload, budgets: Budgets) -> Plan:
     fixed, param_tiers, grad_tiers = _mandatory(load, budgets)
-    reduce_window, one_more = _reduce_window(load)
     _keep_what_cannot_move(load, fixed, param_tiers)
 
     # Apart from each other: each can be waited for without the other's leases being in the way.
@@ -65,8 +64,8 @@ def _place(load: Workload, budgets: Budgets) -> Plan:
         filled = _fill_host(load, fixed, param_tiers, grad_tiers, tile, slots)
     assert filled is not None
     working = _working_set(load, filled.params, fixed)
-    if one_more <= fixed.left(Tier.DEVICE) - working:
-        reduce_window += one_more
+    least, usual = _reduction(load), _reduction(load, ahead=1)
+    fits = usual.nbytes - least.nbytes <= fixed.left(Tier.DEVICE) - working
     plan = Plan(
         workload=load,
         budgets=budgets,
@@ -78,7 +77,7 @@ def _place(load: Workload, budgets: Budgets) -> Plan:
         grad_window_bytes=_grad_window(load, filled.grads),
         fetch_window_bytes=fetch_window,
         offload_window_bytes=offload_window,
-        reduce_window_bytes=reduce_window,
+        reduction=usual if fits else least,
     )
     for tier in Tier:
         if plan.total(tier) > budgets.of(tier):
@@ -107,7 +106,7 @@ def _mandatory(load: Workload, budgets: Budgets) -> tuple[_Room, list[Tier], lis
             nbytes = load.state_numel(group) * load.state_itemsize
             fixed.take(load.optimizer_tiers[index], nbytes, f"optimizer state of {group.name}")
     fixed.take(Tier.DEVICE, load.local_grad_bytes, "local gradients")
-    fixed.take(Tier.DEVICE, _reduce_window(load)[0], "gradient reduction")
+    fixed.take(Tier.DEVICE, _reduction(load).nbytes, "gradient reduction")
     fixed.check()
     return fixed, param_tiers, grad_tiers
 
@@ -118,21 +117,23 @@ def _stay_open(load: Workload) -> list[bool]:
     return [group.persistent or index in parents for index, group in enumerate(load.groups)]
 
 
-def _reduce_window(load: Workload) -> tuple[int, int]:
-    """The least device room to reduce gradients in, and what another group that is on its way adds.
+def _reduction(load: Workload, *, ahead: int = 0) -> ReductionRoom:
+    """Device room to reduce gradients in: the least, and for ``ahead`` more groups of those that come and go.
 
     What stays open fills its send buffers until the end of backward. Beside them one group fills its own while the one
-    before it is reduced.
+    before it is reduced. What a rank has no gradients of it sends as zeros, which need room like any others.
     """
-    opened, passing = [(0, 0)], [0]
+    opened, passing = [(0, 0)], [(0, 0)]
     for group, open_ in zip(load.groups, _stay_open(load), strict=True):
-        send, receive = load.reduce_buffers(group)
-        if open_:
-            opened.append((send, receive))
-        else:
-            passing.append(send + receive)
-    last = max(receive for _, receive in opened)
-    return sum(send for send, _ in opened) + max(last, 2 * max(passing)), max(passing)
+        (opened if open_ else passing).append(load.reduce_buffers(group))
+    send = max(send for send, _ in passing)
+    both = max(send + receive for send, receive in passing)
+    last = max(receive for _, receive in opened) + (0 if load.collects else max(send for send, _ in opened))
+    return ReductionRoom(
+        opened=sum(send for send, _ in opened) if load.collects else 0,
+        collected=(1 + ahead) * send if load.collects else 0,
+        exchanged=max(last, both) + ahead * (both - send if load.collects else both),
+    )
 
 
 def _largest_arrival(load: Workload) -> int:

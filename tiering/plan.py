@@ -111,6 +111,11 @@ class Workload:
         """Bytes per element of gradients as ranks send them to each other."""
         return self.reduce_itemsize or self.grad_itemsize
 
+    @property
+    def collects(self) -> bool:
+        """Whether gradients are collected in buffers from which they are sent: nothing else keeps whole ones."""
+        return self.world_size > 1 and not self.grads_stay_local
+
     def reduce_buffers(self, group: GroupSizes) -> tuple[int, int]:
         """Device room to (send, receive) the gradients of ``group`` while they are reduced.
 
@@ -245,6 +250,23 @@ class Staging:
 
 
 @dataclass(frozen=True)
+class ReductionRoom:
+    """Device room for gradients on their way between ranks, in bytes.
+
+    ``opened``: for what groups that stay open through a backward send; ``collected``: for what others send, while it
+    arrives and while it waits for its turn; ``exchanged``: for what is received, and for what is sent as another dtype.
+    """
+
+    opened: int = 0
+    collected: int = 0
+    exchanged: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.opened + self.collected + self.exchanged
+
+
+@dataclass(frozen=True)
 class Plan:
     """The placement of each rank. Tuples follow ``workload.groups``; bytes are exact and include padding."""
 
@@ -258,7 +280,7 @@ class Plan:
     grad_window_bytes: int  # host room for gradients on their way to and from NVMe
     fetch_window_bytes: int  # host room for parameters read from NVMe that compute cannot use where they land
     offload_window_bytes: int  # host room for gradients that arrive from a device with memory of its own
-    reduce_window_bytes: int = 0  # device room for gradients that are on their way between ranks
+    reduction: ReductionRoom = ReductionRoom()
     # Bytes that a step moves over NVMe, with each format of the state, within the same budgets.
     moved_by_format: Mapping[str, int] = field(default_factory=dict)
 
@@ -272,7 +294,7 @@ class Plan:
             kinds["optimizer state"] += tile.numel * load.state_itemsize if tile.tier is tier else 0
         if tier is Tier.DEVICE:
             kinds["local gradients"] = load.local_grad_bytes
-            kinds["gradient reduction"] = self.reduce_window_bytes
+            kinds["gradient reduction"] = self.reduction.nbytes
             kinds["unsharded groups"] = self.working_bytes
         if tier is Tier.HOST:
             windows = self.grad_window_bytes + self.fetch_window_bytes + self.offload_window_bytes

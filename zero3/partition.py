@@ -1,14 +1,17 @@
 """The flat layout of a ParamGroup: where each parameter starts, what a shard is, how its state is tiled. Pure.
 
 A group's parameters lie in one flat tensor of the compute dtype, those with optimizer state first, so that state,
-gradients and updates cover one contiguous prefix. Each parameter starts on a 256-byte boundary; the prefix and the
-whole are padded so that every boundary is a multiple of 4096 bytes in each dtype in use.
+gradients and updates cover one contiguous prefix. Each parameter starts on a 256-byte boundary; the prefix and what
+follows it are padded so that every boundary is a multiple of 4096 bytes in each dtype in use, also of a shard.
+
+A rank's shard is its equal share of the prefix, and behind it that of the rest: two ranges of the whole, a layout of
+its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PARAM_ALIGNMENT = 256  # bytes: a multiple of every vector width, so a placement cannot change a kernel's path
 QUANTUM = 2048  # elements: 4096 bytes in the smallest dtype that is stored (16 bits)
@@ -16,7 +19,10 @@ QUANTUM = 2048  # elements: 4096 bytes in the smallest dtype that is stored (16 
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter inside a flat tensor: elements [start, start + numel). ``index`` counts the model's parameters."""
+    """One parameter inside a flat tensor: elements [start, start + numel). ``index`` counts the model's parameters.
+
+    In a shard it may be a part of the parameter of ``shape``: the ``numel`` elements from its ``first`` on.
+    """
 
     index: int
     name: str
@@ -24,6 +30,7 @@ class Piece:
     shape: tuple[int, ...]
     numel: int
     trainable: bool
+    first: int = 0
 
     @property
     def end(self) -> int:
@@ -46,6 +53,11 @@ class Segment:
     piece: Piece
     start: int
     numel: int
+
+    @property
+    def first(self) -> int:
+        """The elements of the parameter before it."""
+        return self.piece.first + self.start - self.piece.start
 
 
 def lay_out(
@@ -73,11 +85,28 @@ def lay_out(
     return FlatLayout(tuple(pieces), trainable_numel, offset)
 
 
-def shard_range(numel: int, world_size: int, rank: int) -> tuple[int, int]:
-    """The elements [start, end) of a flat tensor of ``numel`` (divisible by ``world_size``) that ``rank`` owns."""
-    assert numel % world_size == 0, f"{numel} elements do not divide into {world_size} shards"
-    each = numel // world_size
-    return rank * each, (rank + 1) * each
+def shard_ranges(layout: FlatLayout, world_size: int, rank: int) -> tuple[range, range]:
+    """What ``rank`` holds of a flat tensor: a range of elements of the trainable prefix, and one of the rest."""
+    shares = []
+    for begin, end in ((0, layout.trainable_numel), (layout.trainable_numel, layout.numel)):
+        each, left = divmod(end - begin, world_size)
+        assert not left, f"{end - begin} elements do not divide into {world_size} shards"
+        shares.append(range(begin + rank * each, begin + (rank + 1) * each))
+    return shares[0], shares[1]
+
+
+def shard(layout: FlatLayout, world_size: int, rank: int, *, trainable_only: bool = False) -> FlatLayout:
+    """The layout of the flat tensor in which ``rank`` keeps its shard, with those parameters that it has a part of."""
+    if world_size == 1 and not trainable_only:
+        return layout
+    prefix, rest = shard_ranges(layout, world_size, rank)
+    parts, base = [], 0
+    for share in (prefix,) if trainable_only else (prefix, rest):
+        for held in segments(layout.pieces, share.start, share.stop):
+            start = base + held.start - share.start
+            parts.append(replace(held.piece, start=start, numel=held.numel, first=held.first))
+        base += len(share)
+    return FlatLayout(tuple(parts), len(prefix), base)
 
 
 def tiles(numel: int, tile: int) -> Iterator[tuple[int, int]]:

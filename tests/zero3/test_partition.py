@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero3.partition import QUANTUM, FlatLayout, Piece, lay_out, product, segments, shard_range, tiles
+from zero3.partition import QUANTUM, FlatLayout, Piece, lay_out, product, segments, shard, shard_ranges, tiles
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple) | st.sampled_from([(), (0,), (64, 65), (4097,)])
 flags = st.lists(st.tuples(shapes, st.booleans()), max_size=12)
@@ -83,13 +83,41 @@ def test_shards_are_equal_and_cover_everything(
     params: list[tuple[tuple[int, ...], bool]], world_size: int
 ) -> None:
     layout = laid_out(params, 4, world_size)
-    for numel in (layout.trainable_numel, layout.numel):
-        shards = [shard_range(numel, world_size, rank) for rank in range(world_size)]
-        assert shards[0][0] == 0
-        assert shards[-1][1] == numel
-        assert all(before[1] == after[0] for before, after in pairwise(shards))
-        assert {end - start for start, end in shards} == {numel // world_size}
-        assert numel // world_size * 2 % 4096 == 0
+    ranges = [shard_ranges(layout, world_size, rank) for rank in range(world_size)]
+    edges = (0, layout.trainable_numel, layout.numel)
+    for part, (begin, end) in enumerate(pairwise(edges)):
+        mine = [both[part] for both in ranges]
+        assert (mine[0].start, mine[-1].stop) == (begin, end)
+        assert all(before.stop == after.start for before, after in pairwise(mine))
+        assert {len(share) for share in mine} == {(end - begin) // world_size}
+        assert len(mine[0]) * 2 % 4096 == 0
+
+
+@settings(deadline=None)
+@given(params=flags, world_size=st.integers(1, 6), trainable_only=st.booleans())
+def test_shards_hold_every_element_of_every_parameter_once(
+    params: list[tuple[tuple[int, ...], bool]], world_size: int, trainable_only: bool
+) -> None:
+    layout = laid_out(params, 4, world_size)
+    whole = {piece.index: piece for piece in layout.pieces}
+    seen: dict[int, list[int]] = {piece.index: [] for piece in layout.pieces}
+    for rank in range(world_size):
+        kept = shard(layout, world_size, rank, trainable_only=trainable_only)
+        prefix, rest = shard_ranges(layout, world_size, rank)
+        assert kept.trainable_numel == len(prefix)
+        assert kept.numel == len(prefix) + (0 if trainable_only else len(rest))
+        for part in kept.pieces:
+            piece = whole[part.index]
+            assert (part.name, part.shape, part.trainable) == (piece.name, piece.shape, piece.trainable)
+            assert part.start * 4 % 256 == 0
+            # What lies at ``start`` of the shard lies here in the whole.
+            base = prefix.start if part.trainable else rest.start - len(prefix)
+            assert base + part.start == piece.start + part.first
+            assert part.end <= (kept.trainable_numel if part.trainable else kept.numel)
+            seen[part.index] += range(part.first, part.first + part.numel)
+    for index, elements in seen.items():
+        wanted = whole[index].trainable or not trainable_only
+        assert elements == (list(range(whole[index].numel)) if wanted else [])
 
 
 def test_an_example_by_hand() -> None:
@@ -123,7 +151,7 @@ def test_segments_leave_padding_out() -> None:
 
 def test_what_does_not_divide_is_caught() -> None:
     with pytest.raises(AssertionError, match="10 elements do not divide into 3 shards"):
-        shard_range(10, 3, 0)
+        shard_ranges(FlatLayout((), 10, 10), 3, 0)
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from tiering import logs, topology
 from tiering.arena import round_up
-from tiering.budgets import resolve_budgets
+from tiering.budgets import least_of, resolve_budgets
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
 from tiering.placement import make_plan
-from tiering.plan import GroupSizes, Plan, Tier, Workload
+from tiering.plan import Budgets, GroupSizes, Plan, Tier, Workload
 from zero3.client_optimizer import ClientOptimizer
+from zero3.collectives import Collectives, World, join
 from zero3.flat_storage import Streams, can_exchange
 from zero3.grads import GradientStore
-from zero3.groups import GroupMembers, form_groups
+from zero3.groups import GroupMembers, form_groups, leaf_modules
 from zero3.init import fill
 from zero3.optimizer import TieredOptimizer
 from zero3.optimizer_choice import (
@@ -28,10 +32,13 @@ from zero3.optimizer_choice import (
     choose_optimizer,
 )
 from zero3.param_group import ParamGroup
-from zero3.partition import FlatLayout, lay_out
+from zero3.partition import FlatLayout, lay_out, shard, shard_ranges
 from zero3.precision import COMPUTE_DTYPES
+from zero3.reduction import GradientReducer
+from zero3.replicas import Replicas
 from zero3.tiers import Home, NvmePaths, Tiers
 from zero3.tiles import StateLayout, Tile, make_tiles
+from zero3.timeline import StallClock, Timeline
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +47,13 @@ OFFLOAD_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 @dataclass(frozen=True)
 class Assembly:
-    """The parts of one rank's engine. ``tiers`` owns what has to be closed."""
+    """The parts of one rank's engine. ``tiers`` and ``collectives`` own what has to be closed.
 
+    ``sink`` takes gradients from autograd: ``gradients`` itself, or what reduces them over ranks first. ``replicas``
+    are the parameters that every rank keeps whole though each steps a shard.
+    """
+
+    world: World
     device: torch.device
     plan: Plan
     tiers: Tiers
@@ -50,6 +62,9 @@ class Assembly:
     layout: StateLayout
     gradients: GradientStore
     optimizer: TieredOptimizer | ClientOptimizer
+    sink: GradientStore | GradientReducer
+    collectives: Collectives | None = None
+    replicas: Replicas | None = None
 
 
 def assemble(
@@ -63,40 +78,148 @@ def assemble(
     ``optimizer`` is what the user gave in place of the configuration's: an optimizer, or a function of the parameters.
     """
     device = _device()
+    world = join(device, config.tiering.distributed.timeout)
+    stalls = StallClock(Timeline())
+    if world.size == 1:
+        return _assemble(model, config, model_parameters, optimizer, world, device, stalls, None)
+    collectives = Collectives(world, device, config.tiering.distributed, stalls)
+    try:
+        return _assemble(model, config, model_parameters, optimizer, world, device, stalls, collectives)
+    except BaseException as error:
+        collectives.peers.fail(error)
+        collectives.close()
+        raise
+
+
+def _assemble(
+    model: nn.Module,
+    config: TieringConfig,
+    model_parameters: ModelParameters | None,
+    optimizer: ClientOptimizerChoice | None,
+    world: World,
+    device: torch.device,
+    stalls: StallClock,
+    collectives: Collectives | None,
+) -> Assembly:
     compute = COMPUTE_DTYPES[config.precision]
     chosen = choose_optimizer(model, config, model_parameters, optimizer)
+    if collectives is not None:
+        _check_ranks_fit(chosen, config)
+        collectives.check_same("model", _described(model, chosen))
+        collectives.check_same("configuration", _settings(config))
+    share = topology.settle(
+        world.local_rank,
+        world.local_size,
+        _bus_id(device) if world.local_size > 1 else None,
+        gather=collectives.of_node if collectives is not None else None,
+    )
     grad_dtype = _grad_dtype(config, compute, chosen)
-    members, layouts = _grouped(model, config, compute, chosen)
+    reduce_dtype = _reduce_dtype(config, compute, grad_dtype)
+    members, layouts = _grouped(model, config, compute, chosen, world)
     nvme = _nvme_paths(config)
-    plan = _plan(config, members, layouts, compute, grad_dtype, chosen, device, nvme)
-    log.info("%s", plan)
+    load = _workload(config, members, layouts, compute, grad_dtype, reduce_dtype, chosen, device, nvme, world)
+    plan = make_plan(load, _budgets(config, device, nvme, world, collectives))
+    log.log(logs.once(logging.INFO), "%s", plan)
 
-    tiers = Tiers(plan, device, config.tiering, nvme)
+    tiers = Tiers(plan, device, config.tiering, nvme, stalls, share.numa_node)
     try:
         streams = None if tiers.device_is_host else Streams()
-        groups = _make_groups(members, layouts, compute, tiers, streams)
+        groups = _make_groups(members, layouts, compute, tiers, streams, collectives)
         tiles = make_tiles(plan.sub_groups, groups, tiers)
-        gradients = GradientStore(
-            groups, _gradient_homes(groups, grad_dtype, tiers), grad_dtype, tiers, streams
+        local = _local_gradients(groups, grad_dtype, tiers) if load.grads_stay_local else None
+        homes = (
+            [Home(tensor=flat.view(torch.uint8)) for flat in local]
+            if local is not None and config.zero.stage == 0
+            else _gradient_homes(groups, grad_dtype, tiers)
         )
-        _move_buffers(model, device, compute)
+        gradients = GradientStore(groups, homes, grad_dtype, tiers, streams)
+        _move_buffers(model, device, compute, collectives)
         layout = StateLayout.of(plan.workload, chosen.moments)
-        fill(model, groups, tiles, tiers, layout, chosen.initial_state)
+        fill(model, groups, tiles, tiers, layout, chosen.initial_state, collectives)
         stepper = _stepper(chosen, tiles, gradients, tiers, streams, layout)
+        if collectives is None:
+            return Assembly(world, device, plan, tiers, groups, tiles, layout, gradients, stepper, gradients)
+        reducer = GradientReducer(
+            groups, gradients, collectives, tiers, reduce_dtype, local, replicated=config.zero.stage == 0
+        )
+        replicas = Replicas(groups, collectives) if config.zero.stage >= 1 else None
+        if replicas is not None and isinstance(stepper, TieredOptimizer):
+            stepper.on_stepped = replicas.stepped
     except BaseException:
         tiers.close()
         raise
-    return Assembly(device, plan, tiers, groups, tiles, layout, gradients, stepper)
+    return Assembly(
+        *(
+            world,
+            device,
+            plan,
+            tiers,
+            groups,
+            tiles,
+            layout,
+            gradients,
+            stepper,
+            reducer,
+            collectives,
+            replicas,
+        )
+    )
 
 
-def _move_buffers(model: nn.Module, device: torch.device, compute: torch.dtype) -> None:
-    """Those of the state_dict take the compute dtype, as if a 16-bit checkpoint had been loaded.
+def _check_ranks_fit(chosen: OptimizerChoice, config: TieringConfig) -> None:
+    if chosen.rule is None and config.zero.stage > 0:
+        raise ConfigError(
+            f"the {type(chosen.client).__name__} has no kernel here and steps whole parameters, but stage"
+            f" {config.zero.stage} shards optimizer state over the ranks; use stage 0, or AdamW, Adam, Lion, Adagrad"
+            " or SGD"
+        )
+
+
+def _described(model: nn.Module, chosen: OptimizerChoice) -> Iterator[str]:
+    """A line for each parameter and buffer, and for what the optimizer is told, to be compared between ranks."""
+    trained = chosen.trained
+    for name, param in model.named_parameters():
+        yield f"{name!r} {tuple(param.shape)} {param.dtype}{'' if param in trained else ' frozen'}"
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}"
+    for number, group in enumerate(chosen.param_groups):
+        options = {key: value for key, value in group.items() if key != "params"}
+        yield f"param group {number} of {len(group['params'])} parameters {options}"
+
+
+def _settings(config: TieringConfig) -> Iterator[str]:
+    """A line for each setting that has to be the same on all ranks: where a node keeps what is its own business."""
+    own = {"tiering": {"io", "telemetry", "run_name", "device_budget", "host_budget", "nvme_budget"}}
+    paths: dict[str, Any] = {"zero": {"offload_param": {"nvme_path"}, "offload_optimizer": {"nvme_path"}}}
+    for section, values in config.model_dump(mode="json", exclude=own | paths).items():
+        if isinstance(values, dict):
+            yield from (f"{section}.{key} {value}" for key, value in values.items())
+        else:
+            yield f"{section} {values}"
+
+
+def _bus_id(device: torch.device) -> str | None:
+    """The PCI bus id of a GPU."""
+    if device.type == "cpu":
+        return None
+    found: Any = torch.cuda.get_device_properties(device)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
+def _move_buffers(
+    model: nn.Module, device: torch.device, compute: torch.dtype, collectives: Collectives | None
+) -> None:
+    """Those of the state_dict take the compute dtype, as if a 16-bit checkpoint had been loaded; all are rank 0's.
 
     What is computed when the model is built keeps its own: rotary frequencies in 16 bits are useless.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
+                if collectives is not None:
+                    values = buffer.detach().to("cpu", copy=True).contiguous()
+                    collectives.broadcast(values.view(-1), 0, f"the first value of buffer {name!r}")
+                    buffer.data = values
                 cast = buffer.is_floating_point() and name not in module._non_persistent_buffers_set
                 buffer.data = buffer.data.to(device, compute if cast else buffer.dtype)
 
@@ -112,6 +235,8 @@ def _device() -> torch.device:
         )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    if torch.cuda.device_count() > 1 and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -126,6 +251,13 @@ def _grad_dtype(config: TieringConfig, compute: torch.dtype, chosen: OptimizerCh
     return compute if one_pass else torch.float32
 
 
+def _reduce_dtype(config: TieringConfig, compute: torch.dtype, grad_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients are sent to other ranks: what they have then, unless configured."""
+    if config.tiering.reduce_dtype != "auto":
+        return COMPUTE_DTYPES[config.tiering.reduce_dtype]
+    return compute if config.zero.stage >= 2 else grad_dtype
+
+
 def _nvme_paths(config: TieringConfig) -> NvmePaths:
     param, optimizer = (
         tuple(path.resolve() for path in section.nvme_path) if section.device == "nvme" else ()
@@ -135,27 +267,34 @@ def _nvme_paths(config: TieringConfig) -> NvmePaths:
 
 
 def _grouped(
-    model: nn.Module, config: TieringConfig, compute: torch.dtype, chosen: OptimizerChoice
+    model: nn.Module, config: TieringConfig, compute: torch.dtype, chosen: OptimizerChoice, world: World
 ) -> tuple[list[GroupMembers], list[FlatLayout]]:
     trainable = chosen.trained
-    members = form_groups(model, config.zero.persistence_threshold)
+    leaves = leaf_modules(model, config.zero.leaf_module)
+    members = form_groups(model, config.zero.persistence_threshold, leaves)
     layouts = [
-        lay_out([(i, name, tuple(p.shape), p in trainable) for i, name, p in group.params], compute.itemsize)
+        lay_out(
+            [(i, name, tuple(p.shape), p in trainable) for i, name, p in group.params],
+            compute.itemsize,
+            world.size,
+        )
         for group in members
     ]
     return members, layouts
 
 
-def _plan(
+def _workload(
     config: TieringConfig,
     members: list[GroupMembers],
     layouts: list[FlatLayout],
     compute: torch.dtype,
     grad_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
     chosen: OptimizerChoice,
     device: torch.device,
     nvme: NvmePaths,
-) -> Plan:
+    world: World,
+) -> Workload:
     on_gpu = device.type == "cuda"
     if on_gpu and config.zero.offload_optimizer.device == "none" != config.zero.offload_param.device:
         raise ConfigError(
@@ -168,7 +307,7 @@ def _plan(
             f" there, but offload_param.device is {config.zero.offload_param.device!r}; set ratio to 1, or"
             " offload_param.device to 'none'"
         )
-    load = Workload(
+    return Workload(
         groups=tuple(
             GroupSizes(
                 name=group.name,
@@ -198,9 +337,28 @@ def _plan(
         can_split=compute is torch.bfloat16,
         moment_itemsize=chosen.moments.itemsize,
         step_in_backward=config.tiering.step_in_backward,
+        world_size=world.size,
+        stage=config.zero.stage,
+        reduce_itemsize=reduce_dtype.itemsize,
     )
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else None
-    return make_plan(load, resolve_budgets(config.tiering, device_memory=free, nvme_paths=nvme.all))
+
+
+def _budgets(
+    config: TieringConfig,
+    device: torch.device,
+    nvme: NvmePaths,
+    world: World,
+    collectives: Collectives | None,
+) -> Budgets:
+    """This rank's, which are those of all."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    mine = resolve_budgets(
+        config.tiering, device_memory=free, nvme_paths=nvme.all, ranks_on_node=world.local_size
+    )
+    if collectives is None:
+        return mine
+    row = torch.tensor([mine.device, mine.host, mine.nvme], dtype=torch.int64, device="cpu")
+    return least_of(Budgets(*each) for each in collectives.table(row, "budgets").tolist())
 
 
 def _stepper(
@@ -214,8 +372,10 @@ def _stepper(
     client = chosen.client
     if chosen.rule is None:
         assert client is not None
-        log.info(
-            "%s steps by itself, on the device; what it keeps there is not in the plan", type(client).__name__
+        log.log(
+            logs.once(logging.INFO),
+            "%s steps by itself, on the device; what it keeps there is not in the plan",
+            type(client).__name__,
         )
         return ClientOptimizer(client, tiles, gradients)
     if client is not None:
@@ -239,13 +399,27 @@ def _make_groups(
     compute: torch.dtype,
     tiers: Tiers,
     streams: Streams | None,
+    collectives: Collectives | None,
 ) -> list[ParamGroup]:
+    load = tiers.plan.workload
     places = _places(members, layouts, compute, tiers)
     made = []
     for index, (group, layout) in enumerate(zip(members, layouts, strict=True)):
         by_index = {i: param for i, _, param in group.params}
         names = tuple(piece.name for piece in layout.pieces)
-        home = tiers.home(tiers.plan.param_tiers[index], layout.numel * compute.itemsize, "parameters", names)
+        sizes = load.groups[index]
+        home = tiers.home(tiers.plan.param_tiers[index], load.home_bytes(sizes), "parameters", names)
+        sharded = load.shards_params(sizes)
+        shard_layout, shard_home = layout, home
+        if collectives is not None and load.stage >= 1:
+            world = collectives.world
+            shard_layout = shard(layout, world.size, world.rank, trainable_only=not sharded)
+            if not sharded:
+                mine = shard_ranges(layout, world.size, world.rank)[0]
+                assert home.tensor is not None
+                shard_home = Home(
+                    tensor=home.tensor[mine.start * compute.itemsize : mine.stop * compute.itemsize]
+                )
         made.append(
             ParamGroup(
                 index,
@@ -259,6 +433,9 @@ def _make_groups(
                 tiers=tiers,
                 streams=streams,
                 place=places.get(index),
+                shard=shard_layout,
+                shard_home=shard_home,
+                gathers=collectives if sharded else None,
             )
         )
     return made
@@ -278,7 +455,7 @@ def _places(
     def stacked(index: int | None) -> int:
         if index is None:
             return 0
-        moves = plan.param_tiers[index] not in plan.workload.computed_in_place
+        moves = not plan.workload.computes_in_place(plan.workload.groups[index], plan.param_tiers[index])
         nbytes = round_up(layouts[index].numel * compute.itemsize) if moves else 0
         return nbytes + stacked(members[index].parent)
 
@@ -290,9 +467,21 @@ def _gradient_homes(groups: list[ParamGroup], dtype: torch.dtype, tiers: Tiers) 
     return [
         tiers.home(
             tier,
-            group.layout.trainable_numel * dtype.itemsize,
+            group.shard.trainable_numel * dtype.itemsize,
             "gradients",
-            tuple(piece.name for piece in group.layout.pieces if piece.trainable),
+            tuple(piece.name for piece in group.shard.pieces if piece.trainable),
         )
         for group, tier in zip(groups, tiers.plan.grad_tiers, strict=True)
     ]
+
+
+def _local_gradients(groups: list[ParamGroup], dtype: torch.dtype, tiers: Tiers) -> list[Tensor]:
+    """Whole gradients of each group, on the device."""
+    flats = []
+    for group in groups:
+        names = tuple(piece.name for piece in group.layout.pieces if piece.trainable)
+        nbytes = group.layout.trainable_numel * dtype.itemsize
+        home = tiers.home(Tier.DEVICE, nbytes, "local gradients", names)
+        assert home.tensor is not None
+        flats.append(home.tensor.view(dtype))
+    return flats

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from tiering import logs
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 from tiering.interrupts import EXIT_SAVED, StopRequest, deferred_interrupts
@@ -67,11 +68,12 @@ class Engine:
         self._tiers, self._groups, self._gradients = parts.tiers, parts.groups, parts.gradients
         self._updates = Update(config, parts)
         self._state = TieredState(parts)
-        self._prefetcher = Prefetcher()
+        self._collectives = parts.collectives
+        self._prefetcher = Prefetcher(self._collectives.agree) if self._collectives else Prefetcher()
         self._schedule = PassSchedule(
             self._groups,
             self._prefetcher,
-            self._gradients,
+            parts.sink,
             self._on_backward,
             self._on_first_gradient,
             self._on_end_of_backward,
@@ -79,7 +81,12 @@ class Engine:
             self._tiers.timeline,
         )
         self._record = RunRecord(
-            config.tiering.run_name or f"run-{os.getpid()}", self._tiers, self._schedule.activations
+            config.tiering.run_name or f"run-{self._pid_of_first()}",
+            self._tiers,
+            self._schedule.activations,
+            rank=parts.world.rank,
+            world_size=parts.world.size,
+            traffic=self._collectives,
         )
         try:
             self._publisher = self._record.publish(config.tiering.telemetry)
@@ -185,13 +192,13 @@ class Engine:
             if boundary:
                 with self._phase("step"):
                     self._update()
-                self._record.loss = float(self._loss) if self._loss is not None else None
+                self._record.loss = self._updates.loss
                 self._record.end_step()
                 if self._trace is not None and self._trace.end_step(self.global_steps):
                     self._trace = None
                 self._say_progress()
             self._prefetcher.look_ahead()
-        if boundary and self.stop_requested and self._save is not None:
+        if boundary and self._updates.stop and self._save is not None:
             self._save_and_exit(self._save)
 
     def save_and_exit_on(self, *signals: str, save: Callable[[], object] | None = None) -> None:
@@ -224,8 +231,14 @@ class Engine:
 
     @property
     def stop_requested(self) -> str:
-        """The name of the signal that has asked to stop; empty if none has."""
-        return self._stop.received if self._stop is not None else ""
+        """The name of the signal that has asked to stop; empty if none has.
+
+        With several ranks, one that was asked stops all of them, after the same step; then the others say "a rank".
+        """
+        received = self._stop.received if self._stop is not None else ""
+        if self._collectives is None:
+            return received
+        return (received or "a rank") if self._updates.stop else ""
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last one before an update."""
@@ -307,9 +320,9 @@ class Engine:
     def get_fp32_state(self, name: str, key: str) -> Tensor:
         """A copy of a state tensor of a parameter ("exp_avg", ...; see ``state_names``), fp32, of its shape."""
         self._check_open("get_fp32_state")
-        _, piece = self._access.named(name)
+        group, piece = self._access.named(name)
         _check_trained(piece)
-        return self._state.moment(piece, key)
+        return self._state.moment(group, piece, key)
 
     def set_fp32_state(self, name: str, key: str, values: Tensor) -> None:
         """Replace a state tensor of a parameter."""
@@ -362,7 +375,11 @@ class Engine:
             handle.remove()
         self._schedule.close()
         self._access.close()
-        self._tiers.close()
+        try:
+            self._tiers.close()
+        finally:
+            if self._collectives is not None:
+                self._collectives.close()
 
     def __reduce__(self) -> Any:
         raise EngineStateError(
@@ -377,15 +394,24 @@ class Engine:
     ) -> None:
         self.close()
 
+    def _pid_of_first(self) -> int:
+        """The process id of rank 0."""
+        if self._collectives is None:
+            return os.getpid()
+        row = torch.tensor([os.getpid()], dtype=torch.int64, device="cpu")
+        return int(self._collectives.table(row, "the name of the run")[0])
+
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
-        """Time the block; an exception in it ends the step that is being traced."""
+        """Time the block; an exception in it ends the step that is being traced, and other ranks are told of it."""
         with self._record.phase(phase), self._tiers.timeline.span("compute", phase):
             try:
                 yield
             except BaseException as error:
                 if self._trace is not None and self._trace.under_way:
                     self._end_trace(type(error).__name__)
+                if self._collectives is not None:
+                    self._collectives.ended(phase, error)
                 raise
 
     def _end_trace(self, cause: str) -> None:
@@ -396,7 +422,8 @@ class Engine:
     def _update(self) -> None:
         self._prefetcher.forget()
         try:
-            stepped = self._updates.run()
+            loss = float(self._loss) if self._loss is not None else None
+            stepped = self._updates.run(loss, stop=self._stop is not None and bool(self._stop.received))
         finally:
             self._access.note_versions()
         if stepped and self.lr_scheduler is not None:
@@ -439,13 +466,21 @@ class Engine:
     def _say_progress(self) -> None:
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
-            log.info(
-                "step %d: loss %s, gradient norm %s", self.global_steps, self._record.loss, self._updates.norm
+            log.log(
+                logs.once(logging.INFO),
+                "step %d: loss %s, gradient norm %s",
+                self.global_steps,
+                self._record.loss,
+                self._updates.norm,
             )
 
     def _save_and_exit(self, save: Callable[[], object]) -> None:
-        log.warning(
-            "%s: saving after step %d, then exit %d", self.stop_requested, self.global_steps, EXIT_SAVED
+        log.log(
+            logs.once(logging.WARNING),
+            "%s: saving after step %d, then exit %d",
+            self.stop_requested,
+            self.global_steps,
+            EXIT_SAVED,
         )
         save()
         self.close()
@@ -479,6 +514,8 @@ class Engine:
     def _check_open(self, what: str) -> None:
         if self._closed:
             raise EngineStateError(f"{what} was called after close(); initialize the model again")
+        if self._collectives is not None:
+            self._collectives.check()
         torn = self._updates.torn
         if not torn and self._updates.under_way and not hooks.in_backward_pass():
             torn = f"the backward of step {self._updates.steps + 1} has not ended"  # the user's own loss.backward()

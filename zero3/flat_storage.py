@@ -34,6 +34,7 @@ class FlatStorage(ABC):
     """A flat tensor whose bytes arrive with ``start``/``finish`` and go with ``drop``."""
 
     flat: Tensor
+    gathered = False  # whether ``gather`` was called since ``start``
 
     def take_bytes(self) -> None:
         """The views are made: from now on the storage has no bytes of its own."""
@@ -45,6 +46,15 @@ class FlatStorage(ABC):
 
         With ``wait``, wait for room that transfers still hold; ArenaError if that cannot help.
         """
+
+    def gather(self, *, foreseen: bool) -> None:
+        """Of a group that is sharded over ranks: begin to gather the shards, once this rank's own is there."""
+        raise AssertionError("a group that one rank has whole is gathered from nobody")
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether ``gather`` may have to wait until this rank's shard has been read."""
+        return False
 
     @abstractmethod
     def finish(self) -> None:

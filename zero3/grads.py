@@ -5,14 +5,17 @@ A group whose gradients live on NVMe accumulates in a window of host memory: ope
 gradient arrive later still (a tied parameter), the window is simply opened again.
 
 The norm is exact and the same for every placement: squares are summed in float64 over fixed blocks anchored at the
-start of each parameter, then over parameters in model order (see optim_cpu.kernels.sum_of_squares).
+start of each parameter (of its part in a shard), then over parameters in model order (see
+optim_cpu.kernels.sum_of_squares).
+
+With several ranks this is the store of what they have reduced: see reduction.py, which takes the gradients first.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +32,38 @@ from zero3.partition import Piece
 from zero3.tiers import Home, Tiers, as_tensor
 
 KERNEL_DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
+
+
+def taken_gradient(piece: Piece, param: nn.Parameter) -> Tensor | None:
+    """``param.grad``, contiguous, which it has no more. ConfigError if it is sparse."""
+    grad = resharded.take_gradient(param)
+    if grad is None:
+        return None
+    if grad.layout is not torch.strided:
+        raise ConfigError(
+            f"the gradient of {piece.name!r} is {grad.layout}; only dense gradients can be tiered:"
+            " build the embedding with sparse=False"
+        )
+    return grad.contiguous()
+
+
+def add_up(parts: list[Tensor], factor: float, target: Tensor, *, overwrite: bool) -> None:
+    """Make the flat ``target``, or add to it, ``factor`` times the sum of ``parts``: in their order, in fp32."""
+    if target.is_cuda:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        device_kernels.accumulate(target, total.mul_(factor), overwrite=overwrite)
+        return
+    kernels.reduce(
+        target.data_ptr(),
+        KERNEL_DTYPES[target.dtype],
+        [part.data_ptr() for part in parts],
+        KERNEL_DTYPES[parts[0].dtype],
+        target.numel(),
+        factor,
+        overwrite=overwrite,
+    )
 
 
 @dataclass
@@ -61,7 +96,8 @@ class GradientStore:
         self._streams = streams
         self._windows: dict[ParamGroup, Lease] = {}
         self._written: set[ParamGroup] = set()  # whose extents hold gradients of this accumulation
-        self._received: set[int] = set()  # pieces, by index
+        self._held: set[int] = set()  # pieces whose gradients are at home, by index
+        self._received = self._held  # pieces that got a gradient; with several ranks, on any of them
         self._squares: dict[int, float] = {}
         self._arriving: deque[_Arriving] = deque()
         self._complete: set[ParamGroup] = set()  # stepped, or about to be, while backward still runs
@@ -73,7 +109,7 @@ class GradientStore:
 
     def accumulate(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
         """Take ``param.grad`` and add it to what is there."""
-        grad = resharded.take_gradient(param)
+        grad = taken_gradient(piece, param)
         if grad is None:
             return
         if group in self._complete:
@@ -81,19 +117,13 @@ class GradientStore:
                 f"{piece.name!r} got a gradient after step_in_backward had updated it, in an order of backward that the"
                 " engine did not foresee; set tiering.step_in_backward to false"
             )
-        if grad.layout is not torch.strided:
-            raise ConfigError(
-                f"the gradient of {piece.name!r} is {grad.layout}; only dense gradients can be tiered:"
-                " build the embedding with sparse=False"
-            )
-        grad = grad.contiguous()
         home = self.homes[group.index]
         if not grad.is_cuda:
             self._add_on_host(group, piece, grad)
         elif home.tensor is not None and home.tensor.is_cuda:
             target = home.tensor.view(self.dtype)[piece.start : piece.end]
-            device_kernels.accumulate(target, grad.view(-1), overwrite=piece.index not in self._received)
-            self._received.add(piece.index)
+            device_kernels.accumulate(target, grad.view(-1), overwrite=piece.index not in self._held)
+            self._held.add(piece.index)
             self._squares.pop(piece.index, None)
         else:
             self._send_to_host(group, piece, grad)
@@ -102,8 +132,37 @@ class GradientStore:
         """The gradient of ``piece`` was written at home."""
         if self.homes[group.index].extent is not None:
             self._written.add(group)
+        self._held.add(piece.index)
         self._received.add(piece.index)
         self._squares.pop(piece.index, None)
+
+    def add_reduced(self, group: ParamGroup, parts: list[Tensor], factor: float) -> None:
+        """Add ``factor`` times the sum of ``parts``, one of each rank and of this one's shard, to the gradients."""
+        home = self.homes[group.index]
+        pieces = [piece for piece in group.shard.pieces if piece.trainable]
+        overwrite = not any(piece.index in self._held for piece in pieces)
+        if parts[0].is_cuda and (home.tensor is None or home.on_host):
+            total = torch.empty_like(parts[0], dtype=torch.float32)
+            add_up(parts, factor, total, overwrite=True)
+            for piece in pieces:
+                self._send_to_host(group, piece, total[piece.start : piece.end])
+            return
+        flat = home.tensor if home.tensor is not None else self._window(group)
+        add_up(parts, factor, flat.view(self.dtype)[: parts[0].numel()], overwrite=overwrite)
+        for piece in pieces:
+            self._held.add(piece.index)
+            self._squares.pop(piece.index, None)
+            if self.last_micro_batch:
+                self._square(group, piece)
+
+    def agreed(self, received: Iterable[int]) -> None:
+        """All that ranks have reduced is here: the parameters that any of them had a gradient for."""
+        if self._received is self._held:
+            self._received = set()
+        self._received.update(received)
+
+    def final(self, group: ParamGroup) -> None:
+        """No gradient of ``group`` can come any more in this backward; nobody here waits for that."""
 
     def close(self, group: ParamGroup) -> None:
         """The group gets no more gradients in this pass, as far as the schedule can tell: write its window out."""
@@ -163,26 +222,27 @@ class GradientStore:
             lease.release()
         self._windows.clear()
         self._written.clear()
+        self._held.clear()
         self._received.clear()
         self._squares.clear()
         self._complete.clear()
 
-    def norm(self) -> float:
-        """The exact 2-norm of all gradients; not finite exactly when one of their elements is not."""
+    def sum_of_squares(self) -> float:
+        """The exact sum over all gradients here; not finite exactly when one of their elements is not."""
         total = 0.0
         for _, square in sorted(self._all_squares(), key=lambda found: found[0].index):
             total += square
-        return math.sqrt(total) if math.isfinite(total) else math.nan
+        return total
 
-    def first_not_finite(self) -> str:
-        """The name of the first parameter, in model order, whose gradient is not finite."""
+    def first_not_finite(self) -> Piece | None:
+        """The first parameter, in model order, whose gradient here is not finite."""
         bad = [piece for piece, square in self._all_squares() if not math.isfinite(square)]
-        return min(bad, key=lambda piece: piece.index).name
+        return min(bad, key=lambda piece: piece.index, default=None)
 
     def _all_squares(self) -> list[tuple[Piece, float]]:
         found = []
         for group in self._groups:
-            pieces = [piece for piece in group.layout.pieces if piece.index in self._received]
+            pieces = [piece for piece in group.shard.pieces if piece.index in self._received]
             found += [(piece, self._square(group, piece)) for piece in pieces]
             window = self._windows.pop(group, None)
             if window is not None:  # opened to look: nothing changed, so nothing is written
@@ -213,9 +273,9 @@ class GradientStore:
             grad.data_ptr(),
             KERNEL_DTYPES[grad.dtype],
             piece.numel,
-            overwrite=piece.index not in self._received,
+            overwrite=piece.index not in self._held,
         )
-        self._received.add(piece.index)
+        self._held.add(piece.index)
         self._squares.pop(piece.index, None)
         if self.last_micro_batch:
             self._squares[piece.index] = kernels.sum_of_squares(address, dtype, piece.numel)
@@ -223,9 +283,11 @@ class GradientStore:
     def _open(self, group: ParamGroup) -> int:
         """The address of the group's gradients in host memory."""
         home = self.homes[group.index]
-        if home.tensor is not None:
-            return home.address
-        lease = self._windows.get(group)
+        return home.address if home.tensor is not None else self._window(group).data_ptr()
+
+    def _window(self, group: ParamGroup) -> Tensor:
+        """The group's gradients in the window, as bytes."""
+        home, lease = self.homes[group.index], self._windows.get(group)
         if lease is None:
             assert home.extent is not None and self._tiers.swap is not None
             with self._tiers.stalls.waiting_for("gradients"):
@@ -240,7 +302,7 @@ class GradientStore:
                 if group in self._written:
                     self._tiers.fetch(home.extent, lease)
             self._windows[group] = lease
-        return lease.address
+        return as_tensor(lease)
 
     def _send_to_host(self, group: ParamGroup, piece: Piece, grad: Tensor) -> None:
         """Start the copy to pinned memory behind compute; what arrived is added when the group closes."""

@@ -12,7 +12,7 @@ its last parameter has a value; only groups in the making take memory. A paramet
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from optim_cpu.formats import round_parameters
 from tiering.errors import ConfigError, EngineStateError
+from zero3.collectives import Collectives
 from zero3.param_group import ParamGroup
-from zero3.partition import QUANTUM, segments, tiles
+from zero3.partition import QUANTUM, Piece, segments, tiles
 from zero3.tiers import Tiers
 from zero3.tiles import StateLayout, Tile
 
@@ -67,9 +68,10 @@ def fill(
     tiers: Tiers,
     layout: StateLayout,
     initial_state: Mapping[nn.Parameter, float],
+    collectives: Collectives | None = None,
 ) -> None:
     """Send every parameter's value to its group's home and, as fp32, to the masters; what else is state starts as
-    ``initial_state`` says, or as zero.
+    ``initial_state`` says, or as zero. Ranks that train together all take rank 0's values.
 
     Afterwards the model's parameters belong to their groups.
     """
@@ -84,7 +86,7 @@ def fill(
     expected: dict[nn.Parameter, int] = {}  # how often the ordinary build wrote the parameter
     for group, count in missing.items():
         if count == 0:
-            _store(group, optimizer_tiles, tiers, layout, starts)
+            _store(group, optimizer_tiles, tiers, layout, starts, collectives)
     for module in _children_first(model):
         filled = _materialize(module)
         expected.update(filled)
@@ -93,7 +95,7 @@ def fill(
         for group in {owner[param]: None for param in filled}:
             if missing[group] == 0:
                 _check_repeated(group, expected)
-                _store(group, optimizer_tiles, tiers, layout, starts)
+                _store(group, optimizer_tiles, tiers, layout, starts, collectives)
     tiers.staging.drain()
 
 
@@ -121,20 +123,25 @@ def _store(
     tiers: Tiers,
     layout: StateLayout,
     starts: Mapping[int, float],
+    collectives: Collectives | None,
 ) -> None:
-    """Write the group's parameters in the compute dtype and its tiles' state, piece by piece."""
+    """Write what this rank keeps of the group: parameters in the compute dtype, and the state of its tiles."""
     values = {
         piece.index: param.detach().flatten().cpu()
         for piece, param in zip(group.layout.pieces, group.params, strict=True)
     }
-    itemsize = group.dtype.itemsize
+    if collectives is not None:
+        for piece in group.layout.pieces:
+            values[piece.index] = values[piece.index].clone()
+            collectives.broadcast(values[piece.index], 0, f"the first value of {piece.name!r}")
+    kept, itemsize = group.shard if group.sharded else group.layout, group.dtype.itemsize
     chunk = (
-        tiers.chunk_bytes // itemsize // QUANTUM * QUANTUM if tiers.chunk_bytes else group.layout.numel
+        tiers.chunk_bytes // itemsize // QUANTUM * QUANTUM if tiers.chunk_bytes else kept.numel
     ) or QUANTUM
-    for start, end in tiles(group.layout.numel, chunk):
+    for start, end in tiles(kept.numel, chunk):
         with tiers.writing(group.home, start * itemsize, (end - start) * itemsize) as raw:
             raw.zero_()
-            _place(values, group, start, end, raw.view(group.dtype))
+            _place(values, kept.pieces, start, end, raw.view(group.dtype))
     for tile in optimizer_tiles:
         if tile.group is group:
             with tiers.writing(tile.state, 0, tile.numel * layout.itemsize) as raw:
@@ -154,8 +161,7 @@ def _place_state(
     for segment in tile.segments:
         inside, piece = segment.start - tile.start, segment.piece
         if layout.master_itemsize:
-            begin = segment.start - piece.start
-            masters = values[piece.index][begin : begin + segment.numel].float()
+            masters = values[piece.index][segment.first : segment.first + segment.numel].float()
             kept = raw[inside * layout.master_itemsize :][: segment.numel * layout.master_itemsize]
             layout.store_master(masters, kept)
         if piece.index in starts:
@@ -165,10 +171,9 @@ def _place_state(
                 layout.store_moment(start, raw[at : at + segment.numel * layout.moment_format.itemsize])
 
 
-def _place(values: dict[int, Tensor], group: ParamGroup, start: int, end: int, into: Tensor) -> None:
-    for segment in segments(group.layout.pieces, start, end):
-        inside = segment.start - segment.piece.start
-        source = values[segment.piece.index][inside : inside + segment.numel]
+def _place(values: dict[int, Tensor], pieces: Sequence[Piece], start: int, end: int, into: Tensor) -> None:
+    for segment in segments(pieces, start, end):
+        source = values[segment.piece.index][segment.first : segment.first + segment.numel]
         round_parameters(source, into[segment.start - start :][: segment.numel])
 
 

@@ -98,6 +98,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._begun: dict[ParamGroup, None] = {}  # groups whose tiles were due in this backward, in order
         self._usual_order: list[ParamGroup] = list(reversed(self._tiles_of))
         gradients.make_room = self._make_room
+        self.on_stepped: Callable[[ParamGroup], None] = lambda group: (
+            None
+        )  # all that is due of a group was stepped
 
     def expect_step(self) -> None:
         """The last backward of a step begins: start to read the state of the first tiles."""
@@ -265,7 +268,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """The list of the tiles that are stepped as this one has to be."""
         if tile.state.tensor is not None and not tile.state.on_host:
             return self._on_device
-        homes = (tile.state, tile.group.home, self._gradients.homes[tile.group.index])
+        homes = (tile.state, tile.group.shard_home, self._gradients.homes[tile.group.index])
         return self._in_place if all(home.on_host for home in homes) else self._streamed
 
     def _make_due(self, group: ParamGroup) -> None:
@@ -335,6 +338,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._unfinished[tile.group] -= 1
         if not self._unfinished[tile.group]:
             self._gradients.drop_window(tile.group)
+            self.on_stepped(tile.group)
 
     def _add_to_batch(self, tile: Tile, staged: Staged | None) -> None:
         """Add the tile's segments that got gradients."""
@@ -386,7 +390,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def _step_on_device(self, tile: Tile) -> None:
         """Step a tile whose state is in a GPU's memory, by torch operations."""
         layout, raw = self._layout, tile.state.tensor
-        param, grads = tile.group.home.tensor, self._gradients.homes[tile.group.index].tensor
+        param, grads = tile.group.shard_home.tensor, self._gradients.homes[tile.group.index].tensor
         assert raw is not None and param is not None and grads is not None
         kept = raw[: tile.numel * layout.master_itemsize]
         moments = raw[kept.numel() :].view(layout.moment_dtype()).view(layout.moments, tile.numel)

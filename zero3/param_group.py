@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from tiering.errors import EngineStateError
 from tiering.storage import shorten
 from zero3 import resharded
+from zero3.collectives import Collectives
 from zero3.flat_storage import CopiedStorage, ExchangedStorage, FlatStorage, Streams
+from zero3.gathered_storage import ArenaGatheredStorage, DeviceGatheredStorage
 from zero3.partition import FlatLayout
 from zero3.tiers import Home, Tiers
 
@@ -34,7 +36,9 @@ class Residency(Enum):
 class ParamGroup:
     """A group with storage. ``params`` follow ``layout.pieces``; ``entries`` are the modules that unshard it.
 
-    ``place`` is where in the working arena it is unsharded, None for wherever there is room.
+    ``home`` keeps this rank's parameters: all of them, or with ``gathers`` a shard. ``shard`` is the layout of what
+    this rank steps, whose parameters are at ``shard_home``: a part of ``home``, or all of it. ``place`` is where in the
+    working arena the group is unsharded, None for wherever there is room.
     """
 
     def __init__(
@@ -51,6 +55,9 @@ class ParamGroup:
         tiers: Tiers,
         streams: Streams | None,
         place: int | None,
+        shard: FlatLayout | None = None,
+        shard_home: Home | None = None,
+        gathers: Collectives | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -60,23 +67,32 @@ class ParamGroup:
         self.parent = parent
         self.dtype = dtype
         self.home = home
+        self.shard = shard or layout
+        self.shard_home = shard_home or home
+        self.sharded = gathers is not None
         self._place = place
         self._stalls = tiers.stalls
         self._timeline = tiers.timeline
         self._storage: FlatStorage | None = None
-        if home.tensor is not None and home.tensor.device.type == tiers.device.type:
+        by_copy = tiers.plan.workload.fetch_by_copy
+        if gathers is None and home.tensor is not None and home.tensor.device.type == tiers.device.type:
             flat = home.tensor.view(dtype)
             self.residency = Residency.RESIDENT
         else:
-            self._storage = (
-                CopiedStorage(layout.numel, dtype, home, tiers, streams)
-                if tiers.plan.workload.fetch_by_copy
-                else ExchangedStorage(layout.numel, dtype, home, tiers)
-            )
+            if gathers is not None:
+                self._storage = (
+                    DeviceGatheredStorage(layout, dtype, home, gathers, name, tiers, streams)
+                    if by_copy
+                    else ArenaGatheredStorage(layout, dtype, home, gathers, name, tiers)
+                )
+            elif by_copy:
+                self._storage = CopiedStorage(layout.numel, dtype, home, tiers, streams)
+            else:
+                self._storage = ExchangedStorage(layout.numel, dtype, home, tiers)
             flat = self._storage.flat
             self.residency = Residency.SHARDED
         self.moves = self._storage is not None
-        self.through_window = home.extent is not None and isinstance(self._storage, CopiedStorage)
+        self.through_window = home.extent is not None and by_copy
         self.storage_key: int = flat.untyped_storage()._cdata  # the same whether or not the storage has bytes
         self._views = [flat[p.start : p.end].view(p.shape) for p in layout.pieces]
         nan = torch.full((), torch.nan, dtype=dtype, device=tiers.device)
@@ -234,6 +250,21 @@ class ParamGroup:
         if self._timeline.recording:
             self._timeline.begin("fetch", self.name, **self._described())
         return True
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether ``gather`` may have to wait for a read."""
+        return self._storage is not None and self._storage.reads_first
+
+    @property
+    def gathered(self) -> bool:
+        """Whether ``gather`` was called since ``unshard``."""
+        return self._storage is not None and self._storage.gathered
+
+    def gather(self, *, foreseen: bool) -> None:
+        """Begin to gather the shards of an unsharding that was started; ``foreseen`` by all ranks as their next."""
+        assert self._storage is not None and self.residency is Residency.FETCHING
+        self._storage.gather(foreseen=foreseen)
 
     def wait_for_unshard(self) -> None:
         """Wait for the bytes."""

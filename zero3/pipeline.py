@@ -117,7 +117,7 @@ class StatePipeline:
 
     def param_address(self, tile: Tile, staged: Staged | None) -> int:
         """Where the tile's parameters are while it is updated."""
-        home = tile.group.home
+        home = tile.group.shard_home
         if home.on_host:
             return home.address + tile.start * tile.group.dtype.itemsize
         assert staged is not None
@@ -146,7 +146,7 @@ class StatePipeline:
         """Start to read what does not change before the step, and the gradient if it is final."""
         staged = Staged(tile, lease)
         try:
-            home, itemsize = tile.group.home, tile.group.dtype.itemsize
+            home, itemsize = tile.group.shard_home, tile.group.dtype.itemsize
             if tile.state.extent is not None:
                 self._read(staged, tile.state, 0, 0, tile.state.extent.nbytes)
             if self._load.steps_need_params and home.extent is not None:
@@ -187,7 +187,7 @@ class StatePipeline:
     def _write(self, staged: Staged) -> list[Completion]:
         """Start to write what the step changed and what lives elsewhere."""
         tile, swap = staged.tile, self._tiers.swap
-        home, writes = tile.group.home, list[Completion]()
+        home, writes = tile.group.shard_home, list[Completion]()
         itemsize = tile.group.dtype.itemsize
         if not home.on_host:
             if not self._load.steps_need_params:

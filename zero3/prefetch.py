@@ -4,9 +4,19 @@ A pass is one forward, with its backward when there is one; passes with and with
 Prefetch never waits and never fails: it takes room that is free, and an I/O error that it meets is raised for the next
 group that compute asks for. When compute needs a group and prefetched ones hold the room, they are dropped, the one
 needed last first. A pass that leaves the recorded order only stalls; the next one follows the new order.
+
+Note [What all ranks foresee]
+    Groups that are sharded over ranks must be gathered in one order everywhere (see gathered_storage.py), or a rank
+    would receive another group's bytes. The recorded orders of all ranks are the same, so what they foretell is fetched
+    and gathered without a word. A rank that does anything else (it leaves the order, ends a pass before its end, goes
+    from training to evaluation) asks the others first, and fetches nothing ahead until they have agreed. One that does
+    not know of the question waits for a gather in vain until it looks for the reason: see peers.py.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
 
 from tiering.errors import SwapError
 from zero3.param_group import ParamGroup, Residency
@@ -15,9 +25,10 @@ FARTHEST = 64  # groups in a row that are in use or there: what comes behind can
 
 
 class Prefetcher:
-    """Unshards groups on demand and ahead of it."""
+    """Unshards groups on demand and ahead of it. ``agree`` asks all ranks whether they are about to do the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, agree: Callable[[str], None] = lambda what: None) -> None:
+        self._agree = agree
         self._orders: dict[bool, list[ParamGroup]] = {}  # with gradients? -> the last full pass
         self._trace: list[ParamGroup] = []
         self._cursor: int | None = 0  # position in the order; None: this pass has left it
@@ -26,12 +37,18 @@ class Prefetcher:
         self._ahead: dict[ParamGroup, int] = {}
         self._looked = 0  # place in the order: of what lies between the cursor and it, all is ahead
         self._error: SwapError | None = None  # met while looking ahead, not raised yet
+        self._ungathered: deque[ParamGroup] = (
+            deque()
+        )  # of groups ahead that are sharded, those still to be gathered
+        self._in_doubt = False  # whether the other ranks foresee what comes next
 
     def begin_pass(self, training: bool) -> None:
         """A forward begins. The trace of the pass before becomes the order of its kind."""
         self.end_pass()
+        self._doubt_unless_complete()
         if training is not self._training:
             self._drop_ahead()
+            self._in_doubt = True
         self._training = training
         self._cursor = self._looked = 0
 
@@ -51,11 +68,14 @@ class Prefetcher:
             error, self._error = self._error, None
             raise error
         self._trace.append(group)
-        self._advance(group)
+        foreseen = self._advance(group) and not self._in_doubt
+        if group.sharded:
+            self._in_doubt = False  # from the agreement below on
         self._ahead.pop(group, None)
         while not group.unshard(wait=not self._ahead):
-            self._ahead.popitem()[0].reshard()
-            self._looked = 0
+            self._drop_last()
+        if group.sharded:
+            self._gather(group, foreseen=foreseen)
         self.look_ahead()
         group.wait_for_unshard()
         self.look_ahead()
@@ -70,13 +90,21 @@ class Prefetcher:
     def look_ahead(self) -> None:
         """Start to fetch what comes next, as far as there is room."""
         order = self._orders.get(self._training)
-        if order is None or self._cursor is None:
+        if order is None or self._cursor is None or self._in_doubt:
             return
-        place = max(self._cursor, self._looked)
+        self._fetch_ahead(order, self._cursor)
+        # The last one's bytes may be on their way still: it is gathered when there is another one behind it, or used.
+        while self._ungathered and (len(self._ungathered) > 1 or not self._ungathered[0].reads_first):
+            self._ungathered.popleft().gather(foreseen=True)
+
+    def _fetch_ahead(self, order: list[ParamGroup], cursor: int) -> None:
+        place = max(cursor, self._looked)
         contiguous, passed = True, 0
         while place < len(order) and passed < FARTHEST:
             group = order[place]
             if group.residency is Residency.SHARDED:
+                if group.sharded and group.through_window and len(self._ungathered) > 1:
+                    return  # the window has room for two
                 try:
                     if not group.unshard():
                         return
@@ -84,6 +112,8 @@ class Prefetcher:
                     self._error = error
                     return
                 self._ahead[group] = place
+                if group.sharded:
+                    self._ungathered.append(group)
                 passed = 0
             elif self._ahead.get(group) != place:
                 if group.through_window and group not in self._ahead:
@@ -99,25 +129,54 @@ class Prefetcher:
         if group in self._ahead:
             del self._ahead[group]
             self._looked = 0
-            group.reshard()
+            self._give_up(group)
 
     def forget(self) -> None:
         """Drop what was fetched ahead: the parameters are about to change, or a pass was abandoned."""
+        self._doubt_unless_complete()
         self._drop_ahead()
         self._trace = []
         self._cursor = self._looked = 0
 
-    def _advance(self, group: ParamGroup) -> None:
+    def _advance(self, group: ParamGroup) -> bool:
+        """``group`` is used; whether that was what the recorded order has foretold."""
         order = self._orders.get(self._training, [])
         if self._cursor is None:
-            return
+            return False
+        before = self._cursor
         try:
-            self._cursor = order.index(group, self._cursor) + 1
+            self._cursor = order.index(group, before) + 1
         except ValueError:
             self._cursor = None
+        return self._cursor == before + 1
+
+    def _gather(self, group: ParamGroup, *, foreseen: bool) -> None:
+        """Gather a group that is needed now, unless that was begun already."""
+        if group.gathered:
+            if not foreseen:
+                self._agree(f"use {group.name!r}")
+            return
+        if group in self._ungathered:
+            self._ungathered.remove(group)
+        group.gather(foreseen=foreseen)
+
+    def _doubt_unless_complete(self) -> None:
+        """A pass that ends before the end of its order was ended by something that other ranks need not have met."""
+        if self._cursor is None or 0 < self._cursor < len(self._orders.get(self._training, ())):
+            self._in_doubt = True
+
+    def _drop_last(self) -> None:
+        """Make room: drop what is needed last."""
+        self._give_up(self._ahead.popitem()[0])
+        self._looked = 0
 
     def _drop_ahead(self) -> None:
         for group in self._ahead:
-            group.reshard()
+            self._give_up(group)
         self._ahead.clear()
         self._looked = 0
+
+    def _give_up(self, group: ParamGroup) -> None:
+        if group in self._ungathered:
+            self._ungathered.remove(group)
+        group.reshard()

@@ -24,7 +24,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,13 +32,31 @@ from torch import nn
 from tiering.errors import ArenaError, EngineStateError, ResidencyError
 from tiering.interrupts import deferred_interrupts, uninterrupted
 from zero3.activations import Activations
-from zero3.grads import GradientStore
 from zero3.hooks import call_at_end_of_backward, in_backward_pass, next_node
 from zero3.param_group import ParamGroup, Residency
 from zero3.partition import Piece
 from zero3.prefetch import Prefetcher
 from zero3.saved_tensors import SavedTensors
 from zero3.timeline import Timeline
+
+
+class GradientSink(Protocol):
+    """What takes gradients as they arrive: a GradientStore, or what reduces them over ranks first."""
+
+    def accumulate(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
+        """Take ``param.grad``."""
+
+    def final(self, group: ParamGroup) -> None:
+        """No gradient of ``group`` can come any more in this backward."""
+
+    def close(self, group: ParamGroup) -> None:
+        """Nor does one, as far as the order of backward can tell, although not all have come."""
+
+    def close_all(self) -> None:
+        """Backward has ended."""
+
+    def reset(self) -> None:
+        """The gradients that are there are given up."""
 
 
 class PassSchedule:
@@ -48,7 +66,7 @@ class PassSchedule:
         self,
         groups: list[ParamGroup],
         prefetcher: Prefetcher,
-        gradients: GradientStore,
+        gradients: GradientSink,
         on_backward: Callable[[], None],
         on_first_gradient: Callable[[], None],
         on_end_of_backward: Callable[[], None],
@@ -208,6 +226,8 @@ class PassSchedule:
             self._on_first_gradient()
         self._arrived[group] += 1
         self._gradients.accumulate(group, piece, param)
+        if self._is_final(group):
+            self._gradients.final(group)
 
     @uninterrupted
     def end_of_backward(self) -> None:

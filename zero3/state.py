@@ -1,4 +1,7 @@
-"""Tiered state as ordinary tensors: read from its homes and written to them piece by piece, between steps."""
+"""Tiered state as ordinary tensors: read from its homes and written to them piece by piece, between steps.
+
+Of what is sharded over ranks, each reads its part, and all of them get the whole: so all have to ask.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tiering.arena import PAGE, round_up
 from tiering.errors import EngineStateError
 from zero3.assembly import Assembly
 from zero3.param_group import ParamGroup
-from zero3.partition import Piece, Segment
+from zero3.partition import FlatLayout, Piece, Segment, shard
 from zero3.tiers import Home
 from zero3.tiles import FP32, Tile
 
@@ -29,6 +32,8 @@ class TieredState:
         self._optimizer = parts.optimizer
         self._gradients = parts.gradients
         self._layout = parts.layout
+        self._collectives = parts.collectives
+        self._sharded_state = parts.plan.workload.world_size > 1 and parts.plan.workload.stage >= 1
         self._told_of_halves = False
         self._tiles_of: dict[int, list[tuple[Tile, Segment]]] = {}  # piece index -> where its state is
         for tile in parts.tiles:
@@ -72,8 +77,15 @@ class TieredState:
         """A copy, in host memory, of a parameter in the compute dtype."""
         self._optimizer.release_read_ahead()
         itemsize = group.dtype.itemsize
-        raw = self._tiers.load(group.home, piece.start * itemsize, piece.numel * itemsize)
-        return raw.view(group.dtype).view(piece.shape)
+        if not group.sharded:
+            raw = self._tiers.load(group.home, piece.start * itemsize, piece.numel * itemsize)
+            return raw.view(group.dtype).view(piece.shape)
+        whole = torch.empty(piece.numel, dtype=group.dtype, device="cpu")
+        for part in self._kept_of(group, piece):
+            raw = self._tiers.load(group.home, part.start * itemsize, part.numel * itemsize)
+            whole[part.first : part.first + part.numel] = raw.view(group.dtype)
+        self._assemble(group, piece, whole)
+        return whole.view(piece.shape)
 
     def master(self, group: ParamGroup, piece: Piece) -> Tensor:
         """A copy, in host memory, of a parameter's fp32 master; a frozen one has none but its value."""
@@ -85,6 +97,8 @@ class TieredState:
         for tile, segment, here in self._parts(piece):
             kept = self._tiers.load(tile.state, *self._kept(tile, segment))
             whole[here] = self._layout.load_master(kept, params[here])
+        if self._sharded_state:
+            self._assemble(group, piece, whole)
         return whole.view(piece.shape)
 
     def set_master(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
@@ -95,9 +109,9 @@ class TieredState:
                 self._store_master(tile, segment, values[here])
         rounded = torch.empty(piece.numel, dtype=group.dtype, device="cpu")
         round_parameters(values, rounded)
-        self._patch(group.home, piece.start * group.dtype.itemsize, rounded)
+        self._store_weight(group, piece, rounded)
 
-    def moment(self, piece: Piece, name: str) -> Tensor:
+    def moment(self, group: ParamGroup, piece: Piece, name: str) -> Tensor:
         """A copy, in host memory and fp32, of the state tensor ``name`` of a trainable parameter."""
         number = self._number(name)
         self._optimizer.release_read_ahead()
@@ -106,6 +120,8 @@ class TieredState:
             offset = self._layout.moment_at(number, tile.numel, segment.start - tile.start)
             raw = self._tiers.load(tile.state, offset, segment.numel * self._layout.moment_format.itemsize)
             whole[here] = raw.view(self._layout.moment_dtype()).float()
+        if self._sharded_state:
+            self._assemble(group, piece, whole)
         return whole.view(piece.shape)
 
     def set_moment(self, piece: Piece, name: str, values: Tensor) -> None:
@@ -131,14 +147,21 @@ class TieredState:
             return None
         self._optimizer.release_read_ahead()
         home, dtype = self._gradients.homes[group.index], self._gradients.dtype
-        raw = self._tiers.load(home, piece.start * dtype.itemsize, piece.numel * dtype.itemsize)
-        return raw.view(dtype).view(piece.shape)
+        whole = torch.empty(piece.numel, dtype=dtype, device="cpu")
+        for part in self._stepped_of(group, piece):
+            raw = self._tiers.load(home, part.start * dtype.itemsize, part.numel * dtype.itemsize)
+            whole[part.first : part.first + part.numel] = raw.view(dtype)
+        if self._sharded_state:
+            self._assemble(group, piece, whole)
+        return whole.view(piece.shape)
 
     def set_gradient(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
         """Replace the accumulated gradient by ``values`` (flat, any dtype)."""
         self._optimizer.release_read_ahead()
         dtype = self._gradients.dtype
-        self._patch(self._gradients.homes[group.index], piece.start * dtype.itemsize, values.to(dtype))
+        for part in self._stepped_of(group, piece):
+            here = values[part.first : part.first + part.numel].to(dtype)
+            self._patch(self._gradients.homes[group.index], part.start * dtype.itemsize, here)
         self._gradients.replaced(group, piece)
 
     def follow(self, group: ParamGroup, piece: Piece, values: Tensor, *, in_place: bool) -> None:
@@ -161,7 +184,7 @@ class TieredState:
             )
         before = self.weight(group, piece).flatten() if halves and not in_place else values
         masters = self.master(group, piece).flatten() if halves and not in_place else values.float()
-        self._patch(group.home, piece.start * group.dtype.itemsize, values)
+        self._store_weight(group, piece, values)
         if not self._layout.master_itemsize or not piece.trainable:
             return
         for tile, segment, here in self._parts(piece):
@@ -183,7 +206,7 @@ class TieredState:
         self._optimizer.release_read_ahead()
         itemsize = self._layout.master_itemsize
         for tile, segment in self._largest_segments():
-            home, base = (tile.state, 0) if itemsize else (tile.group.home, tile.start * FP32)
+            home, base = (tile.state, 0) if itemsize else (tile.group.shard_home, tile.start * FP32)
             if home.extent is None:
                 continue
             width = itemsize or FP32
@@ -210,10 +233,33 @@ class TieredState:
         return self.state_names.index(name)
 
     def _parts(self, piece: Piece) -> Iterator[tuple[Tile, Segment, slice]]:
-        """Where the state of ``piece`` lies: tile, segment, and the elements of the flat parameter that they hold."""
+        """Where this rank's state of ``piece`` lies: tile, segment, and the elements of the parameter there."""
         for tile, segment in self._tiles_of.get(piece.index, []):
-            begin = segment.start - piece.start
-            yield tile, segment, slice(begin, begin + segment.numel)
+            yield tile, segment, slice(segment.first, segment.first + segment.numel)
+
+    def _kept_of(self, group: ParamGroup, piece: Piece) -> Iterator[Piece]:
+        """What this rank keeps of a parameter, by its place in ``group.home``."""
+        return _parts_of(piece, group.shard if group.sharded else group.layout)
+
+    def _stepped_of(self, group: ParamGroup, piece: Piece) -> Iterator[Piece]:
+        """What this rank steps of a parameter, by its place in the shard."""
+        return _parts_of(piece, group.shard)
+
+    def _store_weight(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
+        """Make the flat ``values`` the parameter, in its dtype, as far as this rank keeps it."""
+        for part in self._kept_of(group, piece):
+            here = values[part.first : part.first + part.numel]
+            self._patch(group.home, part.start * group.dtype.itemsize, here)
+
+    def _assemble(self, group: ParamGroup, piece: Piece, whole: Tensor) -> None:
+        """Complete the flat ``whole``, of which each rank holds what its shard has of ``piece``."""
+        assert self._collectives is not None
+        what, size = f"read {piece.name!r}", self._collectives.world.size
+        self._collectives.agree(what)
+        for rank in range(size):
+            theirs = shard(group.layout, size, rank, trainable_only=not group.sharded)
+            for part in _parts_of(piece, theirs):
+                self._collectives.broadcast(whole[part.first : part.first + part.numel], rank, what)
 
     def _kept(self, tile: Tile, segment: Segment) -> tuple[int, int]:
         """Offset and length, in bytes, of what the state of ``tile`` holds of a segment's masters."""
@@ -241,3 +287,7 @@ class TieredState:
                 if held is not None:
                     target.copy_(held)
                 target[first - at : last - at] = raw[first - offset : last - offset]
+
+
+def _parts_of(piece: Piece, layout: FlatLayout) -> Iterator[Piece]:
+    return (part for part in layout.pieces if part.index == piece.index)

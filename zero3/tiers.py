@@ -73,10 +73,11 @@ class Entry:
 
 
 class Ledger:
-    """Counts bytes of memory that torch allocates, against a budget."""
+    """Counts bytes of memory that torch allocates, as ``name``, against a budget."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, name: str) -> None:
         self.capacity = capacity
+        self.name = name
         self.used = 0
         self.peak = 0
 
@@ -102,11 +103,20 @@ class Ledger:
 class Tiers:
     """Memory and swap space for ``plan`` on ``device``. ``close`` waits for transfers and gives everything back."""
 
-    def __init__(self, plan: Plan, device: torch.device, config: TiersConfig, nvme: NvmePaths) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        config: TiersConfig,
+        nvme: NvmePaths,
+        stalls: StallClock | None = None,
+        numa_node: int | None = None,
+    ) -> None:
         self.plan = plan
         self.device = device
-        self.timeline = Timeline()
-        self.stalls = StallClock(self.timeline)
+        self.stalls = stalls or StallClock(Timeline())
+        self.timeline = self.stalls.timeline
+        self._numa_node = numa_node
         self.aio: AioContext | None = None
         self.swap: SwapSpace | None = None
         self._homes: list[Home] = []
@@ -138,7 +148,9 @@ class Tiers:
     def _map_arenas(self, plan: Plan) -> None:
         on_gpu = self.device.type == "cuda"
         in_arena = plan.total(Tier.HOST) - plan.checksum_bytes
-        self.host = Arena.map(in_arena, "host", pin=register_with_cuda if on_gpu else None)
+        self.host = Arena.map(
+            in_arena, "host", pin=register_with_cuda if on_gpu else None, numa_node=self._numa_node
+        )
         if on_gpu and self.host.capacity:
             # Also for tiers that nobody closes: CUDA would refuse pages at this address to whoever maps them next.
             self._unpin = weakref.finalize(self, unregister_with_cuda, self.host.address, self.device)
@@ -148,20 +160,26 @@ class Tiers:
         self.fetch_window = self.host.split(plan.fetch_window_bytes, "fetch window")
         self.offload_window = self.host.split(plan.offload_window_bytes, "offload window")
         by_torch = plan.working_bytes if plan.workload.fetch_by_copy else 0
-        self.device_arena = Arena.map(0 if on_gpu else plan.total(Tier.DEVICE) - by_torch, "device")
+        on_cpu = 0 if on_gpu else plan.total(Tier.DEVICE) - by_torch
+        self.device_arena = Arena.map(on_cpu, "device", numa_node=self._numa_node)
         self.working: Arena | Ledger = (
-            Ledger(by_torch)
+            Ledger(by_torch, "unsharded groups")
             if plan.workload.fetch_by_copy
             else self.device_arena.split(plan.working_bytes, "working")
         )
+        # Where gradients are on their way between ranks: arenas of their own; what a GPU allocates is counted.
+        self.reduction: dict[str, Arena | Ledger] = {}
+        for name in ("opened", "collected", "exchanged"):
+            nbytes, kind = getattr(plan.reduction, name), "gradient reduction"
+            self.reduction[name] = Ledger(nbytes, kind) if on_gpu else self.device_arena.split(nbytes, kind)
         # What storages show that have no bytes now.
         self.nowhere: memoryview | None = None
         if isinstance(self.working, Arena) and plan.working_bytes:
             self.nowhere = map_nan(max(group.param_bytes for group in plan.workload.groups))
-        windows = (self.staging, self.grad_window, self.fetch_window, self.offload_window, self.working)
-        self._arenas = [
-            arena for arena in (self.host, self.device_arena, *windows) if isinstance(arena, Arena)
-        ]
+        self._on_host = (self.staging, self.grad_window, self.fetch_window, self.offload_window)
+        self._on_device = (self.working, *self.reduction.values())
+        windows = (self.host, self.device_arena, *self._on_host, *self._on_device)
+        self._arenas = [arena for arena in windows if isinstance(arena, Arena)]
 
     @property
     def device_is_host(self) -> bool:
@@ -265,15 +283,14 @@ class Tiers:
             held["checksums"] = self.plan.checksum_bytes
         if tier is Tier.DEVICE:
             held.update(self._on_gpu)
-        on_host = [self.staging, self.grad_window, self.fetch_window, self.offload_window]
-        for window in [self.working] if tier is Tier.DEVICE else on_host:
+        for window in self._on_device if tier is Tier.DEVICE else self._on_host:
             if isinstance(window, Arena):
                 leased = window.by_kind
                 held[window.name] -= window.capacity
                 held.update(leased)
                 held["idle windows"] += window.capacity - sum(leased.values())
             else:
-                held["unsharded groups"] += window.used
+                held[window.name] += window.used
         return {kind: nbytes for kind, nbytes in held.items() if nbytes}
 
     def peak(self, tier: Tier) -> int:
@@ -282,8 +299,8 @@ class Tiers:
             return self.swap.used if self.swap is not None else 0
         if tier is Tier.HOST:
             return self.host.peak + self.plan.checksum_bytes
-        ledger = self.working.peak if isinstance(self.working, Ledger) else 0
-        return self.device_arena.peak + sum(self._on_gpu.values()) + ledger
+        ledgers = sum(window.peak for window in self._on_device if isinstance(window, Ledger))
+        return self.device_arena.peak + sum(self._on_gpu.values()) + ledgers
 
     def close(self) -> None:
         """Wait for what is in flight and release the swap space. Idempotent. Raises the first pending I/O error."""

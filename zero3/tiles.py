@@ -77,7 +77,7 @@ class StateLayout:
 
 @dataclass(eq=False)
 class Tile:
-    """A sub-group: flat elements [start, end) of ``group``, its segments, and where its optimizer state lives.
+    """A sub-group: elements [start, end) of this rank's shard of ``group``, its segments, and where its state lives.
 
     ``first_indices`` are the places of the segments' first elements among all elements of the model, in its order:
     stochastic rounding depends on them, and on nothing that a placement could change.
@@ -106,10 +106,10 @@ def make_tiles(sub_groups: Iterable[SubGroup], groups: Sequence[ParamGroup], tie
     made = []
     for planned in sub_groups:
         group = groups[planned.group]
-        parts = tuple(segments(group.layout.pieces, planned.start, planned.end))
+        parts = tuple(segments(group.shard.pieces, planned.start, planned.end))
         names = tuple(segment.piece.name for segment in parts)
         nbytes = planned.numel * tiers.plan.workload.state_itemsize
         home = tiers.home(planned.tier, nbytes, "optimizer state", names)
-        indices = tuple(begins[s.piece.index] + s.start - s.piece.start for s in parts)
+        indices = tuple(begins[s.piece.index] + s.first for s in parts)
         made.append(Tile(group, planned.start, planned.end, home, parts, indices))
     return made

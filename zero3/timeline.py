@@ -88,7 +88,7 @@ class StallClock:
 
     def __init__(self, timeline: Timeline) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._timeline = timeline
+        self.timeline = timeline
 
     @contextmanager
     def waiting_for(self, cause: str) -> Iterator[None]:
@@ -99,7 +99,7 @@ class StallClock:
         finally:
             ended = time.monotonic_ns()
             self.seconds[cause] += (ended - began) / 1e9
-            self._timeline.stalled(cause, began, ended)
+            self.timeline.stalled(cause, began, ended)
 
     @property
     def total(self) -> float:

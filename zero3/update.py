@@ -10,12 +10,14 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
 
+from tiering import logs
 from tiering.config import TieringConfig
-from tiering.errors import EngineStateError
+from tiering.errors import EngineStateError, RankOrderError
 from zero3.assembly import Assembly
 from zero3.optimizer import TieredOptimizer
 from zero3.param_group import ParamGroup
@@ -34,6 +36,24 @@ class _Backward(Enum):
     ALL = auto()  # only ``run`` is missing
 
 
+@dataclass(frozen=True)
+class _Sums:
+    """What one step's gradients come to on all ranks: their norm, and ``bad``, the first that is not finite, if any.
+
+    Beside them what else all ranks have to know: the mean loss, and whether one of them was asked to ``stop``.
+    """
+
+    norm: float
+    bad: str
+    loss: float | None
+    stop: bool
+
+
+def _root(squares: float) -> float:
+    """The norm; not finite exactly when ``squares`` is not."""
+    return math.sqrt(squares) if math.isfinite(squares) else math.nan
+
+
 class Update:
     """Updates the parameters of ``parts``. ``norm`` is that of the last update's gradients, unscaled."""
 
@@ -44,16 +64,23 @@ class Update:
         self.steps = 0
         self.skipped = 0
         self.torn = ""  # why parameters and optimizer state are no longer of one step
+        self.loss: float | None = None  # of the last update, the mean over the ranks
+        self.stop = False  # whether a rank was asked to stop by the last update
         self._clip = config.gradient_clipping
         self._groups = parts.groups
         self._gradients = parts.gradients
+        self._sink = parts.sink
+        self._collectives = parts.collectives
+        self._replicas = parts.replicas
+        self._replicated = config.zero.stage == 0
+        self._names = {piece.index: piece.name for group in parts.groups for piece in group.layout.pieces}
         self._optimizer = parts.optimizer
         self._timeline = parts.tiers.timeline
         self._backward = _Backward.NOTHING
 
     def waiting_norm(self) -> float:
         """The norm of the gradients that wait for an update, unscaled."""
-        return self._gradients.norm() / self.loss_scale.value
+        return self._sum_up(None, stop=False).norm / self.loss_scale.value
 
     def expect(self, *, last: bool) -> None:
         """A backward begins; the ``last`` one before an update may read ahead for it."""
@@ -104,47 +131,81 @@ class Update:
 
     def give_up(self) -> None:
         """The gradients since the last update are gone, by an exception in backward."""
-        self._gradients.reset()
+        self._sink.reset()
+        if self._collectives is not None:
+            self.torn = (
+                self.torn or f"the backward of step {self.steps + 1} was ended by an exception on this rank"
+            )
         if self.under_way:
             self.torn = self.torn or f"the backward of step {self.steps + 1} was ended by an exception"
             self._backward = _Backward.NOTHING
 
-    def run(self) -> bool:
-        """Use the gradients that are there, and forget them; False if the update was skipped."""
+    def run(self, loss: float | None, *, stop: bool) -> bool:
+        """Use the gradients that are there, and forget them; False if the update was skipped.
+
+        ``loss`` is this rank's; ``stop``: this rank was asked to.
+        """
         try:
             scale = self.loss_scale.value
             with self._timeline.span("compute", "norm"):
-                self.norm = self.waiting_norm()
+                sums = self._sum_up(loss, stop=stop)
+            self.norm, self.loss, self.stop = sums.norm / scale, sums.loss, sums.stop
             finite = math.isfinite(self.norm)
             if self.waits_for_step:
                 self._backward = _Backward.NOTHING
-                self._check_used(finite)
+                self._check_used(finite, sums.bad)
             elif finite:
                 self._apply(self.norm, scale)
             else:
                 self.skipped += 1
             self.loss_scale.update(not finite)
             if not finite:
-                self._say_skipped(scale)
+                self._say_skipped(scale, sums.bad)
             self.steps += 1
             return finite
         finally:
-            self._gradients.reset()
+            self._sink.reset()
+
+    def _sum_up(self, loss: float | None, *, stop: bool) -> _Sums:
+        """What the gradients come to, over all ranks: in one exchange of a few numbers, which all add up alike."""
+        squares = self._gradients.sum_of_squares()
+        bad = None if math.isfinite(squares) else self._gradients.first_not_finite()
+        if self._collectives is None:
+            return _Sums(_root(squares), bad.name if bad is not None else "", loss, stop)
+        told = math.nan if loss is None else loss
+        row = [squares, -1.0 if bad is None else bad.index, told, float(stop), float(self.steps)]
+        rows = self._collectives.table(torch.tensor(row, dtype=torch.float64, device="cpu"), "step").tolist()
+        total = 0.0
+        for rank, (theirs, _, _, _, steps) in enumerate(rows):
+            if steps != self.steps:
+                raise RankOrderError(
+                    f"rank {self._collectives.world.rank} is in step {self.steps + 1}, rank {rank} in step"
+                    f" {int(steps) + 1}: call step() equally often on all ranks"
+                )
+            total = theirs if self._replicated else total + theirs
+        first = min((int(index) for _, index, _, _, _ in rows if index >= 0), default=-1)
+        losses = [loss for _, _, loss, _, _ in rows]
+        mean = math.nan if loss is None else sum(losses) / len(losses)
+        stopped = any(stop for _, _, _, stop, _ in rows)
+        return _Sums(_root(total), self._names.get(first, ""), None if loss is None else mean, stopped)
 
     def _apply(self, norm: float, scale: float) -> None:
         self._optimizer.prepare()
         try:
             factor = min(1.0, self._clip / (norm + CLIP_EPSILON)) if self._clip else 1.0
             with self._tearing(), self._timeline.span("compute", "update"):
+                if self._replicas is not None:
+                    self._replicas.begin()
                 self._optimizer.step(grad_scale=factor / scale)
+                if self._replicas is not None:
+                    self._replicas.finish()
         finally:
             _count_as_edits(self._groups)
 
-    def _check_used(self, finite: bool) -> None:
+    def _check_used(self, finite: bool, bad: str) -> None:
         """The gradients that backward has used already were ``finite``, or this run is over."""
         if finite:
             return
-        bad = self._gradients.first_not_finite()
         self.torn = f"the gradient of {bad!r} was not finite in step {self.steps + 1}"
         raise EngineStateError(
             f"the gradient of {bad!r} is not finite, and tiering.step_in_backward has used it already: parameters and"
@@ -166,15 +227,16 @@ class Update:
             self.torn = f"step {self.steps + 1} was ended by {type(error).__name__}: {error}"
             raise
 
-    def _say_skipped(self, scale: float) -> None:
-        bad = self._gradients.first_not_finite()
+    def _say_skipped(self, scale: float, bad: str) -> None:
         if self.loss_scale.dynamic:
-            log.info(
+            log.log(
+                logs.once(logging.INFO),
                 "step %d skipped: the gradient of %r is not finite at loss scale %g; it is %g now",
                 *(self.steps + 1, bad, scale, self.loss_scale.value),
             )
         else:
-            log.warning(
+            log.log(
+                logs.once(logging.WARNING),
                 "step %d skipped: the gradient of %r is not finite; parameters and optimizer state are unchanged",
                 *(self.steps + 1, bad),
             )

@@ -93,7 +93,7 @@ class Group:
     """What the pipeline asks of a ParamGroup."""
 
     index: int
-    home: Home
+    shard_home: Home
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -261,7 +261,7 @@ def test_what_lives_in_host_memory_is_neither_read_nor_written() -> None:
     state_only = Alone(2, 3)
     tile = state_only.tiles[1]
     staged = state_only.pipeline.take(tile)
-    assert state_only.pipeline.param_address(tile, staged) == tile.group.home.address + PAGE
+    assert state_only.pipeline.param_address(tile, staged) == tile.group.shard_home.address + PAGE
     state_only.pipeline.give_back(staged)
     assert [write.what for write in state_only.swap.writes] == ["state 1"]
 

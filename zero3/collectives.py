@@ -1,0 +1,249 @@
+"""What ranks send each other: torch.distributed, in one place; every byte is counted, and every wait watched.
+
+    gathers     parameters: unsharded groups, updated replicas, values that somebody asked for
+    reductions  gradients
+    control     a few numbers on which all ranks have to agree, between CPUs
+
+Each is a process group of its own: operations of one group must come in the same order on every rank, those of two may
+not. Reductions have an order that all ranks know beforehand. That of gathers follows the modules that are called: those
+that a rank did not foresee are agreed on before they begin (see peers.py), or it could receive another group's bytes.
+
+Note [A reduction is an exchange and a sum]
+    Each rank sends every other one the part of its gradient that this one owns, and sums up what it receives, in the
+    order of ranks, in fp32, rounding once: (W-1)/W of the gradient leaves each rank, as in any reduce-scatter, and the
+    result does not depend on topology or library. gloo's own reduce-scatter sends twice as much.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from tiering.config import DistributedConfig
+from tiering.errors import ConfigError, DistributedError
+from zero3.peers import Peers
+from zero3.timeline import StallClock
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+GRACE = 60.0  # seconds
+_engines = itertools.count()  # of this process; as many as of any other rank
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank among all, and among those of its node."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+
+ALONE = World()
+
+
+def join(device: torch.device, timeout: float) -> World:
+    """The ranks that train together; joins them if a launcher has started several and nobody has joined them yet.
+
+    ``timeout`` in seconds. ConfigError if the launcher's variables and torch.distributed contradict each other.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if not dist.is_available() or (not dist.is_initialized() and started == 1):
+        return ALONE
+    if not dist.is_initialized():
+        dist.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=timeout))
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if size == 1:
+        return ALONE
+    local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not 0 <= local[0] < local[1] <= size:
+        raise ConfigError(
+            f"LOCAL_RANK {local[0]} and LOCAL_WORLD_SIZE {local[1]} do not fit a world of {size} ranks; start with"
+            " torchrun, or set both as it does"
+        )
+    return World(rank, size, *local)
+
+
+@dataclass
+class Pending:
+    """A collective that was begun, and what it was for. ``collectives.finish`` waits for it."""
+
+    work: dist.Work | None
+    what: str
+    group: str
+
+
+class Collectives:
+    """The process groups of one engine on ``device``. Every method is to be called by all ranks, in one order.
+
+    ``sent`` counts the bytes that this rank has sent, by kind, ``calls`` the operations.
+    """
+
+    def __init__(
+        self, world: World, device: torch.device, config: DistributedConfig, stalls: StallClock
+    ) -> None:
+        self.world = world
+        self.sent: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self._device = device
+        self._stalls = stalls
+        self._watched = device.type == "cpu"  # a GPU's collectives are waited for on its streams
+        self._failure: DistributedError | None = None
+        timeout = timedelta(seconds=config.timeout + GRACE)  # our own message comes first
+        self._gathers = dist.new_group(timeout=timeout)
+        self._reductions = dist.new_group(timeout=timeout)
+        self._control = dist.new_group(timeout=timeout, backend="gloo")
+        store = dist.distributed_c10d._get_default_store()
+        self.peers = Peers(
+            PrefixStore(f"tiering engine {next(_engines)}", store),
+            world.rank,
+            world.size,
+            timeout=config.timeout,
+            silence=config.silence,
+        )
+        self.peers.agree("initialize")
+
+    def gather(self, whole: Tensor, shard: Tensor, what: str, *, foreseen: bool) -> Pending:
+        """Begin to fill the flat ``whole`` with the ``shard`` of each rank, in their order; it may be its place there.
+
+        ``foreseen``: all ranks are known to come to this one next. If not, they agree on it first.
+        """
+        if foreseen:
+            self.peers.issued(what, group="gather")
+        else:
+            self.agree(what)
+        self._count("all-gather", shard.nbytes * (self.world.size - 1))
+        return Pending(_all_gather(whole, shard, self._gathers), what, "gather")
+
+    def exchange(self, received: Tensor, sent: Tensor, what: str) -> Pending:
+        """Begin to send each rank its part of the flat ``sent``; ``received`` gets this rank's part from each."""
+        self._count("reduce", sent.nbytes // self.world.size * (self.world.size - 1))
+        self.peers.issued(what, group="reduction")
+        work = dist.all_to_all_single(received, sent, group=self._reductions, async_op=True)
+        return Pending(work, what, "reduction")
+
+    def finish(self, pending: Pending, cause: str) -> None:
+        """Wait for a collective; on a GPU the current stream does. Errors name the rank that is the reason."""
+        work, pending.work = pending.work, None
+        if work is None:
+            return
+        if not self._watched:
+            work.wait()
+            return
+        with self._stalls.waiting_for(cause):
+            self._wait(work, pending.what, pending.group)
+
+    def table(self, mine: Tensor, what: str) -> Tensor:
+        """A row from each rank: ``mine`` is a flat CPU tensor, of one length and dtype everywhere."""
+        rows = torch.empty(self.world.size, mine.numel(), dtype=mine.dtype, device="cpu")
+        self._count("control", mine.nbytes * (self.world.size - 1))
+        self.peers.issued(what, group="control")
+        work = _all_gather(rows.view(-1), mine, self._control)
+        with self._stalls.waiting_for("agreement"):
+            self._wait(work, what, "control")
+        return rows
+
+    def broadcast(self, values: Tensor, source: int, what: str) -> None:
+        """Make the flat ``values``, in host memory, those of rank ``source``, on all ranks."""
+        if not values.numel():
+            return
+        receivers = self.world.size - 1
+        self._count("broadcast", values.nbytes if self.world.rank == source and receivers else 0)
+        self.peers.issued(what, group="control")
+        work = dist.broadcast(_bits(values), source, group=self._control, async_op=True)
+        self._wait(work, what, "control")
+
+    def of_node(self, mine: T) -> list[T]:
+        """What each rank of this node says, in their order there: objects that can be pickled."""
+        of_all: list[Any] = [None] * self.world.size
+        dist.all_gather_object(of_all, mine, group=self._control)
+        first = self.world.rank - self.world.local_rank
+        return of_all[first : first + self.world.local_size]
+
+    def agree(self, what: str) -> None:
+        """All ranks are about to do ``what``, which nobody has foreseen; an error on every rank if one is not."""
+        self.check()
+        with self._stalls.waiting_for("agreement"), self._failing():
+            self.peers.agree(what, group="gather")
+
+    def check(self) -> None:
+        """DistributedError if an earlier one has ended this engine."""
+        if self._failure is not None:
+            raise self._failure
+
+    def ended(self, phase: str, error: BaseException) -> None:
+        """``phase`` was ended by ``error`` on this rank: tell the others.
+
+        After a forward the program may go on; a backward or a step that not all ranks have ended ends the engine.
+        """
+        if phase == "forward":
+            self.peers.note(f"after a forward that raised {type(error).__name__}: {error}")
+        else:
+            self.peers.fail(error)
+
+    def check_same(self, kind: str, described: Iterable[str]) -> None:
+        """ConfigError, on every rank, if what ``described`` (a line each) says of ``kind`` differs between ranks."""
+        mine = list(described)
+        of_all: list[Any] = [None] * self.world.size
+        dist.all_gather_object(of_all, mine, group=self._control)
+        for rank, theirs in enumerate(of_all):
+            if theirs == of_all[0]:
+                continue
+            pairs = zip((*of_all[0], "nothing more"), (*theirs, "nothing more"), strict=False)
+            first, other = next((a, b) for a, b in pairs if a != b)
+            raise ConfigError(
+                f"the {kind} of rank {rank} is not that of rank 0: {other} there, {first} on rank 0. All ranks build"
+                " the same model and read the same configuration; only data differs"
+            )
+
+    def close(self) -> None:
+        """Leave the other ranks. After an error process groups are not taken down: that would wait for the lost."""
+        self.peers.close()
+        if self._failure is None:
+            for group in (self._gathers, self._reductions, self._control):
+                dist.destroy_process_group(group)
+
+    def _wait(self, work: dist.Work, what: str, group: str) -> None:
+        with self._failing():
+            self.peers.wait(work, what, group=group)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except DistributedError as error:
+            self._failure = error
+            raise
+
+    def _count(self, kind: str, nbytes: int) -> None:
+        self.calls[kind] += 1
+        self.sent[kind] += nbytes
+
+
+def _all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """By the name that this torch has for it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work = gather(_bits(whole), _bits(shard), group=group, async_op=True)
+    return work
+
+
+def _bits(values: Tensor) -> Tensor:
+    """As bytes: copied as they are, whatever dtypes the transport knows."""
+    return values.view(torch.uint8)

@@ -1,0 +1,333 @@
+"""Gradients of several ranks: collected on each, reduced over all, in the same order everywhere.
+
+A group is reduced when its gradients are final, while backward goes on. That is in one order that all ranks know, rank
+0's of the backward before: which parameters get gradients may differ from rank to rank. A group that waits for its turn
+keeps its buffer; when room for others is needed, the one whose turn it is goes as it is, with zeros for what has not
+arrived. What arrives later after all is reduced once more when backward has ended.
+
+Stages 0 and 1 keep whole gradients, which accumulate until the last backward of a step; that one reduces them. Stages 2
+and 3 keep reduced shards, and reduce in every backward. What comes out goes to the GradientStore.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from optim_cpu import kernels
+from tiering.arena import Lease
+from tiering.errors import EngineStateError, RankOrderError
+from zero3 import device_kernels
+from zero3.collectives import Collectives, Pending
+from zero3.grads import KERNEL_DTYPES, GradientStore, add_up, taken_gradient
+from zero3.param_group import ParamGroup
+from zero3.partition import Piece, shard_ranges
+from zero3.tiers import Entry, Tiers, as_tensor
+
+
+@dataclass
+class _Collected:
+    """The gradients of a group on this rank, flat; with a lease unless they stay for good."""
+
+    values: Tensor
+    lease: Lease | Entry | None
+    pieces: set[int]  # that have arrived, by index
+
+
+@dataclass
+class _UnderWay:
+    """A reduction that was begun. ``parts``: one of each rank's, as they are received."""
+
+    group: ParamGroup
+    pending: Pending
+    parts: list[Tensor]
+    leases: list[Lease | Entry]
+
+
+class GradientReducer:
+    """Takes the gradients of ``groups`` from autograd and brings their mean over the ranks to ``store``.
+
+    ``dtype`` is that in which they are sent. ``local``: whole gradients of each group that accumulate between
+    reductions, in the store's dtype (stages 0 and 1); with ``replicated`` they are the store's homes, too (stage 0).
+    """
+
+    def __init__(
+        self,
+        groups: list[ParamGroup],
+        store: GradientStore,
+        collectives: Collectives,
+        tiers: Tiers,
+        dtype: torch.dtype,
+        local: list[Tensor] | None,
+        *,
+        replicated: bool,
+    ) -> None:
+        self._groups = groups
+        self._store = store
+        self._collectives = collectives
+        self._tiers = tiers
+        self._dtype = dtype
+        self._replicated = replicated
+        self._trained = {
+            group: sum(piece.trainable for piece in group.layout.pieces)
+            for group in groups
+            if group.layout.trainable_numel
+        }
+        parents = {group.parent for group in groups}
+        self._stays_open = {group for group in self._trained if group.index in parents or not group.entries}
+        # Of a CPU, or in device memory; apart from each other, so that a reduction can always begin.
+        self._collecting = tiers.reduction["collected"]
+        self._exchanging = tiers.reduction["exchanged"]
+        self._local = dict(zip(groups, local, strict=True)) if local is not None else {}
+        self._open_buffers = {} if self._local else self._make_open_buffers()
+        self._buffers: dict[ParamGroup, _Collected] = {}
+        self._late: set[ParamGroup] = set()  # that got gradients after their turn
+        self._order = sorted(self._trained, key=lambda g: (g in self._stays_open, -g.index))
+        self._turn = 0  # of the order: what is before it was reduced in this backward
+        self._ready: dict[ParamGroup, None] = {}  # in the order in which it happened
+        self._under_way: deque[_UnderWay] = deque()
+        self._gathering: deque[Pending] = deque()
+        self._backwards = 0
+        self._arrived: set[int] = (
+            set()
+        )  # pieces that got a gradient on this rank and that no agreement has told yet
+
+    def accumulate(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
+        """Take ``param.grad`` and add it to what is there."""
+        grad = taken_gradient(piece, param)
+        if grad is None:
+            return
+        collected = self._collected(group)
+        target = collected.values[piece.start : piece.end]
+        overwrite = piece.index not in collected.pieces
+        if grad.is_cuda:
+            device_kernels.accumulate(target, grad.view(-1), overwrite=overwrite)
+        else:
+            kernels.accumulate(
+                target.data_ptr(),
+                KERNEL_DTYPES[target.dtype],
+                grad.data_ptr(),
+                KERNEL_DTYPES[grad.dtype],
+                piece.numel,
+                overwrite=overwrite,
+            )
+        collected.pieces.add(piece.index)
+        self._arrived.add(piece.index)
+
+    def final(self, group: ParamGroup) -> None:
+        """No gradient of ``group`` can come any more in this backward."""
+        if self._reduces and group in self._trained:
+            self._ready.setdefault(group)
+            self._advance()
+
+    def close(self, group: ParamGroup) -> None:
+        """The group gets no more gradients in this backward, as far as the schedule can tell."""
+        if group in self._buffers and not self._replicated and len(group.entries) == 1:
+            self.final(group)
+
+    def close_all(self) -> None:
+        """Backward has ended: reduce what is left, and agree on what was there."""
+        if not self._reduces:
+            return
+        while self._turn < len(self._order):
+            self._reduce_next()
+        self._settle()
+        received, late = self._agree()
+        for group in (group for group in self._groups if group.index in late):
+            self._begin(group)
+        self._settle()
+        self._store.close_all()
+        self._store.agreed(received)
+        self._turn = 0
+        self._ready.clear()
+        self._late.clear()
+
+    def reset(self) -> None:
+        """Forget all gradients: they have been used, or are given up."""
+        for collected in self._buffers.values():
+            if collected.lease is not None:
+                collected.lease.release()
+        self._buffers.clear()
+        self._arrived.clear()
+        self._store.reset()
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether this backward does."""
+        return not self._local or self._store.last_micro_batch
+
+    def _collected(self, group: ParamGroup) -> _Collected:
+        """Where this rank's gradients of ``group`` accumulate."""
+        collected = self._buffers.get(group)
+        if collected is None:
+            lease = None
+            late = group in self._order[: self._turn]
+            while late and any(reduced.group is group for reduced in self._under_way):
+                self._finish_oldest()  # it may be sending from where this one goes
+            if group in self._local:
+                values = self._local[group]
+            elif group in self._open_buffers:
+                values = self._open_buffers[group]
+            else:
+                numel = group.layout.trainable_numel
+                lease = self._room_to_collect(numel * self._dtype.itemsize)
+                values = self._tensor(lease, numel)
+            collected = self._buffers[group] = _Collected(values, lease, set())
+            if late:
+                self._late.add(group)
+                if self._replicated:
+                    raise EngineStateError(
+                        f"group {group.name!r} got a gradient after it was reduced, in an order of backward that"
+                        " stage 0 does not allow for; use stage 1"
+                    )
+        return collected
+
+    def _room_to_collect(self, nbytes: int) -> Lease | Entry:
+        """Room for a group's gradients: when there is none, groups in their turn have to go as they are."""
+        while (lease := self._collecting.try_lease(nbytes, "gradients")) is None:
+            if self._under_way:
+                self._finish_oldest()
+            elif self._turn < len(self._order):
+                self._reduce_next()
+            else:
+                break  # all that is held came late
+        if lease is not None:
+            return lease
+        raise EngineStateError(
+            "gradients of too many groups came after these had been reduced, in an order of backward that changes from"
+            " step to step; raise device_budget, or use stage 1, which keeps whole gradients"
+        )
+
+    def _make_open_buffers(self) -> dict[ParamGroup, Tensor]:
+        """What collects gradients through a whole backward does so in buffers of its own."""
+        made = {}
+        for group in self._stays_open:
+            numel = group.layout.trainable_numel
+            lease = self._tiers.reduction["opened"].lease(
+                numel * self._dtype.itemsize, "gradients", alone=True
+            )
+            made[group] = self._tensor(lease, numel)
+        return made
+
+    def _tensor(self, lease: Lease | Entry, numel: int) -> Tensor:
+        """The leased bytes: of an arena, or of memory that torch allocates."""
+        if isinstance(lease, Lease):
+            return as_tensor(lease).view(self._dtype)[:numel]
+        return torch.empty(numel, dtype=self._dtype, device=self._tiers.device)
+
+    def _advance(self) -> None:
+        """Begin to reduce what is ready, as far as it is its turn."""
+        while self._turn < len(self._order) and self._order[self._turn] in self._ready:
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        """Begin to reduce the group whose turn it is, as it is now."""
+        group = self._order[self._turn]
+        self._turn += 1
+        self._begin(group)
+
+    def _begin(self, group: ParamGroup) -> None:
+        """Begin to send the group's gradients, and zeros for what has none here."""
+        numel, leases = group.layout.trainable_numel, list[Lease | Entry]()
+        collected = self._buffers.pop(group, None)
+        nbytes = numel * self._dtype.itemsize
+        home = self._local.get(group, self._open_buffers.get(group))
+        if collected is None and home is not None:
+            collected = _Collected(home, None, set())
+        if collected is not None:
+            for piece in group.layout.pieces:
+                if piece.trainable and piece.index not in collected.pieces:
+                    collected.values[piece.start : piece.end].zero_()
+            sent = collected.values
+            leases += [collected.lease] if collected.lease is not None else []
+        if collected is None or sent.dtype != self._dtype:
+            lease = self._room_to_exchange(nbytes)
+            copied = self._tensor(lease, numel)
+            if collected is None:
+                copied.zero_()
+            else:
+                copied.copy_(sent)
+            sent = copied
+            leases.append(lease)
+        lease = self._room_to_exchange(nbytes)
+        received = self._tensor(lease, numel)
+        leases.append(lease)
+        pending = self._collectives.exchange(received, sent, f"reduce {group.name!r}")
+        parts = list(received.view(self._collectives.world.size, -1).unbind())
+        self._under_way.append(_UnderWay(group, pending, parts, leases))
+
+    def _room_to_exchange(self, nbytes: int) -> Lease | Entry:
+        while (lease := self._exchanging.try_lease(nbytes, "gradients")) is None:
+            if not self._under_way:
+                return self._exchanging.lease(
+                    nbytes, "gradients", alone=True
+                )  # an error: a defect of the plan
+            self._finish_oldest()
+        return lease
+
+    def _settle(self) -> None:
+        """Wait for all reductions."""
+        while self._under_way:
+            self._finish_oldest()
+        while self._gathering:
+            self._collectives.finish(self._gathering.popleft(), "reduce")
+
+    def _finish_oldest(self) -> None:
+        """Wait for a reduction, sum up what was received, and hand it on."""
+        done = self._under_way.popleft()
+        group, world = done.group, self._collectives.world
+        self._collectives.finish(done.pending, "reduce")
+        if self._replicated:
+            whole, share = self._local[group], shard_ranges(group.layout, world.size, world.rank)[0]
+            mine = whole[share.start : share.stop]
+            add_up(done.parts, 1.0 / world.size, mine, overwrite=True)
+            what = f"gradients of {group.name!r}"
+            self._gathering.append(self._collectives.gather(whole, mine, what, foreseen=True))
+        else:
+            self._store.add_reduced(group, done.parts, 1.0 / world.size)
+            self._store.close(group)
+        for lease in done.leases:
+            lease.release()
+
+    def _agree(self) -> tuple[list[int], set[int]]:
+        """Which parameters got a gradient on any rank, and which groups got one late; all ranks have to be here."""
+        self._backwards += 1
+        pieces = max((piece.index for group in self._groups for piece in group.layout.pieces), default=0) + 1
+        received = np.zeros(pieces, dtype=bool)
+        received[list(self._arrived)] = True
+        late = np.zeros(len(self._groups), dtype=bool)
+        late[[group.index for group in self._late]] = True
+        first = [*self._ready, *(group for group in self._order if group not in self._ready)]
+        first.sort(key=lambda group: group in self._stays_open)
+        head = [self._backwards, self._store.last_micro_batch, *(group.index for group in first)]
+        row = np.concatenate(
+            [np.array(head, np.int32).view(np.uint8), np.packbits(late), np.packbits(received)]
+        )
+        rows = self._collectives.table(torch.from_numpy(row), "the end of a backward").numpy()
+        heads = np.ascontiguousarray(rows[:, : 4 * len(head)]).view(np.int32)
+        self._check_in_step(heads[:, :2].tolist())
+        self._order = [self._groups[index] for index in heads[0, 2:]]
+        bits = np.bitwise_or.reduce(rows[:, 4 * len(head) :])
+        border = -(-len(late) // 8)
+        self._arrived.clear()
+        return (
+            np.flatnonzero(np.unpackbits(bits[border:], count=pieces)).tolist(),
+            set(np.flatnonzero(np.unpackbits(bits[:border], count=len(late))).tolist()),
+        )
+
+    def _check_in_step(self, heads: list[list[int]]) -> None:
+        """RankOrderError if a rank is at the end of another backward than rank 0."""
+        for rank, head in enumerate(heads):
+            if head != heads[0]:
+                ends = [
+                    f"backward {number}, {'the' if last else 'not the'} last of its step"
+                    for number, last in heads
+                ]
+                raise RankOrderError(
+                    f"rank 0 has ended {ends[0]}, rank {rank} has ended {ends[rank]}: call backward and step equally"
+                    " often on all ranks, and no_sync() on all or none"
+                )

@@ -73,7 +73,13 @@ class Seen:
 
     beat: Beat
     since: float  # the heartbeat's clock when this beat was first seen
+    looked: float  # and at the last look, which may be long ago
     here: bool = False  # its process has been seen alive on this machine
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which it is known to have said nothing."""
+        return self.looked - self.since
 
 
 @dataclass
@@ -122,6 +128,8 @@ class Heartbeat:
         self._clock = 0.0  # seconds that this process was awake: being suspended is not the others' silence
         self._due = self._due_for_all = 0.0
         self._poll = POLL[0]
+        self._many = max(1.0, world_size / AT_ONCE)  # how much slower many ranks have to be to the store
+        self._longest_poll = POLL[1] * self._many
         self._answered: defaultdict[str, int] = defaultdict(int)
         self._thread = threading.Thread(target=self._run, name=f"heartbeat of rank {rank}", daemon=True)
         self._thread.start()
@@ -235,7 +243,8 @@ class Heartbeat:
             with self.changed:
                 if self._state != "running":
                     break
-                self.changed.wait_for(self._called, self._pause())
+                called = self._called if self.store_lost is None else self._ended
+                self.changed.wait_for(called, self._pause())
         if self.store_lost is None:
             try:
                 self._write()
@@ -248,9 +257,12 @@ class Heartbeat:
             self.failure = self.failure or self._found
             self.changed.notify_all()
 
+    def _ended(self) -> bool:
+        return self._state != "running"
+
     def _called(self) -> bool:
         new = self._question is not None and not self._question.asked
-        return self._kicked or self._state != "running" or bool(self._found and not self.failure) or new
+        return self._kicked or self._found is not None or new or self._ended()
 
     def _pause(self) -> float:
         if self.store_lost is not None:
@@ -258,13 +270,14 @@ class Heartbeat:
         until_due = max(0.0, self._due - time.monotonic())
         if self._question is None or self.failure:
             return until_due
-        self._poll = min(2 * self._poll, POLL[1])
+        self._poll = min(2 * self._poll, self._longest_poll)
         return min(self._poll, until_due)
 
     def _turn(self, now: float) -> None:
         with self.changed:
-            question, found, kicked, self._kicked = self._question, self._found, self._kicked, False
-        if found is not None and self.failure is None:
+            question, kicked, self._kicked = self._question, self._kicked, False
+            found, self._found = self._found, None
+        if found is not None:
             self._settle(found)
         if question is not None and self.failure is None:
             self._discuss(question)
@@ -305,7 +318,7 @@ class Heartbeat:
             question.asked = True
             if self._answered[group] < number:  # else it was asked by another rank, and answered below
                 self._compare(group, number, *self.board.ask(group, number, self._rank, question.what))
-        elif self._poll >= POLL[1]:
+        elif self._poll >= self._longest_poll:
             self._take_over()
         if self.failure is None and self.board.same(group, number) == self._world_size:
             with self.changed:
@@ -339,27 +352,27 @@ class Heartbeat:
 
     def _whom(self, now: float, kicked: bool) -> list[int]:
         everybody = self._waiting or self._suspicious() or len(self.seen) < len(self._others)
-        if not everybody or (now < self._due_for_all and not kicked):
+        if not everybody or (now < self._due_for_all and not (kicked and self._many == 1.0)):
             return [self._successor]
-        interval = URGENT if self._urgent else self._beat
-        self._due_for_all = now + interval * max(1.0, len(self._others) / AT_ONCE)
+        self._due_for_all = now + (URGENT if self._urgent else self._beat) * self._many
         return self._others
 
     def _suspicious(self) -> bool:
         seen = self.seen.get(self._successor)
-        return seen is not None and self._clock - seen.since > self._silence / 4
+        return seen is not None and seen.silence > self._silence / 4
 
     def _read(self, ranks: list[int]) -> None:
         known = [rank for rank in ranks if rank in self.seen]
         for rank, beat in self.board.read(known, [rank for rank in ranks if rank not in self.seen]).items():
             seen = self.seen.get(rank)
             if seen is None:
-                seen = self.seen[rank] = Seen(beat, self._clock)
+                seen = self.seen[rank] = Seen(beat, self._clock, self._clock)
                 self.moves += 1
             elif beat.count != seen.beat.count:
                 if (beat.said, beat.doing, beat.state) != (seen.beat.said, seen.beat.doing, seen.beat.state):
                     self.moves += 1
                 seen.beat, seen.since = beat, self._clock
+            seen.looked = self._clock
             seen.here = seen.here or not beat.process.is_dead()
 
     def _judge_processes(self) -> None:
@@ -419,18 +432,18 @@ class Heartbeat:
         """Those whose time is up, and with them all that fell silent about then: a host takes all its ranks along."""
         limit = min(self._silence, SIGNS * self._beat) if self._urgent else self._silence
         running = [(rank, seen) for rank, seen in self.seen.items() if seen.beat.state == "running"]
-        if all(self._clock - seen.since <= limit for _, seen in running):
+        if all(seen.silence <= limit for _, seen in running):
             return []
-        return [rank for rank, seen in running if self._clock - seen.since > limit / 2]
+        return [rank for rank, seen in running if seen.silence > limit / 2]
 
     def _silence_of(self, ranks: list[int]) -> Failure:
-        first = max(ranks, key=lambda rank: self._clock - self.seen[rank].since)
+        first = max(ranks, key=lambda rank: self.seen[rank].silence)
         seen = self.seen[first]
         state = seen.beat.process.state() if seen.here else None
         still = f" (its process still exists, in state {state})" if state else ""
         return Failure(
             "lost", first,
-            f"{self._who(ranks)} gave no sign of life for {self._clock - seen.since:.0f} s{still}, last seen "
+            f"{self._who(ranks)} gave no sign of life for {seen.silence:.0f} s{still}, last seen "
             f"{seen.beat.position()}: see that its host and the network are up; start again from the last checkpoint. "
             "A rank that is only slow to answer is given more time by tiering.distributed.silence.",
         )  # fmt: skip

@@ -40,7 +40,7 @@ QUOTED = 1000  # characters of another rank's error
 
 
 class Peers:
-    """One for each engine and rank. Every method but `close` and `fail` belongs to the threads that train.
+    """One for each engine and rank. Calls come from one thread at a time: the one that trains.
 
     ``store`` is for this engine alone (a prefix of its own); every operation is on a connection of its own where torch
     can give one. ``timeout`` and ``silence`` are seconds. The process group's own time-out should be longer than
@@ -69,9 +69,7 @@ class Peers:
         self._patience = patience
         self._pid = os.getpid()
         self._closed = False
-        self._final: tuple[Failure, str] | None = (
-            None  # what this rank was told, and what it was waiting for then
-        )
+        self._final: tuple[Failure, str] | None = None  # what this rank was told, and what it then waited for
         self._heartbeat = Heartbeat(
             Board(store), rank, world_size, silence=silence, beat=self._beat, strict=on_lost is not None
         )
@@ -193,13 +191,13 @@ class Peers:
         heartbeat = self._heartbeat
         heartbeat.watch(urgent=True)
         patience = min(self.silence, SIGNS * self._beat) + 2 * self._beat
-        began = time.monotonic()
+        began, turns = time.monotonic(), heartbeat.turns
         while heartbeat.failed(0.1) is None and time.monotonic() - began < patience:
             if heartbeat.store_lost is not None:
                 patience = min(patience, 2 * self._beat)  # processes on this machine can still be looked at
         if heartbeat.failure is not None:
             return self._told(heartbeat.failure, delay)
-        if heartbeat.store_lost is not None:
+        if heartbeat.store_lost is not None or heartbeat.turns - turns < 2:
             return self._told(heartbeat.settle(self._store_out_of_reach(error), within=0.0), delay)
         failure = Failure(
             "stuck", self.rank,
@@ -210,7 +208,7 @@ class Peers:
 
     def _store_out_of_reach(self, consequence: str) -> Failure:
         heartbeat = self._heartbeat
-        why = heartbeat.store_lost or f"it has not answered for {self.silence:.0f} s"
+        why = heartbeat.store_lost or "it does not answer"
         server = heartbeat.server_state()
         return Failure(
             "stuck", self.rank,

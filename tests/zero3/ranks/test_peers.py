@@ -410,6 +410,63 @@ def test_on_lost_is_told_once_without_any_wait(together: Callable[..., Together]
     assert all("rank 1 (host" in message for message in told)
 
 
+def test_on_lost_is_not_told_of_ranks_that_nobody_looks_at(together: Callable[..., Together]) -> None:
+    """A rank watches its successor; what it knows of the others is old, and that is not their silence."""
+    told: list[str] = []
+    them = together(4, silence=0.5, on_lost=told.append)
+    clocks = [peers._heartbeat._clock for peers in them.ranks]
+    for peers, clock in zip(them.ranks, clocks, strict=True):
+        eventually(lambda peers=peers, clock=clock: peers._heartbeat._clock > clock + 1.0)
+    assert told == []
+
+
+# ---- the store ----
+
+
+def lose_the_store_of(peers: Peers) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    peers._heartbeat.board.write = refuse
+    eventually(lambda: peers._heartbeat.store_lost)
+
+
+def test_without_a_store_a_rank_goes_on_as_long_as_its_collectives_do(
+    together: Callable[..., Together],
+) -> None:
+    them = together(2, silence=0.5)
+    transfer = Transfer()
+    lose_the_store_of(them.ranks[0])
+    call = them.wait(0, "gather 'a'", transfer)
+    turns, clock = them.ranks[0]._heartbeat.turns, them.ranks[0]._heartbeat._clock
+    eventually(lambda: them.ranks[0]._heartbeat._clock > clock + 0.3)
+    transfer.end()
+    assert call.result(SOON) is None
+    assert them.ranks[0]._heartbeat.turns - turns < 50, "the heartbeat races"
+    error = refusal(them.wait(0, "gather 'b'"))
+    assert type(error) is DistributedError
+    assert "cannot reach the rendezvous store (served by rank 0): Connection reset by peer" in str(error)
+    assert "rank 0 waiting to gather 'b' (collective 2); rank 1 in code outside the engine" in str(error)
+
+
+def test_a_broken_collective_while_the_store_hangs(together: Callable[..., Together]) -> None:
+    them = together(2, silence=1.0)
+    hanging, stuck = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        stuck.set()
+        hanging.wait(SOON)
+
+    them.ranks[0]._heartbeat.board.write = hang
+    assert stuck.wait(SOON)
+    transfer = Transfer()
+    transfer.end("Connection closed by peer [127.0.0.1]:1234")
+    error = refusal(them.wait(0, "gather 'a'", transfer))
+    hanging.set()
+    assert type(error) is DistributedError
+    assert "it does not answer; and Connection closed by peer [127.0.0.1]:1234" in str(error)
+
+
 # ---- processes ----
 
 

@@ -134,19 +134,18 @@ class Peers:
                 delay.look()
 
     def fail(self, error: BaseException | str) -> None:
-        """This rank gives up: the others are told why. What it was told itself by this class is no news to them."""
+        """This rank gives up: the others are told why, unless there is a failure already."""
         if os.getpid() != self._pid or self._closed:
             return
         self._closed = True
-        if not isinstance(error, DistributedError):
-            words = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-            self._heartbeat.settle(
-                Failure(
-                    "lost", self.rank,
-                    f"{self._heartbeat.who(self.rank)} failed {self._heartbeat.beat().position()}: {words[:QUOTED]} "
-                    f"(the log of rank {self.rank} has its traceback).",
-                )
-            )  # fmt: skip
+        who, where = self._heartbeat.who(self.rank), self._heartbeat.beat().position()
+        words = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self._heartbeat.settle(
+            Failure(
+                "lost", self.rank,
+                f"{who} failed {where}: {words[:QUOTED]} (the log of rank {self.rank} has its traceback).",
+            )
+        )  # fmt: skip
         self._end("failed")
 
     def close(self) -> None:
@@ -154,7 +153,7 @@ class Peers:
         self._leave("has closed its engine")
 
     def _leave(self, how: str) -> None:
-        if os.getpid() == self._pid and not self._closed:
+        if os.getpid() == self._pid and not self._closed:  # a forked child leaves, not the rank
             self.note(how)
             self._end("failed" if self._heartbeat.failure else "closed")
 
@@ -164,8 +163,6 @@ class Peers:
         self._heartbeat.end(state)
 
     def _at_exit(self) -> None:
-        if os.getpid() != self._pid:
-            return  # a forked child leaves, not the rank
         uncaught = getattr(sys, "last_value", None)  # set when the interpreter ends because of it
         if uncaught is not None:
             self.fail(uncaught)

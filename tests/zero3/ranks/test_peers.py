@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import zero3.heartbeat
 import zero3.peers
 from tiering.errors import DistributedError, RankLostError, RankOrderError, TieringError
 from zero3.board import Process, spell
@@ -385,6 +387,23 @@ def test_time_that_a_process_was_suspended_does_not_count(monkeypatch: pytest.Mo
     assert seconds == [0, 1, 3, 4, 0, 1]
 
 
+def test_nor_does_it_count_as_silence_of_the_others(
+    together: Callable[..., Together], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    them = together(2, silence=10.0)
+    them.silence(1)
+    call = them.wait(0, "gather 'a'")
+    heartbeat = them.ranks[0]._heartbeat
+    eventually(lambda: heartbeat.seen[1].silence > 0)
+    real = time.monotonic
+    monkeypatch.setattr(zero3.heartbeat, "time", SimpleNamespace(monotonic=lambda: real() + 3600))
+    turns = heartbeat.turns
+    eventually(lambda: heartbeat.turns > turns + 5)
+    assert not call.done()
+    them.ranks[1].fail("enough")
+    refusal(call)
+
+
 # ---- a backend whose wait returns at once ----
 
 
@@ -660,7 +679,7 @@ def test_a_job_that_is_suspended_and_resumed_goes_on(doomed: Ranks, tmp_path: Pa
 
 
 ENDS = """
-import os, sys, time
+import os, signal, sys, threading
 import torch.distributed as dist
 from zero3.peers import Peers
 
@@ -675,10 +694,21 @@ peers = Peers(store, rank, 2, timeout=20, silence=20, beat=0.1)
 peers.agree("start")
 peers.note("own code")
 if rank == 1:
+    held, forked = threading.Event(), threading.Event()
+
+    def hold():
+        with peers._heartbeat.changed:
+            held.set()
+            forked.wait()
+
+    threading.Thread(target=hold).start()  # a fork may come while the heartbeat holds its lock
+    held.wait()
     worker = os.fork()
     if not worker:
+        signal.alarm(20)  # were it to wait for that lock
         sys.exit()
-    os.waitpid(worker, 0)
+    forked.set()
+    assert os.waitpid(worker, 0)[1] == 0
     peers.agree("after the worker has ended")
     raise ValueError("nobody catches this")
 try:

@@ -52,7 +52,8 @@ def gathered(
     meanwhile and use what is shown. With ``modify``, what was changed in place becomes the parameter, and its fp32
     master takes the values of the changed elements (the others keep their bits below the compute dtype), also when the
     block ends by an exception; optimizer state stays. Yields ``params`` (as a list, unless it is one). Ordinary
-    parameters pass through.
+    parameters pass through. With several ranks all of them enter the block and leave it, and what rank 0 has made of
+    the parameters counts.
 
     EngineStateError: without ``modify``, if the block has changed something (the change is dropped); with it, while a
     forward or backward is running; in the block, ``engine.step()``.
@@ -234,10 +235,11 @@ class Access:
             if tuple(shown.shape) != piece.shape or not shown.is_floating_point():
                 return f"{piece.name!r} of shape {piece.shape} became {shown.dtype} of shape {tuple(shown.shape)}"
             self._prefetcher.drop(group)
+            values = self._state.of_first(piece, shown.reshape(-1))
             if shown.dtype == group.dtype:
-                self._state.follow(group, piece, shown.reshape(-1), in_place=False)
+                self._state.follow(group, piece, values, in_place=False)
             else:  # .data = what was loaded, perhaps with more bits
-                self._state.set_master(group, piece, shown.reshape(-1).to("cpu", torch.float32))
+                self._state.set_master(group, piece, values.to("cpu", torch.float32))
             torch.autograd.graph.increment_version([param])
             return ""
         finally:

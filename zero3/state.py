@@ -137,6 +137,16 @@ class TieredState:
                 tile.state, self._layout.moment_at(number, tile.numel, segment.start - tile.start), raw
             )
 
+    def of_first(self, piece: Piece, values: Tensor) -> Tensor:
+        """The flat ``values`` of ``piece`` that rank 0 has; without other ranks ``values`` themselves."""
+        if self._collectives is None:
+            return values
+        what = f"take over {piece.name!r}"
+        self._collectives.agree(what)
+        theirs = values.detach().to("cpu", copy=True).contiguous()
+        self._collectives.broadcast(theirs, 0, what)
+        return theirs
+
     def has_gradient(self, piece: Piece) -> bool:
         """Whether the parameter got a gradient since the last step."""
         return self._gradients.received(piece)

@@ -3,7 +3,8 @@
 ``Events`` is what listens: the pass schedule. Forward hooks sit on the entry modules of each group, and on every module
 outside of the blocks, so that whatever part of the model is called, a forward is known to be running. The pre-backward
 event of a group is the first gradient that reaches an output of one of its entries. ``always_call`` makes the
-post-forward event come also when forward raised, or when activation checkpointing stopped a recomputation early.
+post-forward event come also when forward raised, or when activation checkpointing stopped a recomputation early: then
+there is no output.
 
 A copied or pickled module takes its hooks along: there they do nothing.
 """
@@ -32,10 +33,10 @@ class Events(Protocol):
     """What happens to groups, in the order in which it happens."""
 
     def begin_forward(self, training: bool, *, whole: bool) -> None: ...
-    def end_forward(self) -> None: ...
+    def end_forward(self, *, raised: bool) -> None: ...
     def begin_backward(self) -> None: ...
     def pre_forward(self, group: ParamGroup) -> None: ...
-    def post_forward(self, group: ParamGroup) -> None: ...
+    def post_forward(self, group: ParamGroup, *, raised: bool) -> None: ...
     def forward_nodes(self) -> range: ...
     def pre_backward(self, group: ParamGroup, nodes: range) -> None: ...
     def gradient(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None: ...
@@ -232,7 +233,7 @@ class _AfterForward(OurHook):
         output = with_bytes_of_its_own(output, self.moving, whole=self.before.whole)
         if self.before.whole:
             watch_backward(output, self.events.begin_backward)
-        self.events.end_forward()
+        self.events.end_forward(raised=output is None)
         return output
 
 
@@ -260,7 +261,7 @@ class _AfterGroup(OurHook):
         output = with_bytes_of_its_own(output, self.moving)
         nodes = self.events.forward_nodes()
         watch_backward(output, lambda: self.events.pre_backward(group, nodes))
-        self.events.post_forward(group)
+        self.events.post_forward(group, raised=output is None)
         return output
 
 

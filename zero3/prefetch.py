@@ -80,11 +80,13 @@ class Prefetcher:
         group.wait_for_unshard()
         self.look_ahead()
 
-    def release(self, group: ParamGroup) -> None:
-        """``group`` is not in use now."""
+    def release(self, group: ParamGroup, *, raised: bool = False) -> None:
+        """``group`` is not in use now; ``raised``: an exception has ended what used it, on this rank."""
         if group.residency is Residency.RESIDENT:
             return
         group.reshard()
+        if raised and group.sharded:
+            self._in_doubt = True
         self.look_ahead()
 
     def look_ahead(self) -> None:

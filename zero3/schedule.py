@@ -124,9 +124,9 @@ class PassSchedule:
         self._enter()
 
     @uninterrupted
-    def end_forward(self) -> None:
+    def end_forward(self, *, raised: bool = False) -> None:
         """The module that ``begin_forward`` told of has returned or raised."""
-        self._leave()
+        self._leave(raised=raised)
 
     @uninterrupted
     def pre_forward(self, group: ParamGroup) -> None:
@@ -138,18 +138,18 @@ class PassSchedule:
         try:
             self._use(group)
         except BaseException:
-            self._leave()
-            self._stop_using(group)
+            self._leave(raised=True)
+            self._stop_using(group, raised=True)
             raise
         if self._timeline.recording:
             self._timeline.begin("compute", f"forward {group.name}")
 
     @uninterrupted
-    def post_forward(self, group: ParamGroup) -> None:
+    def post_forward(self, group: ParamGroup, *, raised: bool = False) -> None:
         if self._timeline.recording:
             self._timeline.end("compute", f"forward {group.name}")
-        self._leave()
-        self._stop_using(group)
+        self._leave(raised=raised)
+        self._stop_using(group, raised=raised)
 
     @uninterrupted
     def borrow(self, group: ParamGroup, *, trained: bool = True) -> bool:
@@ -320,7 +320,7 @@ class PassSchedule:
                 " a block, needs more: raise device_budget, or stage3_prefetch_bucket_size if the budget has room"
             ) from error
 
-    def _stop_using(self, group: ParamGroup) -> None:
+    def _stop_using(self, group: ParamGroup, *, raised: bool) -> None:
         if self._calls[group] == 0:
             return  # the pass was abandoned under it
         self._calls[group] -= 1
@@ -331,17 +331,17 @@ class PassSchedule:
             if group in self._live:
                 group.hide()  # held for backward, which works on saved tensors
             else:
-                self._prefetcher.release(group)
+                self._prefetcher.release(group, raised=raised)
 
     def _enter(self) -> None:
         self._saved.enter()
         self._forwards.append(_Forward())
 
-    def _leave(self) -> None:
+    def _leave(self, *, raised: bool) -> None:
         """The forward that is ending needs what it has borrowed no more."""
         self._saved.leave()
         for group in self._forwards.pop().borrowed if self._forwards else ():
-            self._stop_using(group)
+            self._stop_using(group, raised=raised)
 
     def _hold_for_backward(self, group: ParamGroup) -> None:
         if group not in self._live:

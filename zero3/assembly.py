@@ -132,7 +132,12 @@ def _assemble(
             if local is not None and config.zero.stage == 0
             else _gradient_homes(groups, grad_dtype, tiers)
         )
-        gradients = GradientStore(groups, homes, grad_dtype, tiers, streams)
+        measured = None
+        if (
+            collectives is not None and config.zero.stage == 0
+        ):  # so that the norm has the bits of every other stage
+            measured = {group: shard_ranges(group.layout, world.size, world.rank)[0] for group in groups}
+        gradients = GradientStore(groups, homes, grad_dtype, tiers, streams, measured)
         _move_buffers(model, device, compute, collectives)
         layout = StateLayout.of(plan.workload, chosen.moments)
         fill(model, groups, tiles, tiers, layout, chosen.initial_state, collectives)

@@ -32,14 +32,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from tiering.config import DistributedConfig
-from tiering.errors import ConfigError, DistributedError
-from zero3.peers import Peers
+from tiering.errors import ConfigError, DistributedError, RankOrderError
+from zero3.peers import Peers, sever
 from zero3.timeline import StallClock
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+TITLE = 64  # bytes of a row that say what it is
 GRACE = 60.0  # seconds
 _engines = itertools.count()  # of this process; as many as of any other rank
 
@@ -106,6 +107,8 @@ class Collectives:
         self._stalls = stalls
         self._watched = device.type == "cpu"  # a GPU's collectives are waited for on its streams
         self._failure: DistributedError | None = None
+        self._raised: BaseException | None = None  # by the last forward
+        self.row_nbytes = 64  # what a row of a table has room for
         timeout = timedelta(seconds=config.timeout + GRACE)  # our own message comes first
         self._gathers = dist.new_group(timeout=timeout)
         self._reductions = dist.new_group(timeout=timeout)
@@ -117,6 +120,7 @@ class Collectives:
             world.size,
             timeout=config.timeout,
             silence=config.silence,
+            on_lost=None if self._watched else self._abort,
         )
         self.peers.agree("initialize")
 
@@ -134,6 +138,7 @@ class Collectives:
 
     def exchange(self, received: Tensor, sent: Tensor, what: str) -> Pending:
         """Begin to send each rank its part of the flat ``sent``; ``received`` gets this rank's part from each."""
+        self._raised = None
         self._count("reduce", sent.nbytes // self.world.size * (self.world.size - 1))
         self.peers.issued(what, group="reduction")
         work = dist.all_to_all_single(received, sent, group=self._reductions, async_op=True)
@@ -151,14 +156,31 @@ class Collectives:
             self._wait(work, pending.what, pending.group)
 
     def table(self, mine: Tensor, what: str) -> Tensor:
-        """A row from each rank: ``mine`` is a flat CPU tensor, of one length and dtype everywhere."""
-        rows = torch.empty(self.world.size, mine.numel(), dtype=mine.dtype, device="cpu")
-        self._count("control", mine.nbytes * (self.world.size - 1))
+        """A row from each rank: ``mine`` is a flat CPU tensor, of one length and dtype everywhere.
+
+        Rows say what they are, and all are of one size, for gloo ends a process that receives more than it expects.
+        RankOrderError, on every rank, if ranks have come to different tables.
+        """
+        payload = _bits(mine)
+        row = torch.zeros(TITLE + self.row_nbytes, dtype=torch.uint8, device="cpu")
+        title = what.encode()[:TITLE]
+        row[: len(title)] = torch.frombuffer(bytearray(title), dtype=torch.uint8)
+        row[TITLE : TITLE + payload.numel()] = payload
+        rows = torch.empty(self.world.size, row.numel(), dtype=torch.uint8, device="cpu")
+        self._count("control", row.numel() * (self.world.size - 1))
         self.peers.issued(what, group="control")
-        work = _all_gather(rows.view(-1), mine, self._control)
+        work = _all_gather(rows.view(-1), row, self._control)
         with self._stalls.waiting_for("agreement"):
             self._wait(work, what, "control")
-        return rows
+        titles = [bytes(each[:TITLE].tolist()).rstrip(b"\0").decode() for each in rows]
+        if len(set(titles)) > 1:
+            told = ", ".join(f"rank {rank} in {each!r}" for rank, each in enumerate(titles))
+            self._failure = RankOrderError(
+                f"ranks are at different points of the program: {told}. Call forward, backward and step equally often"
+                " on all ranks"
+            )
+            raise self._failure
+        return rows[:, TITLE : TITLE + payload.numel()].contiguous().view(mine.dtype)
 
     def broadcast(self, values: Tensor, source: int, what: str) -> None:
         """Make the flat ``values``, in host memory, those of rank ``source``, on all ranks."""
@@ -194,7 +216,8 @@ class Collectives:
         After a forward the program may go on; a backward or a step that not all ranks have ended ends the engine.
         """
         if phase == "forward":
-            self.peers.note(f"after a forward that raised {type(error).__name__}: {error}")
+            self._raised = error
+            self.peers.note(f"the program, after a forward that raised {type(error).__name__}")
         else:
             self.peers.fail(error)
 
@@ -214,11 +237,14 @@ class Collectives:
             )
 
     def close(self) -> None:
-        """Leave the other ranks. After an error process groups are not taken down: that would wait for the lost."""
+        """Leave the other ranks. Not twice."""
+        if self._raised is not None:
+            self.peers.fail(self._raised)
         self.peers.close()
-        if self._failure is None:
-            for group in (self._gathers, self._reductions, self._control):
-                dist.destroy_process_group(group)
+        for group in (self._gathers, self._reductions, self._control):
+            if self._failure is not None:
+                sever(group)
+            dist.destroy_process_group(group)
 
     def _wait(self, work: dist.Work, what: str, group: str) -> None:
         with self._failing():
@@ -231,6 +257,12 @@ class Collectives:
         except DistributedError as error:
             self._failure = error
             raise
+
+    def _abort(self, reason: str) -> None:
+        """A GPU waits for a rank that will not come, and the CPU for the GPU: end what they wait for."""
+        log.critical("%s", reason)
+        for group in (self._gathers, self._reductions, self._control):
+            sever(group)
 
     def _count(self, kind: str, nbytes: int) -> None:
         self.calls[kind] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -198,7 +199,7 @@ class Engine:
                     self._trace = None
                 self._say_progress()
             self._prefetcher.look_ahead()
-        if boundary and self._updates.stop and self._save is not None:
+        if boundary and self.stop_requested and self._save is not None:
             self._save_and_exit(self._save)
 
     def save_and_exit_on(self, *signals: str, save: Callable[[], object] | None = None) -> None:
@@ -233,12 +234,11 @@ class Engine:
     def stop_requested(self) -> str:
         """The name of the signal that has asked to stop; empty if none has.
 
-        With several ranks, one that was asked stops all of them, after the same step; then the others say "a rank".
+        One rank that was asked stops all of them, after the same step; until then they do not say so.
         """
-        received = self._stop.received if self._stop is not None else ""
         if self._collectives is None:
-            return received
-        return (received or "a rank") if self._updates.stop else ""
+            return self._stop.received if self._stop is not None else ""
+        return signal.Signals(self._updates.stop).name if self._updates.stop else ""
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last one before an update."""
@@ -423,7 +423,8 @@ class Engine:
         self._prefetcher.forget()
         try:
             loss = float(self._loss) if self._loss is not None else None
-            stepped = self._updates.run(loss, stop=self._stop is not None and bool(self._stop.received))
+            asked = self._stop.received if self._stop is not None else ""
+            stepped = self._updates.run(loss, stop=signal.Signals[asked].value if asked else 0)
         finally:
             self._access.note_versions()
         if stepped and self.lr_scheduler is not None:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from tiering.errors import ConfigError, EngineStateError
 from zero3 import device_kernels, resharded
 from zero3.flat_storage import StreamEvent, Streams
 from zero3.param_group import ParamGroup
-from zero3.partition import Piece
+from zero3.partition import Piece, segments
 from zero3.tiers import Home, Tiers, as_tensor
 
 KERNEL_DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
@@ -78,7 +78,10 @@ class _Arriving:
 
 
 class GradientStore:
-    """The accumulated gradients of ``groups``. ``homes`` follow their order; ``dtype`` is the accumulation dtype."""
+    """The accumulated gradients of ``groups``. ``homes`` follow their order; ``dtype`` is the accumulation dtype.
+
+    ``measured``: the elements of each group of which this rank tells the squares, if not of all that it has here.
+    """
 
     def __init__(
         self,
@@ -87,6 +90,7 @@ class GradientStore:
         dtype: torch.dtype,
         tiers: Tiers,
         streams: Streams | None,
+        measured: Mapping[ParamGroup, range] | None = None,
     ) -> None:
         self.homes = homes
         self.dtype = dtype
@@ -94,6 +98,7 @@ class GradientStore:
         self._groups = groups
         self._tiers = tiers
         self._streams = streams
+        self._measured = {group: _pieces_within(group, (measured or {}).get(group)) for group in groups}
         self._windows: dict[ParamGroup, Lease] = {}
         self._written: set[ParamGroup] = set()  # whose extents hold gradients of this accumulation
         self._held: set[int] = set()  # pieces whose gradients are at home, by index
@@ -102,6 +107,9 @@ class GradientStore:
         self._arriving: deque[_Arriving] = deque()
         self._complete: set[ParamGroup] = set()  # stepped, or about to be, while backward still runs
         self.make_room: Callable[[], bool] = lambda: False  # steps what holds a window, if anything does
+
+    def begin(self, used: Iterable[ParamGroup]) -> None:
+        """A backward begins; nobody here has to know."""
 
     def received(self, piece: Piece) -> bool:
         """Whether the parameter got a gradient since the last ``reset``."""
@@ -242,7 +250,7 @@ class GradientStore:
     def _all_squares(self) -> list[tuple[Piece, float]]:
         found = []
         for group in self._groups:
-            pieces = [piece for piece in group.shard.pieces if piece.index in self._received]
+            pieces = [piece for piece in self._measured[group] if piece.index in self._received]
             found += [(piece, self._square(group, piece)) for piece in pieces]
             window = self._windows.pop(group, None)
             if window is not None:  # opened to look: nothing changed, so nothing is written
@@ -331,3 +339,12 @@ class GradientStore:
         )
         self._add_on_host(arriving.group, arriving.piece, flat)
         arriving.lease.release()
+
+
+def _pieces_within(group: ParamGroup, elements: range | None) -> list[Piece]:
+    """The parts of the group's trained parameters that lie in ``elements`` of its shard, or all of them."""
+    trained = [piece for piece in group.shard.pieces if piece.trainable]
+    if elements is None:
+        return trained
+    parts = segments(trained, elements.start, elements.stop)
+    return [replace(part.piece, start=part.start, numel=part.numel, first=part.first) for part in parts]

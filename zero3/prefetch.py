@@ -68,6 +68,7 @@ class Prefetcher:
             error, self._error = self._error, None
             raise error
         self._trace.append(group)
+        expected = self._next()
         foreseen = self._advance(group) and not self._in_doubt
         if group.sharded:
             self._in_doubt = False  # from the agreement below on
@@ -75,7 +76,7 @@ class Prefetcher:
         while not group.unshard(wait=not self._ahead):
             self._drop_last()
         if group.sharded:
-            self._gather(group, foreseen=foreseen)
+            self._gather(group, expected, foreseen=foreseen)
         self.look_ahead()
         group.wait_for_unshard()
         self.look_ahead()
@@ -152,11 +153,17 @@ class Prefetcher:
             self._cursor = None
         return self._cursor == before + 1
 
-    def _gather(self, group: ParamGroup, *, foreseen: bool) -> None:
+    def _next(self) -> ParamGroup | None:
+        """The group that the recorded order expects to be used next."""
+        order = self._orders.get(self._training, ())
+        return order[self._cursor] if self._cursor is not None and self._cursor < len(order) else None
+
+    def _gather(self, group: ParamGroup, expected: ParamGroup | None, *, foreseen: bool) -> None:
         """Gather a group that is needed now, unless that was begun already."""
         if group.gathered:
             if not foreseen:
-                self._agree(f"use {group.name!r}")
+                instead = f" where {expected.name!r} was next" if expected not in (None, group) else ""
+                self._agree(f"use {group.name!r}{instead}")
             return
         if group in self._ungathered:
             self._ungathered.remove(group)

@@ -1,17 +1,22 @@
 """Gradients of several ranks: collected on each, reduced over all, in the same order everywhere.
 
 A group is reduced when its gradients are final, while backward goes on. That is in one order that all ranks know, rank
-0's of the backward before: which parameters get gradients may differ from rank to rank. A group that waits for its turn
-keeps its buffer; when room for others is needed, the one whose turn it is goes as it is, with zeros for what has not
-arrived. What arrives later after all is reduced once more when backward has ended.
+0's of the backward before, though they need not get the same gradients. Stages 0 and 1 keep whole gradients, which
+accumulate until the last backward of a step; that one reduces them. Stages 2 and 3 keep reduced shards, and reduce in
+every backward. What comes out goes to the GradientStore.
 
-Stages 0 and 1 keep whole gradients, which accumulate until the last backward of a step; that one reduces them. Stages 2
-and 3 keep reduced shards, and reduce in every backward. What comes out goes to the GradientStore.
+Note [Groups whose turn passes]
+    Where nothing keeps whole gradients, a group that waits for its turn would need a buffer for as long. So one that
+    is ready does not wait: those before it go as they are, with zeros for what has not arrived. They are, as a rule,
+    without gradients on this rank. What arrives for them after all is reduced once more when backward has ended, which
+    rounds twice. When that happens follows from the model alone, not from the room that there is: placements must not
+    change the result. Only if one group's gradients mix with many others' can room be lacking, and then it has to.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,6 +87,7 @@ class GradientReducer:
         # Of a CPU, or in device memory; apart from each other, so that a reduction can always begin.
         self._collecting = tiers.reduction["collected"]
         self._exchanging = tiers.reduction["exchanged"]
+        self._pieces = 1 + max((p.index for group in groups for p in group.layout.pieces), default=0)
         self._local = dict(zip(groups, local, strict=True)) if local is not None else {}
         self._open_buffers = {} if self._local else self._make_open_buffers()
         self._buffers: dict[ParamGroup, _Collected] = {}
@@ -92,9 +98,23 @@ class GradientReducer:
         self._under_way: deque[_UnderWay] = deque()
         self._gathering: deque[Pending] = deque()
         self._backwards = 0
+        self._begun = False  # the first one
+        numbers = 4 * (2 + len(self._order)) + (len(groups) + 7) // 8
+        collectives.row_nbytes = max(collectives.row_nbytes, numbers + (self._pieces + 7) // 8)
         self._arrived: set[int] = (
             set()
         )  # pieces that got a gradient on this rank and that no agreement has told yet
+
+    def begin(self, used: Iterable[ParamGroup]) -> None:
+        """A backward begins, of forwards that have used these groups, in this order."""
+        if self._begun or not self._reduces:
+            return
+        self._begun = True
+        order = dict.fromkeys([*reversed(list(used)), *self._order])
+        first = sorted((g for g in order if g in self._trained), key=lambda g: g in self._stays_open)
+        row = torch.tensor([group.index for group in first], dtype=torch.int32, device="cpu")
+        rows = self._collectives.table(row, "begin the first backward")
+        self._order = [self._groups[index] for index in rows[0].tolist()]
 
     def accumulate(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
         """Take ``param.grad`` and add it to what is there."""
@@ -120,9 +140,15 @@ class GradientReducer:
 
     def final(self, group: ParamGroup) -> None:
         """No gradient of ``group`` can come any more in this backward."""
-        if self._reduces and group in self._trained:
-            self._ready.setdefault(group)
-            self._advance()
+        if not self._reduces or group not in self._trained:
+            return
+        self._ready.setdefault(group)
+        if self._local:
+            while self._turn < len(self._order) and self._order[self._turn] in self._ready:
+                self._reduce_next()
+        elif group not in self._stays_open:
+            while group in self._order[self._turn :]:  # see Note [Groups whose turn passes]
+                self._reduce_next()
 
     def close(self, group: ParamGroup) -> None:
         """The group gets no more gradients in this backward, as far as the schedule can tell."""
@@ -133,6 +159,7 @@ class GradientReducer:
         """Backward has ended: reduce what is left, and agree on what was there."""
         if not self._reduces:
             return
+        self.begin(())  # unless a gradient has
         while self._turn < len(self._order):
             self._reduce_next()
         self._settle()
@@ -165,8 +192,7 @@ class GradientReducer:
         collected = self._buffers.get(group)
         if collected is None:
             lease = None
-            late = group in self._order[: self._turn]
-            while late and any(reduced.group is group for reduced in self._under_way):
+            while any(reduced.group is group for reduced in self._under_way):
                 self._finish_oldest()  # it may be sending from where this one goes
             if group in self._local:
                 values = self._local[group]
@@ -177,7 +203,7 @@ class GradientReducer:
                 lease = self._room_to_collect(numel * self._dtype.itemsize)
                 values = self._tensor(lease, numel)
             collected = self._buffers[group] = _Collected(values, lease, set())
-            if late:
+            if group in self._order[: self._turn]:
                 self._late.add(group)
                 if self._replicated:
                     raise EngineStateError(
@@ -218,11 +244,6 @@ class GradientReducer:
         if isinstance(lease, Lease):
             return as_tensor(lease).view(self._dtype)[:numel]
         return torch.empty(numel, dtype=self._dtype, device=self._tiers.device)
-
-    def _advance(self) -> None:
-        """Begin to reduce what is ready, as far as it is its turn."""
-        while self._turn < len(self._order) and self._order[self._turn] in self._ready:
-            self._reduce_next()
 
     def _reduce_next(self) -> None:
         """Begin to reduce the group whose turn it is, as it is now."""
@@ -296,8 +317,7 @@ class GradientReducer:
     def _agree(self) -> tuple[list[int], set[int]]:
         """Which parameters got a gradient on any rank, and which groups got one late; all ranks have to be here."""
         self._backwards += 1
-        pieces = max((piece.index for group in self._groups for piece in group.layout.pieces), default=0) + 1
-        received = np.zeros(pieces, dtype=bool)
+        received = np.zeros(self._pieces, dtype=bool)
         received[list(self._arrived)] = True
         late = np.zeros(len(self._groups), dtype=bool)
         late[[group.index for group in self._late]] = True
@@ -315,7 +335,7 @@ class GradientReducer:
         border = -(-len(late) // 8)
         self._arrived.clear()
         return (
-            np.flatnonzero(np.unpackbits(bits[border:], count=pieces)).tolist(),
+            np.flatnonzero(np.unpackbits(bits[border:], count=self._pieces)).tolist(),
             set(np.flatnonzero(np.unpackbits(bits[:border], count=len(late))).tolist()),
         )
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -42,6 +42,9 @@ from zero3.timeline import Timeline
 
 class GradientSink(Protocol):
     """What takes gradients as they arrive: a GradientStore, or what reduces them over ranks first."""
+
+    def begin(self, used: Iterable[ParamGroup]) -> None:
+        """A backward begins, of forwards that have used these groups, in this order."""
 
     def accumulate(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
         """Take ``param.grad``."""
@@ -224,6 +227,7 @@ class PassSchedule:
         if not self._received:
             self._received = True
             self._on_first_gradient()
+            self._gradients.begin(self._uses)
         self._arrived[group] += 1
         self._gradients.accumulate(group, piece, param)
         if self._is_final(group):

@@ -40,13 +40,13 @@ class _Backward(Enum):
 class _Sums:
     """What one step's gradients come to on all ranks: their norm, and ``bad``, the first that is not finite, if any.
 
-    Beside them what else all ranks have to know: the mean loss, and whether one of them was asked to ``stop``.
+    Beside them what else all ranks have to know: the mean loss, and the signal by which one was asked to ``stop``.
     """
 
     norm: float
     bad: str
     loss: float | None
-    stop: bool
+    stop: int
 
 
 def _root(squares: float) -> float:
@@ -65,14 +65,13 @@ class Update:
         self.skipped = 0
         self.torn = ""  # why parameters and optimizer state are no longer of one step
         self.loss: float | None = None  # of the last update, the mean over the ranks
-        self.stop = False  # whether a rank was asked to stop by the last update
+        self.stop = 0  # the signal by which a rank was asked to stop before the last update
         self._clip = config.gradient_clipping
         self._groups = parts.groups
         self._gradients = parts.gradients
         self._sink = parts.sink
         self._collectives = parts.collectives
         self._replicas = parts.replicas
-        self._replicated = config.zero.stage == 0
         self._names = {piece.index: piece.name for group in parts.groups for piece in group.layout.pieces}
         self._optimizer = parts.optimizer
         self._timeline = parts.tiers.timeline
@@ -80,7 +79,7 @@ class Update:
 
     def waiting_norm(self) -> float:
         """The norm of the gradients that wait for an update, unscaled."""
-        return self._sum_up(None, stop=False).norm / self.loss_scale.value
+        return self._sum_up(None, stop=0).norm / self.loss_scale.value
 
     def expect(self, *, last: bool) -> None:
         """A backward begins; the ``last`` one before an update may read ahead for it."""
@@ -140,10 +139,10 @@ class Update:
             self.torn = self.torn or f"the backward of step {self.steps + 1} was ended by an exception"
             self._backward = _Backward.NOTHING
 
-    def run(self, loss: float | None, *, stop: bool) -> bool:
+    def run(self, loss: float | None, *, stop: int) -> bool:
         """Use the gradients that are there, and forget them; False if the update was skipped.
 
-        ``loss`` is this rank's; ``stop``: this rank was asked to.
+        ``loss`` is this rank's; ``stop`` the number of the signal by which it was asked to, 0 if it was not.
         """
         try:
             scale = self.loss_scale.value
@@ -166,7 +165,7 @@ class Update:
         finally:
             self._sink.reset()
 
-    def _sum_up(self, loss: float | None, *, stop: bool) -> _Sums:
+    def _sum_up(self, loss: float | None, *, stop: int) -> _Sums:
         """What the gradients come to, over all ranks: in one exchange of a few numbers, which all add up alike."""
         squares = self._gradients.sum_of_squares()
         bad = None if math.isfinite(squares) else self._gradients.first_not_finite()
@@ -182,11 +181,11 @@ class Update:
                     f"rank {self._collectives.world.rank} is in step {self.steps + 1}, rank {rank} in step"
                     f" {int(steps) + 1}: call step() equally often on all ranks"
                 )
-            total = theirs if self._replicated else total + theirs
+            total += theirs
         first = min((int(index) for _, index, _, _, _ in rows if index >= 0), default=-1)
         losses = [loss for _, _, loss, _, _ in rows]
         mean = math.nan if loss is None else sum(losses) / len(losses)
-        stopped = any(stop for _, _, _, stop, _ in rows)
+        stopped = next((int(stop) for _, _, _, stop, _ in rows if stop), 0)
         return _Sums(_root(total), self._names.get(first, ""), None if loss is None else mean, stopped)
 
     def _apply(self, norm: float, scale: float) -> None:

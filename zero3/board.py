@@ -2,11 +2,12 @@
 
 All of it lives in the rendezvous store, which outlives any rank under torchrun. Keys, under a prefix of their own:
 
-    beat/RANK          that rank's last `Beat`, written by it alone
-    failure            the `Failure` that ended the run: the first one stays
-    asked/GROUP        number of the last collective in question
-    question/GROUP/N   what the rank that asked first is about to do
-    said/GROUP/N       how many ranks are about to do the same
+    beat/RANK              that rank's last `Beat`, written by it alone
+    failure                the `Failure` that ended the run: the first one stays
+    asked/GROUP            how many questions there were
+    asked/GROUP/I          number of the collective in question I
+    question/GROUP/N       what the rank that asked first is about to do
+    said/GROUP/N           how many ranks are about to do the same
 
 An operation can hang for as long as the store's process is frozen or the link to it is cut (its time-outs do not cover
 waiting for an answer), so only a thread that nobody waits for without a limit may call these.
@@ -31,6 +32,8 @@ ERRORS: dict[str, type[DistributedError]] = {
     "order": RankOrderError,
     "stuck": DistributedError,
 }
+
+MEMORY = 4096  # collectives, and questions, that can still be asked about; far more than are ever in flight
 
 
 @dataclass(frozen=True)
@@ -150,11 +153,20 @@ class Board:
         mine = json.dumps([rank, what])
         first = json.loads(self._store.compare_set(f"question/{group}/{number}", "", mine))
         if first[0] == rank:
-            self._store.set(f"asked/{group}", str(number))
+            index = self._store.add(f"asked/{group}", 1)
+            self._store.set(f"asked/{group}/{index}", str(number))
+            if index > MEMORY:
+                self._store.delete_key(f"asked/{group}/{index - MEMORY}")
         return first[0], first[1]
 
-    def asked(self, group: str) -> int:
+    def questions(self, group: str) -> int:
+        """How many there were."""
         return self._store.add(f"asked/{group}", 0)
+
+    def number(self, group: str, index: int) -> int | None:
+        """Of the collective in that question; None if it is not there yet."""
+        key = f"asked/{group}/{index}"
+        return int(self._store.get(key)) if self._store.check([key]) else None
 
     def question(self, group: str, number: int) -> tuple[int, str]:
         """Only for a number that was asked for and that this rank has not answered yet."""
@@ -169,7 +181,7 @@ class Board:
         return self._store.add(f"said/{group}/{number}", 0)
 
     def forget(self, group: str, number: int) -> None:
-        """Only when every rank has answered a later question: until then somebody may still count answers."""
+        """Only when every rank has answered a later one: whoever asked for this one has gone on then."""
         self._store.delete_key(f"question/{group}/{number}")
         self._store.delete_key(f"said/{group}/{number}")
 

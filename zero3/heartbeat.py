@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Literal
 
-from zero3.board import Beat, Board, Failure, Process, spell
+from zero3.board import MEMORY, Beat, Board, Failure, Process, spell
 
-MEMORY = 4096  # collectives by number that can still be asked about; far more than are ever in flight
 URGENT = 0.05  # seconds between two looks while a collective has failed and nobody knows why
 SIGNS = 5  # beats missed by a rank are enough to name it when a collective has failed
 AT_ONCE = 64  # ranks whose beats are read in one look; more of them are looked at less often
@@ -92,6 +91,21 @@ class Question:
     asked: bool = False
 
 
+class Answers:
+    """What this rank has answered in one group of collectives."""
+
+    def __init__(self) -> None:
+        self.read = 0  # questions, by index
+        self.open: set[int] = set()  # numbers that others ask about and that this rank has not reached
+        self.given: dict[int, None] = {}  # numbers, the last ones
+        self.kept: deque[int] = deque(maxlen=16)  # of those, what may still be in the store
+
+    def give(self, number: int) -> None:
+        self.given[number] = None
+        self.given.pop(number - MEMORY, None)
+        self.kept.append(number)
+
+
 class Heartbeat:
     """Beats until the rank ends. Its thread is a daemon: it keeps no process alive; a forked child has none.
 
@@ -130,7 +144,7 @@ class Heartbeat:
         self._poll = POLL[0]
         self._many = max(1.0, world_size / AT_ONCE)  # how much slower many ranks have to be to the store
         self._longest_poll = POLL[1] * self._many
-        self._answered: defaultdict[str, int] = defaultdict(int)
+        self._answers: defaultdict[str, Answers] = defaultdict(Answers)
         self._thread = threading.Thread(target=self._run, name=f"heartbeat of rank {rank}", daemon=True)
         self._thread.start()
 
@@ -316,7 +330,7 @@ class Heartbeat:
         group, number = question.group, question.number
         if not question.asked:
             question.asked = True
-            if self._answered[group] < number:  # else it was asked by another rank, and answered below
+            if number not in self._answers[group].given:  # else another rank asked, and was answered below
                 self._compare(group, number, *self.board.ask(group, number, self._rank, question.what))
         elif self._poll >= self._longest_poll:
             self._take_over()
@@ -326,10 +340,21 @@ class Heartbeat:
                 self.changed.notify_all()
 
     def _answer(self, group: str) -> None:
-        """Another rank may have asked about a collective that this one has issued without asking."""
-        asked = self.board.asked(group)
-        if self._answered[group] < asked and self.position.said(group, asked) is not None:
-            self._compare(group, asked, *self.board.question(group, asked))
+        """Other ranks may have asked about collectives that this one has issued without asking, in any order."""
+        answers = self._answers[group]
+        count = self.board.questions(group)
+        answers.read = max(answers.read, count - MEMORY)
+        while answers.read < count:
+            number = self.board.number(group, answers.read + 1)
+            if number is None:
+                break  # being written
+            answers.read += 1
+            answers.open.add(number)
+        for number in sorted(answers.open):
+            if number in answers.given:
+                answers.open.remove(number)
+            elif self.position.said(group, number) is not None:
+                self._compare(group, number, *self.board.question(group, number))
 
     def _compare(self, group: str, number: int, rank: int, what: str) -> None:
         mine = self.position.said(group, number)
@@ -337,9 +362,12 @@ class Heartbeat:
         if mine != what:
             self._settle(self._disorder(group, number, rank, what, mine))
             return
-        before, self._answered[group] = self._answered[group], number
-        if self.board.say_the_same(group, number) == self._world_size and before:
-            self.board.forget(group, before)
+        answers = self._answers[group]
+        answers.give(number)
+        if self.board.say_the_same(group, number) == self._world_size:
+            for earlier in [kept for kept in answers.kept if kept < number]:
+                self.board.forget(group, earlier)
+                answers.kept.remove(earlier)
 
     def _disorder(self, group: str, number: int, rank: int, what: str, mine: str) -> Failure:
         (one, this), (other, that) = sorted([(rank, what), (self._rank, mine)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import random
 import re
 import signal
 import subprocess
@@ -204,6 +205,54 @@ def test_groups_of_collectives_are_numbered_apart(together: Callable[..., Togeth
     assert [call.result(SOON) for call in calls] == [None, None]
     other = [them.call(peers.agree, f"reduce {peers.rank}", group="reduction") for peers in them.ranks]
     assert all("(reduction 2)" in str(refusal(call)) for call in other)
+
+
+class Meeting:
+    """A collective of threads: it ends for each when all have come."""
+
+    def __init__(self, world_size: int) -> None:
+        self._missing = world_size
+        self._all = threading.Event()
+        self._lock = threading.Lock()
+
+    def come(self) -> Meeting:
+        with self._lock:
+            self._missing -= 1
+            if not self._missing:
+                self._all.set()
+        return self
+
+    def wait(self, timeout: timedelta) -> bool:
+        if not self._all.wait(timeout.total_seconds()):
+            raise RuntimeError("Operation timed out!")
+        return True
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_any_mixture_of_asking_and_issuing_is_agreed(together: Callable[..., Together], seed: int) -> None:
+    """Each rank asks or not as it likes, issues ahead, dawdles: the same words in the same order are no error."""
+    world_size, turns = 4, 30 if seed == 0 else 300
+    them = together(world_size, beat=0.02)
+    meetings = [Meeting(world_size) for _ in range(turns)]
+
+    def train(peers: Peers) -> int:
+        choice = random.Random(seed * world_size + peers.rank)
+        pending: list[int] = []
+        for turn in range(turns):
+            if choice.random() < 0.3:
+                peers.agree(f"gather {turn}")
+            else:
+                peers.issued(f"gather {turn}")
+            meetings[turn].come()
+            pending.append(turn)
+            while pending and (turn == turns - 1 or len(pending) > choice.randrange(4)):
+                waited = pending.pop(0)
+                peers.wait(meetings[waited], f"gather {waited}")
+            time.sleep(choice.random() * 0.01)
+        return peers._position.last()["collective"][0]
+
+    calls = [them.call(train, peers) for peers in them.ranks]
+    assert [call.result(2 * SOON) for call in calls] == [turns] * world_size
 
 
 # ---- ranks that are lost ----

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -60,26 +61,49 @@ class World:
 ALONE = World()
 
 
+def standing() -> tuple[int, int]:
+    """(rank, world size), as torch.distributed knows them, or else the launcher."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def join(device: torch.device, timeout: float) -> World:
     """The ranks that train together; joins them if a launcher has started several and nobody has joined them yet.
 
-    ``timeout`` in seconds. ConfigError if the launcher's variables and torch.distributed contradict each other.
+    ``timeout`` in seconds. ConfigError if the launcher's variables contradict each other.
     """
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if not dist.is_available() or (not dist.is_initialized() and started == 1):
+    if standing()[1] == 1:
+        tasks = int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1
+        if tasks > 1 and os.environ.get("SLURM_STEP_NUM_TASKS") == str(tasks):
+            log.warning(
+                "SLURM has started %d tasks, but nothing says that they train together, so each trains by itself: start"
+                " one task per node, `srun --ntasks-per-node=1 torchrun ...`",
+                tasks,
+            )
         return ALONE
     if not dist.is_initialized():
-        dist.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=timeout))
-    size, rank = dist.get_world_size(), dist.get_rank()
-    if size == 1:
-        return ALONE
-    local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not 0 <= local[0] < local[1] <= size:
+        dist.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=timeout + GRACE))
+    rank, size = standing()
+    local_rank, local_size = _on_this_node(rank, size)
+    if not 0 <= local_rank < local_size <= size:
         raise ConfigError(
-            f"LOCAL_RANK {local[0]} and LOCAL_WORLD_SIZE {local[1]} do not fit a world of {size} ranks; start with"
+            f"LOCAL_RANK {local_rank} and LOCAL_WORLD_SIZE {local_size} do not fit a world of {size} ranks; start with"
             " torchrun, or set both as it does"
         )
-    return World(rank, size, *local)
+    return World(rank, size, local_rank, local_size)
+
+
+def _on_this_node(rank: int, size: int) -> tuple[int, int]:
+    """This rank among those of its node, and their number: as the launcher says, or by the names of hosts."""
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if all(name in os.environ for name in names):
+        return int(os.environ[names[0]]), int(os.environ[names[1]])
+    store = PrefixStore("tiering hosts", dist.distributed_c10d._get_default_store())
+    store.set(str(rank), socket.gethostname())
+    hosts = [store.get(str(other)).decode() for other in range(size)]
+    here = [other for other in range(size) if hosts[other] == hosts[rank]]
+    return here.index(rank), len(here)
 
 
 @dataclass
@@ -134,7 +158,8 @@ class Collectives:
         else:
             self.agree(what)
         self._count("all-gather", shard.nbytes * (self.world.size - 1))
-        return Pending(_all_gather(whole, shard, self._gathers), what, "gather")
+        work = _all_gather(whole, shard, self._gathers)
+        return self._begun(Pending(work, what, "gather"), whole.nbytes)
 
     def exchange(self, received: Tensor, sent: Tensor, what: str) -> Pending:
         """Begin to send each rank its part of the flat ``sent``; ``received`` gets this rank's part from each."""
@@ -142,7 +167,7 @@ class Collectives:
         self._count("reduce", sent.nbytes // self.world.size * (self.world.size - 1))
         self.peers.issued(what, group="reduction")
         work = dist.all_to_all_single(received, sent, group=self._reductions, async_op=True)
-        return Pending(work, what, "reduction")
+        return self._begun(Pending(work, what, "reduction"), sent.nbytes)
 
     def finish(self, pending: Pending, cause: str) -> None:
         """Wait for a collective; on a GPU the current stream does. Errors name the rank that is the reason."""
@@ -257,6 +282,14 @@ class Collectives:
         except DistributedError as error:
             self._failure = error
             raise
+
+    def _begun(self, pending: Pending, nbytes: int) -> Pending:
+        """Show it in a trace: what carries it out says when it is done, nobody may be waiting by then."""
+        timeline, work = self._stalls.timeline, pending.work
+        if timeline.recording and work is not None and self._watched:
+            timeline.begin("network", pending.what, bytes=nbytes)
+            work.get_future().add_done_callback(lambda _: timeline.end("network", pending.what))
+        return pending
 
     def _abort(self, reason: str) -> None:
         """A GPU waits for a rank that will not come, and the CPU for the GPU: end what they wait for."""

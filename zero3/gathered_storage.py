@@ -126,8 +126,9 @@ class ArenaGatheredStorage(GatheredStorage):
 
     def gather(self, *, foreseen: bool) -> None:
         assert self._lease is not None
-        for read in self._reads:
-            read.wait()
+        with self._tiers.stalls.waiting_for("parameters"):
+            for read in self._reads:
+                read.wait()
         self._reads.clear()
         whole = as_tensor(self._lease).view(self._dtype)[: self._layout.numel]
         kept = self._home.tensor.view(self._dtype) if self._home.tensor is not None else None
@@ -221,7 +222,8 @@ class DeviceGatheredStorage(GatheredStorage):
 
     def gather(self, *, foreseen: bool) -> None:
         if self._ticket is not None:
-            self._ticket.wait()
+            with self._tiers.stalls.waiting_for("parameters"):
+                self._ticket.wait()
             self._ticket = None
         self.flat.untyped_storage().resize_(self._nbytes)
         with _unsafe_preserve_version_counter(self.flat):

@@ -18,6 +18,7 @@ from tiering import ds_config, logs
 from tiering.errors import ConfigError, EngineStateError
 from zero3 import resharded, schedulers
 from zero3.client_optimizer import ClientOptimizer
+from zero3.collectives import standing
 from zero3.engine import Engine
 from zero3.loader import make_loader
 from zero3.optimizer import TieredOptimizer
@@ -60,7 +61,7 @@ def initialize(
     From here on the model's parameters belong to the engine: outside of forward and backward, use ``gathered``.
     Raises ConfigError, PlacementError or SwapSpaceError, each before anything is moved.
     """
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = standing()
     logs.set_rank(rank, world_size)
     logs.follow(os.environ)
     settings, report = ds_config.load(config, world_size=world_size)

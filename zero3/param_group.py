@@ -8,6 +8,7 @@ forward counts wherever the parameter lives.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from enum import Enum, auto
 from typing import Any
 
@@ -275,7 +276,7 @@ class ParamGroup:
                 f"group {self.name!r} is {self.residency.name}: unshard it before waiting for it"
             )
         assert self._storage is not None
-        with self._stalls.waiting_for("parameters"):
+        with nullcontext() if self.sharded else self._stalls.waiting_for("parameters"):
             self._storage.finish()
         self.residency = Residency.UNSHARDED
         if self._timeline.recording:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-Track = Literal["step", "compute", "kernel", "fetch", "read", "write", "stall"]
+Track = Literal["step", "compute", "kernel", "fetch", "network", "read", "write", "stall"]
 
 _NOTHING = nullcontext()
 

@@ -31,6 +31,7 @@ ROWS: dict[Track, str] = {
     "compute": "compute",
     "kernel": "kernels",
     "fetch": "fetches",
+    "network": "network",
     "read": "reads",
     "write": "writes",
     "stall": "stalls",

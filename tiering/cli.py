@@ -34,6 +34,13 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", help="say what becomes of each key of a DeepSpeed configuration")
     check.add_argument("file", type=Path, help="a ds_config.json")
+    check.add_argument(
+        "--ranks",
+        type=_ranks,
+        default=1,
+        metavar="N",
+        help="for training with N ranks (default: %(default)s)",
+    )
     check.set_defaults(run=_check)
     return parser
 
@@ -43,6 +50,13 @@ def _steps(text: str) -> int:
     if steps < 2:
         raise argparse.ArgumentTypeError(f"at least 2 steps are needed to see the loss fall, not {steps}")
     return steps
+
+
+def _ranks(text: str) -> int:
+    ranks = int(text)
+    if ranks < 1:
+        raise argparse.ArgumentTypeError(f"at least 1 rank trains, not {ranks}")
+    return ranks
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -60,7 +74,7 @@ def _check(options: argparse.Namespace) -> int:
     from tiering.ds_config import examine
 
     try:
-        _, report = examine(options.file)
+        _, report = examine(options.file, world_size=options.ranks)
     except ConfigError as error:
         print(f"tiering check: {error}", file=sys.stderr)
         return 2

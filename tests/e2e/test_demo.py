@@ -398,6 +398,20 @@ def test_check_prints_every_key(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "cannot read the configuration file" in capsys.readouterr().err
 
 
+def test_check_counts_the_batch_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds_config.json"
+    config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    path.write_text(json.dumps(config | {"optimizer": {"type": "AdamW"}}), encoding="utf-8")
+    assert main(["check", str(path), "--ranks", "8"]) == 0
+    capsys.readouterr()
+    assert main(["check", str(path)]) == main(["check", str(path), "--ranks", "4"]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in told] == 2 * ["train_batch_size"]
+    with pytest.raises(SystemExit):
+        main(["check", str(path), "--ranks", "0"])
+    assert "at least 1 rank trains" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("steps", ["1", "0", "-3", "many"])
 def test_too_few_steps_are_refused(steps: str) -> None:
     with pytest.raises(SystemExit) as caught:

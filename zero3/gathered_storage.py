@@ -207,10 +207,12 @@ class DeviceGatheredStorage(GatheredStorage):
         extent = self._home.extent
         if extent is not None:
             assert self._tiers.swap is not None
-            # Waits for transfers if it must: whether a group is fetched ahead is for the working room alone to say.
-            lease = window.lease(extent.nbytes, "parameters")
+            # Half of it for each, so that the second always fits beside the first. This may wait for a copy: whether a
+            # group is fetched ahead is for the working room alone to say.
+            lease = window.lease(window.capacity // 2, "parameters")
             try:
-                self._ticket = self._tiers.swap.swap_in(extent, lease, priority=FETCH_PRIORITY)
+                part = lease.part(0, extent.nbytes)
+                self._ticket = self._tiers.swap.swap_in(extent, part, priority=FETCH_PRIORITY)
             except BaseException:
                 self._tiers.swap.settle(extent)
                 lease.release()

@@ -73,6 +73,8 @@ class Prefetcher:
         if group.sharded:
             self._in_doubt = False  # from the agreement below on
         self._ahead.pop(group, None)
+        while group.residency is Residency.SHARDED and self._window_is_full(group):
+            self._drop_last()
         while not group.unshard(wait=not self._ahead):
             self._drop_last()
         if group.sharded:
@@ -106,8 +108,8 @@ class Prefetcher:
         while place < len(order) and passed < FARTHEST:
             group = order[place]
             if group.residency is Residency.SHARDED:
-                if group.sharded and group.through_window and len(self._ungathered) > 1:
-                    return  # the window has room for two
+                if self._window_is_full(group):
+                    return
                 try:
                     if not group.unshard():
                         return
@@ -168,6 +170,10 @@ class Prefetcher:
         if group in self._ungathered:
             self._ungathered.remove(group)
         group.gather(foreseen=foreseen)
+
+    def _window_is_full(self, group: ParamGroup) -> bool:
+        """Whether ``group`` would wait for room that only gathers give back: the window holds two groups' shards."""
+        return group.sharded and group.through_window and len(self._ungathered) > 1
 
     def _doubt_unless_complete(self) -> None:
         """A pass that ends before the end of its order was ended by something that other ranks need not have met."""

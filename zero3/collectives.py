@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+LARGE = 1 << 20  # bytes of a gather that is worth an operation for each rank
 TITLE = 64  # bytes of a row that say what it is
 GRACE = 60.0  # seconds
 _engines = itertools.count()  # of this process; as many as of any other rank
@@ -110,7 +111,7 @@ def _on_this_node(rank: int, size: int) -> tuple[int, int]:
 class Pending:
     """A collective that was begun, and what it was for. ``collectives.finish`` waits for it."""
 
-    work: dist.Work | None
+    works: list[dist.Work]
     what: str
     group: str
 
@@ -127,6 +128,7 @@ class Collectives:
         self.world = world
         self.sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self.spared = 0  # bytes that gathers of groups would have sent that were still there
         self._device = device
         self._stalls = stalls
         self._watched = device.type == "cpu"  # a GPU's collectives are waited for on its streams
@@ -158,8 +160,17 @@ class Collectives:
         else:
             self.agree(what)
         self._count("all-gather", shard.nbytes * (self.world.size - 1))
-        work = _all_gather(whole, shard, self._gathers)
-        return self._begun(Pending(work, what, "gather"), whole.nbytes)
+        direct = self._watched and whole.nbytes >= LARGE
+        works = (
+            _scatter_shards(_bits(whole), _bits(shard), self._gathers)
+            if direct
+            else [_all_gather(whole, shard, self._gathers)]
+        )
+        return self._begun(Pending(works, what, "gather"), whole.nbytes)
+
+    def spare(self, shard_nbytes: int) -> None:
+        """A group was used again before its bytes were given up: nothing is sent."""
+        self.spared += shard_nbytes * (self.world.size - 1)
 
     def exchange(self, received: Tensor, sent: Tensor, what: str) -> Pending:
         """Begin to send each rank its part of the flat ``sent``; ``received`` gets this rank's part from each."""
@@ -167,18 +178,18 @@ class Collectives:
         self._count("reduce", sent.nbytes // self.world.size * (self.world.size - 1))
         self.peers.issued(what, group="reduction")
         work = dist.all_to_all_single(received, sent, group=self._reductions, async_op=True)
-        return self._begun(Pending(work, what, "reduction"), sent.nbytes)
+        return self._begun(Pending([work], what, "reduction"), sent.nbytes)
 
     def finish(self, pending: Pending, cause: str) -> None:
         """Wait for a collective; on a GPU the current stream does. Errors name the rank that is the reason."""
-        work, pending.work = pending.work, None
-        if work is None:
-            return
+        works, pending.works = pending.works, []
         if not self._watched:
-            work.wait()
+            for work in works:
+                work.wait()
             return
         with self._stalls.waiting_for(cause):
-            self._wait(work, pending.what, pending.group)
+            for work in works:
+                self._wait(work, pending.what, pending.group)
 
     def table(self, mine: Tensor, what: str) -> Tensor:
         """A row from each rank: ``mine`` is a flat CPU tensor, of one length and dtype everywhere.
@@ -285,10 +296,10 @@ class Collectives:
 
     def _begun(self, pending: Pending, nbytes: int) -> Pending:
         """Show it in a trace: what carries it out says when it is done, nobody may be waiting by then."""
-        timeline, work = self._stalls.timeline, pending.work
-        if timeline.recording and work is not None and self._watched:
+        timeline = self._stalls.timeline
+        if timeline.recording and self._watched:
             timeline.begin("network", pending.what, bytes=nbytes)
-            work.get_future().add_done_callback(lambda _: timeline.end("network", pending.what))
+            pending.works[-1].get_future().add_done_callback(lambda _: timeline.end("network", pending.what))
         return pending
 
     def _abort(self, reason: str) -> None:
@@ -300,6 +311,18 @@ class Collectives:
     def _count(self, kind: str, nbytes: int) -> None:
         self.calls[kind] += 1
         self.sent[kind] += nbytes
+
+
+def _scatter_shards(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    """As an all-gather, from each rank to every other one at once.
+
+    gloo's own goes through a hidden buffer as large as the whole, and around a ring.
+    """
+    works = []
+    for rank, part in enumerate(whole.chunk(dist.get_world_size(group))):
+        shards = [shard] * dist.get_world_size(group) if rank == dist.get_rank(group) else None
+        works.append(dist.scatter(part, shards, group=group, group_src=rank, async_op=True))
+    return works
 
 
 def _all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:

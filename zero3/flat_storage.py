@@ -51,6 +51,10 @@ class FlatStorage(ABC):
         """Of a group that is sharded over ranks: begin to gather the shards, once this rank's own is there."""
         raise AssertionError("a group that one rank has whole is gathered from nobody")
 
+    def spare(self) -> None:
+        """Its bytes were kept from one use to the next, which gathers nothing."""
+        raise AssertionError("only what is gathered is spared to be")
+
     @property
     def reads_first(self) -> bool:
         """Whether ``gather`` may have to wait until this rank's shard has been read."""

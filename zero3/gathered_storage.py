@@ -48,6 +48,9 @@ class GatheredStorage(FlatStorage):
         self._shards = [(all_of_it, mine) for all_of_it, mine in zip(whole, ranges, strict=True) if len(mine)]
         self._gathers: list[Pending] = []
 
+    def spare(self) -> None:
+        self._collectives.spare(sum(len(mine) for _, mine in self._shards) * self._dtype.itemsize)
+
     def _begin_gathers(self, whole: Tensor, kept: Tensor | None, *, foreseen: bool) -> None:
         """Gather into ``whole``, from the shard ``kept``, or from its place in the whole."""
         assert not self.gathered

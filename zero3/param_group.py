@@ -267,6 +267,11 @@ class ParamGroup:
         assert self._storage is not None and self.residency is Residency.FETCHING
         self._storage.gather(foreseen=foreseen)
 
+    def spare(self) -> None:
+        """Count a use that needs no gather: the bytes are there since the last one."""
+        assert self._storage is not None
+        self._storage.spare()
+
     def wait_for_unshard(self) -> None:
         """Wait for the bytes."""
         if self.residency in (Residency.RESIDENT, Residency.UNSHARDED):

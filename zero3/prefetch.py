@@ -41,6 +41,9 @@ class Prefetcher:
             deque()
         )  # of groups ahead that are sharded, those still to be gathered
         self._in_doubt = False  # whether the other ranks foresee what comes next
+        self._kept: set[ParamGroup] = (
+            set()
+        )  # of groups ahead, those that stay from their last use to the next
 
     def begin_pass(self, training: bool) -> None:
         """A forward begins. The trace of the pass before becomes the order of its kind."""
@@ -73,6 +76,9 @@ class Prefetcher:
         if group.sharded:
             self._in_doubt = False  # from the agreement below on
         self._ahead.pop(group, None)
+        if group in self._kept:
+            self._kept.remove(group)
+            group.spare()
         while group.residency is Residency.SHARDED and self._window_is_full(group):
             self._drop_last()
         while not group.unshard(wait=not self._ahead):
@@ -87,7 +93,12 @@ class Prefetcher:
         """``group`` is not in use now; ``raised``: an exception has ended what used it, on this rank."""
         if group.residency is Residency.RESIDENT:
             return
-        group.reshard()
+        if group.sharded and not raised and (place := self._next_use(group)) is not None:
+            group.hide()
+            self._ahead = {group: place, **self._ahead}
+            self._kept.add(group)
+        else:
+            group.reshard()
         if raised and group.sharded:
             self._in_doubt = True
         self.look_ahead()
@@ -155,6 +166,18 @@ class Prefetcher:
             self._cursor = None
         return self._cursor == before + 1
 
+    def _next_use(self, group: ParamGroup) -> int | None:
+        """The place of the next use of ``group`` in the order, if no other group has to be fetched before that."""
+        order = self._orders.get(self._training, ())
+        if self._cursor is None or self._in_doubt:
+            return None
+        for place in range(self._cursor, min(len(order), self._cursor + FARTHEST)):
+            if order[place] is group:
+                return place
+            if order[place].residency is Residency.SHARDED:
+                return None
+        return None
+
     def _next(self) -> ParamGroup | None:
         """The group that the recorded order expects to be used next."""
         order = self._orders.get(self._training, ())
@@ -194,4 +217,5 @@ class Prefetcher:
     def _give_up(self, group: ParamGroup) -> None:
         if group in self._ungathered:
             self._ungathered.remove(group)
+        self._kept.discard(group)
         group.reshard()

@@ -100,6 +100,12 @@ class Gradients:
     def close(self, group: Group) -> None:
         self.open.discard(group.name)
 
+    def begin(self, used: Any) -> None:
+        pass
+
+    def final(self, group: Any) -> None:
+        pass
+
     def close_all(self) -> None:
         self.open.clear()
 

@@ -89,6 +89,12 @@ class FakeGradients:
     def close(self, group: Any) -> None:
         self.closed.append(group.name)
 
+    def begin(self, used: Any) -> None:
+        pass
+
+    def final(self, group: Any) -> None:
+        pass
+
     def close_all(self) -> None:
         self.closed.append("all")
 

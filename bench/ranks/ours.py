@@ -1,0 +1,114 @@
+"""Our engine on one rank.
+
+``settings``: ``stage``; ``precision``, bf16 or fp32; ``offload``, device by section name; ``tiering``, that section of
+the configuration; ``persistent``, elements of the largest parameter that stays whole in stage 3; ``directory`` of the
+swap space, where one is needed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import nullcontext
+from typing import Any
+
+from step.reference import ADAMW, CLIP
+
+from .serve import Work, cpu_seconds, serve
+
+LOOK = 0.0005
+"""Seconds between two looks at what is under way."""
+
+
+def configuration(work: Work, settings: dict[str, Any]) -> dict[str, Any]:
+    """As ``tiering.initialize`` takes it."""
+    sections: dict[str, Any] = {
+        section: {"device": device} | ({"nvme_path": settings["directory"]} if device == "nvme" else {})
+        for section, device in settings.get("offload", {}).items()
+    }
+    if "persistent" in settings:
+        sections["stage3_param_persistence_threshold"] = settings["persistent"]
+    return {
+        "train_micro_batch_size_per_gpu": work.batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": CLIP,
+        "bf16": {"enabled": settings["precision"] == "bf16"},
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "zero_optimization": {"stage": settings["stage"], **sections},
+        "tiering": settings.get("tiering", {}),
+    }
+
+
+class Flights:
+    """The gathers and exchanges of ``collectives`` that are under way."""
+
+    def __init__(self, collectives: Any) -> None:
+        self._works: deque[Any] = deque()
+        for name in ("gather", "exchange"):
+            setattr(collectives, name, self._watched(getattr(collectives, name)))
+
+    def settle(self) -> float:
+        """Wait for all; the ``perf_counter`` at which none was under way."""
+        while self._works:
+            if self._works[0].is_completed():
+                self._works.popleft()
+            else:
+                time.sleep(LOOK)
+        return time.perf_counter()
+
+    def _watched(self, begin: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            pending = begin(*args, **kwargs)
+            while self._works and self._works[0].is_completed():
+                self._works.popleft()
+            self._works.extend(pending.works)
+            return pending
+
+        return watched
+
+
+class Ours:
+    """The engine, and what it counts."""
+
+    def __init__(self, work: Work, settings: dict[str, Any]) -> None:
+        import tiering  # after the baseline was taken
+
+        config = configuration(work, settings)
+        with tiering.zero.Init(config=config) if settings["stage"] == 3 else nullcontext():
+            module = work.model.build()
+        self.parameters = sum(parameter.numel() for parameter in module.parameters())
+        self.engine = tiering.initialize(model=module, config=config).engine
+        self.flights = Flights(self.engine._collectives)
+
+    def facts(self) -> dict[str, Any]:
+        return {"parameters": self.parameters, "planned": sum(self.engine.plan.sent_bytes().values())}
+
+    def forward(self, tokens: Any, targets: Any) -> Any:
+        return self.engine(tokens, targets)
+
+    def backward(self, loss: Any) -> None:
+        self.engine.backward(loss)
+
+    def update(self) -> None:
+        self.engine.step()
+
+    def settle(self) -> float:
+        return self.flights.settle()
+
+    def counters(self) -> dict[str, float]:
+        now = self.engine.snapshot()
+        return {
+            "cpu": cpu_seconds(),
+            **{f"sent: {one.kind}": one.sent_bytes for one in now.collectives},
+            **{f"stalled: {cause}": seconds for cause, seconds in now.stalls.items()},
+        }
+
+    def trace(self, path: str) -> None:
+        self.engine.trace(path)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+if __name__ == "__main__":
+    serve(Ours)

@@ -1,0 +1,23 @@
+"""Stages 0, 1 and 2 beside what torch has for them, in fp32: DDP, DDP with ZeroRedundancyOptimizer, and FSDP2 that
+keeps parameters gathered from forward to backward."""
+
+from __future__ import annotations
+
+from . import sides, tables
+from .run import Run
+
+
+def case(run: Run) -> None:
+    work, size = run.scale.work, run.world_size
+    pairs = [
+        (sides.ours(work, size, 0, "fp32"), sides.ddp(work, size, sharded=False)),
+        (sides.ours(work, size, 1, "fp32"), sides.ddp(work, size, sharded=True)),
+        (sides.ours(work, size, 2, "fp32"), sides.stage_2_of_fsdp(work, size)),
+    ]
+    found = run.measured([spec for pair in pairs for spec in pair])
+    tables.show(run.report, f"stages 0, 1 and 2, fp32, {size} ranks", found)
+    for ours, theirs in pairs:
+        if ours.name in found and theirs.name in found:
+            run.report.verdicts.append(tables.not_slower(found[ours.name], found[theirs.name]))
+        else:
+            run.without(f"{ours.name} beside {theirs.name}", *{ours.name, theirs.name} - set(found))

@@ -1,0 +1,65 @@
+"""Bytes that a rank sends in a step, of every stage with every offload: planned, counted, and seen by the kernel.
+
+Steady state: two steps are left out, in which orders are learned and first values are sent. What is planned is ZeRO's
+volume with padding; beside it go the small tables on which ranks agree, which are counted apart.
+"""
+
+from __future__ import annotations
+
+from figures.report import Table, Verdict
+from step.side import SideError
+
+from . import sides
+from .run import Run
+from .side import Ranks, Spec
+
+WARM = 2
+
+
+def case(run: Run) -> None:
+    for world_size in run.scale.worlds:
+        first = next(iter(sides.every_stage().values()))
+        with run.started([Spec("ours", "ours", run.scale.small, world_size, first)]) as started:
+            for side in started.values():
+                _every_stage(run, side)
+        if not started:
+            run.without(f"bytes of {world_size} ranks", "ours")
+
+
+def _every_stage(run: Run, side: Ranks) -> None:
+    size = side.world_size
+    table = Table(
+        f"bytes sent per step and rank, {size} ranks, bf16, {side.facts['parameters']:,} parameters",
+        ("stage", "offload", "planned", "counted", "agreements", "by the kernel / counted"),
+    )
+    exact, wrong = 0, []
+    for (stage, offload), settings in sides.every_stage().items():
+        run.say(f"bytes of stage {stage}, offload {offload}")
+        try:
+            side.build(settings)
+            side.run(WARM)
+            turn = side.run(run.scale.steps)
+        except SideError as error:
+            run.fail(f"bytes of stage {stage}, offload {offload}, {size} ranks", error)
+            wrong.append(f"stage {stage}, offload {offload}: not measured")
+            break  # its ranks are gone
+        planned = side.facts["planned"]
+        counted = [turn.counted(rank, "sent: ") for rank in range(size)]
+        control = [turn.counted(rank, "sent: control") for rank in range(size)]
+        bulk = [every - small for every, small in zip(counted, control, strict=True)]
+        if set(bulk) == {planned}:
+            exact += 1
+        else:
+            wrong.append(f"stage {stage}, offload {offload}: {', '.join(f'{one:,.0f}' for one in bulk)}")
+        wire = f"{turn.wire / turn.steps / sum(counted):.4f}" if turn.wire is not None else ""
+        told = ", ".join(f"{one:,.0f}" for one in sorted(set(bulk)))
+        table.rows.append((str(stage), offload, f"{planned:,}", told, f"{max(control):,.0f}", wire))
+    table.notes.append(
+        "Counted on every rank, where a column has one number it is all ranks'. By the kernel: what all ranks sent over"
+        " the loopback interface of a network that they have to themselves, in the same steps, to what they counted"
+        " together; the rest is headers, acknowledgements, gloo's own messages, and the store's."
+    )
+    run.report.tables.append(table)
+    found = f"exact in {exact} of {len(sides.every_stage())}" + "".join(f"; {one}" for one in wrong)
+    what = f"bytes sent per step, {size} ranks, counted and planned"
+    run.report.verdicts.append(Verdict(what, found, "equal on every rank", not wrong))

@@ -1,0 +1,23 @@
+"""Stage 3 beside FSDP2, in bf16 and in fp32. Of FSDP2's configurations the fastest in these rounds counts."""
+
+from __future__ import annotations
+
+from . import sides, tables
+from .run import Run
+
+PRECISIONS = ("bf16", "fp32")
+
+
+def case(run: Run, precision: str) -> None:
+    work, size = run.scale.work, run.world_size
+    ours = sides.ours(work, size, 3, precision)
+    found = run.measured([ours, *sides.fsdp(work, size, precision)])
+    tables.show(run.report, f"stage 3 beside FSDP2, {precision}, {size} ranks", found)
+    peers = {name: side for name, side in found.items() if name != ours.name}
+    fastest = tables.fastest(peers)
+    if ours.name not in found or fastest is None:
+        run.without(
+            f"stage 3 beside FSDP2, {precision}", *([ours.name] if fastest is not None else ["FSDP2"])
+        )
+        return
+    run.report.verdicts.append(tables.not_slower(found[ours.name], fastest))

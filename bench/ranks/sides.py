@@ -1,0 +1,63 @@
+"""The sides by name: what each case starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .serve import Work
+from .side import Spec
+
+
+def ours(work: Work, world_size: int, stage: int, precision: str) -> Spec:
+    """Nothing offloaded; budgets are left to the engine."""
+    settings = {"stage": stage, "precision": precision}
+    return Spec(f"ours, stage {stage}, {precision}", "ours", work, world_size, settings)
+
+
+def fsdp(work: Work, world_size: int, precision: str) -> list[Spec]:
+    """The configurations of which the fastest counts: as it comes, and with gathers that do not block; in bf16 with
+    gradients that travel in fp32, as its documentation advises, and in bf16, as ours do."""
+    ways = [(reduce, ahead) for reduce in dict.fromkeys(("fp32", precision)) for ahead in (False, True)]
+    specs = []
+    for reduce, ahead in ways:
+        parts = ["FSDP2", precision]
+        parts += [f"{reduce} reduction"] if precision != "fp32" else []
+        parts += ["gathers ahead"] if ahead else []
+        settings = {"precision": precision, "reduce": reduce, "ahead": ahead, "whole": False}
+        specs.append(Spec(", ".join(parts), "fsdp", work, world_size, settings))
+    return specs
+
+
+def stage_2_of_fsdp(work: Work, world_size: int) -> Spec:
+    settings = {"precision": "fp32", "reduce": "fp32", "ahead": True, "whole": True}
+    return Spec("FSDP2 without reshard after forward, fp32", "fsdp", work, world_size, settings)
+
+
+def ddp(work: Work, world_size: int, *, sharded: bool) -> Spec:
+    name = "DDP with ZeroRedundancyOptimizer, fp32" if sharded else "DDP, fp32"
+    return Spec(name, "ddp", work, world_size, {"sharded": sharded})
+
+
+SPILL = {"cache_in_host": False}  # what offload names nvme lives there whole
+PERSISTENT = 5000  # elements: so that the smallest model has parameters of both kinds in stage 3
+
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "optimizer: cpu": {"offload": {"offload_optimizer": "cpu"}},
+    "optimizer: nvme": {"offload": {"offload_optimizer": "nvme"}, "tiering": SPILL},
+    "optimizer and param: cpu": {"offload": {"offload_optimizer": "cpu", "offload_param": "cpu"}},
+    "optimizer and param: nvme": {
+        "offload": {"offload_optimizer": "nvme", "offload_param": "nvme"},
+        "tiering": SPILL,
+    },
+}
+
+
+def every_stage() -> dict[tuple[int, str], dict[str, Any]]:
+    """Settings of all stages with all offloads that they allow."""
+    allowed = {0: ["none"], 1: list(OFFLOADS)[:3], 2: list(OFFLOADS)[:3], 3: list(OFFLOADS)}
+    return {
+        (stage, offload): {"stage": stage, "precision": "bf16", "persistent": PERSISTENT, **OFFLOADS[offload]}
+        for stage, offloads in allowed.items()
+        for offload in offloads
+    }

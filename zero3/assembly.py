@@ -145,7 +145,7 @@ def _assemble(
         if collectives is None:
             return Assembly(world, device, plan, tiers, groups, tiles, layout, gradients, stepper, gradients)
         reducer = GradientReducer(
-            groups, gradients, collectives, tiers, reduce_dtype, local, replicated=config.zero.stage == 0
+            groups, gradients, collectives, tiers, reduce_dtype, local, config.zero.stage
         )
         replicas = Replicas(groups, collectives) if config.zero.stage >= 1 else None
         if replicas is not None and isinstance(stepper, TieredOptimizer):

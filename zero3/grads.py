@@ -172,8 +172,8 @@ class GradientStore:
     def final(self, group: ParamGroup) -> None:
         """No gradient of ``group`` can come any more in this backward; nobody here waits for that."""
 
-    def close(self, group: ParamGroup) -> None:
-        """The group gets no more gradients in this pass, as far as the schedule can tell: write its window out."""
+    def close(self, group: ParamGroup, *, last: bool = True) -> None:
+        """Backward has left the group, ``last`` or not for this time: write its window out."""
         self._receive(group)
         self._write_out(group)
 

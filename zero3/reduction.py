@@ -11,6 +11,12 @@ Note [Groups whose turn passes]
     without gradients on this rank. What arrives for them after all is reduced once more when backward has ended, which
     rounds twice. When that happens follows from the model alone, not from the room that there is: placements must not
     change the result. Only if one group's gradients mix with many others' can room be lacking, and then it has to.
+
+Note [Waiting for a reduction in stage 3]
+    A rank that waits in backward for a reduction which another one has not begun, because that one waits for a gather
+    which this one has not begun, waits for ever. So in stage 3 every rank begins the reduction of a group before the
+    next gather after backward has left that group, with gradients or without: the order of gathers is the same on all
+    ranks, hence so is what has been left when. A wait for what was begun earlier then ends.
 """
 
 from __future__ import annotations
@@ -57,7 +63,7 @@ class GradientReducer:
     """Takes the gradients of ``groups`` from autograd and brings their mean over the ranks to ``store``.
 
     ``dtype`` is that in which they are sent. ``local``: whole gradients of each group that accumulate between
-    reductions, in the store's dtype (stages 0 and 1); with ``replicated`` they are the store's homes, too (stage 0).
+    reductions, in the store's dtype (stages 0 and 1); in stage 0 they are the store's homes, too.
     """
 
     def __init__(
@@ -68,15 +74,15 @@ class GradientReducer:
         tiers: Tiers,
         dtype: torch.dtype,
         local: list[Tensor] | None,
-        *,
-        replicated: bool,
+        stage: int,
     ) -> None:
         self._groups = groups
         self._store = store
         self._collectives = collectives
         self._tiers = tiers
         self._dtype = dtype
-        self._replicated = replicated
+        self._replicated = stage == 0
+        self._gathers_in_backward = stage == 3
         self._trained = {
             group: sum(piece.trainable for piece in group.layout.pieces)
             for group in groups
@@ -150,9 +156,12 @@ class GradientReducer:
             while group in self._order[self._turn :]:  # see Note [Groups whose turn passes]
                 self._reduce_next()
 
-    def close(self, group: ParamGroup) -> None:
-        """The group gets no more gradients in this backward, as far as the schedule can tell."""
-        if group in self._buffers and not self._replicated and len(group.entries) == 1:
+    def close(self, group: ParamGroup, *, last: bool) -> None:
+        """Backward has left the group; ``last``: it has been through all of the group's forwards.
+
+        Without gradients here, too: another rank may wait for its reduction, and this one soon for a gather.
+        """
+        if last and not self._replicated and (group in self._buffers or not self._local):
             self.final(group)
 
     def close_all(self) -> None:
@@ -213,20 +222,22 @@ class GradientReducer:
         return collected
 
     def _room_to_collect(self, nbytes: int) -> Lease | Entry:
-        """Room for a group's gradients: when there is none, groups in their turn have to go as they are."""
+        """Room for a group's gradients: when there is none, groups in their turn have to go as they are.
+
+        In stage 3 they cannot: see Note [Waiting for a reduction in stage 3].
+        """
         while (lease := self._collecting.try_lease(nbytes, "gradients")) is None:
             if self._under_way:
                 self._finish_oldest()
-            elif self._turn < len(self._order):
+            elif self._turn < len(self._order) and not self._gathers_in_backward:
                 self._reduce_next()
             else:
-                break  # all that is held came late
-        if lease is not None:
-            return lease
-        raise EngineStateError(
-            "gradients of too many groups came after these had been reduced, in an order of backward that changes from"
-            " step to step; raise device_budget, or use stage 1, which keeps whole gradients"
-        )
+                held = [group.name for group in self._buffers]
+                raise EngineStateError(
+                    f"no room to collect the gradients of another group beside those of {held}, whose turn has passed"
+                    " or not come; raise device_budget, or use stage 1, which keeps whole gradients"
+                )
+        return lease
 
     def _make_open_buffers(self) -> dict[ParamGroup, Tensor]:
         """What collects gradients through a whole backward does so in buffers of its own."""
@@ -255,28 +266,23 @@ class GradientReducer:
         """Begin to send the group's gradients, and zeros for what has none here."""
         numel, leases = group.layout.trainable_numel, list[Lease | Entry]()
         collected = self._buffers.pop(group, None)
-        nbytes = numel * self._dtype.itemsize
         home = self._local.get(group, self._open_buffers.get(group))
         if collected is None and home is not None:
             collected = _Collected(home, None, set())
-        if collected is not None:
+        copies = collected is None or collected.values.dtype != self._dtype
+        # In one piece: two leases could leave no room in one piece for the second, whatever else comes free.
+        lease = self._room_to_exchange((1 + copies) * numel * self._dtype.itemsize)
+        room = self._tensor(lease, (1 + copies) * numel)
+        received, sent = room[:numel], room[numel:]
+        leases.append(lease)
+        if collected is None:
+            sent.zero_()
+        else:
             for piece in group.layout.pieces:
                 if piece.trainable and piece.index not in collected.pieces:
                     collected.values[piece.start : piece.end].zero_()
-            sent = collected.values
+            sent = sent.copy_(collected.values) if copies else collected.values
             leases += [collected.lease] if collected.lease is not None else []
-        if collected is None or sent.dtype != self._dtype:
-            lease = self._room_to_exchange(nbytes)
-            copied = self._tensor(lease, numel)
-            if collected is None:
-                copied.zero_()
-            else:
-                copied.copy_(sent)
-            sent = copied
-            leases.append(lease)
-        lease = self._room_to_exchange(nbytes)
-        received = self._tensor(lease, numel)
-        leases.append(lease)
         pending = self._collectives.exchange(received, sent, f"reduce {group.name!r}")
         parts = list(received.view(self._collectives.world.size, -1).unbind())
         self._under_way.append(_UnderWay(group, pending, parts, leases))
@@ -321,7 +327,10 @@ class GradientReducer:
         received[list(self._arrived)] = True
         late = np.zeros(len(self._groups), dtype=bool)
         late[[group.index for group in self._late]] = True
-        first = [*self._ready, *(group for group in self._order if group not in self._ready)]
+        first = sorted(self._ready, key=lambda group: group in self._stays_open)
+        for group, following in zip(reversed(self._order), [None, *reversed(self._order)], strict=False):
+            if group not in self._ready:  # it keeps its place: next time it may get gradients again
+                first.insert(first.index(following) if following else len(first), group)
         first.sort(key=lambda group: group in self._stays_open)
         head = [self._backwards, self._store.last_micro_batch, *(group.index for group in first)]
         row = np.concatenate(

@@ -52,8 +52,8 @@ class GradientSink(Protocol):
     def final(self, group: ParamGroup) -> None:
         """No gradient of ``group`` can come any more in this backward."""
 
-    def close(self, group: ParamGroup) -> None:
-        """Nor does one, as far as the order of backward can tell, although not all have come."""
+    def close(self, group: ParamGroup, *, last: bool) -> None:
+        """Backward has left ``group``; ``last``: it has been through all of its forwards, and should not come back."""
 
     def close_all(self) -> None:
         """Backward has ended."""
@@ -86,6 +86,7 @@ class PassSchedule:
         self._enclosing = {group: _enclosing(group, groups) for group in groups}
         self._calls: Counter[ParamGroup] = Counter()  # forwards that are running now and use the group
         self._uses: Counter[ParamGroup] = Counter()  # forwards since the last backward
+        self._entries: Counter[ParamGroup] = Counter()  # of these, how many this backward has entered
         self._arrived: Counter[ParamGroup] = Counter()  # gradients in this backward
         self._expected = {g: sum(piece.trainable for piece in g.layout.pieces) for g in groups}
         self._forwards: list[_Forward] = []  # that are running, outermost first
@@ -202,6 +203,7 @@ class PassSchedule:
         """Backward enters a forward of ``group`` from behind, which made ``nodes``."""
         self.begin_backward()
         self._entered = group, nodes
+        self._entries[group] += 1
         keep = self._enclosing[group] | self._until_end
         for other in [g for g in self._live if g is not group and g not in keep]:
             self._finish(other, left=True)
@@ -370,6 +372,7 @@ class PassSchedule:
     def _reset(self) -> None:
         self.in_backward = self.steps_in_backward = False
         self._uses.clear()
+        self._entries.clear()
         self._arrived.clear()
         self._stepped.clear()
 
@@ -382,7 +385,7 @@ class PassSchedule:
         if step:
             self._stepped.add(group)
         elif group not in self._stepped:
-            self._gradients.close(group)
+            self._gradients.close(group, last=self._entries[group] >= self._uses[group] > 0)
         if self._calls[group] == 0:
             self._prefetcher.release(group)
         self._on_group_done(group, step)

@@ -97,7 +97,7 @@ class Gradients:
         self.open.add(group.name)
         self.received[group.name] += 1
 
-    def close(self, group: Group) -> None:
+    def close(self, group: Group, *, last: bool) -> None:
         self.open.discard(group.name)
 
     def begin(self, used: Any) -> None:

@@ -86,7 +86,7 @@ class FakeGradients:
     def __init__(self) -> None:
         self.closed: list[str] = []
 
-    def close(self, group: Any) -> None:
+    def close(self, group: Any, *, last: bool) -> None:
         self.closed.append(group.name)
 
     def begin(self, used: Any) -> None:

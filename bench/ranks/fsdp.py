@@ -26,7 +26,7 @@ def build(work: Work, settings: dict[str, Any]) -> TorchSide:
     compute, reduce = (dtypes[settings[name]] for name in ("precision", "reduce"))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    keep = {"reshard_after_forward": False} if settings["whole"] else {}
+    keep: dict[str, Any] = {"reshard_after_forward": False} if settings["whole"] else {}
     blocks = list(model.blocks)
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, **keep)

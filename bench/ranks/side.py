@@ -188,22 +188,21 @@ class Ranks:
         deadline = time.monotonic() + self._patience
         while waiting:
             # An answer is one short write and nothing else is in the pipe: a readable pipe holds the whole line.
-            pipes = [process.stdout for process in waiting.values()]
-            ready = select.select(pipes, [], [], max(0.0, deadline - time.monotonic()))[0]
+            pipes: dict[Any, int] = {process.stdout: rank for rank, process in waiting.items()}
+            ready = select.select(list(pipes), [], [], max(0.0, deadline - time.monotonic()))[0]
             if not ready:
                 rank = min(waiting)
                 raise SideError(
                     f"rank {rank} of {self.name} gave no answer within {self._patience:g} s; the last it said:"
                     f" {self._last_words(rank)}"
                 )
-            for rank in [rank for rank, process in waiting.items() if process.stdout in ready]:
+            for pipe in ready:
+                rank = pipes[pipe]
                 process = waiting.pop(rank)
-                assert process.stdout is not None
-                line = process.stdout.readline()
+                line = pipe.readline()
                 if not line:
-                    status = process.wait()
                     raise SideError(
-                        f"rank {rank} of {self.name} ended with status {status}; the last it said:"
+                        f"rank {rank} of {self.name} ended with status {process.wait()}; the last it said:"
                         f" {self._last_words(rank)}"
                     )
                 answers[rank] = json.loads(line)

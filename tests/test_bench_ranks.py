@@ -1,0 +1,278 @@
+"""What bench_ranks.py concludes from turns and traces, that its sides train the same, and what failed ranks lead to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+from figures.report import Report
+from ranks import overlap, replicated, sharded, sides, tables
+from ranks.network import Network, NetworkError
+from ranks.overlap import Overlap
+from ranks.run import Measured, Run
+from ranks.scale import QUICK
+from ranks.side import Place, Ranks, Spec, Turn
+from step.side import Round, SideError
+
+BENCH = Path(__file__).parents[1] / "bench"
+MB = 10**6
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    return Place(directory, threads=1, patience=60, networks=False)
+
+
+@pytest.fixture
+def run(place: Place) -> Run:
+    return Run(place, QUICK, None, Report("known", {}))
+
+
+def a_round(seconds: float, **counted: float) -> Round:
+    parts = {
+        "forward": 0.2 * seconds,
+        "backward": 0.5 * seconds,
+        "update": 0.2 * seconds,
+        "settled": 0.1 * seconds,
+    }
+    return Round(
+        steps=2, seconds=seconds, **parts, loss=5.0, peak=300 * MB, disk=(0, 0), counted=counted, age=10.0
+    )
+
+
+def a_turn(*seconds: float, wire: int | None = None) -> Turn:
+    """Of as many ranks."""
+    return Turn(
+        [a_round(one, cpu=1.0, **{"sent: reduce": 8e6, "sent: control": 2e3}) for one in seconds], wire
+    )
+
+
+def measured(name: str, module: str, *seconds: float) -> Measured:
+    """Two ranks; of each turn, what the slower one took."""
+    turns = [a_turn(one, one / 2, wire=40 * MB) for one in seconds]
+    return Measured(name, module, 2, 10**6, 4_000_000, turns, baseline=200 * MB, built=250 * MB)
+
+
+class TestOverlap:
+    def test_what_is_under_way_together_counts_once(self) -> None:
+        assert overlap.covered([(0, 4), (1, 2), (3, 6), (8, 9)]) == 7
+        assert overlap.covered([]) == 0
+
+    def test_of_a_trace(self, tmp_path: Path) -> None:
+        def span(track: str, name: str, began: float, ended: float) -> dict[str, Any]:
+            return {"ph": "X", "cat": track, "name": name, "ts": began * 1e6, "dur": (ended - began) * 1e6}
+
+        events = [
+            span("step", "step 3", 10, 20),
+            span("network", "gather 'blocks.0'", 9, 12),  # runs over from the step before
+            span("network", "reduce 'blocks.1'", 14, 16),
+            span("stall", "gather", 11, 12),
+            span("stall", "reduce", 15, 17),  # who waited went on a second after it was complete
+            span("stall", "agreement", 17, 19),
+            span("compute", "forward", 10, 14),
+            {"ph": "M", "name": "thread_name", "args": {"name": "step"}},
+        ]
+        path = tmp_path / "trace.json"
+        path.write_text(json.dumps({"traceEvents": events}))
+        found = overlap.read(path)
+        assert found == Overlap(step=10.0, used=5.0, waited=3.0)
+        assert found.share == pytest.approx(0.4)
+
+    def test_a_step_without_a_network_waits_for_nothing(self) -> None:
+        assert Overlap(step=1.0, used=0.0, waited=0.0).share == 1
+
+
+class TestTurn:
+    def test_the_slowest_rank_counts(self) -> None:
+        turn = a_turn(4.0, 6.0)
+        assert (turn.steps, turn.per_step) == (2, 3.0)
+
+    def test_counts_are_per_step(self) -> None:
+        turn = a_turn(4.0, 6.0)
+        assert turn.counted(1, "sent: ") == 4_001_000
+        assert turn.counted(1, "sent: control", "cpu") == 1000.5
+
+
+class TestCases:
+    """Cases on known turns: what they ask for, and what they conclude."""
+
+    def known(self, monkeypatch: pytest.MonkeyPatch, **seconds: tuple[float, ...]) -> list[list[Spec]]:
+        """Sides of known speed, by the module or by a word of the name; the others have failed."""
+        asked = []
+
+        def made(run: Run, specs: list[Spec]) -> dict[str, Measured]:
+            asked.append(specs)
+            found = {}
+            for spec in specs:
+                speeds = [speed for word, speed in seconds.items() if word in f"{spec.module} {spec.name}"]
+                if speeds:
+                    found[spec.name] = measured(spec.name, spec.module, *speeds[-1])
+            return found
+
+        monkeypatch.setattr(Run, "measured", made)
+        return asked
+
+    def test_the_fastest_of_fsdp_counts(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = self.known(monkeypatch, ours=(2.0, 2.0, 2.2), fsdp=(4.0, 4.0, 4.0), ahead=(2.0, 1.9, 1.8))
+        sharded.case(run, "fp32")
+        (verdict,) = run.report.verdicts
+        assert verdict.what == "time per step: ours, stage 3, fp32 / FSDP2, fp32, gathers ahead"
+        assert verdict.found.startswith("1.053 ")  # the median of 1, 1.05 and 1.22
+        assert not verdict.holds
+        ((ours, *peers),) = asked
+        assert (ours.world_size, ours.settings["stage"]) == (2, 3)
+        assert [peer.settings["ahead"] for peer in peers] == [False, True]
+
+    def test_bf16_meets_both_ways_to_send_gradients(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = self.known(monkeypatch, ours=(2.0,), fsdp=(2.1,))
+        sharded.case(run, "bf16")
+        assert [verdict.holds for verdict in run.report.verdicts] == [True]
+        assert {spec.settings["reduce"] for spec in asked[0][1:]} == {"fp32", "bf16"}
+
+    def test_without_a_peer_there_is_no_verdict(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.known(monkeypatch, ours=(2.0,))
+        sharded.case(run, "fp32")
+        assert run.report.verdicts == []
+        assert run.report.skipped == ["stage 3 beside FSDP2, fp32: not measured without FSDP2"]
+
+    def test_replicated_pairs(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.known(monkeypatch, ours=(2.0,), ddp=(1.0,), ZeroRedundancyOptimizer=(3.0,), reshard=(2.0,))
+        replicated.case(run)
+        assert [verdict.holds for verdict in run.report.verdicts] == [False, True, True]
+
+    def test_tables(self, run: Run) -> None:
+        ours = measured("ours", "ours", 4.0, 8.0)
+        ours.overlaps = [Overlap(1.0, 0.4, 0.1), Overlap(1.0, 0.2, 0.1), Overlap(1.0, 0.2, 0.0)]
+        tables.show(run.report, "known", {"ours": ours, "peer": measured("peer", "fsdp", 5.0, 5.0)})
+        times, traffic, overlaps = run.report.tables
+        assert times.rows[0][:2] == ("ours", "3.000 (2.000-4.000)")
+        assert times.rows[1][5:] == ("0.250", "0.50 (0.50-0.50)", "5.0000")
+        assert traffic.rows[0] == ("ours", "250", "300", "100", "4.00", "20.00", "10.00")
+        assert [row[0] for row in overlaps.rows] == ["ours"]  # the other one does not tell
+        assert overlaps.rows[0][4] == "75.0% (50.0%-100.0%)"
+
+    def test_every_stage_has_the_offloads_that_it_allows(self) -> None:
+        settings = sides.every_stage()
+        assert [sum(stage == which for stage, _ in settings) for which in range(4)] == [1, 3, 3, 5]
+        assert all(
+            "offload_param" not in one.get("offload", {}) or one["stage"] == 3 for one in settings.values()
+        )
+
+
+class TestRanks:
+    def script(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+        """An interpreter that does something else."""
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o700)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    def spec(self) -> Spec:
+        return Spec("known", "ours", QUICK.work, 2)
+
+    def test_one_that_ends_is_named(
+        self, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.script(
+            tmp_path,
+            monkeypatch,
+            'test "$RANK" = 0 && exec sleep 600; echo no network >&2; read line; exit 3',
+        )
+        with pytest.raises(
+            SideError, match="rank 1 of known ended with status 3; the last it said: no network"
+        ):
+            Ranks(self.spec(), place)
+        assert list(place.directory.iterdir()) == []
+
+    def test_one_that_says_nothing_is_named_and_all_are_ended(
+        self, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        answers = (
+            'echo $$ >> pids; read line; test "$RANK" = 1 && echo "{}"; echo waiting >&2; exec sleep 600'
+        )
+        self.script(tmp_path, monkeypatch, answers.replace("pids", str(tmp_path / "pids")))
+        quick = Place(place.directory, threads=1, patience=1, networks=False)
+        with pytest.raises(
+            SideError, match="rank 0 of known gave no answer within 1 s; the last it said: waiting"
+        ):
+            Ranks(self.spec(), quick)
+        pids = (tmp_path / "pids").read_text().split()
+        assert len(pids) == 2
+        assert not any(Path("/proc", pid).exists() for pid in pids)
+
+    def test_ours_and_fsdp_train_the_same(self, place: Place, tmp_path: Path) -> None:
+        ours, peer, *_ = sides.ours(QUICK.work, 2, 3, "fp32"), *sides.fsdp(QUICK.work, 2, "fp32")
+        losses = {}
+        for spec in (ours, peer):
+            with Ranks(spec, place) as side:
+                losses[spec.module] = [side.run(1).loss, side.run(2).loss]
+                if spec is ours:
+                    traces = [overlap.read(file) for file in side.trace(tmp_path / "trace")]
+                    counted = [side.turns[-1].counted(rank, "sent: ") for rank in range(2)]
+        assert losses["ours"] == pytest.approx(losses["fsdp"], rel=1e-5)
+        assert losses["ours"][0] != losses["ours"][1]
+        assert len(traces) == 2
+        assert all(0 < one.used < one.step and 0 <= one.share <= 1 for one in traces)
+        assert counted[0] == counted[1] > 0
+        assert list(place.directory.iterdir()) == []
+
+
+def test_the_kernel_counts_what_a_network_of_its_own_carries() -> None:
+    try:
+        network = Network()
+    except NetworkError as refused:
+        pytest.skip(f"no network namespace can be made here: {refused}")
+    program = """
+import socket
+with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+    other, _ = server.accept()
+    for _ in range(16):
+        one.sendall(bytes(1 << 16))
+        assert len(other.recv(1 << 16, socket.MSG_WAITALL)) == 1 << 16
+    other.close()
+"""
+    with network:
+        before = network.sent()
+        subprocess.run([*network.enter, sys.executable, "-c", program], check=True, timeout=60)
+        assert 1 << 20 < network.sent() - before < 1.1 * (1 << 20)
+
+
+class TestCommand:
+    def run(self, tmp_path: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        files = ["--json", str(tmp_path / "all.json"), "--markdown", str(tmp_path / "all.md")]
+        command = [sys.executable, str(BENCH / "bench_ranks.py"), str(disk), "--quick", *files, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=dict(os.environ))
+        assert done.returncode in (0, 1, 2), done.stderr
+        assert list(disk.iterdir()) == []
+        return (
+            done.returncode,
+            (tmp_path / "all.md").read_text(),
+            json.loads((tmp_path / "all.json").read_text()),
+        )
+
+    def test_every_stage_sends_what_is_planned(self, tmp_path: Path) -> None:
+        status, text, raw = self.run(tmp_path, "--cases", "sent")
+        (goal,) = raw["goals"]
+        assert goal["found"] == f"exact in {len(sides.every_stage())} of {len(sides.every_stage())}"
+        assert status == 0
+        assert "optimizer and param: nvme" in text
+
+    @pytest.mark.slow
+    def test_every_case(self, tmp_path: Path) -> None:
+        status, text, raw = self.run(tmp_path, "--traces", str(tmp_path / "traces"))
+        assert status == (0 if all(goal["holds"] for goal in raw["goals"]) else 1)
+        assert len(raw["goals"]) == 1 + len(sharded.PRECISIONS) + 3
+        assert "stages 0, 1 and 2, fp32, 2 ranks: overlap" in text
+        assert len(list((tmp_path / "traces").iterdir())) == 5 * 2

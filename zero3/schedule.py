@@ -137,7 +137,7 @@ class PassSchedule:
         self.check_thread()
         self._check_not_stepped(group)
         self._enter()
-        if not in_backward_pass():
+        if not in_backward_pass() and torch.is_grad_enabled():
             self._uses[group] += 1
         try:
             self._use(group)
@@ -385,7 +385,8 @@ class PassSchedule:
         if step:
             self._stepped.add(group)
         elif group not in self._stepped:
-            self._gradients.close(group, last=self._entries[group] >= self._uses[group] > 0)
+            through = self._entries[group] >= self._uses[group] > 0
+            self._gradients.close(group, last=through or self._arrived[group] == self._expected[group] > 0)
         if self._calls[group] == 0:
             self._prefetcher.release(group)
         self._on_group_done(group, step)

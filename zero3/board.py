@@ -74,7 +74,7 @@ class Beat:
     count: int
     process: Process
     doing: str
-    waits: str  # for which collective, in words; empty if it does not
+    waits: tuple[str, int, str] | None  # for which collective: group, number, what it is
     said: dict[str, tuple[int, str]]  # by group of collectives: number of the last one, and what it is
     state: Literal["running", "failed", "closed"] = "running"
 
@@ -85,6 +85,7 @@ class Beat:
     def decode(cls, text: bytes) -> Beat:
         fields: dict[str, Any] = json.loads(text)
         fields["process"] = Process(**fields["process"])
+        fields["waits"] = tuple(fields["waits"]) if fields["waits"] else None
         fields["said"] = {group: (number, what) for group, (number, what) in fields["said"].items()}
         return cls(**fields)
 
@@ -97,8 +98,8 @@ class Beat:
             return self.doing
         if self.state == "failed":
             return "failed"
-        if self.waits:
-            return f"waiting to {self.waits}"
+        if self.waits is not None:
+            return "waiting to {2} ({0} {1})".format(*self.waits)
         last = [f"{group} {number}" for group, (number, _) in self.said.items()]
         return f"in {self.doing or 'code outside the engine'}" + (
             f", after {', '.join(last)}" if last else ""

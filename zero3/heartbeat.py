@@ -21,6 +21,11 @@ from typing import Literal
 
 from zero3.board import MEMORY, Beat, Board, Failure, Process, spell
 
+ORDER = (
+    "modules must be called in the same order on all ranks, and so must what reads parameters (state_dict, gathered,"
+    " get_fp32_parameter), never on one rank alone. For experts that are routed per rank, put their container into one"
+    " group (zero_optimization.leaf_module)."
+)
 URGENT = 0.05  # seconds between two looks while a collective has failed and nobody knows why
 SIGNS = 5  # beats missed by a rank are enough to name it when a collective has failed
 AT_ONCE = 64  # ranks whose beats are read in one look; more of them are looked at less often
@@ -145,6 +150,7 @@ class Heartbeat:
         self._many = max(1.0, world_size / AT_ONCE)  # how much slower many ranks have to be to the store
         self._longest_poll = POLL[1] * self._many
         self._answers: defaultdict[str, Answers] = defaultdict(Answers)
+        self._knot: dict[int, Beat] = {}  # ranks that seemed to wait for each other, at the last look
         self._thread = threading.Thread(target=self._run, name=f"heartbeat of rank {rank}", daemon=True)
         self._thread.start()
 
@@ -203,9 +209,8 @@ class Heartbeat:
 
     def beat(self) -> Beat:
         """Where this rank is now."""
-        waits = self.position.waits
-        words = f"{waits[2]} ({waits[0]} {waits[1]})" if waits else ""
-        return Beat(self._count, self.process, self.position.doing, words, self.position.last(), self._state)
+        here = self.position
+        return Beat(self._count, self.process, here.doing, here.waits, here.last(), self._state)
 
     def who(self, rank: int) -> str:
         """``rank 1 (host a, pid 7)``."""
@@ -374,8 +379,7 @@ class Heartbeat:
         return Failure(
             "order", other,
             f"{self.who(other)} is about to {that} where {self.who(one)} is about to {this} ({group} {number}): "
-            "modules must be called in the same order on all ranks. For experts that are routed per rank, put their "
-            "container into one group (zero_optimization.leaf_module).",
+            f"{ORDER}",
         )  # fmt: skip
 
     def _whom(self, now: float, kicked: bool) -> list[int]:
@@ -434,11 +438,45 @@ class Heartbeat:
             for rank, seen in self.seen.items():
                 if seen.beat.state == "closed" and seen.beat.reached(group) < number:
                     return self._settle(self._left(rank, group, number, what))
+        knot = self._waiting_for_each_other()
+        if knot and self._have_not_moved(knot):
+            return self._settle(Failure("order", min(knot), f"{self._tied(sorted(knot))}: {ORDER}"))
+        self._knot = knot
         if self._waiting or self._strict:
             silent = self._silent_ranks()
             if silent:
                 self._settle(self._silence_of(silent))
         return None
+
+    def _waiting_for_each_other(self) -> dict[int, Beat]:
+        """Ranks in a ring, each waiting for a collective that the next one has not come to; empty if there is none."""
+        beats = {rank: seen.beat for rank, seen in self.seen.items() if seen.beat.state == "running"}
+        beats[self._rank] = self.beat()
+        ring: dict[int, Beat] = {}
+        rank: int | None = self._rank
+        while rank is not None and rank not in ring:
+            beat = ring[rank] = beats[rank]
+            waits = beat.waits
+            if waits is None:
+                return {}
+            rank = next(
+                (r for r, b in beats.items() if b.waits is not None and b.reached(waits[0]) < waits[1]), None
+            )
+        if rank is None:
+            return {}
+        members = list(ring)
+        return {member: ring[member] for member in members[members.index(rank) :]}
+
+    def _have_not_moved(self, knot: dict[int, Beat]) -> bool:
+        """Whether each of them has beaten since the last look, and waits as it did: then they all did so at once."""
+        return knot.keys() == self._knot.keys() and all(
+            (beat.waits, beat.said) == (self._knot[rank].waits, self._knot[rank].said)
+            and beat.count > self._knot[rank].count
+            for rank, beat in knot.items()
+        )
+
+    def _tied(self, ranks: list[int]) -> str:
+        return f"{spell(ranks)} wait for each other: {self.positions(ranks)}"
 
     def _depends_on(self) -> list[tuple[str, int, str]]:
         """Collectives that cannot end unless every rank joins in."""

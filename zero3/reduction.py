@@ -235,8 +235,8 @@ class GradientReducer:
                 held = [group.name for group in self._buffers]
                 raise EngineStateError(
                     f"no room to collect the gradients of another group beside those of {held}, whose turn has passed"
-                    " or not come. Run forwards that no backward follows under torch.no_grad(); raise device_budget; or use"
-                    " stage 1, which keeps whole gradients"
+                    " or not come. Run forwards that no backward follows under torch.no_grad(); raise device_budget;"
+                    " or use stage 1, which keeps whole gradients"
                 )
         return lease
 

@@ -86,7 +86,8 @@ class PassSchedule:
         self._enclosing = {group: _enclosing(group, groups) for group in groups}
         self._calls: Counter[ParamGroup] = Counter()  # forwards that are running now and use the group
         self._uses: Counter[ParamGroup] = Counter()  # forwards since the last backward
-        self._entries: Counter[ParamGroup] = Counter()  # of these, how many this backward has entered
+        self._graphs: Counter[ParamGroup] = Counter()  # of these, how many backward can enter
+        self._entries: Counter[ParamGroup] = Counter()  # how many it has entered
         self._arrived: Counter[ParamGroup] = Counter()  # gradients in this backward
         self._expected = {g: sum(piece.trainable for piece in g.layout.pieces) for g in groups}
         self._forwards: list[_Forward] = []  # that are running, outermost first
@@ -137,8 +138,9 @@ class PassSchedule:
         self.check_thread()
         self._check_not_stepped(group)
         self._enter()
-        if not in_backward_pass() and torch.is_grad_enabled():
+        if not in_backward_pass():
             self._uses[group] += 1
+            self._graphs[group] += torch.is_grad_enabled()
         try:
             self._use(group)
         except BaseException:
@@ -372,6 +374,7 @@ class PassSchedule:
     def _reset(self) -> None:
         self.in_backward = self.steps_in_backward = False
         self._uses.clear()
+        self._graphs.clear()
         self._entries.clear()
         self._arrived.clear()
         self._stepped.clear()
@@ -385,7 +388,7 @@ class PassSchedule:
         if step:
             self._stepped.add(group)
         elif group not in self._stepped:
-            through = self._entries[group] >= self._uses[group] > 0
+            through = self._entries[group] >= self._graphs[group] > 0
             self._gradients.close(group, last=through or self._arrived[group] == self._expected[group] > 0)
         if self._calls[group] == 0:
             self._prefetcher.release(group)

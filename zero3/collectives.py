@@ -16,10 +16,12 @@ Note [A reduction is an exchange and a sum]
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import socket
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,7 +32,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tiering.config import DistributedConfig
 from tiering.errors import ConfigError, DistributedError, RankOrderError
@@ -84,7 +86,12 @@ def join(device: torch.device, timeout: float) -> World:
             )
         return ALONE
     if not dist.is_initialized():
-        dist.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=timeout + GRACE))
+        longest = timedelta(seconds=timeout + GRACE)
+        store, rank, size = next(dist.rendezvous("env://", timeout=longest))
+        store = PrefixStore(_name_of_this_start(store, rank, size), store)
+        dist.init_process_group(
+            BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=longest
+        )
     rank, size = standing()
     local_rank, local_size = _on_this_node(rank, size)
     if not 0 <= local_rank < local_size <= size:
@@ -93,6 +100,28 @@ def join(device: torch.device, timeout: float) -> World:
             " torchrun, or set both as it does"
         )
     return World(rank, size, local_rank, local_size)
+
+
+def _name_of_this_start(store: Store, rank: int, size: int) -> str:
+    """A name that the ranks of one start have in common, and those of no other.
+
+    torchrun's store outlives a restart, and with it all that ranks which have died since have written to it. Rank 0
+    makes a name up; another rank knows that it is of this start when rank 0 has seen what that one has made up itself.
+    """
+    mine = uuid.uuid4().hex
+    if rank == 0:
+        store.set("tiering start", mine)
+        for other in range(1, size):
+            store.set(f"{mine} {store.get(f'{mine} {other}').decode()}", "")
+        return mine
+    while True:
+        name = store.get("tiering start").decode()
+        store.set(f"{name} {rank}", mine)
+        with contextlib.suppress(
+            dist.DistStoreError
+        ):  # half a second is over: perhaps the name was an old one
+            store.wait([f"{name} {mine}"], timedelta(seconds=0.5))
+            return name
 
 
 def _on_this_node(rank: int, size: int) -> tuple[int, int]:

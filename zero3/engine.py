@@ -392,6 +392,8 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._collectives is not None and not self._closed:
+            self._collectives.peers.fail(error)
         self.close()
 
     def _pid_of_first(self) -> int:

@@ -89,6 +89,10 @@ class Prefetcher:
         group.wait_for_unshard()
         self.look_ahead()
 
+    def keeps(self, group: ParamGroup) -> bool:
+        """Whether ``group`` is there since its last use, for as long as nobody needs the room."""
+        return group in self._kept
+
     def release(self, group: ParamGroup, *, raised: bool = False) -> None:
         """``group`` is not in use now; ``raised``: an exception has ended what used it, on this rank."""
         if group.residency is Residency.RESIDENT:

@@ -354,7 +354,8 @@ class PassSchedule:
     def _hold_for_backward(self, group: ParamGroup) -> None:
         if group not in self._live:
             self._live.append(group)
-            if self._calls[group] == 0 and group.residency not in (Residency.RESIDENT, Residency.UNSHARDED):
+            there = group.residency in (Residency.RESIDENT, Residency.UNSHARDED)
+            if self._calls[group] == 0 and (not there or self._prefetcher.keeps(group)):
                 self._acquire(group)
             if self._timeline.recording:
                 self._timeline.begin("compute", f"backward {group.name}")

@@ -1,7 +1,7 @@
 """Training on several ranks beside torch's FSDP2 and DDP, alternating in one run; and the bytes that ranks send.
 
     python bench/bench_ranks.py [DIR] [--cases sent bf16 fp32 replicated] [--ranks 2] [--threads 1]
-                                [--rounds 9] [--steps 3] [--traces DIR] [--save] [--quick] [--json FILE]
+                                [--rounds 7] [--steps 3] [--traces DIR] [--save] [--quick] [--json FILE]
 
 Everything it needs is in our own environment: torch is the peer. DIR is a directory for swap space, on a real disk (a
 file system in RAM is refused); the working directory if none is named.
@@ -79,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--ranks", type=int, default=2, help="of the sides that are compared")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
-    parser.add_argument("--rounds", type=int, help="rounds that are kept, instead of 9")
+    parser.add_argument("--rounds", type=int, help="rounds that are kept, instead of 7")
     parser.add_argument("--steps", type=int, help="steps in each round, instead of 3")
     parser.add_argument("--batch", type=int, help="sequences for each rank, instead of 4")
     parser.add_argument(

@@ -247,6 +247,20 @@ with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(
         assert 1 << 20 < network.sent() - before < 1.1 * (1 << 20)
 
 
+def test_without_a_network_of_their_own_the_reason_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = tmp_path / "unshare"
+    refusing.write_text("#!/bin/sh\necho unshare failed: Operation not permitted >&2; exit 1\n")
+    refusing.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NetworkError, match=r"^unshare failed: Operation not permitted$"):
+        Network()
+    refusing.unlink()
+    with pytest.raises(NetworkError, match="unshare cannot be run: No such file"):
+        Network()
+
+
 class TestCommand:
     def run(self, tmp_path: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
         disk = tmp_path / "disk"

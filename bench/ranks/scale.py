@@ -23,7 +23,7 @@ FULL = Scale(
     work=Work(width=512, layers=12, sequence=64, batch=4),
     small=Work(width=192, layers=3, sequence=16, batch=1),
     worlds=(2, 4),
-    rounds=9,
+    rounds=7,
     steps=3,
     traced=5,
 )

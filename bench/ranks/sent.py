@@ -47,12 +47,12 @@ def _every_stage(run: Run, side: Ranks) -> None:
         counted = [turn.counted(rank, "sent: ") for rank in range(size)]
         control = [turn.counted(rank, "sent: control") for rank in range(size)]
         bulk = [every - small for every, small in zip(counted, control, strict=True)]
+        told = ", ".join(f"{one:,.0f}" for one in sorted(set(bulk)))
         if set(bulk) == {planned}:
             exact += 1
         else:
-            wrong.append(f"stage {stage}, offload {offload}: {', '.join(f'{one:,.0f}' for one in bulk)}")
+            wrong.append(f"stage {stage}, offload {offload}: {told} of {planned:,}")
         wire = f"{turn.wire / turn.steps / sum(counted):.4f}" if turn.wire is not None else ""
-        told = ", ".join(f"{one:,.0f}" for one in sorted(set(bulk)))
         table.rows.append((str(stage), offload, f"{planned:,}", told, f"{max(control):,.0f}", wire))
     table.notes.append(
         "Counted on every rank, where a column has one number it is all ranks'. By the kernel: what all ranks sent over"

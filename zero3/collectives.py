@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from tiering.config import DistributedConfig
 from tiering.errors import ConfigError, DistributedError, RankOrderError
@@ -87,7 +88,7 @@ def join(device: torch.device, timeout: float) -> World:
         return ALONE
     if not dist.is_initialized():
         longest = timedelta(seconds=timeout + GRACE)
-        store, rank, size = next(dist.rendezvous("env://", timeout=longest))
+        store, rank, size = next(rendezvous("env://", timeout=longest))
         store = PrefixStore(_name_of_this_start(store, rank, size), store)
         dist.init_process_group(
             BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=longest

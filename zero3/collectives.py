@@ -329,8 +329,20 @@ class Collectives:
         timeline = self._stalls.timeline
         if timeline.recording and self._watched:
             timeline.begin("network", pending.what, bytes=nbytes)
-            pending.works[-1].get_future().add_done_callback(lambda _: timeline.end("network", pending.what))
+            left = list(pending.works)
+
+            def one_has_ended(_: object) -> None:
+                left.pop()
+                if not left:
+                    timeline.end("network", pending.what)
+
+            for work in pending.works:
+                work.get_future().add_done_callback(one_has_ended)
         return pending
+
+    def has_ended(self, pending: Pending) -> bool:
+        """Whether ``finish`` would not have to wait."""
+        return all(work.is_completed() for work in pending.works)
 
     def _abort(self, reason: str) -> None:
         """A GPU waits for a rank that will not come, and the CPU for the GPU: end what they wait for."""

@@ -149,6 +149,8 @@ class GradientReducer:
         if not self._reduces or group not in self._trained:
             return
         self._ready.setdefault(group)
+        while self._under_way and self._collectives.has_ended(self._under_way[0].pending):
+            self._finish_oldest()
         if self._local:
             while self._turn < len(self._order) and self._order[self._turn] in self._ready:
                 self._reduce_next()

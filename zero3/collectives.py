@@ -17,6 +17,7 @@ Note [A reduction is an exchange and a sum]
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import os
@@ -290,6 +291,10 @@ class Collectives:
     def check_same(self, kind: str, described: Iterable[str]) -> None:
         """ConfigError, on every rank, if what ``described`` (a line each) says of ``kind`` differs between ranks."""
         mine = list(described)
+        digest = hashlib.sha256("\n".join(mine).encode()).digest()
+        rows = self.table(torch.frombuffer(bytearray(digest), dtype=torch.uint8), f"compare the {kind}")
+        if all(torch.equal(row, rows[0]) for row in rows):
+            return
         of_all: list[Any] = [None] * self.world.size
         dist.all_gather_object(of_all, mine, group=self._control)
         for rank, theirs in enumerate(of_all):

@@ -1,0 +1,104 @@
+"""A training script that torchrun starts: the training of training.py, told what to do by one argument of JSON.
+
+out       where each rank leaves what it trained, or the words of the error that ended it
+nvme      where swap files may be
+steps     how many, of which those that an earlier start has saved are not repeated
+options   of the configuration
+kill      [rank, step]: that rank dies there, in the first start only
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[3]))
+from tests.zero3.ranks.training import Trained, left, start, tokens
+
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def main(
+    out: str, nvme: str, steps: int, options: dict[str, Any], kill: tuple[int, int] | None = None
+) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        trained = train(Path(out), Path(nvme), steps, options, kill)
+    except BaseException as error:
+        write(Path(out) / f"error{RANK}", f"{type(error).__name__}: {error}".encode())
+        raise
+    torch.save(trained, Path(out) / f"rank{RANK}.pt")
+    if RANK == 0:
+        print("trained")
+
+
+def train(
+    out: Path, nvme: Path, steps: int, options: dict[str, Any], kill: tuple[int, int] | None
+) -> Trained:
+    first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    losses, norms = [], []
+    with start(nvme, **options) as engine:
+        saved = out / "saved.pt"
+        if saved.exists():
+            resume(engine, torch.load(saved))
+        for number, shares in enumerate(tokens(steps, WORLD_SIZE)):
+            if number < engine.global_steps:
+                continue
+            loss = engine(*shares[RANK])
+            losses.append(loss.item())
+            engine.backward(loss)
+            if first_start and kill is not None and (RANK, number) == tuple(kill):
+                os.kill(os.getpid(), signal.SIGKILL)
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+            save(engine, saved)
+            write(out / f"step{RANK}", str(number + 1).encode())
+        return left(engine, losses, norms)
+
+
+def save(engine: Any, path: Path) -> None:
+    """All of the state by its getters, which every rank calls; rank 0 writes."""
+    names = [name for name, _ in engine.module.named_parameters()]
+    state = {
+        "masters": engine.master_state_dict(),
+        "state": {
+            name: {key: engine.get_fp32_state(name, key) for key in engine.state_names} for name in names
+        },
+        "taken": dict(engine.optimizer.steps),
+        "steps": engine.global_steps,
+    }
+    if RANK == 0:
+        torch.save(state, path.with_suffix(".new"))
+        path.with_suffix(".new").rename(path)
+
+
+def resume(engine: Any, saved: dict[str, Any]) -> None:
+    for name, master in saved["masters"].items():
+        engine.set_fp32_parameter(name, master)
+        for key, value in saved["state"][name].items():
+            engine.set_fp32_state(name, key, value)
+    engine.optimizer.steps.update(saved["taken"])
+    engine._updates.steps = saved["steps"]
+    if RANK == 0:
+        print(f"resumed after step {saved['steps']}")
+
+
+def write(path: Path, content: bytes) -> None:
+    """Whole or not at all: somebody waits for it."""
+    new = path.with_name(path.name + ".new")
+    new.write_bytes(content)
+    new.rename(path)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

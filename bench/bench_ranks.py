@@ -17,14 +17,16 @@ ahead for the next step is paid for. Ratios are those of the same round; goals a
 
 **Sides.** Ours is the engine by a configuration, nothing offloaded. FSDP2 is ``fully_shard`` on every block and the
 root, with fp32 shards under a fused AdamW; in bf16 by its mixed precision policy. It runs as it comes, where a CPU's
-gathers block, and with asynchronous gathers that its explicit prefetch begins ahead; in bf16 with gradients that travel
-in fp32, and in bf16 as ours do (we add them up in fp32, it does not). The fastest of them in these rounds is what the
-goal is about. DDP has gradients as bucket views, and ZeroRedundancyOptimizer beside stage 1.
+gathers block; with asynchronous gathers that its explicit prefetch begins ahead; and with parameters that stay gathered
+from forward to backward, as ours do where there is room. In bf16 its gradients travel in fp32, and in bf16 as ours do
+(we add them up in fp32, it does not). The fastest of them in these rounds is what the goal is about. DDP has gradients
+as bucket views, and ZeroRedundancyOptimizer beside stage 1.
 
-**Bytes.** What the engine counts against `plan.sent_bytes()`, which has to agree to the byte on every rank, for each
-stage and offload, with 2 and with 4 ranks; and against what the kernel counted. For that, the ranks of a side are in a
-network namespace of their own, with nothing but loopback: the report leaves that column out where this process may not
-make one (it takes root, or CAP_SYS_ADMIN; util-linux and iproute2).
+**Bytes.** What the engine counts as sent, and as not sent because it was still there, against `plan.sent_bytes()`: both
+together have to agree to the byte on every rank, for each stage and offload, with 2 and with 4 ranks; and what was sent
+against what the kernel counted. For that, the ranks of a side are in a network namespace of their own, with nothing but
+loopback: the report leaves that column out where this process may not make one (it takes root, or CAP_SYS_ADMIN;
+util-linux and iproute2).
 
 **Overlap.** From traces of our steps, made after the rounds: how long collectives were under way, how long compute
 waited for them. --traces keeps them, one per side and rank: where a goal is missed, they show where the time went.

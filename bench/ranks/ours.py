@@ -100,6 +100,7 @@ class Ours:
         return {
             "cpu": cpu_seconds(),
             **{f"sent: {one.kind}": one.sent_bytes for one in now.collectives},
+            "spared": self.engine._collectives.spared,
             **{f"stalled: {cause}": seconds for cause, seconds in now.stalls.items()},
         }
 

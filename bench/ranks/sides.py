@@ -15,15 +15,21 @@ def ours(work: Work, world_size: int, stage: int, precision: str) -> Spec:
 
 
 def fsdp(work: Work, world_size: int, precision: str) -> list[Spec]:
-    """The configurations of which the fastest counts: as it comes, and with gathers that do not block; in bf16 with
-    gradients that travel in fp32, as its documentation advises, and in bf16, as ours do."""
-    ways = [(reduce, ahead) for reduce in dict.fromkeys(("fp32", precision)) for ahead in (False, True)]
+    """The configurations of which the fastest counts: as it comes, with gathers that do not block, and with parameters
+    that stay gathered until backward, as ours do where there is room; in bf16 with gradients that travel in fp32, as
+    its documentation advises, and in bf16, as ours do."""
+    ways = [
+        (reduce, ahead, whole)
+        for reduce in dict.fromkeys(("fp32", precision))
+        for ahead, whole in ((False, False), (True, False), (True, True))
+    ]
     specs = []
-    for reduce, ahead in ways:
+    for reduce, ahead, whole in ways:
         parts = ["FSDP2", precision]
         parts += [f"{reduce} reduction"] if precision != "fp32" else []
         parts += ["gathers ahead"] if ahead else []
-        settings = {"precision": precision, "reduce": reduce, "ahead": ahead, "whole": False}
+        parts += ["no reshard after forward"] if whole else []
+        settings = {"precision": precision, "reduce": reduce, "ahead": ahead, "whole": whole}
         specs.append(Spec(", ".join(parts), "fsdp", work, world_size, settings))
     return specs
 

@@ -131,7 +131,8 @@ class TestCases:
         assert not verdict.holds
         ((ours, *peers),) = asked
         assert (ours.world_size, ours.settings["stage"]) == (2, 3)
-        assert [peer.settings["ahead"] for peer in peers] == [False, True]
+        ways = [(False, False), (True, False), (True, True)]
+        assert [(peer.settings["ahead"], peer.settings["whole"]) for peer in peers] == ways
 
     def test_bf16_meets_both_ways_to_send_gradients(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = self.known(monkeypatch, ours=(2.0,), fsdp=(2.1,))

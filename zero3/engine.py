@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 class Engine:
     """A model whose parameters, gradients and optimizer state live on tiers. Made by ``initialize``.
 
-    Usable as a context manager; ``close`` gives memory and swap space back. With several ranks, all of them make the same
-    calls in the same order, those that read or set parameters, gradients and state by name included.
+    Usable as a context manager; ``close`` gives memory and swap space back. With several ranks, all of them make the
+    same calls in the same order, those that read or set parameters, gradients and state by name included.
     """
 
     def __init__(

@@ -106,6 +106,9 @@ class GradientStore:
         self._squares: dict[int, float] = {}
         self._arriving: deque[_Arriving] = deque()
         self._complete: set[ParamGroup] = set()  # stepped, or about to be, while backward still runs
+        self.on_reset: Callable[[], None] = lambda: (
+            None
+        )  # whoever keeps gradients on their way here drops them, too
         self.make_room: Callable[[], bool] = lambda: False  # steps what holds a window, if anything does
 
     def begin(self, used: Iterable[ParamGroup]) -> None:
@@ -222,6 +225,7 @@ class GradientStore:
 
     def reset(self) -> None:
         """Forget all gradients: they have been used, or are given up."""
+        self.on_reset()
         while self._arriving:
             arriving = self._arriving.popleft()
             arriving.event.wait()

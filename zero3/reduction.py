@@ -78,6 +78,7 @@ class GradientReducer:
     ) -> None:
         self._groups = groups
         self._store = store
+        store.on_reset = self._forget
         self._collectives = collectives
         self._tiers = tiers
         self._dtype = dtype
@@ -186,12 +187,14 @@ class GradientReducer:
 
     def reset(self) -> None:
         """Forget all gradients: they have been used, or are given up."""
+        self._store.reset()
+
+    def _forget(self) -> None:
         for collected in self._buffers.values():
             if collected.lease is not None:
                 collected.lease.release()
         self._buffers.clear()
         self._arrived.clear()
-        self._store.reset()
 
     @property
     def _reduces(self) -> bool:

@@ -208,7 +208,7 @@ class PassSchedule:
         self._entries[group] += 1
         keep = self._enclosing[group] | self._until_end
         for other in [g for g in self._live if g is not group and g not in keep]:
-            self._finish(other, left=True)
+            self._finish(other, left=True, entered=True)
         self._hold_for_backward(group)
 
     def need(self, group: ParamGroup) -> None:
@@ -380,8 +380,11 @@ class PassSchedule:
         self._arrived.clear()
         self._stepped.clear()
 
-    def _finish(self, group: ParamGroup, *, left: bool = False) -> None:
-        """``group`` is not used by what comes next; ``left``: backward has entered another one, from behind."""
+    def _finish(self, group: ParamGroup, *, left: bool = False, entered: bool = False) -> None:
+        """``group`` is not used by what comes next; ``left``: backward is in another one.
+
+        ``entered``: it came there from behind, not by a recomputation, which may be what ``group`` has waited for.
+        """
         if self._timeline.recording:
             self._timeline.end("compute", f"backward {group.name}")
         self._live.remove(group)
@@ -389,7 +392,7 @@ class PassSchedule:
         if step:
             self._stepped.add(group)
         elif group not in self._stepped:
-            through = self._entries[group] >= self._graphs[group] > 0
+            through = entered and self._entries[group] >= self._graphs[group] > 0
             self._gradients.close(group, last=through or self._arrived[group] == self._expected[group] > 0)
         if self._calls[group] == 0:
             self._prefetcher.release(group)

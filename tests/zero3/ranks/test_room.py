@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 from tiering.plan import Tier
 
-from .models import WIDTH, Choices, loss_of
+from .models import WIDTH, Block, Choices, loss_of, vectors
 from .pool import Pool
 from .training import assert_as_emulated, start
 
@@ -45,6 +46,25 @@ class Adapters(nn.Module):
         return loss_of(x)
 
 
+class Segments(nn.Module):
+    """Checkpoints of several blocks each: recomputing a segment's first block does not end the backward of its last."""
+
+    REENTRANT = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(8))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x.to(self.scale.dtype) * self.scale).requires_grad_()
+        return loss_of(checkpoint_sequential(self.blocks, 4, x, use_reentrant=self.REENTRANT))
+
+
+class ReentrantSegments(Segments):
+    REENTRANT = True
+
+
 EVERY = tuple(range(8))
 
 
@@ -72,3 +92,11 @@ def test_adapters_may_be_unused_on_some_ranks(
 def test_what_all_ranks_have_skipped_once_keeps_its_turn(ranks: Ranks, nvme: Path, stage: int) -> None:
     data = Choices(EVERY, (0, 1, 2, 3), EVERY, same=True)
     assert_as_emulated(ranks(2), nvme, limit=30, build=Adapters, data=data, threshold=0, stage=stage)
+
+
+@pytest.mark.parametrize("build", [Segments, ReentrantSegments])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_recomputed_segments_are_reduced_once(ranks: Ranks, nvme: Path, stage: int, build: Any) -> None:
+    assert_as_emulated(
+        ranks(2), nvme, limit=30, build=build, data=vectors, threshold=0, stage=stage, prefetch=0
+    )

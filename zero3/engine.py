@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -70,12 +70,12 @@ class Engine:
         self._tiers, self._groups, self._gradients = parts.tiers, parts.groups, parts.gradients
         self._updates = Update(config, parts)
         self._state = TieredState(parts)
-        self._collectives = parts.collectives
+        self._collectives, self._sink = parts.collectives, parts.sink
         self._prefetcher = Prefetcher(self._collectives.agree) if self._collectives else Prefetcher()
         self._schedule = PassSchedule(
             self._groups,
             self._prefetcher,
-            parts.sink,
+            self._sink,
             self._on_backward,
             self._on_first_gradient,
             self._on_end_of_backward,
@@ -291,7 +291,7 @@ class Engine:
         self._check_open("set_fp32_parameter")
         group, piece = self._access.named(name)
         self._access.before_write(group, piece)
-        self._state.set_master(group, piece, _flat_fp32(values, piece))
+        self._state.set_master(group, piece, self._state.of_first(piece, _flat_fp32(values, piece)))
 
     def get_fp32_gradient(self, name: str) -> Tensor | None:
         """A copy of the accumulated gradient, unscaled, before clipping, in fp32; None where there was none."""
@@ -316,7 +316,8 @@ class Engine:
             raise EngineStateError(
                 "set_fp32_gradient was called without a backward since the last step; it replaces what that gave"
             )
-        self._state.set_gradient(group, piece, _flat_fp32(values, piece) * self.loss_scale.value)
+        flat = self._state.of_first(piece, _flat_fp32(values, piece))
+        self._state.set_gradient(group, piece, flat * self.loss_scale.value)
 
     def get_fp32_state(self, name: str, key: str) -> Tensor:
         """A copy of a state tensor of a parameter ("exp_avg", ...; see ``state_names``), fp32, of its shape."""
@@ -330,7 +331,7 @@ class Engine:
         self._check_open("set_fp32_state")
         _, piece = self._access.named(name)
         _check_trained(piece)
-        self._state.set_moment(piece, key, _flat_fp32(values, piece))
+        self._state.set_moment(piece, key, self._state.of_first(piece, _flat_fp32(values, piece)))
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -374,13 +375,12 @@ class Engine:
             self._publisher.close()
         for handle in self._handles:
             handle.remove()
-        self._schedule.close()
-        self._access.close()
-        try:
-            self._tiers.close()
-        finally:
+        with ExitStack() as closing:
             if self._collectives is not None:
-                self._collectives.close()
+                closing.callback(self._collectives.close)
+            closing.callback(self._tiers.close)
+            closing.callback(self._access.close)
+            self._schedule.close()
 
     def __reduce__(self) -> Any:
         raise EngineStateError(
@@ -509,6 +509,12 @@ class Engine:
             self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
 
     def _check_gradients_kept(self, what: str) -> None:
+        if self._sink.unreduced:
+            raise EngineStateError(
+                f"{what} was called before the last backward of a step, and this stage"
+                f" ({self.config.zero.stage}) reduces gradients over the ranks only then; call it after that, or use"
+                " stage 2"
+            )
         if self._updates.waits_for_step:
             raise EngineStateError(
                 f"{what} was called when backward had used the gradients already (tiering.step_in_backward); set that"

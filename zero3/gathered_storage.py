@@ -11,12 +11,14 @@ Note [Gathers come in one order]
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from tiering.arena import Arena, Lease
-from tiering.errors import DistributedError
+from tiering.errors import DistributedError, SwapError
 from tiering.tickets import Transfer
 from zero3.collectives import Collectives, Pending
 from zero3.flat_storage import (
@@ -146,8 +148,9 @@ class ArenaGatheredStorage(GatheredStorage):
     def drop(self) -> None:
         lease, self._lease = self._lease, None
         assert lease is not None
-        for read in self._reads:
-            read.wait()  # see Note [Gathers come in one order]
+        for read in self._reads:  # see Note [Gathers come in one order]
+            with contextlib.suppress(SwapError):  # who waited for it has been told
+                read.wait()
         self._reads.clear()
         if self._bytes is not None:
             exchange_pointers(self.flat, self._bytes)

@@ -114,6 +114,8 @@ class GradientStore:
     def begin(self, used: Iterable[ParamGroup]) -> None:
         """A backward begins; nobody here has to know."""
 
+    unreduced = False  # as a GradientReducer says it
+
     def received(self, piece: Piece) -> bool:
         """Whether the parameter got a gradient since the last ``reset``."""
         return piece.index in self._received
@@ -165,6 +167,11 @@ class GradientStore:
             self._squares.pop(piece.index, None)
             if self.last_micro_batch:
                 self._square(group, piece)
+
+    def forget_squares(self, group: ParamGroup) -> None:
+        """The group's gradients have changed where they are."""
+        for piece in group.layout.pieces:
+            self._squares.pop(piece.index, None)
 
     def agreed(self, received: Iterable[int]) -> None:
         """All that ranks have reduced is here: the parameters that any of them had a gradient for."""

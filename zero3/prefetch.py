@@ -115,7 +115,11 @@ class Prefetcher:
         self._fetch_ahead(order, self._cursor)
         # The last one's bytes may be on their way still: it is gathered when there is another one behind it, or used.
         while self._ungathered and (len(self._ungathered) > 1 or not self._ungathered[0].reads_first):
-            self._ungathered.popleft().gather(foreseen=True)
+            try:
+                self._ungathered.popleft().gather(foreseen=True)
+            except SwapError as error:
+                self._error = error
+                return
 
     def _fetch_ahead(self, order: list[ParamGroup], cursor: int) -> None:
         place = max(cursor, self._looked)

@@ -197,6 +197,11 @@ class GradientReducer:
         self._arrived.clear()
 
     @property
+    def unreduced(self) -> bool:
+        """Whether gradients wait here that other ranks do not know of."""
+        return bool(self._arrived)
+
+    @property
     def _reduces(self) -> bool:
         """Whether this backward does."""
         return not self._local or self._store.last_micro_batch
@@ -206,8 +211,7 @@ class GradientReducer:
         collected = self._buffers.get(group)
         if collected is None:
             lease = None
-            while any(reduced.group is group for reduced in self._under_way):
-                self._finish_oldest()  # it may be sending from where this one goes
+            self._wait_for_reduction_of(group)
             if group in self._local:
                 values = self._local[group]
             elif group in self._open_buffers:
@@ -217,14 +221,17 @@ class GradientReducer:
                 lease = self._room_to_collect(numel * self._dtype.itemsize)
                 values = self._tensor(lease, numel)
             collected = self._buffers[group] = _Collected(values, lease, set())
-            if group in self._order[: self._turn]:
-                self._late.add(group)
-                if self._replicated:
-                    raise EngineStateError(
-                        f"group {group.name!r} got a gradient after it was reduced, in an order of backward that"
-                        " stage 0 does not allow for; use stage 1"
-                    )
+        if group in self._order[: self._turn] and group not in self._late:
+            self._wait_for_reduction_of(group)
+            self._late.add(group)
         return collected
+
+    def _wait_for_reduction_of(self, group: ParamGroup) -> None:
+        """It may be sending from where the next gradients go; in stage 0 its result goes there as well."""
+        while any(reduced.group is group for reduced in self._under_way):
+            self._finish_oldest()
+        while self._replicated and self._gathering:
+            self._collectives.finish(self._gathering.popleft(), "reduce")
 
     def _room_to_collect(self, nbytes: int) -> Lease | Entry:
         """Room for a group's gradients: when there is none, groups in their turn have to go as they are.
@@ -288,6 +295,9 @@ class GradientReducer:
                 if piece.trainable and piece.index not in collected.pieces:
                     collected.values[piece.start : piece.end].zero_()
             sent = sent.copy_(collected.values) if copies else collected.values
+            if self._replicated:  # what is there afterwards is the mean: further gradients are added to it
+                trained = {piece.index for piece in group.layout.pieces if piece.trainable}
+                self._buffers[group] = _Collected(collected.values, None, trained)
             leases += [collected.lease] if collected.lease is not None else []
         pending = self._collectives.exchange(received, sent, f"reduce {group.name!r}")
         parts = list(received.view(self._collectives.world.size, -1).unbind())
@@ -315,6 +325,7 @@ class GradientReducer:
         group, world = done.group, self._collectives.world
         self._collectives.finish(done.pending, "reduce")
         if self._replicated:
+            self._store.forget_squares(group)
             whole, share = self._local[group], shard_ranges(group.layout, world.size, world.rank)[0]
             mine = whole[share.start : share.stop]
             add_up(done.parts, 1.0 / world.size, mine, overwrite=True)

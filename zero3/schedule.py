@@ -195,6 +195,7 @@ class PassSchedule:
             self.in_backward, self._received = True, False
             call_at_end_of_backward(self.end_of_backward)
             self._on_backward()
+            self._gradients.begin(self._uses)
 
     def forward_nodes(self) -> range:
         """The numbers of the autograd nodes that the innermost running forward has made so far."""
@@ -231,7 +232,6 @@ class PassSchedule:
         if not self._received:
             self._received = True
             self._on_first_gradient()
-            self._gradients.begin(self._uses)
         self._arrived[group] += 1
         self._gradients.accumulate(group, piece, param)
         if self._is_final(group):

@@ -88,6 +88,14 @@ def test_adapters_may_be_unused_on_some_ranks(
     assert_as_emulated(ranks(2), nvme, limit=30, **case)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_first_gradient_may_come_later_on_some_ranks(ranks: Ranks, nvme: Path, stage: int) -> None:
+    data = Choices(EVERY, (0, 1, 2, 3, 4))
+    assert_as_emulated(
+        ranks(2), nvme, limit=30, build=Adapters, data=data, threshold=0, stage=stage, prefetch=0
+    )
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_all_ranks_have_skipped_once_keeps_its_turn(ranks: Ranks, nvme: Path, stage: int) -> None:
     data = Choices(EVERY, (0, 1, 2, 3), EVERY, same=True)

@@ -79,6 +79,9 @@ def assemble(
     """
     device = _device()
     world = join(device, config.tiering.distributed.timeout)
+    if device.type == "cuda" and world.local_size > 1:  # a launcher may show each rank its own GPU alone
+        torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", torch.cuda.current_device())
     stalls = StallClock(Timeline())
     if world.size == 1:
         return _assemble(model, config, model_parameters, optimizer, world, device, stalls, None)
@@ -119,6 +122,8 @@ def _assemble(
     nvme = _nvme_paths(config)
     load = _workload(config, members, layouts, compute, grad_dtype, reduce_dtype, chosen, device, nvme, world)
     plan = make_plan(load, _budgets(config, device, nvme, world, collectives))
+    if collectives is not None:
+        collectives.check_same("plan", (f"{key} {value}" for key, value in vars(load).items()))
     log.log(logs.once(logging.INFO), "%s", plan)
 
     tiers = Tiers(plan, device, config.tiering, nvme, stalls, share.numa_node)
@@ -188,7 +193,8 @@ def _described(model: nn.Module, chosen: OptimizerChoice) -> Iterator[str]:
     for name, buffer in model.named_buffers():
         yield f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}"
     for number, group in enumerate(chosen.param_groups):
-        options = {key: value for key, value in group.items() if key != "params"}
+        plain = (bool, int, float, str, tuple, type(None))
+        options = {key: value for key, value in group.items() if isinstance(value, plain)}
         yield f"param group {number} of {len(group['params'])} parameters {options}"
 
 
@@ -223,7 +229,7 @@ def _move_buffers(
             if buffer is not None:
                 if collectives is not None:
                     values = buffer.detach().to("cpu", copy=True).contiguous()
-                    collectives.broadcast(values.view(-1), 0, f"the first value of buffer {name!r}")
+                    collectives.broadcast(values.view(-1), 0, f"send the first value of buffer {name!r}")
                     buffer.data = values
                 cast = buffer.is_floating_point() and name not in module._non_persistent_buffers_set
                 buffer.data = buffer.data.to(device, compute if cast else buffer.dtype)
@@ -240,8 +246,6 @@ def _device() -> torch.device:
         )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if torch.cuda.device_count() > 1 and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -363,7 +367,7 @@ def _budgets(
     if collectives is None:
         return mine
     row = torch.tensor([mine.device, mine.host, mine.nvme], dtype=torch.int64, device="cpu")
-    return least_of(Budgets(*each) for each in collectives.table(row, "budgets").tolist())
+    return least_of(Budgets(*each) for each in collectives.table(row, "compare budgets").tolist())
 
 
 def _stepper(

@@ -37,7 +37,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from tiering.config import DistributedConfig
-from tiering.errors import ConfigError, DistributedError, RankOrderError
+from tiering.errors import ConfigError, DistributedError, RankLostError, RankOrderError
 from zero3.peers import Peers, sever
 from zero3.timeline import StallClock
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LARGE = 1 << 20  # bytes of a gather that is worth an operation for each rank
+LARGE = 256 << 10  # bytes of a shard that is worth an operation for each rank
 TITLE = 64  # bytes of a row that say what it is
 GRACE = 60.0  # seconds
 _engines = itertools.count()  # of this process; as many as of any other rank
@@ -186,12 +186,13 @@ class Collectives:
 
         ``foreseen``: all ranks are known to come to this one next. If not, they agree on it first.
         """
+        self.check()
         if foreseen:
             self.peers.issued(what, group="gather")
         else:
             self.agree(what)
         self._count("all-gather", shard.nbytes * (self.world.size - 1))
-        direct = self._watched and whole.nbytes >= LARGE
+        direct = self._watched and shard.nbytes >= LARGE
         works = (
             _scatter_shards(_bits(whole), _bits(shard), self._gathers)
             if direct
@@ -205,6 +206,7 @@ class Collectives:
 
     def exchange(self, received: Tensor, sent: Tensor, what: str) -> Pending:
         """Begin to send each rank its part of the flat ``sent``; ``received`` gets this rank's part from each."""
+        self.check()
         self._raised = None
         self._count("reduce", sent.nbytes // self.world.size * (self.world.size - 1))
         self.peers.issued(what, group="reduction")
@@ -217,6 +219,7 @@ class Collectives:
         if not self._watched:
             for work in works:
                 work.wait()
+            self.check()
             return
         with self._stalls.waiting_for(cause):
             for work in works:
@@ -261,10 +264,14 @@ class Collectives:
 
     def of_node(self, mine: T) -> list[T]:
         """What each rank of this node says, in their order there: objects that can be pickled."""
+        self.agree("find the ranks of this node")
         of_all: list[Any] = [None] * self.world.size
-        dist.all_gather_object(of_all, mine, group=self._control)
-        first = self.world.rank - self.world.local_rank
-        return of_all[first : first + self.world.local_size]
+        dist.all_gather_object(
+            of_all, (socket.gethostname(), self.world.local_rank, mine), group=self._control
+        )
+        here = of_all[self.world.rank][0]
+        found = sorted((place, said) for host, place, said in of_all if host == here)
+        return [said for _, said in found[: self.world.local_size]]
 
     def agree(self, what: str) -> None:
         """All ranks are about to do ``what``, which nobody has foreseen; an error on every rank if one is not."""
@@ -347,11 +354,13 @@ class Collectives:
 
     def has_ended(self, pending: Pending) -> bool:
         """Whether ``finish`` would not have to wait."""
-        return all(work.is_completed() for work in pending.works)
+        # A GPU's streams wait, not the CPU; and there gathers that begin by chance could stand in each other's way.
+        return self._watched and all(work.is_completed() for work in pending.works)
 
     def _abort(self, reason: str) -> None:
         """A GPU waits for a rank that will not come, and the CPU for the GPU: end what they wait for."""
         log.critical("%s", reason)
+        self._failure = self._failure or RankLostError(reason.partition("] ")[2] or reason)
         for group in (self._gathers, self._reductions, self._control):
             sever(group)
 

@@ -18,11 +18,11 @@ from tiering import logs
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 from tiering.interrupts import EXIT_SAVED, StopRequest, deferred_interrupts
-from tiering.telemetry import Snapshot
+from tiering.telemetry import Publisher, Snapshot
 from tiering.telemetry.snapshot import Phase
 from zero3 import hooks
 from zero3.access import Access
-from zero3.assembly import assemble
+from zero3.assembly import Assembly, assemble
 from zero3.eager import eager
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
 from zero3.param_group import ParamGroup
@@ -66,11 +66,22 @@ class Engine:
         self._trace: StepTrace | None = None
 
         parts = assemble(model, config, model_parameters, optimizer)
+        self._collectives, self._sink = parts.collectives, parts.sink
+        try:
+            self._wire(model, parts)
+        except BaseException as error:
+            if self._collectives is not None:
+                self._collectives.peers.fail(error)
+                self._collectives.close()
+            parts.tiers.close()
+            raise
+
+    def _wire(self, model: nn.Module, parts: Assembly) -> None:
+        config = self.config
         self.device, self.plan, self.optimizer = parts.device, parts.plan, parts.optimizer
         self._tiers, self._groups, self._gradients = parts.tiers, parts.groups, parts.gradients
         self._updates = Update(config, parts)
         self._state = TieredState(parts)
-        self._collectives, self._sink = parts.collectives, parts.sink
         self._prefetcher = Prefetcher(self._collectives.agree) if self._collectives else Prefetcher()
         self._schedule = PassSchedule(
             self._groups,
@@ -90,13 +101,10 @@ class Engine:
             world_size=parts.world.size,
             traffic=self._collectives,
         )
-        try:
-            self._publisher = self._record.publish(config.tiering.telemetry)
-        except BaseException:
-            self._tiers.close()
-            raise
+        self._publisher: Publisher | None = None
         self._handles = hooks.install(model, self._groups, self._schedule)
         self._access = Access(model, self._groups, self._schedule, self._prefetcher, self._state)
+        self._publisher = self._record.publish(config.tiering.telemetry)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -248,7 +256,8 @@ class Engine:
     def get_global_grad_norm(self) -> float | None:
         """The 2-norm of all gradients, unscaled, before clipping; None before the first.
 
-        Between the last backward and ``step`` that of the gradients that wait there, otherwise that of the last update.
+        Between the last backward and ``step`` that of the gradients that wait there, which all ranks ask for together;
+        otherwise that of the last update.
         """
         self._check_open("get_global_grad_norm")
         waiting = self._pending_backward and self._syncing and not self._schedule.in_backward
@@ -393,7 +402,8 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._collectives is not None and not self._closed:
+        ends_well = isinstance(error, SystemExit) and not error.code
+        if error is not None and not ends_well and self._collectives is not None and not self._closed:
             self._collectives.peers.fail(error)
         self.close()
 
@@ -402,7 +412,7 @@ class Engine:
         if self._collectives is None:
             return os.getpid()
         row = torch.tensor([os.getpid()], dtype=torch.int64, device="cpu")
-        return int(self._collectives.table(row, "the name of the run")[0])
+        return int(self._collectives.table(row, "name the run")[0])
 
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:

@@ -68,7 +68,8 @@ class GatheredStorage(FlatStorage):
 
     def _finish_gathers(self) -> None:
         while self._gathers:
-            self._collectives.finish(self._gathers.pop(0), "gather")
+            self._collectives.finish(self._gathers[0], "gather")
+            del self._gathers[0]
 
     def _end_gathers(self) -> bool:
         """Let go of gathers that nobody needs any more; False if their memory may still be written to, for ever."""

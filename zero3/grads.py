@@ -50,10 +50,12 @@ def taken_gradient(piece: Piece, param: nn.Parameter) -> Tensor | None:
 def add_up(parts: list[Tensor], factor: float, target: Tensor, *, overwrite: bool) -> None:
     """Make the flat ``target``, or add to it, ``factor`` times the sum of ``parts``: in their order, in fp32."""
     if target.is_cuda:
-        total = parts[0].float()
-        for part in parts[1:]:
-            total.add_(part)
-        device_kernels.accumulate(target, total.mul_(factor), overwrite=overwrite)
+        for start in range(0, target.numel(), device_kernels.ELEMENTS_AT_ONCE):
+            here = slice(start, start + device_kernels.ELEMENTS_AT_ONCE)
+            total = parts[0][here].float()
+            for part in parts[1:]:
+                total.add_(part[here])
+            device_kernels.accumulate(target[here], total.mul_(factor), overwrite=overwrite)
         return
     kernels.reduce(
         target.data_ptr(),
@@ -114,7 +116,7 @@ class GradientStore:
     def begin(self, used: Iterable[ParamGroup]) -> None:
         """A backward begins; nobody here has to know."""
 
-    unreduced = False  # as a GradientReducer says it
+    unreduced = received_elsewhere = False  # as a GradientReducer says it
 
     def received(self, piece: Piece) -> bool:
         """Whether the parameter got a gradient since the last ``reset``."""
@@ -157,6 +159,8 @@ class GradientStore:
         if parts[0].is_cuda and (home.tensor is None or home.on_host):
             total = torch.empty_like(parts[0], dtype=torch.float32)
             add_up(parts, factor, total, overwrite=True)
+            if overwrite:  # rounded once in any case, and half as much to send
+                total = total.to(self.dtype)
             for piece in pieces:
                 self._send_to_host(group, piece, total[piece.start : piece.end])
             return
@@ -165,7 +169,7 @@ class GradientStore:
         for piece in pieces:
             self._held.add(piece.index)
             self._squares.pop(piece.index, None)
-            if self.last_micro_batch:
+            if self.last_micro_batch and not flat.is_cuda:  # which would wait for all that is queued there
                 self._square(group, piece)
 
     def forget_squares(self, group: ParamGroup) -> None:

@@ -132,8 +132,9 @@ def _store(
     }
     if collectives is not None:
         for piece in group.layout.pieces:
-            values[piece.index] = values[piece.index].clone()
-            collectives.broadcast(values[piece.index], 0, f"the first value of {piece.name!r}")
+            if collectives.world.rank:
+                values[piece.index] = values[piece.index].clone()  # it may be the user's own
+            collectives.broadcast(values[piece.index], 0, f"send the first value of {piece.name!r}")
     kept, itemsize = group.shard if group.sharded else group.layout, group.dtype.itemsize
     chunk = (
         tiers.chunk_bytes // itemsize // QUANTUM * QUANTUM if tiers.chunk_bytes else kept.numel

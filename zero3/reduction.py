@@ -106,6 +106,7 @@ class GradientReducer:
         self._gathering: deque[Pending] = deque()
         self._backwards = 0
         self._begun = False  # the first one
+        self.received_elsewhere = False
         numbers = 4 * (2 + len(self._order)) + (len(groups) + 7) // 8
         collectives.row_nbytes = max(collectives.row_nbytes, numbers + (self._pieces + 7) // 8)
         self._arrived: set[int] = (
@@ -169,6 +170,7 @@ class GradientReducer:
 
     def close_all(self) -> None:
         """Backward has ended: reduce what is left, and agree on what was there."""
+        self.received_elsewhere = False
         if not self._reduces:
             return
         self.begin(())  # unless a gradient has
@@ -181,6 +183,7 @@ class GradientReducer:
         self._settle()
         self._store.close_all()
         self._store.agreed(received)
+        self.received_elsewhere = bool(received)
         self._turn = 0
         self._ready.clear()
         self._late.clear()
@@ -329,11 +332,14 @@ class GradientReducer:
             whole, share = self._local[group], shard_ranges(group.layout, world.size, world.rank)[0]
             mine = whole[share.start : share.stop]
             add_up(done.parts, 1.0 / world.size, mine, overwrite=True)
-            what = f"gradients of {group.name!r}"
+            what = f"gather the gradients of {group.name!r}"
             self._gathering.append(self._collectives.gather(whole, mine, what, foreseen=True))
         else:
             self._store.add_reduced(group, done.parts, 1.0 / world.size)
-            self._store.close(group)
+            if not done.parts[
+                0
+            ].is_cuda:  # else it is on its way off the device, and nobody waits for that here
+                self._store.close(group)
         for lease in done.leases:
             lease.release()
 
@@ -353,7 +359,7 @@ class GradientReducer:
         row = np.concatenate(
             [np.array(head, np.int32).view(np.uint8), np.packbits(late), np.packbits(received)]
         )
-        rows = self._collectives.table(torch.from_numpy(row), "the end of a backward").numpy()
+        rows = self._collectives.table(torch.from_numpy(row), "end a backward").numpy()
         heads = np.ascontiguousarray(rows[:, : 4 * len(head)]).view(np.int32)
         self._check_in_step(heads[:, :2].tolist())
         self._order = [self._groups[index] for index in heads[0, 2:]]

@@ -47,8 +47,7 @@ class Replicas:
         assert home is not None
         whole = home.view(group.dtype)[: group.layout.trainable_numel]
         mine = shard_ranges(group.layout, world.size, world.rank)[0]
+        what = f"gather the updated {group.name!r}"
         self._under_way.append(
-            self._collectives.gather(
-                whole, whole[mine.start : mine.stop], f"updated {group.name!r}", foreseen=True
-            )
+            self._collectives.gather(whole, whole[mine.start : mine.stop], what, foreseen=True)
         )

@@ -43,6 +43,10 @@ from zero3.timeline import Timeline
 class GradientSink(Protocol):
     """What takes gradients as they arrive: a GradientStore, or what reduces them over ranks first."""
 
+    @property
+    def received_elsewhere(self) -> bool:
+        """Whether some rank got a gradient in the last backward, this one or not."""
+
     def begin(self, used: Iterable[ParamGroup]) -> None:
         """A backward begins, of forwards that have used these groups, in this order."""
 
@@ -250,7 +254,7 @@ class PassSchedule:
         self._saved.end_of_backward()
         self._reset()
         self._prefetcher.end_pass()
-        if self._received:
+        if self._received or self._gradients.received_elsewhere:
             self._on_end_of_backward()
 
     @uninterrupted

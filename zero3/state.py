@@ -16,7 +16,7 @@ from tiering.arena import PAGE, round_up
 from tiering.errors import EngineStateError
 from zero3.assembly import Assembly
 from zero3.param_group import ParamGroup
-from zero3.partition import FlatLayout, Piece, Segment, shard
+from zero3.partition import FlatLayout, Piece, Segment, shard_ranges
 from zero3.tiers import Home
 from zero3.tiles import FP32, Tile
 
@@ -267,9 +267,11 @@ class TieredState:
         what, size = f"read {piece.name!r}", self._collectives.world.size
         self._collectives.agree(what)
         for rank in range(size):
-            theirs = shard(group.layout, size, rank, trainable_only=not group.sharded)
-            for part in _parts_of(piece, theirs):
-                self._collectives.broadcast(whole[part.first : part.first + part.numel], rank, what)
+            for share in shard_ranges(group.layout, size, rank):
+                first, end = max(share.start, piece.start), min(share.stop, piece.end)
+                if first < end:
+                    theirs = whole[first - piece.start : end - piece.start]
+                    self._collectives.broadcast(theirs, rank, what)
 
     def _kept(self, tile: Tile, segment: Segment) -> tuple[int, int]:
         """Offset and length, in bytes, of what the state of ``tile`` holds of a segment's masters."""

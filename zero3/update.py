@@ -79,7 +79,7 @@ class Update:
 
     def waiting_norm(self) -> float:
         """The norm of the gradients that wait for an update, unscaled."""
-        return self._sum_up(None, stop=0).norm / self.loss_scale.value
+        return self._sum_up("tell the norm", None, stop=0).norm / self.loss_scale.value
 
     def expect(self, *, last: bool) -> None:
         """A backward begins; the ``last`` one before an update may read ahead for it."""
@@ -147,7 +147,7 @@ class Update:
         try:
             scale = self.loss_scale.value
             with self._timeline.span("compute", "norm"):
-                sums = self._sum_up(loss, stop=stop)
+                sums = self._sum_up("step", loss, stop=stop)
             self.norm, self.loss, self.stop = sums.norm / scale, sums.loss, sums.stop
             finite = math.isfinite(self.norm)
             if self.waits_for_step:
@@ -165,7 +165,7 @@ class Update:
         finally:
             self._sink.reset()
 
-    def _sum_up(self, loss: float | None, *, stop: int) -> _Sums:
+    def _sum_up(self, what: str, loss: float | None, *, stop: int) -> _Sums:
         """What the gradients come to, over all ranks: in one exchange of a few numbers, which all add up alike."""
         squares = self._gradients.sum_of_squares()
         bad = None if math.isfinite(squares) else self._gradients.first_not_finite()
@@ -173,7 +173,7 @@ class Update:
             return _Sums(_root(squares), bad.name if bad is not None else "", loss, stop)
         told = math.nan if loss is None else loss
         row = [squares, -1.0 if bad is None else bad.index, told, float(stop), float(self.steps)]
-        rows = self._collectives.table(torch.tensor(row, dtype=torch.float64, device="cpu"), "step").tolist()
+        rows = self._collectives.table(torch.tensor(row, dtype=torch.float64, device="cpu"), what).tolist()
         total = 0.0
         for rank, (theirs, _, _, _, steps) in enumerate(rows):
             if steps != self.steps:

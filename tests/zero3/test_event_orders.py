@@ -100,6 +100,8 @@ class Gradients:
     def close(self, group: Group, *, last: bool) -> None:
         self.open.discard(group.name)
 
+    received_elsewhere = False
+
     def begin(self, used: Any) -> None:
         pass
 

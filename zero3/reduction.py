@@ -107,6 +107,9 @@ class GradientReducer:
         self._backwards = 0
         self._begun = False  # the first one
         self.received_elsewhere = False
+        self._cut_off = (
+            False  # in the middle of a backward, whose reductions other ranks may still be waiting for
+        )
         numbers = 4 * (2 + len(self._order)) + (len(groups) + 7) // 8
         collectives.row_nbytes = max(collectives.row_nbytes, numbers + (self._pieces + 7) // 8)
         self._arrived: set[int] = (
@@ -115,6 +118,11 @@ class GradientReducer:
 
     def begin(self, used: Iterable[ParamGroup]) -> None:
         """A backward begins, of forwards that have used these groups, in this order."""
+        if self._cut_off:
+            raise EngineStateError(
+                "an earlier backward was ended by an exception on this rank, and the other ranks' was not: close the"
+                " engine, and initialize the model again from a checkpoint"
+            )
         if self._begun or not self._reduces:
             return
         self._begun = True
@@ -193,6 +201,7 @@ class GradientReducer:
         self._store.reset()
 
     def _forget(self) -> None:
+        self._cut_off = self._cut_off or bool(self._turn or self._under_way)
         for collected in self._buffers.values():
             if collected.lease is not None:
                 collected.lease.release()

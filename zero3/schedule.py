@@ -374,7 +374,8 @@ class PassSchedule:
         """Finish the live groups that neither enclose ``group`` nor lie inside of it."""
         around = self._enclosing[group] | self._saved.in_use() | self._until_end
         for other in [g for g in self._live if g not in around and group not in self._enclosing[g]]:
-            self._finish(other, left=left)
+            # A node of its own forward that recomputes others (several blocks in one checkpoint) goes on afterwards.
+            self._finish(other, left=left, entered=left and not self._recomputes_itself(other))
 
     def _reset(self) -> None:
         self.in_backward = self.steps_in_backward = False
@@ -387,7 +388,7 @@ class PassSchedule:
     def _finish(self, group: ParamGroup, *, left: bool = False, entered: bool = False) -> None:
         """``group`` is not used by what comes next; ``left``: backward is in another one.
 
-        ``entered``: it came there from behind, not by a recomputation, which may be what ``group`` has waited for.
+        ``entered``: it has done with ``group``, unless there are further forwards of it to go through.
         """
         if self._timeline.recording:
             self._timeline.end("compute", f"backward {group.name}")
@@ -396,7 +397,7 @@ class PassSchedule:
         if step:
             self._stepped.add(group)
         elif group not in self._stepped:
-            through = entered and self._entries[group] >= self._graphs[group] > 0
+            through = entered and self._entries[group] >= max(1, self._graphs[group])
             self._gradients.close(group, last=through or self._arrived[group] == self._expected[group] > 0)
         if self._calls[group] == 0:
             self._prefetcher.release(group)

@@ -149,6 +149,9 @@ class Node:
     reentrant: Call | None = None  # a checkpoint's own node
     late: bool = True
 
+    def _sequence_nr(self) -> int:
+        return -1  # of no forward
+
 
 class Autograd:
     """Runs calls and graphs, and tells the schedule what hooks would."""

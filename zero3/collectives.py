@@ -23,6 +23,7 @@ import logging
 import os
 import socket
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -179,6 +180,10 @@ class Collectives:
             silence=config.silence,
             on_lost=None if self._watched else self._abort,
         )
+        # An engine that nobody closes must not go on giving signs of life. At exit peers take their leave themselves.
+        groups = (self._gathers, self._reductions, self._control)
+        self._leave = weakref.finalize(self, _leave, self.peers, groups)
+        self._leave.atexit = False
         self.peers.agree("initialize")
 
     def gather(self, whole: Tensor, shard: Tensor, what: str, *, foreseen: bool) -> Pending:
@@ -315,14 +320,13 @@ class Collectives:
             )
 
     def close(self) -> None:
-        """Leave the other ranks. Not twice."""
+        """Leave the other ranks. Idempotent."""
         if self._raised is not None:
             self.peers.fail(self._raised)
-        self.peers.close()
-        for group in (self._gathers, self._reductions, self._control):
-            if self._failure is not None:
+        if self._failure is not None and self._leave.alive:
+            for group in (self._gathers, self._reductions, self._control):
                 sever(group)
-            dist.destroy_process_group(group)
+        self._leave()
 
     def _wait(self, work: dist.Work, what: str, group: str) -> None:
         with self._failing():
@@ -367,6 +371,12 @@ class Collectives:
     def _count(self, kind: str, nbytes: int) -> None:
         self.calls[kind] += 1
         self.sent[kind] += nbytes
+
+
+def _leave(peers: Peers, groups: Iterable[dist.ProcessGroup]) -> None:
+    peers.close()
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def _scatter_shards(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:

@@ -536,6 +536,11 @@ class Engine:
             raise EngineStateError(f"{what} was called after close(); initialize the model again")
         if self._collectives is not None:
             self._collectives.check()
+        if self._updates.out_of_step:
+            raise EngineStateError(
+                f"{what} was called after {self._updates.out_of_step}, and ranks cannot be brought in step again; close"
+                " the engine, and initialize the model again from a checkpoint"
+            )
         torn = self._updates.torn
         if not torn and self._updates.under_way and not hooks.in_backward_pass():
             torn = f"the backward of step {self._updates.steps + 1} has not ended"  # the user's own loss.backward()

@@ -63,6 +63,7 @@ class Update:
         self.norm: float | None = None
         self.steps = 0
         self.skipped = 0
+        self.out_of_step = ""  # why this rank cannot follow the others any more
         self.torn = ""  # why parameters and optimizer state are no longer of one step
         self.loss: float | None = None  # of the last update, the mean over the ranks
         self.stop = 0  # the signal by which a rank was asked to stop before the last update
@@ -132,9 +133,7 @@ class Update:
         """The gradients since the last update are gone, by an exception in backward."""
         self._sink.reset()
         if self._collectives is not None:
-            self.torn = (
-                self.torn or f"the backward of step {self.steps + 1} was ended by an exception on this rank"
-            )
+            self.out_of_step = f"the backward of step {self.steps + 1} was ended by an exception on this rank"
         if self.under_way:
             self.torn = self.torn or f"the backward of step {self.steps + 1} was ended by an exception"
             self._backward = _Backward.NOTHING

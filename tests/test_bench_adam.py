@@ -481,6 +481,7 @@ class TestCommand:
             (tmp_path / "all.json").read_text()
         )  # fmt: skip
 
+    @pytest.mark.slow
     def test_both_parts_beside_a_peer(self, tmp_path: Path, peers: Path) -> None:
         status, text, raw = self.run(
             tmp_path, "--part", "step", "single", "--peers", str(peers), "--rounds", "2"

@@ -211,6 +211,7 @@ class TestRanks:
         assert len(pids) == 2
         assert not any(Path("/proc", pid).exists() for pid in pids)
 
+    @pytest.mark.slow
     def test_ours_and_fsdp_train_the_same(self, place: Place, tmp_path: Path) -> None:
         ours, peer, *_ = sides.ours(QUICK.work, 2, 3, "fp32"), *sides.fsdp(QUICK.work, 2, "fp32")
         losses = {}

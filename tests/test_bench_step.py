@@ -282,6 +282,7 @@ class TestPlain:
 
 
 class TestSide:
+    @pytest.mark.slow
     def test_ours_moves_what_its_plan_says_and_trains_as_the_plain_loop_does(self, place: Place) -> None:
         tiering = {"cache_in_host": False, "host_budget": "20MiB", "device_budget": "8MiB"}
         specs = [sides.plain(QUICK.model), sides.on_nvme(QUICK.model, "ours", tiering)]
@@ -552,6 +553,7 @@ class TestCommand:
         (ours,) = raw["sides"]
         assert len(ours["rounds"]) == QUICK.rounds
 
+    @pytest.mark.slow
     def test_interrupted_it_ends_its_sides_and_reports_what_it_has(self, tmp_path: Path) -> None:
         disk, report = tmp_path / "disk", tmp_path / "all.md"
         disk.mkdir()

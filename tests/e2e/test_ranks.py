@@ -77,7 +77,9 @@ def train_plainly(name: str, dtype: torch.dtype) -> Trained:
     return Trained(losses, norms, {key: p.detach() for key, p in named.items()}, model.state_dict())
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [*PLACES][:1] + [pytest.param(p, marks=pytest.mark.slow) for p in [*PLACES][1:]]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_differ_from_one_process_by_rounding(
     pool: Pool, tmp_path: Path, name: str, place: str

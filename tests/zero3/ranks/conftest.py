@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,3 +44,22 @@ def nvme(tmp_path: Path) -> Path:
     path = tmp_path / "nvme"
     path.mkdir()
     return path
+
+
+SAMPLE = 4  # one case in so many of a cross product is a fast test
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that -m leaves out are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of each test's cases the first, the fifth, ... are fast, the others slow: `make test-all` runs them all.
+
+    Ranks are processes, and a case of theirs takes half a second.
+    """
+    seen: Counter[str] = Counter()
+    for item in items:
+        if not item.path.is_relative_to(Path(__file__).parent) or item.get_closest_marker("slow"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if "[" in item.nodeid and seen[test] % SAMPLE:
+            item.add_marker(pytest.mark.slow)
+        seen[test] += 1

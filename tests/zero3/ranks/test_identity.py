@@ -73,6 +73,7 @@ def test_every_placement_of_the_optimizer_gives_the_same_bits_in_other_stages(
     same_everywhere(ranks(2), nvme, cases, precision="bf16", accumulation=2, stage=stage)
 
 
+@pytest.mark.slow
 def test_four_ranks(ranks: Ranks, nvme: Path) -> None:
     cases = {name: PLACEMENTS[name] for name in ("host", "all on nvme", "no prefetch", "smallest tiles")}
     same_everywhere(ranks(4), nvme, cases, precision="bf16", accumulation=2)

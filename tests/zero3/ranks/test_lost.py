@@ -190,6 +190,7 @@ def test_a_rank_that_has_fewer_batches_and_closes(doomed: Ranks, nvme: Path) -> 
     assert other.seconds < SOON
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes(doomed: Ranks, nvme: Path) -> None:
     """It is alive, and nobody can know that it will not: ``timeout`` says when to stop."""
     impatient = {"distributed": {"timeout": 4, "silence": 3}}

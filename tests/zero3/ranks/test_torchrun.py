@@ -18,6 +18,7 @@ STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host
 STANDALONE = ["--standalone", "--nproc-per-node=2"]
 
 
+@pytest.mark.slow
 def test_one_node(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
     with nodes(Node(STANDALONE, job(tmp_path, **STREAMED))) as (node,):
         assert node.wait() == 0, node.log

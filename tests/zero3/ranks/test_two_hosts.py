@@ -102,6 +102,7 @@ def test_two_hosts_train_as_two_ranks_of_one(
         assert run.differing(wanted) == []
 
 
+@pytest.mark.slow
 def test_a_cut_cable_ends_both_sides_with_a_named_error(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     watchful = {"distributed": {"timeout": 60, "silence": 4}}
     work = job(tmp_path, steps=ENDLESS, **STAGE_3, **watchful)

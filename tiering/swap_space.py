@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiering import logs
 from tiering.aio import AioContext, Buffer, Ticket
 from tiering.arena import round_up
 from tiering.bandwidth import MOST_BYTES, measure, weights
@@ -263,7 +264,10 @@ class SwapSpace:
             slab.resize(size)  # those that give back come first: they may share a file system with the others
         for index, slab in enumerate(self.slabs):
             if index in striped and not slab.capacity:
-                log.warning("nvme_path %s is left out: its file system has no room", slab.directory)
+                log.warning(
+                    "nvme_path %s is left out: its share of the space, by speed and room, is nothing",
+                    slab.directory,
+                )
             known = self.weights.get(slab.directory)
             speed = f"{format_size(known)}/s measured" if known else "not measured"
             log.info("swap space in %s: %s, %s", slab.directory, format_size(slab.capacity), speed)
@@ -300,7 +304,8 @@ class SwapSpace:
                 on_disk[disk_of(self.directories[path])].append(str(self.directories[path]))
             for together in on_disk.values():
                 if len(together) > 1:
-                    log.warning(
+                    log.log(
+                        logs.once(logging.WARNING),
                         "nvme_path %s are on one disk: striping over them is no faster than over one of them",
                         " and ".join(together),
                     )

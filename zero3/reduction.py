@@ -84,11 +84,7 @@ class GradientReducer:
         self._dtype = dtype
         self._replicated = stage == 0
         self._gathers_in_backward = stage == 3
-        self._trained = {
-            group: sum(piece.trainable for piece in group.layout.pieces)
-            for group in groups
-            if group.layout.trainable_numel
-        }
+        self._trained = {group for group in groups if group.layout.trainable_numel}
         parents = {group.parent for group in groups}
         self._stays_open = {group for group in self._trained if group.index in parents or not group.entries}
         # Of a CPU, or in device memory; apart from each other, so that a reduction can always begin.
@@ -107,14 +103,10 @@ class GradientReducer:
         self._backwards = 0
         self._begun = False  # the first one
         self.received_elsewhere = False
-        self._cut_off = (
-            False  # in the middle of a backward, whose reductions other ranks may still be waiting for
-        )
+        self._cut_off = False  # in the middle of a backward, for whose reductions others may be waiting still
         numbers = 4 * (2 + len(self._order)) + (len(groups) + 7) // 8
         collectives.row_nbytes = max(collectives.row_nbytes, numbers + (self._pieces + 7) // 8)
-        self._arrived: set[int] = (
-            set()
-        )  # pieces that got a gradient on this rank and that no agreement has told yet
+        self._arrived: set[int] = set()  # pieces that got a gradient here, since the last agreement
 
     def begin(self, used: Iterable[ParamGroup]) -> None:
         """A backward begins, of forwards that have used these groups, in this order."""
@@ -181,7 +173,6 @@ class GradientReducer:
         self.received_elsewhere = False
         if not self._reduces:
             return
-        self.begin(())  # unless a gradient has
         while self._turn < len(self._order):
             self._reduce_next()
         self._settle()
@@ -317,10 +308,8 @@ class GradientReducer:
 
     def _room_to_exchange(self, nbytes: int) -> Lease | Entry:
         while (lease := self._exchanging.try_lease(nbytes, "gradients")) is None:
-            if not self._under_way:
-                return self._exchanging.lease(
-                    nbytes, "gradients", alone=True
-                )  # an error: a defect of the plan
+            if not self._under_way:  # a defect of the plan, which this says
+                return self._exchanging.lease(nbytes, "gradients", alone=True)
             self._finish_oldest()
         return lease
 
@@ -345,9 +334,7 @@ class GradientReducer:
             self._gathering.append(self._collectives.gather(whole, mine, what, foreseen=True))
         else:
             self._store.add_reduced(group, done.parts, 1.0 / world.size)
-            if not done.parts[
-                0
-            ].is_cuda:  # else it is on its way off the device, and nobody waits for that here
+            if not done.parts[0].is_cuda:  # else it is leaving the device, and nobody waits for that here
                 self._store.close(group)
         for lease in done.leases:
             lease.release()

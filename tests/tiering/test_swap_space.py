@@ -335,7 +335,9 @@ def test_a_path_without_room_is_left_out_with_a_warning(
     rates(1, 1)
     space = open_space({"state": (8 * MIB, [disk, paths[0]])})
     assert [slab.capacity for slab in space.slabs] == [0, 8 * MIB]
-    assert f"nvme_path {disk} is left out: its file system has no room" in caplog.text
+    assert (
+        f"nvme_path {disk} is left out: its share of the space, by speed and room, is nothing" in caplog.text
+    )
     space.slabs[0].aio.close()
     space.close()  # before the disk goes
 

@@ -46,12 +46,12 @@ def nvme(tmp_path: Path) -> Path:
     return path
 
 
-SAMPLE = 4  # one case in so many of a cross product is a fast test
+SAMPLE = 6  # one case in so many of a cross product is a fast test
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that -m leaves out are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of each test's cases the first, the fifth, ... are fast, the others slow: `make test-all` runs them all.
+    """Of each test's cases the first, the seventh, ... are fast, the others slow: `make test-all` runs them all.
 
     Ranks are processes, and a case of theirs takes half a second.
     """

@@ -499,6 +499,7 @@ class TestCommand:
         )  # one makes the moments; two in each of three rounds
         assert text.count("DeepSpeedCPUAdam: whole job |") >= 2
 
+    @pytest.mark.slow
     def test_without_a_peer_the_report_says_so(self, tmp_path: Path) -> None:
         status, text, raw = self.run(tmp_path, "--part", "step")
         assert status in (0, 1)
@@ -506,6 +507,7 @@ class TestCommand:
         assert "--peers names no environment" in text
         assert not any("DeepSpeed" in goal["what"] for goal in raw["goals"])
 
+    @pytest.mark.slow
     def test_a_peer_that_cannot_be_had_is_reported(self, tmp_path: Path) -> None:
         status, _, raw = self.run(tmp_path, "--part", "step", "--peers", str(tmp_path / "nowhere"))
         assert status == 2

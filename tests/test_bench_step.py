@@ -542,6 +542,7 @@ class TestCommand:
         raw = json.loads((tmp_path / "all.json").read_text())
         return done.returncode, (tmp_path / "all.md").read_text(), raw, done.stderr
 
+    @pytest.mark.slow
     def test_without_peers_their_rows_are_left_out(self, tmp_path: Path) -> None:
         status, text, raw, said = self.run(tmp_path, "--cases", "nvme1")
         assert status == (0 if all(goal["holds"] for goal in raw["goals"]) else 1)

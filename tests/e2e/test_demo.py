@@ -355,6 +355,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_killed_demo_takes_its_children_along(tmp_path: Path) -> None:
     port = free_port()
     arguments = ["demo", "--dir", str(tmp_path), "--port", str(port), "--steps", "100000"]

@@ -22,12 +22,11 @@ import os
 import platform
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from optim_cpu import kernels
-from tiering.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -36,34 +35,6 @@ MPOL_PREFERRED = 1  # linux/mempolicy.h
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 _PCI = re.compile(r"(?:(?P<domain>[0-9a-f]+):)?(?P<rest>[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])")
 _MASK_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
-
-
-@dataclass(frozen=True)
-class Local:
-    """A rank's place among the ranks of its node: ``rank`` of ``world_size``, from 0."""
-
-    rank: int
-    world_size: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"local rank {self.rank} is outside a local world of {self.world_size}")
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Local:
-        """As LOCAL_RANK and LOCAL_WORLD_SIZE say, which torchrun sets. ConfigError where they are missing or wrong.
-
-        A process that nobody launched as one of several (no WORLD_SIZE) is alone.
-        """
-        if int(environ.get("WORLD_SIZE", "1")) == 1:
-            return cls(0, 1)
-        try:
-            return cls(int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"]))
-        except (KeyError, ValueError) as error:
-            raise ConfigError(
-                f"WORLD_SIZE is {environ['WORLD_SIZE']}, but LOCAL_RANK and LOCAL_WORLD_SIZE do not say which of a"
-                f" node's ranks this is ({error}); start with torchrun, or set both"
-            ) from error
 
 
 @dataclass(frozen=True)
@@ -141,19 +112,18 @@ def settle(
     order of the local ranks; without it all ranks are taken to have this one's mask. A rank that is alone on its node
     keeps everything, and a thread count that the program has chosen itself stays.
     """
-    local = Local(local_rank, local_world_size)
     mask = tuple(sorted(os.sched_getaffinity(0)))
     machine = Machine.read(sysfs)
     mine = Place(mask, gpu_node(gpu_pci, sysfs) if gpu_pci else None)
-    if local.world_size == 1:
+    if local_world_size == 1:
         return NodeShare(mask)
-    places = [mine] * local.world_size if gather is None else list(gather(mine))
-    if len(places) != local.world_size:
-        raise ValueError(f"{len(places)} places were gathered from a local world of {local.world_size}")
-    share = share_out(places, machine)[local.rank]
+    places = [mine] * local_world_size if gather is None else list(gather(mine))
+    if len(places) != local_world_size:
+        raise ValueError(f"{len(places)} places were gathered from a local world of {local_world_size}")
+    share = share_out(places, machine)[local_rank]
     if kernels.thread_count() == min(len(mask), kernels.MAX_THREADS):  # as it was at the start
         kernels.set_thread_count(share.threads)
-    log.debug("local rank %d of %d: %s", local.rank, local.world_size, share)
+    log.debug("local rank %d of %d: %s", local_rank, local_world_size, share)
     return share
 
 

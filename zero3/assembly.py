@@ -19,7 +19,7 @@ from tiering.errors import ConfigError
 from tiering.placement import make_plan
 from tiering.plan import Budgets, GroupSizes, Plan, Tier, Workload
 from zero3.client_optimizer import ClientOptimizer
-from zero3.collectives import Collectives, World, join
+from zero3.collectives import ALONE, Collectives, World, join
 from zero3.flat_storage import Streams, can_exchange
 from zero3.grads import GradientStore
 from zero3.groups import GroupMembers, form_groups, leaf_modules
@@ -63,8 +63,8 @@ class Assembly:
     gradients: GradientStore
     optimizer: TieredOptimizer | ClientOptimizer
     sink: GradientStore | GradientReducer
-    collectives: Collectives | None = None
-    replicas: Replicas | None = None
+    collectives: Collectives | None
+    replicas: Replicas | None
 
 
 def assemble(
@@ -84,10 +84,10 @@ def assemble(
         device = torch.device("cuda", torch.cuda.current_device())
     stalls = StallClock(Timeline())
     if world.size == 1:
-        return _assemble(model, config, model_parameters, optimizer, world, device, stalls, None)
+        return _assemble(model, config, model_parameters, optimizer, device, stalls, None)
     collectives = Collectives(world, device, config.tiering.distributed, stalls)
     try:
-        return _assemble(model, config, model_parameters, optimizer, world, device, stalls, collectives)
+        return _assemble(model, config, model_parameters, optimizer, device, stalls, collectives)
     except BaseException as error:
         collectives.peers.fail(error)
         collectives.close()
@@ -99,22 +99,22 @@ def _assemble(
     config: TieringConfig,
     model_parameters: ModelParameters | None,
     optimizer: ClientOptimizerChoice | None,
-    world: World,
     device: torch.device,
     stalls: StallClock,
     collectives: Collectives | None,
 ) -> Assembly:
+    world = ALONE if collectives is None else collectives.world
     compute = COMPUTE_DTYPES[config.precision]
     chosen = choose_optimizer(model, config, model_parameters, optimizer)
     if collectives is not None:
         _check_ranks_fit(chosen, config)
         collectives.check_same("model", _described(model, chosen))
         collectives.check_same("configuration", _settings(config))
-    share = topology.settle(
+    node = topology.settle(
         world.local_rank,
         world.local_size,
         _bus_id(device) if world.local_size > 1 else None,
-        gather=collectives.of_node if collectives is not None else None,
+        gather=None if collectives is None else collectives.of_node,
     )
     grad_dtype = _grad_dtype(config, compute, chosen)
     reduce_dtype = _reduce_dtype(config, compute, grad_dtype)
@@ -126,53 +126,40 @@ def _assemble(
         collectives.check_same("plan", (f"{key} {value}" for key, value in vars(load).items()))
     log.log(logs.once(logging.INFO), "%s", plan)
 
-    tiers = Tiers(plan, device, config.tiering, nvme, stalls, share.numa_node)
+    tiers = Tiers(plan, device, config.tiering, nvme, stalls, node.numa_node)
     try:
         streams = None if tiers.device_is_host else Streams()
         groups = _make_groups(members, layouts, compute, tiers, streams, collectives)
         tiles = make_tiles(plan.sub_groups, groups, tiers)
         local = _local_gradients(groups, grad_dtype, tiers) if load.grads_stay_local else None
-        homes = (
-            [Home(tensor=flat.view(torch.uint8)) for flat in local]
-            if local is not None and config.zero.stage == 0
-            else _gradient_homes(groups, grad_dtype, tiers)
-        )
-        measured = None
-        if (
-            collectives is not None and config.zero.stage == 0
-        ):  # so that the norm has the bits of every other stage
-            measured = {group: shard_ranges(group.layout, world.size, world.rank)[0] for group in groups}
-        gradients = GradientStore(groups, homes, grad_dtype, tiers, streams, measured)
+        gradients = _gradient_store(groups, grad_dtype, tiers, streams, local, world)
         _move_buffers(model, device, compute, collectives)
-        layout = StateLayout.of(plan.workload, chosen.moments)
+        layout = StateLayout.of(load, chosen.moments)
         fill(model, groups, tiles, tiers, layout, chosen.initial_state, collectives)
         stepper = _stepper(chosen, tiles, gradients, tiers, streams, layout)
-        if collectives is None:
-            return Assembly(world, device, plan, tiers, groups, tiles, layout, gradients, stepper, gradients)
-        reducer = GradientReducer(
-            groups, gradients, collectives, tiers, reduce_dtype, local, config.zero.stage
-        )
-        replicas = Replicas(groups, collectives) if config.zero.stage >= 1 else None
-        if replicas is not None and isinstance(stepper, TieredOptimizer):
-            stepper.on_stepped = replicas.stepped
+        sink: GradientStore | GradientReducer = gradients
+        replicas = None
+        if collectives is not None:
+            sink = GradientReducer(groups, gradients, collectives, tiers, reduce_dtype, local, load.stage)
+            replicas = Replicas(groups, collectives)
+            if isinstance(stepper, TieredOptimizer):
+                stepper.on_stepped = replicas.stepped
     except BaseException:
         tiers.close()
         raise
     return Assembly(
-        *(
-            world,
-            device,
-            plan,
-            tiers,
-            groups,
-            tiles,
-            layout,
-            gradients,
-            stepper,
-            reducer,
-            collectives,
-            replicas,
-        )
+        world=world,
+        device=device,
+        plan=plan,
+        tiers=tiers,
+        groups=groups,
+        tiles=tiles,
+        layout=layout,
+        gradients=gradients,
+        optimizer=stepper,
+        sink=sink,
+        collectives=collectives,
+        replicas=replicas,
     )
 
 
@@ -472,16 +459,30 @@ def _places(
     return {index: tiers.working.capacity - stacked(index) for index in parents}
 
 
-def _gradient_homes(groups: list[ParamGroup], dtype: torch.dtype, tiers: Tiers) -> list[Home]:
-    return [
-        tiers.home(
-            tier,
-            group.shard.trainable_numel * dtype.itemsize,
-            "gradients",
-            tuple(piece.name for piece in group.shard.pieces if piece.trainable),
-        )
-        for group, tier in zip(groups, tiers.plan.grad_tiers, strict=True)
-    ]
+def _gradient_store(
+    groups: list[ParamGroup],
+    dtype: torch.dtype,
+    tiers: Tiers,
+    streams: Streams | None,
+    local: list[Tensor] | None,
+    world: World,
+) -> GradientStore:
+    """Where gradients are kept until they are used. ``local`` are whole ones, which stage 0 reduces where they are."""
+    if local is None or tiers.plan.workload.stage > 0:
+        homes = [
+            tiers.home(
+                tier,
+                group.shard.trainable_numel * dtype.itemsize,
+                "gradients",
+                tuple(piece.name for piece in group.shard.pieces if piece.trainable),
+            )
+            for group, tier in zip(groups, tiers.plan.grad_tiers, strict=True)
+        ]
+        return GradientStore(groups, homes, dtype, tiers, streams)
+    homes = [Home(tensor=flat.view(torch.uint8)) for flat in local]
+    # Each rank tells the squares of its share, so that the norm has the bits that it has in every other stage.
+    shares = {group: shard_ranges(group.layout, world.size, world.rank)[0] for group in groups}
+    return GradientStore(groups, homes, dtype, tiers, streams, measured=shares)
 
 
 def _local_gradients(groups: list[ParamGroup], dtype: torch.dtype, tiers: Tiers) -> list[Tensor]:

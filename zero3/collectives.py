@@ -38,7 +38,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from tiering.config import DistributedConfig
-from tiering.errors import ConfigError, DistributedError, RankLostError, RankOrderError
+from tiering.errors import ConfigError, DistributedError, RankOrderError
 from zero3.peers import Peers, sever
 from zero3.timeline import StallClock
 
@@ -120,9 +120,7 @@ def _name_of_this_start(store: Store, rank: int, size: int) -> str:
     while True:
         name = store.get("tiering start").decode()
         store.set(f"{name} {rank}", mine)
-        with contextlib.suppress(
-            dist.DistStoreError
-        ):  # half a second is over: perhaps the name was an old one
+        with contextlib.suppress(dist.DistStoreError):  # time is over: perhaps the name was an old one
             store.wait([f"{name} {mine}"], timedelta(seconds=0.5))
             return name
 
@@ -161,9 +159,8 @@ class Collectives:
         self.sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.spared = 0  # bytes that gathers of groups would have sent that were still there
-        self._device = device
         self._stalls = stalls
-        self._watched = device.type == "cpu"  # a GPU's collectives are waited for on its streams
+        self._watched = device.type == "cpu"  # a GPU's streams wait for its collectives
         self._failure: DistributedError | None = None
         self._raised: BaseException | None = None  # by the last forward
         self.row_nbytes = 64  # what a row of a table has room for
@@ -186,16 +183,19 @@ class Collectives:
         self._leave.atexit = False
         self.peers.agree("initialize")
 
-    def gather(self, whole: Tensor, shard: Tensor, what: str, *, foreseen: bool) -> Pending:
-        """Begin to fill the flat ``whole`` with the ``shard`` of each rank, in their order; it may be its place there.
-
-        ``foreseen``: all ranks are known to come to this one next. If not, they agree on it first.
-        """
-        self.check()
+    def announce(self, what: str, *, foreseen: bool) -> None:
+        """The next gather is ``what``. Unless all ranks have ``foreseen`` that, they agree on it."""
         if foreseen:
+            self.check()
             self.peers.issued(what, group="gather")
         else:
             self.agree(what)
+
+    def gather(self, whole: Tensor, shard: Tensor, what: str) -> Pending:
+        """Begin to fill the flat ``whole`` with the ``shard`` of each rank, in their order; it may be its place there.
+
+        It was announced as ``what``.
+        """
         self._count("all-gather", shard.nbytes * (self.world.size - 1))
         direct = self._watched and shard.nbytes >= LARGE
         works = (
@@ -220,15 +220,10 @@ class Collectives:
 
     def finish(self, pending: Pending, cause: str) -> None:
         """Wait for a collective; on a GPU the current stream does. Errors name the rank that is the reason."""
-        works, pending.works = pending.works, []
-        if not self._watched:
-            for work in works:
-                work.wait()
-            self.check()
-            return
         with self._stalls.waiting_for(cause):
-            for work in works:
-                self._wait(work, pending.what, pending.group)
+            while pending.works:
+                self._wait(pending.works[0], pending.what, pending.group, blocking=self._watched)
+                del pending.works[0]  # not before: what has failed may still write to its buffers
 
     def table(self, mine: Tensor, what: str) -> Tensor:
         """A row from each rank: ``mine`` is a flat CPU tensor, of one length and dtype everywhere.
@@ -285,9 +280,11 @@ class Collectives:
             self.peers.agree(what, group="gather")
 
     def check(self) -> None:
-        """DistributedError if an earlier one has ended this engine."""
+        """DistributedError if one has ended this engine, here or on another rank."""
         if self._failure is not None:
             raise self._failure
+        with self._failing():
+            self.peers.check()
 
     def ended(self, phase: str, error: BaseException) -> None:
         """``phase`` was ended by ``error`` on this rank: tell the others.
@@ -328,9 +325,9 @@ class Collectives:
                 sever(group)
         self._leave()
 
-    def _wait(self, work: dist.Work, what: str, group: str) -> None:
+    def _wait(self, work: dist.Work, what: str, group: str, *, blocking: bool = True) -> None:
         with self._failing():
-            self.peers.wait(work, what, group=group)
+            self.peers.wait(work, what, group=group, blocking=blocking)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -364,7 +361,6 @@ class Collectives:
     def _abort(self, reason: str) -> None:
         """A GPU waits for a rank that will not come, and the CPU for the GPU: end what they wait for."""
         log.critical("%s", reason)
-        self._failure = self._failure or RankLostError(reason.partition("] ")[2] or reason)
         for group in (self._gathers, self._reductions, self._control):
             sever(group)
 

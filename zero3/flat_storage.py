@@ -34,7 +34,6 @@ class FlatStorage(ABC):
     """A flat tensor whose bytes arrive with ``start``/``finish`` and go with ``drop``."""
 
     flat: Tensor
-    gathered = False  # whether ``gather`` was called since ``start``
 
     def take_bytes(self) -> None:
         """The views are made: from now on the storage has no bytes of its own."""
@@ -47,19 +46,6 @@ class FlatStorage(ABC):
         With ``wait``, wait for room that transfers still hold; ArenaError if that cannot help.
         """
 
-    def gather(self, *, foreseen: bool) -> None:
-        """Of a group that is sharded over ranks: begin to gather the shards, once this rank's own is there."""
-        raise AssertionError("a group that one rank has whole is gathered from nobody")
-
-    def spare(self) -> None:
-        """Its bytes were kept from one use to the next, which gathers nothing."""
-        raise AssertionError("only what is gathered is spared to be")
-
-    @property
-    def reads_first(self) -> bool:
-        """Whether ``gather`` may have to wait until this rank's shard has been read."""
-        return False
-
     @abstractmethod
     def finish(self) -> None:
         """Wait until the bytes are valid and attach them to ``flat``."""
@@ -69,66 +55,85 @@ class FlatStorage(ABC):
         """Take the bytes away, whether or not they have arrived."""
 
 
-class ExchangedStorage(FlatStorage):
-    """CPU: the storage exchanges its pointer with an arena lease that an NVMe read has filled."""
+class ArenaStorage(FlatStorage):
+    """CPU: the storage exchanges its pointer with a lease of the working arena, once the bytes are there."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, tiers: Tiers) -> None:
         if tiers.nowhere is not None:
             self.flat = torch.frombuffer(tiers.nowhere, dtype=dtype, count=numel)
         else:
             self.flat = torch.empty(numel, dtype=dtype, device="cpu")
-        self._home = home
         self._tiers = tiers
+        self._nbytes = numel * dtype.itemsize
         self._lease: Lease | None = None
-        self._ticket: Transfer | None = None
         self._bytes: Tensor | None = None  # the lease as a tensor; while attached, it holds the empty pointer
 
     def take_bytes(self) -> None:
         if self._tiers.nowhere is None:
             super().take_bytes()
 
-    def start(self, *, at: int | None, wait: bool) -> bool:
-        working, swap, extent = self._tiers.working, self._tiers.swap, self._home.extent
-        assert isinstance(working, Arena) and swap is not None and extent is not None
-        kind = "unsharded groups"
+    def _take_room(self, *, at: int | None, wait: bool) -> bool:
+        """Lease room for the bytes; False if there is none."""
+        working, kind = self._tiers.working, "unsharded groups"
+        assert isinstance(working, Arena)
         # What compute holds is given back by compute, which is waiting here: only transfers can make room.
-        lease = (
-            working.lease(extent.nbytes, kind, at=at, alone=True)
+        self._lease = (
+            working.lease(self._nbytes, kind, at=at, alone=True)
             if wait
-            else working.try_lease(extent.nbytes, kind, at=at)
+            else working.try_lease(self._nbytes, kind, at=at)
         )
-        if lease is None:
+        return self._lease is not None
+
+    def _attach(self) -> None:
+        assert self._lease is not None
+        self._bytes = as_tensor(self._lease)
+        exchange_pointers(self.flat, self._bytes)
+
+    def _detach(self) -> Lease:
+        """Undo ``_attach``, and ``_take_room`` but for the lease itself."""
+        lease, self._lease = self._lease, None
+        assert lease is not None
+        if self._bytes is not None:
+            exchange_pointers(self.flat, self._bytes)
+            self._bytes = None
+        return lease
+
+
+class ExchangedStorage(ArenaStorage):
+    """The lease is filled by an NVMe read."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers) -> None:
+        super().__init__(numel, dtype, tiers)
+        self._home = home
+        self._ticket: Transfer | None = None
+
+    def start(self, *, at: int | None, wait: bool) -> bool:
+        swap, extent = self._tiers.swap, self._home.extent
+        assert swap is not None and extent is not None
+        if not self._take_room(at=at, wait=wait):
             return False
         try:
-            self._ticket = swap.swap_in(extent, lease, priority=FETCH_PRIORITY)
+            assert self._lease is not None
+            self._ticket = swap.swap_in(extent, self._lease, priority=FETCH_PRIORITY)
         except BaseException:
             swap.settle(extent)
-            lease.release()
+            self._detach().release()
             raise
-        self._lease = lease
         return True
 
     def finish(self) -> None:
-        assert self._ticket is not None and self._lease is not None
+        assert self._ticket is not None
         self._ticket.wait()
         self._ticket = None
-        self._bytes = as_tensor(self._lease)
-        self._exchange()
+        self._attach()
 
     def drop(self) -> None:
-        lease, self._lease = self._lease, None
-        assert lease is not None
-        if self._ticket is not None:
-            ticket, self._ticket = self._ticket, None
-            retire_read(lease, ticket)
+        lease = self._detach()
+        if self._ticket is None:
+            lease.release()
             return
-        self._exchange()
-        self._bytes = None
-        lease.release()
-
-    def _exchange(self) -> None:
-        assert self._bytes is not None
-        exchange_pointers(self.flat, self._bytes)
+        ticket, self._ticket = self._ticket, None
+        retire_read(lease, ticket)
 
 
 def retire_read(lease: Lease, ticket: Transfer) -> None:

@@ -12,123 +12,112 @@ Note [Gathers come in one order]
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from tiering.arena import Arena, Lease
+from tiering.arena import Lease
 from tiering.errors import DistributedError, SwapError
 from tiering.tickets import Transfer
 from zero3.collectives import Collectives, Pending
 from zero3.flat_storage import (
     FETCH_PRIORITY,
+    ArenaStorage,
     FlatStorage,
     StreamEvent,
     Streams,
-    exchange_pointers,
     retire_read,
 )
 from zero3.partition import FlatLayout, shard_ranges
 from zero3.tiers import Entry, Home, Tiers, as_tensor
 
 
-class GatheredStorage(FlatStorage):
-    """What CPU and GPU have in common: the ranges of the shard, and gathers under way. ``name`` is the group's."""
+class ShardGathers:
+    """The gathers of one group, ``name``: one of the trainable prefix, and one of the rest, if there is any.
 
-    def __init__(
-        self, layout: FlatLayout, dtype: torch.dtype, home: Home, collectives: Collectives, name: str
-    ) -> None:
-        self._layout = layout
-        self._dtype = dtype
-        self._home = home
-        self._collectives = collectives
-        self._name = name
+    ``ranges``: this rank's elements of the whole, in the order in which its shard holds them.
+    """
+
+    def __init__(self, layout: FlatLayout, dtype: torch.dtype, collectives: Collectives, name: str) -> None:
         world = collectives.world
-        ranges = shard_ranges(layout, world.size, world.rank)
         whole = range(layout.trainable_numel), range(layout.trainable_numel, layout.numel)
-        self._shards = [(all_of_it, mine) for all_of_it, mine in zip(whole, ranges, strict=True) if len(mine)]
-        self._gathers: list[Pending] = []
+        ranges = shard_ranges(layout, world.size, world.rank)
+        self._parts = [(all_of_it, mine) for all_of_it, mine in zip(whole, ranges, strict=True) if mine]
+        self.ranges = [mine for _, mine in self._parts]
+        self.begun = False  # in this stay
+        self._itemsize = dtype.itemsize
+        self._collectives = collectives
+        self._what = f"gather {name!r}"
+        self._under_way: list[Pending] = []
 
     def spare(self) -> None:
-        self._collectives.spare(sum(len(mine) for _, mine in self._shards) * self._dtype.itemsize)
+        """Count a use for which nothing has to be gathered."""
+        self._collectives.spare(sum(map(len, self.ranges)) * self._itemsize)
 
-    def _begin_gathers(self, whole: Tensor, kept: Tensor | None, *, foreseen: bool) -> None:
-        """Gather into ``whole``, from the shard ``kept``, or from its place in the whole."""
-        assert not self.gathered
-        self.gathered = True
+    def announce(self, *, foreseen: bool) -> None:
+        """Agree with the other ranks that these come next, unless all have ``foreseen`` it."""
+        self._collectives.announce(self._what, foreseen=foreseen)
+
+    def begin(self, whole: Tensor, kept: Tensor | None) -> None:
+        """Gather into ``whole``, from the shard ``kept``, or from its place in the whole; after ``announce``."""
+        assert not self.begun
+        self.begun = True
         base = 0
-        for all_of_it, mine in self._shards:
-            source = whole[mine.start : mine.stop] if kept is None else kept[base : base + len(mine)]
+        for number, (all_of_it, mine) in enumerate(self._parts):
+            if number:
+                self.announce(foreseen=True)
+            shard = whole[mine.start : mine.stop] if kept is None else kept[base : base + len(mine)]
             target = whole[all_of_it.start : all_of_it.stop]
-            self._gathers.append(
-                self._collectives.gather(target, source, f"gather {self._name!r}", foreseen=foreseen)
-            )
-            base, foreseen = base + len(mine), True
+            self._under_way.append(self._collectives.gather(target, shard, self._what))
+            base += len(mine)
 
-    def _finish_gathers(self) -> None:
-        while self._gathers:
-            self._collectives.finish(self._gathers[0], "gather")
-            del self._gathers[0]
+    def finish(self) -> None:
+        """Wait for them."""
+        while self._under_way:
+            self._collectives.finish(self._under_way[0], "gather")
+            del self._under_way[0]
 
-    def _end_gathers(self) -> bool:
-        """Let go of gathers that nobody needs any more; False if their memory may still be written to, for ever."""
+    def end(self) -> bool:
+        """Let go of what nobody needs any more; False if its memory may still be written to, for ever."""
+        self.begun = False
         try:
-            self._finish_gathers()
+            self.finish()
         except DistributedError:  # whoever waits for another rank has been told, or will be
-            self._gathers.clear()
-            self.gathered = False
+            self._under_way.clear()
             return False
-        self.gathered = False
         return True
 
 
-class ArenaGatheredStorage(GatheredStorage):
-    """CPU: the storage exchanges its pointer with an arena lease, into which the shards are gathered."""
+class ShardedStorage(FlatStorage):
+    """A storage between whose ``start`` and ``finish`` the shards are gathered."""
+
+    gathers: ShardGathers
+
+    @abstractmethod
+    def gather(self, *, foreseen: bool) -> None:
+        """Begin to gather, once this rank's shard is there; ``foreseen`` by all ranks as their next gather."""
+
+
+class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
+    """CPU: the shards are gathered into the lease."""
 
     def __init__(
-        self,
-        layout: FlatLayout,
-        dtype: torch.dtype,
-        home: Home,
-        collectives: Collectives,
-        name: str,
-        tiers: Tiers,
+        self, layout: FlatLayout, dtype: torch.dtype, home: Home, tiers: Tiers, gathers: ShardGathers
     ) -> None:
-        super().__init__(layout, dtype, home, collectives, name)
-        if tiers.nowhere is not None:
-            self.flat = torch.frombuffer(tiers.nowhere, dtype=dtype, count=layout.numel)
-        else:
-            self.flat = torch.empty(layout.numel, dtype=dtype, device="cpu")
-        self._tiers = tiers
-        self._lease: Lease | None = None
+        super().__init__(layout.numel, dtype, tiers)
+        self.gathers = gathers
+        self._home = home
+        self._dtype = dtype
         self._reads: list[Transfer] = []
-        self._bytes: Tensor | None = None  # the lease as a tensor; while attached, it holds the empty pointer
-
-    def take_bytes(self) -> None:
-        if self._tiers.nowhere is None:
-            super().take_bytes()
 
     def start(self, *, at: int | None, wait: bool) -> bool:
-        working = self._tiers.working
-        assert isinstance(working, Arena)
-        nbytes = self._layout.numel * self._dtype.itemsize
-        # What compute holds is given back by compute, which is waiting here: nothing else holds any of it.
-        lease = (
-            working.lease(nbytes, "unsharded groups", at=at, alone=True)
-            if wait
-            else working.try_lease(nbytes, "unsharded groups", at=at)
-        )
-        if lease is None:
+        if not self._take_room(at=at, wait=wait):
             return False
-        self._lease = lease
         if self._home.extent is not None:
-            self._read(lease)
+            self._read()
         return True
-
-    @property
-    def reads_first(self) -> bool:
-        return self._home.extent is not None
 
     def gather(self, *, foreseen: bool) -> None:
         assert self._lease is not None
@@ -136,47 +125,42 @@ class ArenaGatheredStorage(GatheredStorage):
             for read in self._reads:
                 read.wait()
         self._reads.clear()
-        whole = as_tensor(self._lease).view(self._dtype)[: self._layout.numel]
+        self.gathers.announce(foreseen=foreseen)
+        whole = as_tensor(self._lease)[: self._nbytes].view(self._dtype)
         kept = self._home.tensor.view(self._dtype) if self._home.tensor is not None else None
-        self._begin_gathers(whole, kept, foreseen=foreseen)
+        self.gathers.begin(whole, kept)
 
     def finish(self) -> None:
-        assert self._lease is not None
-        self._finish_gathers()
-        self._bytes = as_tensor(self._lease)
-        exchange_pointers(self.flat, self._bytes)
+        self.gathers.finish()
+        self._attach()
 
     def drop(self) -> None:
-        lease, self._lease = self._lease, None
-        assert lease is not None
+        lease = self._detach()
         for read in self._reads:  # see Note [Gathers come in one order]
             with contextlib.suppress(SwapError):  # who waited for it has been told
                 read.wait()
         self._reads.clear()
-        if self._bytes is not None:
-            exchange_pointers(self.flat, self._bytes)
-            self._bytes = None
-        if self._end_gathers():
+        if self.gathers.end():
             lease.release()
 
-    def _read(self, lease: Lease) -> None:
+    def _read(self) -> None:
+        """Start to read the shard to its places in the whole."""
         swap, extent, itemsize = self._tiers.swap, self._home.extent, self._dtype.itemsize
-        assert swap is not None and extent is not None
+        assert swap is not None and extent is not None and self._lease is not None
         offset = 0
         try:
-            for _, mine in self._shards:
-                part = lease.part(mine.start * itemsize, len(mine) * itemsize)
+            for mine in self.gathers.ranges:
+                part = self._lease.part(mine.start * itemsize, len(mine) * itemsize)
                 self._reads.append(swap.swap_in(extent, part, offset=offset, priority=FETCH_PRIORITY))
                 offset += part.nbytes
         except BaseException:
             swap.settle(extent)
             self._reads.clear()
-            self._lease = None
-            lease.release()
+            self._detach().release()
             raise
 
 
-class DeviceGatheredStorage(GatheredStorage):
+class DeviceGatheredStorage(ShardedStorage):
     """Device memory of its own: the storage is resized, and the shards are gathered in it.
 
     A shard at home in host memory is copied to its place first, one on NVMe by way of a pinned lease. On a GPU both run
@@ -188,23 +172,19 @@ class DeviceGatheredStorage(GatheredStorage):
         layout: FlatLayout,
         dtype: torch.dtype,
         home: Home,
-        collectives: Collectives,
-        name: str,
         tiers: Tiers,
+        gathers: ShardGathers,
         streams: Streams | None,
     ) -> None:
-        super().__init__(layout, dtype, home, collectives, name)
         self.flat = torch.empty(layout.numel, dtype=dtype, device=tiers.device)
+        self.gathers = gathers
         self._nbytes = self.flat.untyped_storage().nbytes()
+        self._home = home
         self._tiers = tiers
         self._streams = streams
         self._room: Lease | Entry | None = None
         self._lease: Lease | None = None  # pinned, of a shard that is read
         self._ticket: Transfer | None = None
-
-    @property
-    def reads_first(self) -> bool:
-        return self._home.extent is not None
 
     def start(self, *, at: int | None, wait: bool) -> bool:
         working, window = self._tiers.working, self._tiers.fetch_window
@@ -234,40 +214,45 @@ class DeviceGatheredStorage(GatheredStorage):
             with self._tiers.stalls.waiting_for("parameters"):
                 self._ticket.wait()
             self._ticket = None
+        self.gathers.announce(
+            foreseen=foreseen
+        )  # before there is a copy that ``drop`` would have to wait for
         self.flat.untyped_storage().resize_(self._nbytes)
         with _unsafe_preserve_version_counter(self.flat):
             if self._streams is None:
-                self._gather_here(foreseen=foreseen)
+                self._gather_here()
                 return
             self._streams.fetch.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._streams.fetch):
-                self._gather_here(foreseen=foreseen)
+                self._gather_here()
 
     def finish(self) -> None:
-        self._finish_gathers()
+        self.gathers.finish()
 
     def drop(self) -> None:
         assert self._room is not None
-        if self._ticket is not None:
-            assert self._lease is not None
-            retire_read(self._lease, self._ticket)
+        if self._lease is not None:
+            if self._ticket is not None:
+                retire_read(self._lease, self._ticket)
+            else:
+                self._lease.release()
             self._ticket = self._lease = None
-        ended = self._end_gathers()
-        if ended:
+        if self.gathers.end():
             self.flat.untyped_storage().resize_(0)
             self._room.release()
         self._room = None
 
-    def _gather_here(self, *, foreseen: bool) -> None:
+    def _gather_here(self) -> None:
         home = self._home.tensor
         if home is not None and home.device == self.flat.device:
-            self._begin_gathers(self.flat, home.view(self._dtype), foreseen=foreseen)
+            self.gathers.begin(self.flat, home.view(self.flat.dtype))
             return
-        source = home if home is not None else as_tensor(self._pinned())
-        kept, base = source[: self._layout.numel * self._dtype.itemsize].view(self._dtype), 0
-        for _, mine in self._shards:
-            place = self.flat[mine.start : mine.stop]
-            place.copy_(kept[base : base + len(mine)], non_blocking=True)
+        if home is None:
+            assert self._lease is not None
+            home = as_tensor(self._lease)
+        kept, base = home.view(self.flat.dtype), 0
+        for mine in self.gathers.ranges:
+            self.flat[mine.start : mine.stop].copy_(kept[base : base + len(mine)], non_blocking=True)
             base += len(mine)
         if self._lease is not None:
             if self._streams is None:
@@ -275,8 +260,4 @@ class DeviceGatheredStorage(GatheredStorage):
             else:
                 self._lease.retire(StreamEvent(self._streams.fetch))
             self._lease = None
-        self._begin_gathers(self.flat, None, foreseen=foreseen)
-
-    def _pinned(self) -> Lease:
-        assert self._lease is not None
-        return self._lease
+        self.gathers.begin(self.flat, None)

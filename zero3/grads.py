@@ -108,9 +108,7 @@ class GradientStore:
         self._squares: dict[int, float] = {}
         self._arriving: deque[_Arriving] = deque()
         self._complete: set[ParamGroup] = set()  # stepped, or about to be, while backward still runs
-        self.on_reset: Callable[[], None] = lambda: (
-            None
-        )  # whoever keeps gradients on their way here drops them, too
+        self.on_reset: Callable[[], None] = lambda: None  # drops gradients that are on their way here
         self.make_room: Callable[[], bool] = lambda: False  # steps what holds a window, if anything does
 
     def begin(self, used: Iterable[ParamGroup]) -> None:

@@ -19,6 +19,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Literal
 
+from zero3 import knots
 from zero3.board import MEMORY, Beat, Board, Failure, Process, spell
 
 ORDER = (
@@ -438,45 +439,17 @@ class Heartbeat:
             for rank, seen in self.seen.items():
                 if seen.beat.state == "closed" and seen.beat.reached(group) < number:
                     return self._settle(self._left(rank, group, number, what))
-        knot = self._waiting_for_each_other()
-        if knot and self._have_not_moved(knot):
-            return self._settle(Failure("order", min(knot), f"{self._tied(sorted(knot))}: {ORDER}"))
-        self._knot = knot
+        running = {rank: seen.beat for rank, seen in self.seen.items() if seen.beat.state == "running"}
+        before, self._knot = self._knot, knots.find(self._rank, running | {self._rank: self.beat()})
+        if knots.is_tied(before, self._knot):
+            tied = sorted(self._knot)
+            words = f"{spell(tied)} wait for each other: {self.positions(tied)}: {ORDER}"
+            return self._settle(Failure("order", tied[0], words))
         if self._waiting or self._strict:
             silent = self._silent_ranks()
             if silent:
                 self._settle(self._silence_of(silent))
         return None
-
-    def _waiting_for_each_other(self) -> dict[int, Beat]:
-        """Ranks in a ring, each waiting for a collective that the next one has not come to; empty if there is none."""
-        beats = {rank: seen.beat for rank, seen in self.seen.items() if seen.beat.state == "running"}
-        beats[self._rank] = self.beat()
-        ring: dict[int, Beat] = {}
-        rank: int | None = self._rank
-        while rank is not None and rank not in ring:
-            beat = ring[rank] = beats[rank]
-            waits = beat.waits
-            if waits is None:
-                return {}
-            rank = next(
-                (r for r, b in beats.items() if b.waits is not None and b.reached(waits[0]) < waits[1]), None
-            )
-        if rank is None:
-            return {}
-        members = list(ring)
-        return {member: ring[member] for member in members[members.index(rank) :]}
-
-    def _have_not_moved(self, knot: dict[int, Beat]) -> bool:
-        """Whether each of them has beaten since the last look, and waits as it did: then they all did so at once."""
-        return knot.keys() == self._knot.keys() and all(
-            (beat.waits, beat.said) == (self._knot[rank].waits, self._knot[rank].said)
-            and beat.count > self._knot[rank].count
-            for rank, beat in knot.items()
-        )
-
-    def _tied(self, ranks: list[int]) -> str:
-        return f"{spell(ranks)} wait for each other: {self.positions(ranks)}"
 
     def _depends_on(self) -> list[tuple[str, int, str]]:
         """Collectives that cannot end unless every rank joins in."""

@@ -98,9 +98,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._begun: dict[ParamGroup, None] = {}  # groups whose tiles were due in this backward, in order
         self._usual_order: list[ParamGroup] = list(reversed(self._tiles_of))
         gradients.make_room = self._make_room
-        self.on_stepped: Callable[[ParamGroup], None] = lambda group: (
-            None
-        )  # all that is due of a group was stepped
+        # Told when all that is due of a group was stepped.
+        self.on_stepped: Callable[[ParamGroup], None] = lambda group: None
 
     def expect_step(self) -> None:
         """The last backward of a step begins: start to read the state of the first tiles."""

@@ -20,7 +20,12 @@ from tiering.storage import shorten
 from zero3 import resharded
 from zero3.collectives import Collectives
 from zero3.flat_storage import CopiedStorage, ExchangedStorage, FlatStorage, Streams
-from zero3.gathered_storage import ArenaGatheredStorage, DeviceGatheredStorage
+from zero3.gathered_storage import (
+    ArenaGatheredStorage,
+    DeviceGatheredStorage,
+    ShardedStorage,
+    ShardGathers,
+)
 from zero3.partition import FlatLayout
 from zero3.tiers import Home, Tiers
 
@@ -81,10 +86,11 @@ class ParamGroup:
             self.residency = Residency.RESIDENT
         else:
             if gathers is not None:
+                own = ShardGathers(layout, dtype, gathers, name)
                 self._storage = (
-                    DeviceGatheredStorage(layout, dtype, home, gathers, name, tiers, streams)
+                    DeviceGatheredStorage(layout, dtype, home, tiers, own, streams)
                     if by_copy
-                    else ArenaGatheredStorage(layout, dtype, home, gathers, name, tiers)
+                    else ArenaGatheredStorage(layout, dtype, home, tiers, own)
                 )
             elif by_copy:
                 self._storage = CopiedStorage(layout.numel, dtype, home, tiers, streams)
@@ -255,22 +261,22 @@ class ParamGroup:
     @property
     def reads_first(self) -> bool:
         """Whether ``gather`` may have to wait for a read."""
-        return self._storage is not None and self._storage.reads_first
+        return self.sharded and self.home.extent is not None
 
     @property
     def gathered(self) -> bool:
         """Whether ``gather`` was called since ``unshard``."""
-        return self._storage is not None and self._storage.gathered
+        return isinstance(self._storage, ShardedStorage) and self._storage.gathers.begun
 
     def gather(self, *, foreseen: bool) -> None:
         """Begin to gather the shards of an unsharding that was started; ``foreseen`` by all ranks as their next."""
-        assert self._storage is not None and self.residency is Residency.FETCHING
+        assert isinstance(self._storage, ShardedStorage) and self.residency is Residency.FETCHING
         self._storage.gather(foreseen=foreseen)
 
     def spare(self) -> None:
         """Count a use that needs no gather: the bytes are there since the last one."""
-        assert self._storage is not None
-        self._storage.spare()
+        assert isinstance(self._storage, ShardedStorage)
+        self._storage.gathers.spare()
 
     def wait_for_unshard(self) -> None:
         """Wait for the bytes."""

@@ -99,7 +99,7 @@ class Peers:
             RankOrderError: it is another one on some rank; on all ranks.
             DistributedError: as `wait`.
         """
-        self._raise_if_failed()
+        self.check()
         question = self._heartbeat.ask(group, what)
         with _Delay(self, group, question.number, what) as delay:
             while not self._heartbeat.answered(question, FIRST_SLICE):
@@ -116,7 +116,7 @@ class Peers:
             RankLostError, RankOrderError, DistributedError: see the top of this file. They are final: every later call
                 raises the same again.
         """
-        self._raise_if_failed()
+        self.check()
         if not blocking:
             work.wait()
             return
@@ -169,7 +169,8 @@ class Peers:
         else:
             self._leave("has ended its program")
 
-    def _raise_if_failed(self) -> None:
+    def check(self) -> None:
+        """DistributedError if a failure has ended the run, here or elsewhere, as far as this rank has heard."""
         if self._final is None and self._heartbeat.failure is not None:
             self._final = self._heartbeat.failure, ""
         if self._final is not None:

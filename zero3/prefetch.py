@@ -37,13 +37,10 @@ class Prefetcher:
         self._ahead: dict[ParamGroup, int] = {}
         self._looked = 0  # place in the order: of what lies between the cursor and it, all is ahead
         self._error: SwapError | None = None  # met while looking ahead, not raised yet
-        self._ungathered: deque[ParamGroup] = (
-            deque()
-        )  # of groups ahead that are sharded, those still to be gathered
+        # Of groups ahead: those that are sharded and still to be gathered, and those that stay since their last use.
+        self._ungathered: deque[ParamGroup] = deque()
+        self._kept: set[ParamGroup] = set()
         self._in_doubt = False  # whether the other ranks foresee what comes next
-        self._kept: set[ParamGroup] = (
-            set()
-        )  # of groups ahead, those that stay from their last use to the next
 
     def begin_pass(self, training: bool) -> None:
         """A forward begins. The trace of the pass before becomes the order of its kind."""

@@ -331,7 +331,8 @@ class GradientReducer:
             mine = whole[share.start : share.stop]
             add_up(done.parts, 1.0 / world.size, mine, overwrite=True)
             what = f"gather the gradients of {group.name!r}"
-            self._gathering.append(self._collectives.gather(whole, mine, what, foreseen=True))
+            self._collectives.announce(what, foreseen=True)
+            self._gathering.append(self._collectives.gather(whole, mine, what))
         else:
             self._store.add_reduced(group, done.parts, 1.0 / world.size)
             if not done.parts[0].is_cuda:  # else it is leaving the device, and nobody waits for that here

@@ -18,7 +18,9 @@ class Replicas:
     """Keeps those of ``groups`` alike on all ranks that are not sharded."""
 
     def __init__(self, groups: Iterable[ParamGroup], collectives: Collectives) -> None:
-        self._groups = [g for g in groups if not g.sharded and g.layout.trainable_numel]
+        self._groups = [
+            g for g in groups if not g.sharded and g.shard.trainable_numel < g.layout.trainable_numel
+        ]
         self._collectives = collectives
         self._waiting: deque[ParamGroup] = deque()
         self._stepped: set[ParamGroup] = set()
@@ -48,6 +50,5 @@ class Replicas:
         whole = home.view(group.dtype)[: group.layout.trainable_numel]
         mine = shard_ranges(group.layout, world.size, world.rank)[0]
         what = f"gather the updated {group.name!r}"
-        self._under_way.append(
-            self._collectives.gather(whole, whole[mine.start : mine.stop], what, foreseen=True)
-        )
+        self._collectives.announce(what, foreseen=True)
+        self._under_way.append(self._collectives.gather(whole, whole[mine.start : mine.stop], what))

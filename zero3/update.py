@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +35,16 @@ class _Backward(Enum):
     NOTHING = auto()
     SOME = auto()  # it is under way: some groups are of the next step
     ALL = auto()  # only ``run`` is missing
+
+
+class _Told(NamedTuple):
+    """What each rank tells of its part: a row of float64. ``bad``: the index of that parameter, or -1."""
+
+    squares: float
+    bad: float
+    loss: float
+    stop: float
+    steps: float
 
 
 @dataclass(frozen=True)
@@ -170,22 +181,23 @@ class Update:
         bad = None if math.isfinite(squares) else self._gradients.first_not_finite()
         if self._collectives is None:
             return _Sums(_root(squares), bad.name if bad is not None else "", loss, stop)
-        told = math.nan if loss is None else loss
-        row = [squares, -1.0 if bad is None else bad.index, told, float(stop), float(self.steps)]
-        rows = self._collectives.table(torch.tensor(row, dtype=torch.float64, device="cpu"), what).tolist()
+        mine = _Told(
+            squares, -1 if bad is None else bad.index, math.nan if loss is None else loss, stop, self.steps
+        )
+        rows = self._collectives.table(torch.tensor(mine, dtype=torch.float64, device="cpu"), what)
+        told = [_Told(*row) for row in rows.tolist()]
         total = 0.0
-        for rank, (theirs, _, _, _, steps) in enumerate(rows):
-            if steps != self.steps:
+        for rank, theirs in enumerate(told):
+            total += theirs.squares
+            if theirs.steps != self.steps:
                 raise RankOrderError(
                     f"rank {self._collectives.world.rank} is in step {self.steps + 1}, rank {rank} in step"
-                    f" {int(steps) + 1}: call step() equally often on all ranks"
+                    f" {theirs.steps + 1:.0f}: call step() equally often on all ranks"
                 )
-            total += theirs
-        first = min((int(index) for _, index, _, _, _ in rows if index >= 0), default=-1)
-        losses = [loss for _, _, loss, _, _ in rows]
-        mean = math.nan if loss is None else sum(losses) / len(losses)
-        stopped = next((int(stop) for _, _, _, stop, _ in rows if stop), 0)
-        return _Sums(_root(total), self._names.get(first, ""), None if loss is None else mean, stopped)
+        first = min((each.bad for each in told if each.bad >= 0), default=-1)
+        mean = None if loss is None else sum(each.loss for each in told) / len(told)
+        asked = next((int(each.stop) for each in told if each.stop), 0)
+        return _Sums(_root(total), self._names.get(int(first), ""), mean, asked)
 
     def _apply(self, norm: float, scale: float) -> None:
         self._optimizer.prepare()

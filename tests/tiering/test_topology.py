@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from optim_cpu import kernels
 from tiering import topology
 from tiering.arena import Arena
-from tiering.errors import ConfigError
-from tiering.topology import Local, Machine, NodeShare, Place, format_cpus, gpu_node, parse_cpus, share_out
+from tiering.topology import Machine, NodeShare, Place, format_cpus, gpu_node, parse_cpus, share_out
 
 GPU_ON_NODE_1 = "00000000:AF:00.0"
 
@@ -199,15 +198,6 @@ def test_a_thread_count_that_was_chosen_stays(
     kernels.set_thread_count(7)
     topology.settle(0, 4, sysfs=two_sockets)
     assert kernels.thread_count() == 7
-
-
-def test_the_environment_says_which_local_rank_this_is() -> None:
-    assert Local.of({}) == Local(0, 1)
-    assert Local.of({"WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}) == Local(2, 4)
-    with pytest.raises(ConfigError, match="WORLD_SIZE is 8, but LOCAL_RANK and LOCAL_WORLD_SIZE do not say"):
-        Local.of({"WORLD_SIZE": "8", "RANK": "1"})
-    with pytest.raises(ConfigError, match="outside a local world of 2"):
-        Local.of({"WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"})
 
 
 def test_an_arena_prefers_its_node() -> None:

@@ -58,7 +58,9 @@ class Ranks:
         self.under_way.append((received, sent))
         return sent, sent.clone()
 
-    def gather(self, whole: Tensor, shard: Tensor, what: str, *, foreseen: bool) -> Any:
+    def announce(self, what: str, *, foreseen: bool) -> None: ...
+
+    def gather(self, whole: Tensor, shard: Tensor, what: str) -> Any:
         return whole, whole.clone()
 
     def has_ended(self, pending: Any) -> bool:

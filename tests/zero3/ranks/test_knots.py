@@ -1,0 +1,59 @@
+"""Rings of ranks that wait for each other, found in what they tell; and what only looks like one."""
+
+from __future__ import annotations
+
+from zero3 import knots
+from zero3.board import Beat, Process
+
+HERE = Process("host", 1, 2)
+Waits = tuple[str, int]
+
+
+def beat(waits: Waits | None, count: int = 1, **reached: int) -> Beat:
+    said = {group: (number, f"{group} {number}") for group, number in reached.items()}
+    return Beat(count, HERE, "", (*waits, "something") if waits else None, said)
+
+
+def test_two_ranks_in_different_groups_wait_for_each_other() -> None:
+    beats = {0: beat(("gather", 5), gather=5, control=2), 1: beat(("control", 3), gather=4, control=3)}
+    assert knots.find(0, beats) == knots.find(1, beats) == beats
+
+
+def test_a_rank_that_computes_will_come() -> None:
+    beats = {0: beat(("gather", 5), gather=5), 1: beat(None, gather=4)}
+    assert knots.find(0, beats) == {}
+
+
+def test_ranks_in_the_same_collective_wait_for_nobody() -> None:
+    beats = {rank: beat(("gather", 5), gather=5, control=2) for rank in range(3)}
+    assert knots.find(1, beats) == {}
+
+
+def test_a_ring_of_three_and_one_that_waits_for_it() -> None:
+    ring = {
+        0: beat(("a", 2), a=2, b=2, c=1),
+        1: beat(("b", 2), a=1, b=2, c=2),
+        2: beat(("c", 2), a=2, b=1, c=2),
+    }
+    beats = ring | {3: beat(("d", 1), a=2, b=2, c=2, d=1)}
+    assert set(knots.find(0, ring)) == {0, 1, 2}
+    assert set(knots.find(3, beats)) == {0, 1, 2}  # whoever looks names those that are tied, not itself
+
+
+def test_a_group_that_a_rank_never_was_in() -> None:
+    beats = {0: beat(("gather", 1), gather=1), 1: beat(("control", 1), control=1)}
+    assert set(knots.find(0, beats)) == {0, 1}
+
+
+def test_one_look_is_not_enough() -> None:
+    """The beats may be of different moments, and one of the ranks on its way since."""
+    once = {0: beat(("gather", 5), 3, gather=5), 1: beat(("control", 3), 8, gather=4)}
+    again = {0: beat(("gather", 5), 4, gather=5), 1: beat(("control", 3), 9, gather=4)}
+    assert knots.is_tied(once, again)
+    assert not knots.is_tied({}, once)
+    assert not knots.is_tied(once, {})
+    assert not knots.is_tied({}, {})
+    assert not knots.is_tied(once, again | {1: once[1]})  # no new beat of rank 1
+    assert not knots.is_tied(once, again | {1: beat(("control", 4), 9, gather=4)})  # it has moved on
+    assert not knots.is_tied(once, again | {1: beat(("control", 3), 9, gather=5)})
+    assert not knots.is_tied(once, {0: again[0]})

@@ -17,12 +17,12 @@ from tiering.budgets import least_of, resolve_budgets
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
 from tiering.placement import make_plan
-from tiering.plan import Budgets, GroupSizes, Plan, Tier, Workload
+from tiering.plan import Budgets, Plan, Tier
 from zero3.client_optimizer import ClientOptimizer
 from zero3.collectives import ALONE, Collectives, World, join
-from zero3.flat_storage import Streams, can_exchange
+from zero3.flat_storage import Streams
 from zero3.grads import GradientStore
-from zero3.groups import GroupMembers, form_groups, leaf_modules
+from zero3.groups import GroupMembers
 from zero3.init import fill
 from zero3.optimizer import TieredOptimizer
 from zero3.optimizer_choice import (
@@ -32,17 +32,15 @@ from zero3.optimizer_choice import (
     choose_optimizer,
 )
 from zero3.param_group import ParamGroup
-from zero3.partition import FlatLayout, lay_out, shard, shard_ranges
-from zero3.precision import COMPUTE_DTYPES
+from zero3.partition import FlatLayout, shard, shard_ranges
 from zero3.reduction import GradientReducer
 from zero3.replicas import Replicas
 from zero3.tiers import Home, NvmePaths, Tiers
 from zero3.tiles import StateLayout, Tile, make_tiles
 from zero3.timeline import StallClock, Timeline
+from zero3.workload import nvme_paths, size_up
 
 log = logging.getLogger(__name__)
-
-OFFLOAD_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,6 @@ def _assemble(
     collectives: Collectives | None,
 ) -> Assembly:
     world = ALONE if collectives is None else collectives.world
-    compute = COMPUTE_DTYPES[config.precision]
     chosen = choose_optimizer(model, config, model_parameters, optimizer)
     if collectives is not None:
         _check_ranks_fit(chosen, config)
@@ -116,11 +113,10 @@ def _assemble(
         _bus_id(device) if world.local_size > 1 else None,
         gather=None if collectives is None else collectives.of_node,
     )
-    grad_dtype = _grad_dtype(config, compute, chosen)
-    reduce_dtype = _reduce_dtype(config, compute, grad_dtype)
-    members, layouts = _grouped(model, config, compute, chosen, world)
-    nvme = _nvme_paths(config)
-    load = _workload(config, members, layouts, compute, grad_dtype, reduce_dtype, chosen, device, nvme, world)
+    sized = size_up(model, config, chosen, on_gpu=device.type == "cuda", world_size=world.size)
+    members, layouts, load = sized.members, sized.layouts, sized.workload
+    compute, grad_dtype, reduce_dtype = sized.compute, sized.grad_dtype, sized.reduce_dtype
+    nvme = nvme_paths(config)
     plan = make_plan(load, _budgets(config, device, nvme, world, collectives))
     if collectives is not None:
         collectives.check_same("plan", (f"{key} {value}" for key, value in vars(load).items()))
@@ -234,109 +230,6 @@ def _device() -> torch.device:
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _grad_dtype(config: TieringConfig, compute: torch.dtype, chosen: OptimizerChoice) -> torch.dtype:
-    """The dtype gradients accumulate in: the compute dtype for one micro-batch, else fp32, unless configured.
-
-    An optimizer without a kernel takes fp32 gradients: what is fp32 already needs no second copy.
-    """
-    if config.tiering.grad_accum_dtype != "auto":
-        return COMPUTE_DTYPES[config.tiering.grad_accum_dtype]
-    one_pass = config.gradient_accumulation_steps == 1 and chosen.rule is not None
-    return compute if one_pass else torch.float32
-
-
-def _reduce_dtype(config: TieringConfig, compute: torch.dtype, grad_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients are sent to other ranks: what they have then, unless configured."""
-    if config.tiering.reduce_dtype != "auto":
-        return COMPUTE_DTYPES[config.tiering.reduce_dtype]
-    return compute if config.zero.stage >= 2 else grad_dtype
-
-
-def _nvme_paths(config: TieringConfig) -> NvmePaths:
-    param, optimizer = (
-        tuple(path.resolve() for path in section.nvme_path) if section.device == "nvme" else ()
-        for section in (config.zero.offload_param, config.zero.offload_optimizer)
-    )
-    return NvmePaths(param, optimizer)
-
-
-def _grouped(
-    model: nn.Module, config: TieringConfig, compute: torch.dtype, chosen: OptimizerChoice, world: World
-) -> tuple[list[GroupMembers], list[FlatLayout]]:
-    trainable = chosen.trained
-    leaves = leaf_modules(model, config.zero.leaf_module)
-    members = form_groups(model, config.zero.persistence_threshold, leaves)
-    layouts = [
-        lay_out(
-            [(i, name, tuple(p.shape), p in trainable) for i, name, p in group.params],
-            compute.itemsize,
-            world.size,
-        )
-        for group in members
-    ]
-    return members, layouts
-
-
-def _workload(
-    config: TieringConfig,
-    members: list[GroupMembers],
-    layouts: list[FlatLayout],
-    compute: torch.dtype,
-    grad_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    chosen: OptimizerChoice,
-    device: torch.device,
-    nvme: NvmePaths,
-    world: World,
-) -> Workload:
-    on_gpu = device.type == "cuda"
-    if on_gpu and config.zero.offload_optimizer.device == "none" != config.zero.offload_param.device:
-        raise ConfigError(
-            "offload_param without offload_optimizer is not supported in this version on a GPU: offload both"
-        )
-    ratio = config.zero.offload_optimizer.ratio
-    if on_gpu and ratio < 1 and config.zero.offload_param.device != "none":
-        raise ConfigError(
-            f"offload_optimizer.ratio {ratio} keeps optimizer state on the GPU, where it steps parameters that stay"
-            f" there, but offload_param.device is {config.zero.offload_param.device!r}; set ratio to 1, or"
-            " offload_param.device to 'none'"
-        )
-    return Workload(
-        groups=tuple(
-            GroupSizes(
-                name=group.name,
-                param_bytes=layout.numel * compute.itemsize,
-                trainable_numel=layout.trainable_numel,
-                parent=group.parent,
-                persistent=group.persistent,
-                uses=len(group.entries),
-            )
-            for group, layout in zip(members, layouts, strict=True)
-        ),
-        micro_batches=config.gradient_accumulation_steps,
-        compute_itemsize=compute.itemsize,
-        grad_itemsize=grad_dtype.itemsize,
-        state_tensors=chosen.state_tensors,
-        offload_param=OFFLOAD_TIERS[config.zero.offload_param.device],
-        offload_optimizer=OFFLOAD_TIERS[config.zero.offload_optimizer.device],
-        cache_in_host=config.tiering.cache_in_host,
-        sub_group_numel=config.zero.sub_group_size,
-        prefetch_bytes=config.zero.prefetch_elements * compute.itemsize,
-        device_is_host=not on_gpu,
-        verified_files=len(nvme.all) if config.tiering.verify else 0,
-        fetch_by_copy=on_gpu or not can_exchange(),
-        offload_ratio=ratio,
-        whole_groups=chosen.rule is None,
-        split=chosen.split,
-        can_split=compute is torch.bfloat16,
-        moment_itemsize=chosen.moments.itemsize,
-        step_in_backward=config.tiering.step_in_backward,
-        world_size=world.size,
-        stage=config.zero.stage,
-        reduce_itemsize=reduce_dtype.itemsize,
-    )
 
 
 def _budgets(

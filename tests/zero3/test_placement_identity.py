@@ -14,7 +14,7 @@ from tiering import arena
 from tiering.errors import PlacementError
 from tiering.placement import FEWEST_SLOTS
 from tiering.plan import Tier
-from zero3 import assembly, flat_storage
+from zero3 import flat_storage, workload
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "host": {"offload_param": "cpu", "offload_optimizer": "cpu"},
@@ -144,7 +144,7 @@ def test_copying_into_the_storage_gives_the_bits_of_exchanging_it(
 ) -> None:
     streamed = PLACEMENTS["all on nvme"]
     reference = train(**streamed)
-    monkeypatch.setattr(assembly, "can_exchange", lambda: False)
+    monkeypatch.setattr(workload, "can_exchange", lambda: False)
     copied: list[int] = []
     copy_in = flat_storage.CopiedStorage._copy_in
 

@@ -1,0 +1,279 @@
+"""Forecast: how long a step of a plan takes at given rates, and what bounds it. Pure: a Plan and Rates in, seconds out.
+
+A step has three phases: the forwards, the backwards and the step itself. In each of them the parts of a machine work
+at the same time (device, disk, link, network, CPU), and the phase takes as long as the one that has most to do. What a
+CPU that is the device does, it does one after the other. Between phases little moves: state for as many slots as there
+are is read in the last backward, and as much is written in the next forward. docs/planning.md derives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from tiering.errors import ConfigError
+from tiering.plan import Plan, Tier
+from tiering.rates import Rates
+
+SECONDS_PER_DAY = 86_400
+HIDDEN = 0.9  # of a step that the device computes: from here on its I/O counts as hidden
+MOST_TOKENS = 1 << 40
+
+
+class Part(Enum):
+    """What of a machine may bound a phase."""
+
+    COMPUTE = "compute"
+    NVME_READS = "NVMe reads"
+    NVME_WRITES = "NVMe writes"
+    OPTIMIZER = "CPU optimizer"
+    HOST_MEMORY = "host memory"
+    DEVICE_LINK = "device link"
+    NETWORK = "network"
+
+
+ON_CORES = (
+    Part.COMPUTE,
+    Part.HOST_MEMORY,
+    Part.OPTIMIZER,
+)  # one after the other, where the CPU is the device
+ON_DISK = (Part.NVME_READS, Part.NVME_WRITES)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase: its seconds, what bounds it, and the seconds for which each part is ``busy``."""
+
+    name: str
+    seconds: float
+    bound: Part
+    busy: Mapping[Part, float]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A steady step of one rank. Bytes are a rank's; tokens, and what is told per day, are those of its node's ranks."""
+
+    forward: Phase
+    backward: Phase
+    step: Phase
+    read: int  # bytes over NVMe in a step
+    written: int
+    tokens: int  # in a step
+    tokens_that_hide: int | None  # per micro-batch and rank; None: however many
+    local_ranks: int
+
+    @property
+    def phases(self) -> tuple[Phase, Phase, Phase]:
+        return self.forward, self.backward, self.step
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def bound(self) -> Part:
+        """What bounds the longest phase."""
+        return max(self.phases, key=lambda phase: phase.seconds).bound
+
+    @property
+    def efficiency(self) -> float:
+        """The share of a step in which the device computes."""
+        return sum(phase.busy[Part.COMPUTE] for phase in self.phases) / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def written_per_day(self) -> float:
+        """Bytes that the node writes to its drives, training without pause."""
+        return self.written * self.local_ranks * SECONDS_PER_DAY / self.seconds
+
+    def drive_days(self, endurance: float) -> float | None:
+        """Days until ``endurance`` bytes (a drive's TBW x 10^12, of all drives together) are written; None: never."""
+        return endurance / self.written_per_day if self.written else None
+
+
+@dataclass
+class _Work:
+    """What a phase has to do: floating-point operations, elements and bytes."""
+
+    flops: float = 0.0
+    device_bytes: float = 0.0  # of the device's memory
+    nvme_read: float = 0.0
+    nvme_written: float = 0.0
+    copied: float = 0.0  # within host memory
+    to_device: float = 0.0
+    from_device: float = 0.0
+    sent: float = 0.0
+    gradients: float = 0.0  # elements
+    stepped: float = 0.0  # elements, by the CPU
+
+
+def forecast(
+    plan: Plan,
+    rates: Rates,
+    *,
+    tokens: int,
+    local_ranks: int = 1,
+    checkpointed: bool = False,
+    attention_flops: float = 0.0,
+) -> Forecast:
+    """A steady step of ``plan`` at the node's ``rates``, of ``tokens`` per micro-batch and rank.
+
+    The device's work is 2 floating-point operations per parameter and token forward and 4 backward (2 where a parameter
+    is frozen), 6 in all, and with activation checkpointing (``checkpointed``) 2 more, since backward repeats the
+    forward. ``attention_flops`` are those per token of a forward that no parameter takes part in.
+
+    Raises ConfigError when a rate is missing that this plan depends on.
+    """
+    work = _work_of(plan)
+    rank = rates.of_rank(local_ranks)
+    per_token = _flops(plan, checkpointed, attention_flops)
+
+    def phases(tokens: int) -> tuple[Phase, ...]:
+        return tuple(
+            _phase(name, work[name], per_token[name] * tokens, rank, plan.workload.device_is_host)
+            for name in work
+        )
+
+    def efficiency(tokens: int) -> float:
+        made = phases(tokens)
+        return sum(phase.busy[Part.COMPUTE] for phase in made) / sum(phase.seconds for phase in made)
+
+    forward, backward, step = phases(tokens)
+    read, written = plan.nvme_traffic()
+    return Forecast(
+        forward=forward,
+        backward=backward,
+        step=step,
+        read=read,
+        written=written,
+        tokens=tokens * plan.workload.micro_batches * local_ranks,
+        tokens_that_hide=_least(efficiency),
+        local_ranks=local_ranks,
+    )
+
+
+def _least(efficiency: Callable[[int], float]) -> int | None:
+    """The fewest tokens with which the device computes for ``HIDDEN`` of a step."""
+    if efficiency(MOST_TOKENS) < HIDDEN:
+        return None
+    low, high = 0, MOST_TOKENS  # not enough, enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if efficiency(middle) >= HIDDEN else (middle, high)
+    return high
+
+
+def _flops(plan: Plan, checkpointed: bool, attention_flops: float) -> dict[str, float]:
+    """Floating-point operations per token of a micro-batch, by phase."""
+    load = plan.workload
+    numel = sum(group.param_bytes for group in load.groups) // load.compute_itemsize
+    trained = sum(group.trainable_numel for group in load.groups)
+    forward = 2 * numel + attention_flops
+    backward = 2 * numel + 2 * trained + 2 * attention_flops + (forward if checkpointed else 0)
+    return {"forward": forward * load.micro_batches, "backward": backward * load.micro_batches, "step": 0.0}
+
+
+def _work_of(plan: Plan) -> dict[str, _Work]:
+    """What each phase has to move and to step; operations are counted apart, since they depend on tokens."""
+    load = plan.workload
+    forward, backward = _Work(), _Work()
+    step = backward if load.step_in_backward else _Work()
+    written_last = 0.0
+    for group, param, grad in zip(load.groups, plan.param_tiers, plan.grad_tiers, strict=True):
+        fetched = load.micro_batches * group.uses * load.home_bytes(group)
+        for phase in (forward, backward):
+            phase.device_bytes += load.micro_batches * group.param_bytes
+            phase.nvme_read += fetched if param is Tier.NVME else 0
+            if not load.device_is_host:
+                phase.to_device += fetched if param is not Tier.DEVICE else 0
+            elif param is Tier.NVME and load.fetch_by_copy:
+                phase.copied += fetched
+        backward.device_bytes += load.micro_batches * group.trainable_numel * load.grad_itemsize
+        if param is Tier.NVME:
+            reads, writes = load.param_traffic(group)
+            step.nvme_read += reads - 2 * fetched
+            written_last += writes
+        if grad is Tier.NVME and (moved := load.grad_traffic(group)):
+            once = load.grad_numel(group) * load.grad_itemsize
+            again = moved if load.step_in_backward else moved - once
+            backward.nvme_written += moved
+            backward.nvme_read += again
+            step.nvme_read += moved - again
+        if grad is not Tier.DEVICE or load.device_is_host:
+            arriving = load.grad_numel(group) * (1 if load.grads_stay_local else load.micro_batches)
+            backward.gradients += arriving
+            if not load.device_is_host:
+                backward.from_device += arriving * load.sent_itemsize
+    state = float(sum(tile.numel for tile in plan.sub_groups if tile.tier is Tier.NVME) * load.state_itemsize)
+    written_last += state
+    for tile in plan.sub_groups:
+        group = load.groups[tile.group]
+        if tile.tier is Tier.DEVICE and not load.device_is_host:
+            step.device_bytes += tile.numel * (2 * load.state_itemsize + 2 * load.compute_itemsize)
+            continue
+        step.stepped += tile.numel
+        if not load.device_is_host:
+            step.to_device += tile.numel * load.compute_itemsize
+    if load.step_in_backward:
+        backward.nvme_read += state
+        backward.nvme_written += written_last
+    else:
+        ahead = min(state, plan.staging.slots * plan.staging.param_offset)
+        behind = min(written_last, plan.staging.slots * plan.staging.grad_offset)
+        backward.nvme_read += ahead
+        step.nvme_read += state - ahead
+        step.nvme_written += written_last - behind
+        forward.nvme_written += behind
+    sent = plan.sent_bytes()
+    forward.sent += sent.get("parameters", 0) / 2
+    backward.sent += sent.get("parameters", 0) / 2 + sent.get("gradients", 0)
+    step.sent += sent.get("updated parameters", 0)
+    return {"forward": forward, "backward": backward, "step": _Work() if step is backward else step}
+
+
+def _phase(name: str, work: _Work, flops: float, rates: Rates, device_is_host: bool) -> Phase:
+    """How long ``work`` and ``flops`` take."""
+
+    def needed(amount: float, rate: str) -> float:
+        value: float | None = getattr(rates, rate)
+        if amount and value is None:
+            raise ConfigError(
+                f"the forecast of {name} needs the rate {rate!r}: give it, measure it, or name a profile that has it"
+            )
+        return amount / value if amount and value else 0.0
+
+    busy = dict.fromkeys(Part, 0.0)
+    busy[Part.COMPUTE] = needed(flops, "flops")
+    if rates.device_memory is not None and work.device_bytes:
+        busy[Part.COMPUTE] = max(busy[Part.COMPUTE], work.device_bytes / rates.device_memory)
+    busy[Part.HOST_MEMORY] = needed(work.copied, "host_copy") + needed(work.gradients, "gradients")
+    busy[Part.OPTIMIZER] = needed(work.stepped, "optimizer")
+    busy[Part.DEVICE_LINK] = needed(max(work.to_device, work.from_device), "device_link")
+    busy[Part.NETWORK] = needed(work.sent, "network")
+    reads, writes = needed(work.nvme_read, "nvme_read"), needed(work.nvme_written, "nvme_write")
+    disk = _disk_seconds(work.nvme_read, work.nvme_written, rates)
+    busy[Part.NVME_READS], busy[Part.NVME_WRITES] = reads, writes
+
+    cores = sum(busy[part] for part in ON_CORES) if device_is_host else 0.0
+    alone = [part for part in Part if part not in ON_DISK]
+    most = max(alone, key=lambda part: busy[part])
+    seconds = max(busy[most], cores, disk)
+    bound = max(ON_DISK, key=lambda part: busy[part]) if disk == seconds and disk else most
+    return Phase(name, seconds, bound, busy)
+
+
+def _disk_seconds(read: float, written: float, rates: Rates) -> float:
+    """Both at once as long as there are both, then what is left alone; one after the other if nobody knows the mix."""
+    both = min(read, written) if rates.nvme_mixed is not None else 0.0
+    seconds = 2 * both / rates.nvme_mixed if rates.nvme_mixed is not None else 0.0
+    if rates.nvme_read is not None:
+        seconds += (read - both) / rates.nvme_read
+    if rates.nvme_write is not None:
+        seconds += (written - both) / rates.nvme_write
+    return seconds

@@ -15,7 +15,7 @@ from tiering.errors import PlacementError
 from tiering.placement import SMALLEST_TILE, make_plan
 from tiering.plan import Budgets, GroupSizes, ReductionRoom, Tier, Workload
 
-from .test_placement import (
+from .workloads import (
     DEVICE,
     HOST,
     MIB,

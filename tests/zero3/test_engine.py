@@ -13,52 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
 
 import tiering
 from optim_cpu.formats import split
 from tiering import arena
-from tiering.errors import ConfigError, EngineStateError, PlacementError, ResidencyError, SwapSpaceError
+from tiering.errors import EngineStateError, ResidencyError
 from tiering.plan import Tier
 from zero3.param_group import Residency
 
+from .mixture import Mixture, mixture, train_mixture
+
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
 ON_DEVICE: dict[str, Any] = {}
-
-
-class Mixture(nn.Module):
-    """Experts of which a batch uses one; a frozen layer; a module that is used twice; one that is never used."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, width)
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
-        self.frozen = nn.Linear(width, width).requires_grad_(False)
-        self.twice = nn.Linear(width, width)
-        self.unused = nn.Linear(width, width)
-        self.register_buffer("scale", torch.ones(1))
-
-    def forward(self, x: Tensor, expert: int) -> Tensor:
-        hidden = self.first(x)
-        hidden = self.experts[expert](torch.tanh(hidden))
-        hidden = self.twice(torch.tanh(self.twice(self.frozen(hidden))))
-        return (hidden * self.scale).float().pow(2).mean()
-
-
-def train_mixture(engine: Any, experts: list[int]) -> list[float]:
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for expert in experts:
-        loss = engine(torch.randn(4, 32, generator=generator).to(torch.bfloat16), expert)
-        losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
-    return losses
-
-
-def mixture() -> Mixture:
-    torch.manual_seed(5)
-    return Mixture()
 
 
 def test_experts_frozen_shared_and_unused_modules(
@@ -296,21 +262,6 @@ def test_weight_decay_is_applied_once_and_only_where_asked(start: Callable[..., 
     assert engine.master_state_dict()["weight"].tolist() == [2.0 * (1 - 0.125 * 0.5)] * 64
 
 
-def test_state_dict_has_the_models_names_and_values(
-    start: Callable[..., Any], small_model: type[nn.Module]
-) -> None:
-    torch.manual_seed(3)
-    original = small_model()
-    expected = {name: value.clone() for name, value in original.state_dict().items()}
-    engine = start(**STREAMED)
-    state = engine.state_dict()
-    assert list(state) == list(expected)
-    assert all(torch.equal(state[name], split(expected[name])[0]) for name in expected)
-    masters = engine.master_state_dict()
-    assert all(torch.equal(masters[name], expected[name]) for name in masters)
-    assert set(masters) == set(dict(original.named_parameters()))
-
-
 @pytest.mark.parametrize("options", [{"host_budget": "400KiB"}, {"precision": "fp32"}, {"accumulation": 1}])
 def test_bytes_moved_in_a_steady_step_are_the_planned_ones(
     start: Callable[..., Any], micro_batches: Any, options: dict[str, Any]
@@ -348,37 +299,6 @@ def test_budgets_are_ceilings(train: Callable[..., Any]) -> None:
     assert next(tier for tier in run.snapshot.tiers if tier.name == "nvme").used > 0
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        pytest.param({"device_budget": "40KiB"}, PlacementError, ["device_budget", "embedding"], id="device"),
-        pytest.param({"host_budget": "64KiB"}, PlacementError, ["host_budget"], id="host"),
-        pytest.param({"nvme_budget": "100KiB"}, PlacementError, ["nvme_budget"], id="nvme"),
-        pytest.param({"host_budget": -1}, ConfigError, ["host_budget", "negative"], id="negative"),
-        pytest.param({"host_budgte": "1G"}, ConfigError, ["host_budget"], id="typo"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_moves(
-    start: Callable[..., Any],
-    small_model: type[nn.Module],
-    options: dict[str, Any],
-    error: type[Exception],
-    words: list[str],
-) -> None:
-    model = small_model()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(error) as refusal:
-        start(model, **{**STREAMED, **options})
-    assert all(word in str(refusal.value) for word in words), str(refusal.value)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_a_missing_directory_is_refused_by_name(start: Callable[..., Any], nvme: Path) -> None:
-    nvme.rmdir()
-    with pytest.raises(SwapSpaceError, match="does not exist"):
-        start(**STREAMED)
-
-
 def test_calls_in_the_wrong_order(start: Callable[..., Any], micro_batches: Any) -> None:
     engine = start(**STREAMED)
     tokens, targets = next(micro_batches(1))
@@ -397,50 +317,6 @@ def test_calls_in_the_wrong_order(start: Callable[..., Any], micro_batches: Any)
             call()
 
 
-def test_parameters_left_out_of_model_parameters(start: Callable[..., Any]) -> None:
-    model = mixture()
-    with pytest.raises(ConfigError, match="not in model_parameters"):
-        start(model, model_parameters=[model.first.weight])
-    with pytest.raises(ConfigError, match="nothing to train"):
-        start(nn.Linear(2, 2).requires_grad_(False))
-    model.register_parameter("codes", nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False))
-    with pytest.raises(ConfigError, match=r"codes \(torch.int8\)"):
-        start(model)
-
-
-def test_parameters_that_are_not_the_models_or_listed_twice(
-    start: Callable[..., Any], differing: Callable[..., list[str]]
-) -> None:
-    model = mixture()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ConfigError, match="1 parameters that are not the model's"):
-        start(model, model_parameters=[*model.parameters(), nn.Parameter(torch.ones(2))], **STREAMED)
-    twice = [{"params": list(model.parameters())}, {"params": [model.first.weight]}]
-    with pytest.raises(ConfigError, match="twice"):
-        start(model, model_parameters=twice, **STREAMED)
-    assert differing(model.state_dict(), before) == [], "refused after the model was moved"
-
-
-def test_a_parameter_without_elements(start: Callable[..., Any]) -> None:
-    class Hollow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-            self.nothing = nn.Parameter(torch.zeros(0, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x.float().pow(2).mean() + self.nothing.float().sum()
-
-    engine = start(Hollow(), accumulation=1, threshold=0, **STREAMED)
-    before = engine.master_state_dict()
-    engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)))
-    engine.step()
-    assert engine.state_dict()["nothing"].shape == (0, 3)
-    assert not torch.equal(engine.master_state_dict()["blocks.0.weight"], before["blocks.0.weight"])
-
-
 @pytest.mark.parametrize("placement", [ON_DEVICE, STREAMED])
 def test_a_graph_of_before_the_step_is_refused_after_it(
     start: Callable[..., Any], micro_batches: Any, placement: dict[str, Any]
@@ -456,30 +332,6 @@ def test_a_graph_of_before_the_step_is_refused_after_it(
     engine.backward(engine(tokens, targets))
     engine.step()
     assert engine.global_steps == 2
-
-
-def test_initialize_returns_loader_and_scheduler() -> None:
-    data = TensorDataset(torch.arange(10))
-    config = {
-        "train_micro_batch_size_per_gpu": 5,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 3},
-        "tiering": {"telemetry": {"enabled": False}},
-    }
-    parts = tiering.initialize(
-        model=nn.Linear(4, 4),
-        config=config,
-        training_data=data,
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5),
-    )
-    engine, optimizer, loader, scheduler = parts
-    assert loader is not None
-    assert sorted(int(i) for (batch,) in loader for i in batch) == list(range(10))
-    assert next(iter(loader))[0].shape == (5,)
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    assert scheduler is parts.lr_scheduler is engine.lr_scheduler
-    assert optimizer.param_groups[0]["lr"] == 5e-4
-    engine.close()
 
 
 def test_forked_data_workers_neither_disturb_nor_hang(start: Callable[..., Any], train: Callable[..., Any],
@@ -601,13 +453,6 @@ def test_what_would_be_skipped_in_silence_is_refused(start: Callable[..., Any]) 
     engine.module.frozen.requires_grad_(False)
     engine.step()
     assert engine.global_steps == 1
-
-
-def test_named_parameters_are_accepted(start: Callable[..., Any]) -> None:
-    model = mixture()
-    engine = start(model, model_parameters=model.named_parameters(), accumulation=1)
-    losses = train_mixture(engine, [0, 0, 0])
-    assert losses[-1] < losses[0]
 
 
 def test_what_was_fetched_ahead_in_vain_is_not_used_after_a_step(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.tiering.test_placement import PLENTY, example
+from tests.tiering.workloads import PLENTY, example
 from tiering.arena import Arena
 from tiering.errors import EngineStateError, PlacementError
 from tiering.placement import SMALLEST_TILE, make_plan

@@ -1,0 +1,125 @@
+"""Models to be planned for: one that is counted by hand, any, and the budgets at which a plan for them begins."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from tiering.arena import PAGE
+from tiering.config import parse_size
+from tiering.errors import PlacementError
+from tiering.placement import SMALLEST_TILE, make_plan
+from tiering.plan import Budgets, GroupSizes, Plan, Tier, Workload
+
+DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
+PLENTY = 1 << 50
+MIB = 1 << 20
+NUMEL = 8 * SMALLEST_TILE
+
+
+def example(**changes: object) -> Workload:
+    """Three blocks of 8 x 2048 trainable elements in bf16, one micro-batch, bf16 gradients, all on NVMe."""
+    groups = tuple(GroupSizes(f"layers.{i}", 2 * NUMEL, NUMEL) for i in range(3))
+    load = Workload(
+        groups=groups,
+        micro_batches=1,
+        compute_itemsize=2,
+        grad_itemsize=2,
+        state_tensors=2,
+        offload_param=NVME,
+        offload_optimizer=NVME,
+        cache_in_host=False,
+        sub_group_numel=SMALLEST_TILE,
+        prefetch_bytes=0,
+        device_is_host=True,
+    )
+    return replace(load, **changes)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    itemsize = draw(st.sampled_from([2, 4]))
+    groups = []
+    for index in range(draw(st.integers(1, 8))):
+        trained, frozen = draw(st.integers(0, 40)), draw(st.integers(0, 10))
+        numel = max(1, trained + frozen) * SMALLEST_TILE
+        parent = draw(st.none() | st.integers(0, index - 1)) if index else None
+        groups.append(
+            GroupSizes(
+                name=f"g{index}",
+                param_bytes=numel * itemsize,
+                trainable_numel=trained * SMALLEST_TILE,
+                parent=parent,
+                persistent=draw(st.integers(0, 7)) == 0,
+                uses=draw(st.integers(1, 3)),
+            )
+        )
+    device_is_host = draw(st.booleans())
+    return Workload(
+        groups=tuple(groups),
+        micro_batches=draw(st.integers(1, 3)),
+        compute_itemsize=itemsize,
+        grad_itemsize=draw(st.sampled_from([2, 4])),
+        state_tensors=draw(st.sampled_from([0, 1, 2])),
+        offload_param=draw(st.sampled_from([DEVICE, HOST, NVME, NVME])),
+        offload_optimizer=draw(st.sampled_from([DEVICE, HOST, NVME, NVME])),
+        cache_in_host=draw(st.integers(0, 3)) > 0,
+        sub_group_numel=draw(st.integers(1, 50)) * 1000,
+        prefetch_bytes=draw(st.integers(0, 1 << 20)),
+        device_is_host=device_is_host,
+        verified_files=draw(st.sampled_from([0, 0, 1, 2])),
+        fetch_by_copy=not device_is_host or draw(st.booleans()),
+        offload_ratio=draw(st.just(1.0) | st.floats(0, 1)),
+        split=itemsize == 2 and draw(st.booleans()),
+        moment_itemsize=draw(st.sampled_from([4, 2])),
+        can_split=itemsize == 2,
+        step_in_backward=draw(st.booleans()),
+    )
+
+
+# Budgets around what such workloads need, so that plans, spills and refusals all occur.
+budgets = st.builds(
+    Budgets,
+    st.integers(0, 3 * MIB) | st.just(PLENTY),
+    st.integers(0, 6 * MIB),
+    st.integers(0, 12 * MIB) | st.just(PLENTY),
+)
+
+
+def planned(load: Workload, limits: Budgets) -> Plan:
+    """A plan just within budgets: every refusal raises the budget that it names by a little."""
+    for _ in range(400):
+        try:
+            return make_plan(load, limits)
+        except PlacementError as refusal:
+            message = str(refusal)
+        assert message.startswith("[TIER-PLAN] ")
+        assert sum(character.isdigit() for character in message) >= 2
+        named = [tier for tier in Tier if f"raise {tier.value}_budget" in message]
+        assert len(named) == 1, message
+        limit = limits.of(named[0])
+        limits = replace(limits, **{named[0].value: limit + limit // 16 + PAGE})
+    raise AssertionError(f"raising what the messages name does not help: {message}")
+
+
+def followed(load: Workload, limits: Budgets, times: int = 20) -> Plan:
+    """A plan within budgets that were raised to just the number that each refusal names, each ``times`` at most."""
+    refusals = Counter[Tier]()
+    while True:
+        try:
+            return make_plan(load, limits)
+        except PlacementError as refusal:
+            message = str(refusal)
+        (tier,) = (tier for tier in Tier if f"raise {tier.value}_budget" in message)
+        told = re.search(rf"raise {tier.value}_budget to at least ([\d.]+ \w+)", message) or re.search(
+            rf"{tier.value} needs (?:at least )?([\d.]+ \w+)", message
+        )
+        assert told is not None, message
+        number = parse_size(told[1])
+        assert number > limits.of(tier), message
+        limits = replace(limits, **{tier.value: number})
+        refusals[tier] += 1
+        assert refusals[tier] <= times, message

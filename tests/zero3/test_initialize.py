@@ -1,0 +1,141 @@
+"""What ``initialize`` takes, and what it gives for that; what it refuses, before anything has moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import tiering
+from optim_cpu.formats import split
+from tiering.errors import ConfigError, PlacementError, SwapSpaceError
+
+from .mixture import mixture, train_mixture
+
+STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
+
+
+def test_initialize_returns_loader_and_scheduler() -> None:
+    data = TensorDataset(torch.arange(10))
+    config = {
+        "train_micro_batch_size_per_gpu": 5,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3},
+        "tiering": {"telemetry": {"enabled": False}},
+    }
+    parts = tiering.initialize(
+        model=nn.Linear(4, 4),
+        config=config,
+        training_data=data,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5),
+    )
+    engine, optimizer, loader, scheduler = parts
+    assert loader is not None
+    assert sorted(int(i) for (batch,) in loader for i in batch) == list(range(10))
+    assert next(iter(loader))[0].shape == (5,)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert scheduler is parts.lr_scheduler is engine.lr_scheduler
+    assert optimizer.param_groups[0]["lr"] == 5e-4
+    engine.close()
+
+
+def test_named_parameters_are_accepted(start: Callable[..., Any]) -> None:
+    model = mixture()
+    engine = start(model, model_parameters=model.named_parameters(), accumulation=1)
+    losses = train_mixture(engine, [0, 0, 0])
+    assert losses[-1] < losses[0]
+
+
+def test_parameters_left_out_of_model_parameters(start: Callable[..., Any]) -> None:
+    model = mixture()
+    with pytest.raises(ConfigError, match="not in model_parameters"):
+        start(model, model_parameters=[model.first.weight])
+    with pytest.raises(ConfigError, match="nothing to train"):
+        start(nn.Linear(2, 2).requires_grad_(False))
+    model.register_parameter("codes", nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False))
+    with pytest.raises(ConfigError, match=r"codes \(torch.int8\)"):
+        start(model)
+
+
+def test_parameters_that_are_not_the_models_or_listed_twice(
+    start: Callable[..., Any], differing: Callable[..., list[str]]
+) -> None:
+    model = mixture()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match="1 parameters that are not the model's"):
+        start(model, model_parameters=[*model.parameters(), nn.Parameter(torch.ones(2))], **STREAMED)
+    twice = [{"params": list(model.parameters())}, {"params": [model.first.weight]}]
+    with pytest.raises(ConfigError, match="twice"):
+        start(model, model_parameters=twice, **STREAMED)
+    assert differing(model.state_dict(), before) == [], "refused after the model was moved"
+
+
+def test_a_parameter_without_elements(start: Callable[..., Any]) -> None:
+    class Hollow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            self.nothing = nn.Parameter(torch.zeros(0, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.float().pow(2).mean() + self.nothing.float().sum()
+
+    engine = start(Hollow(), accumulation=1, threshold=0, **STREAMED)
+    before = engine.master_state_dict()
+    engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)))
+    engine.step()
+    assert engine.state_dict()["nothing"].shape == (0, 3)
+    assert not torch.equal(engine.master_state_dict()["blocks.0.weight"], before["blocks.0.weight"])
+
+
+def test_state_dict_has_the_models_names_and_values(
+    start: Callable[..., Any], small_model: type[nn.Module]
+) -> None:
+    torch.manual_seed(3)
+    original = small_model()
+    expected = {name: value.clone() for name, value in original.state_dict().items()}
+    engine = start(**STREAMED)
+    state = engine.state_dict()
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[name], split(expected[name])[0]) for name in expected)
+    masters = engine.master_state_dict()
+    assert all(torch.equal(masters[name], expected[name]) for name in masters)
+    assert set(masters) == set(dict(original.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        pytest.param({"device_budget": "40KiB"}, PlacementError, ["device_budget", "embedding"], id="device"),
+        pytest.param({"host_budget": "64KiB"}, PlacementError, ["host_budget"], id="host"),
+        pytest.param({"nvme_budget": "100KiB"}, PlacementError, ["nvme_budget"], id="nvme"),
+        pytest.param({"host_budget": -1}, ConfigError, ["host_budget", "negative"], id="negative"),
+        pytest.param({"host_budgte": "1G"}, ConfigError, ["host_budget"], id="typo"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_moves(
+    start: Callable[..., Any],
+    small_model: type[nn.Module],
+    options: dict[str, Any],
+    error: type[Exception],
+    words: list[str],
+) -> None:
+    model = small_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(error) as refusal:
+        start(model, **{**STREAMED, **options})
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_missing_directory_is_refused_by_name(start: Callable[..., Any], nvme: Path) -> None:
+    nvme.rmdir()
+    with pytest.raises(SwapSpaceError, match="does not exist"):
+        start(**STREAMED)

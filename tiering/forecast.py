@@ -53,7 +53,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A steady step of one rank. Bytes are a rank's; tokens, and what is told per day, are those of its node's ranks."""
+    """A steady step of one rank. Bytes are a rank's; tokens, and what is told per day, are of its node's ranks."""
 
     forward: Phase
     backward: Phase

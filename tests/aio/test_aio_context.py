@@ -261,7 +261,7 @@ def test_a_failure_nobody_asked_for_is_raised_by_close(
         ticket = context.write(file, memory(4096), 0, 4096)
         if not keep:
             del ticket
-        assert until(lambda: context.stats()[file].write.errors == 1)  # noqa: B023
+        assert until(lambda: context.stats()[file].write.errors == 1)  # noqa: B023 (called at once)
         with pytest.raises(SwapError) as caught:
             context.close()
         assert caught.value.errno == errno.EIO
@@ -270,7 +270,10 @@ def test_a_failure_nobody_asked_for_is_raised_by_close(
 
 def test_close_does_not_hide_the_error_it_was_called_for(engine: str, swap_file: Any, memory: Any) -> None:
     plan = FaultPlan((Fault("write", error=errno.EIO),))
-    with pytest.raises(KeyError) as caught, AioContext(engine=engine, fault=plan) as context:  # noqa: PT012
+    with (
+        pytest.raises(KeyError) as caught,  # noqa: PT012 (how the block ends is what this is about)
+        AioContext(engine=engine, fault=plan) as context,
+    ):
         file = context.add_file(swap_file(), direct=True, name="swap")
         context.write(file, memory(4096), 0, 4096)
         assert until(lambda: context.stats()[file].write.errors == 1)

@@ -160,7 +160,7 @@ def test_unaligned_address_or_offset_on_a_direct_file(
     file = context.add_file(swap_file(BLOCK), direct=True, name="swap")
     for transfer in (context.read, context.write):
         buffer = memory(4096, shift)
-        code, message = failure(lambda: transfer(file, buffer, offset, 4096))  # noqa: B023
+        code, message = failure(lambda: transfer(file, buffer, offset, 4096))  # noqa: B023 (called at once)
         assert code == errno.EINVAL
         assert f"address ({buffer.address:#x}) and offset ({offset}) to be multiples of 4096" in message
     assert context.stats()[file].read.ops == context.stats()[file].write.ops == 0

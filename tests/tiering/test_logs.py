@@ -39,7 +39,7 @@ def test_one_rank_alone_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
     logs.set_rank(0, 1)  # a second engine in the same process, this time alone
     logging.getLogger("optim_cpu").warning("said")
     assert caplog.messages == ["said"]
-    assert caplog.records[0].rank == 0  # type: ignore[attr-defined]
+    assert caplog.records[0].rank == 0
 
 
 def test_marks_do_not_pile_up(caplog: pytest.LogCaptureFixture) -> None:

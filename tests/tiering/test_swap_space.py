@@ -109,7 +109,7 @@ def on_disk(extent: StripedExtent) -> bytes:
     raw = bytearray(extent.nbytes)
     for piece in extent.stripes.pieces(0, extent.nbytes):
         part = extent.parts[piece.path]
-        with open(f"/proc/self/fd/{part.slab.fd}", "rb") as file:  # noqa: PTH123
+        with Path(f"/proc/self/fd/{part.slab.fd}").open("rb") as file:
             file.seek(part.extent.offset + piece.offset)
             raw[piece.start : piece.start + piece.nbytes] = file.read(piece.nbytes)
     return bytes(raw)

@@ -270,8 +270,8 @@ def test_a_failure_nobody_asked_for_is_raised_by_close(
 
 def test_close_does_not_hide_the_error_it_was_called_for(engine: str, swap_file: Any, memory: Any) -> None:
     plan = FaultPlan((Fault("write", error=errno.EIO),))
-    with (
-        pytest.raises(KeyError) as caught,  # noqa: PT012 (how the block ends is what this is about)
+    with (  # noqa: PT012 (how the block ends is what this is about)
+        pytest.raises(KeyError) as caught,
         AioContext(engine=engine, fault=plan) as context,
     ):
         file = context.add_file(swap_file(), direct=True, name="swap")

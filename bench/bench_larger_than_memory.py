@@ -1,0 +1,250 @@
+"""A Llama whose state is larger than the machine's memory, built and trained within a few GB of it.
+
+    python bench/bench_larger_than_memory.py DIR [--params 3B] [--memory 6GB] [--steps 4] [--sequence 128] [--load]
+                                             [--save] [--quick] [--json FILE] [--markdown FILE]
+
+DIR is a directory on the disk that holds the state. Needs transformers (`pip install tiering[dev]`).
+
+**Model.** transformers' LlamaForCausalLM with random weights, in the proportions of Llama 3.2 3B (larger/shape.py):
+embedding and head are one parameter of 128,256 rows at that size, which is the hard part of a ceiling. The default size
+is what the free space of DIR allows at 30 bytes per parameter, at most 3 B; --params takes more, as long as what the
+plan puts there fits.
+
+**Training.** bf16, AdamW with fp32 master and moments, gradients clipped to a norm of 1.0, batch 1, words of the
+standard library's sources. Everything may go to NVMe; budgets are what --memory leaves (larger/room.py).
+
+**Memory.** One process builds, fills its tiers and trains; another one samples its memory. The kernel gives it no more
+anonymous memory than --memory (RLIMIT_DATA); a limit that counts page cache, too, takes root:
+
+    systemd-run --scope -p MemoryMax=6G -p MemorySwapMax=0 python bench/bench_larger_than_memory.py DIR
+
+Without it, what shows that no page cache holds the model is that the kernel has read from the disk what the engine has.
+
+**--load** also writes the trained weights as a Hugging Face style directory, in bf16, and has a second process load
+them and train on, under the same limit. Takes 2 more bytes per parameter of DIR.
+
+--save writes the report and the picture of memory over time (`pip install tiering[bench]`) to bench/results/, --quick
+trains something tiny and proves nothing. Exit status: 0 when all goals hold, 1 when one does not, 2 when there is no
+result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from figures import machine
+from figures.report import Report
+from larger import picture, tables
+from larger.child import Task
+from larger.shape import SMALLEST, Shape, of_size
+from larger.watch import ChildError, Seen, watch
+from rich.console import Console
+
+from tiering.budgets import host_memory
+from tiering.config import parse_size
+from tiering.errors import ConfigError
+
+RESULTS = Path(__file__).parent / "results"
+USUAL = 3_000_000_000
+QUICK = 50_000_000
+BYTES_PER_PARAMETER = 30
+WEIGHTS = 2
+LEFT_FREE = 2_000_000_000
+BUILT, LOADED = "built and trained", "loaded and trained on"
+
+
+def count(text: str) -> int:
+    """A number of parameters: "3B", "500M" or plain."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([BM]?)", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of parameters; write 3B, 500M or plain digits"
+        )
+    return int(float(found[1]) * {"B": 10**9, "M": 10**6, "": 1}[found[2].upper()])
+
+
+def size(text: str) -> int:
+    """Bytes, as a configuration takes them."""
+    try:
+        return parse_size(text)
+    except ConfigError as refused:
+        raise argparse.ArgumentTypeError(str(refused)) from refused
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="A Llama larger than memory, built and trained within a few GB.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("dir", type=Path, help="a directory on the disk that holds the state")
+    parser.add_argument(
+        "--params", type=count, help="parameters at most, as 3B; instead of what the disk allows"
+    )
+    parser.add_argument("--memory", type=size, default="6GB", help="what the process may take")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=128, help="words in a batch")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--load", action="store_true", help="also write the weights, and load them")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, proves nothing")
+    parser.add_argument("--save", action="store_true", help=f"the report and its picture, to {RESULTS}")
+    parser.add_argument("--json", type=Path, help="every event and sample")
+    parser.add_argument("--markdown", type=Path, help="the report")
+    options = parser.parse_args()
+    if options.quick:
+        options.params, options.memory, options.steps = options.params or QUICK, 1_200_000_000, 2
+    if options.steps < 2 or options.sequence < 2:
+        parser.error("--steps and --sequence must be at least 2")
+    try:
+        options.shape, options.size_by = sized(options)
+    except (ValueError, OSError) as refused:
+        parser.error(str(refused))
+    return options
+
+
+def sized(options: argparse.Namespace) -> tuple[Shape, str]:
+    """The shape, and what made it that large. Raises ValueError and OSError."""
+    if options.params is not None:
+        return of_size(options.params), f"at most {options.params:,} parameters were asked for"
+    free = shutil.disk_usage(options.dir).free
+    each = BYTES_PER_PARAMETER + (WEIGHTS if options.load else 0)
+    fits = free // each
+    if fits < SMALLEST.parameters:
+        raise ValueError(
+            f"{options.dir} has {free:,} bytes free, too few at {each} per parameter; free some, or give --params"
+        )
+    why = f"{free / 1e9:.1f} GB are free, {fits / 1e9:.2f} B parameters at {each} bytes"
+    return of_size(min(USUAL, fits)), f"{why}; at most {USUAL / 1e9:g} B unless --params says so"
+
+
+def prepared(options: argparse.Namespace) -> Report:
+    facts = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", *sys.argv]),
+        **machine.describe("tiering", "torch", "transformers", directory=options.dir),
+        "memory limit of the process": f"{host_memory()[0] / 1e9:.1f} GB by cgroup or machine, page cache included;"
+        f" {options.memory / 1e9:g} GB anonymous by RLIMIT_DATA",
+        "threads": str(options.threads),
+        "size": options.size_by,
+        "model": str(options.shape),
+    }
+    return Report(
+        "bench_larger_than_memory: a model larger than memory, built and trained within a few GB", facts
+    )
+
+
+class Run:
+    """The processes of one run, and what they showed."""
+
+    def __init__(self, options: argparse.Namespace, directory: Path, report: Report) -> None:
+        self.options, self.directory, self.report = options, directory, report
+        self.seen: dict[str, Seen] = {}
+
+    def everything(self) -> None:
+        """Raises ChildError."""
+        options, report = self.options, self.report
+        state = self.directory / "state"
+        state.mkdir()
+        task = Task(
+            directory=str(state),
+            shape=options.shape,
+            memory=options.memory,
+            disk=0,
+            sequence=options.sequence,
+            steps=options.steps,
+            threads=options.threads,
+        )
+        weights = self.directory / "weights"
+        if options.load:
+            weights.mkdir()
+        built = self.watched(BUILT, replace(task, write=str(weights) if options.load else None))
+        report.verdicts += [tables.larger_than_memory(built), tables.learned(built)]
+        if options.load:
+            loaded = self.watched(LOADED, replace(task, load=str(weights), first=options.steps))
+            report.verdicts.append(tables.same_weights(built, loaded))
+
+    def watched(self, name: str, task: Task) -> Seen:
+        written = WEIGHTS * task.shape.parameters if task.write else 0
+        disk = shutil.disk_usage(self.directory).free - LEFT_FREE - written
+        task = replace(task, disk=disk)
+        print(f"{name}:", file=sys.stderr)
+        seen = self.seen[name] = watch(task, say)
+        used = seen.event("ready")["used"]
+        self.report.facts["words"] = f"{used:,} of {task.shape.vocabulary:,} occur in the text"
+        tables.show(self.report, name, task, seen)
+        return seen
+
+
+def say(event: dict[str, Any]) -> None:
+    """Progress, as it comes."""
+    if event["event"] == "plan":
+        print(event["table"], file=sys.stderr)
+    if event["event"] == "end":
+        more = {**event["more"], "peak RSS, GB": event["peak"] / 1e9}
+        told = ", ".join(f"{what} {value:.6g}" for what, value in more.items())
+        print(f"  {event['name']}: {event['seconds']:.1f} s, {told}", file=sys.stderr, flush=True)
+
+
+def keep(options: argparse.Namespace, run: Run) -> None:
+    """Write what was asked for."""
+    report = run.report
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    if options.save and run.seen:
+        path = RESULTS / f"{today}-larger-than-memory.png"
+        title = f"{options.shape} within {options.memory / 1e9:g} GB"
+        try:
+            picture.draw(run.seen, options.memory, title, path)
+            report.facts["picture"] = path.name
+        except ImportError as missing:
+            report.skipped.append(f"the picture: {missing}; `pip install tiering[bench]`")
+    if options.json:
+        raw = {
+            "facts": report.facts,
+            "processes": {name: asdict(seen) for name, seen in run.seen.items()},
+            "goals": [asdict(verdict) for verdict in report.verdicts],
+        }
+        options.json.write_text(json.dumps(raw, indent=1) + "\n")
+    for path in (options.markdown, RESULTS / f"{today}-larger-than-memory.md" if options.save else None):
+        if path is not None:
+            path.write_text(report.markdown())
+
+
+def main() -> int:
+    options = parse_arguments()
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # ends the process and clears up, as Ctrl-C does
+    report = prepared(options)
+    print(f"{options.shape}\n{options.size_by}", file=sys.stderr)
+    failed = ""
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_larger.") as directory:
+        run = Run(options, Path(directory).resolve(), report)
+        try:
+            run.everything()
+        except ChildError as error:
+            failed = str(error)
+        except KeyboardInterrupt:
+            failed = "interrupted"
+    if failed:
+        report.skipped.append(failed)
+    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
+    report.show(Console(width=None if sys.stdout.isatty() else 220))
+    keep(options, run)
+    if failed:
+        return 2
+    return 0 if all(verdict.holds for verdict in report.verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

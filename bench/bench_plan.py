@@ -1,0 +1,147 @@
+"""Predicted step times beside real ones: the planner's word held against the engine's clock.
+
+    python bench/bench_plan.py DIR [--rounds 5] [--steps 3] [--save] [--quick] [--json FILE]
+
+DIR is a directory on the disk that the state goes to.
+
+**Predicted.** The model is built on meta, cut into groups and placed, as `tiering plan` does for a model that is not
+here; from that plan and the rates of this machine `tiering.forecast` tells the step's time. No figure of the engine's
+enters it. Rates are measured in the same run, before and after each round, by `tiering.measure` (the disk through the
+engine's files and slots; the optimizer's kernels) and `zero3.device_rates` (transformer blocks of the model's width, on
+as many tokens). Disks of shared machines swing twofold within minutes, so a round's prediction is the mean of what the
+rates before and behind it come to. Where rounds differ from each other, both are shown.
+
+**Real.** Each row is a process that trains the reference model (GPT of 24 blocks, width 1024, 303 M parameters, batch
+1, sequence 32, bf16, AdamW), as in bench_step.py: a round ends when nothing is in flight any more. The first is dropped.
+
+Goals: for each budget the median of predicted / real is 1 within 20 %, and the bytes over NVMe are what the planner
+said, to the byte. Exit status: 0 when all hold, 1 when one does not, 2 when something failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from figures import machine
+from figures.report import Report
+from plan import rows
+from rich.console import Console
+from step import sides
+from step.reference import Model
+from step.scale import FULL, QUICK
+from step.side import Place, SideError, Spec
+
+RESULTS = Path(__file__).parent / "results"
+HOSTS = ("3GiB", "1.5GiB", "1GiB")
+QUICK_HOSTS = ("30MiB",)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Predicted step times beside real ones.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("dir", type=Path, help="a directory on the disk to measure")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that are kept")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each round")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="of each window in which a rate is measured"
+    )
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, proves nothing")
+    parser.add_argument("--save", action="store_true", help=f"the report, to {RESULTS}")
+    parser.add_argument("--json", type=Path, help="every reading, for later")
+    arguments = parser.parse_args()
+    for name in ("rounds", "steps"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    return arguments
+
+
+def budgets(model: Model, device: str, hosts: tuple[str, ...]) -> list[Spec]:
+    """The rows: all in RAM, each host budget, and nothing cached."""
+    streamed = [
+        sides.on_nvme(model, f"NVMe, host budget {host}", {"host_budget": host, "device_budget": device})
+        for host in hosts
+    ]
+    uncached = {"cache_in_host": False, "host_budget": hosts[-1], "device_budget": device}
+    return [
+        sides.in_memory(model, "all in RAM"),
+        *streamed,
+        sides.on_nvme(model, "NVMe, nothing cached", uncached),
+    ]
+
+
+def main() -> int:
+    options = parse_arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends sides and clears up, as Ctrl-C does
+    torch.set_num_threads(options.threads)
+    scale = QUICK if options.quick else FULL
+    began, failed = time.monotonic(), False
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - began:6.0f} s  {what}", file=sys.stderr, flush=True)
+
+    facts = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", *sys.argv]),
+        **machine.describe("tiering", "torch", directory=options.dir),
+        "threads": str(options.threads),
+        "model": str(scale.model),
+        "rounds": f"{options.rounds} of {options.steps} steps, rates measured before and after each",
+    }
+    report = Report("bench_plan: predicted step times beside real ones", facts)
+    found: list[rows.Row] = []
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_plan.") as directory:
+        place = Place(Path(directory).resolve(), options.threads, patience=600)
+        for spec in budgets(scale.model, scale.device, QUICK_HOSTS if options.quick else HOSTS):
+            try:
+                row = rows.measure(
+                    spec,
+                    place,
+                    rounds=options.rounds,
+                    steps=options.steps,
+                    seconds=options.seconds,
+                    file_bytes=scale.fio_file // 4,
+                    say=say,
+                )
+            except SideError as error:
+                failed = True
+                report.skipped.append(str(error))
+                say(str(error))
+            else:
+                found.append(row)
+    rows.conclude(report, found)
+    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
+    report.show(Console(width=None if sys.stdout.isatty() else 220))
+    if options.json:
+        raw = [
+            {
+                "name": row.name,
+                "rounds": [asdict(one) for one in row.rounds],
+                "rates": [one.as_dict() for one in row.rates],
+            }
+            for row in found
+        ]
+        options.json.write_text(json.dumps(raw, indent=1) + "\n")
+    if options.save:
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        (RESULTS / f"{today}-plan.md").write_text(report.markdown())
+    if failed or not found:
+        return 2
+    return 0 if all(verdict.holds for verdict in report.verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""One row: a side that trains, rates before and after each of its rounds, and what is concluded from both."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from figures.ratio import compare
+from figures.report import Report, Table, Verdict, middle
+from step.side import Place, Round, Side, Spec
+
+from tiering.forecast import Forecast
+from tiering.plan import Plan
+from tiering.rates import Rates
+
+from .told import Machine, plan_of
+
+WITHIN = 0.2
+GB = 1e9
+
+
+@dataclass(slots=True)
+class Row:
+    """``rates`` and ``forecasts`` are one more than ``rounds``: each round has one before and one behind it."""
+
+    name: str
+    plan: Plan
+    facts: dict[str, object]
+    rounds: list[Round] = field(default_factory=list)
+    rates: list[Rates] = field(default_factory=list)
+    forecasts: list[Forecast] = field(default_factory=list)
+
+    @property
+    def told(self) -> list[float]:
+        """Predicted seconds per step of each round: the mean of what the rates before and after it come to."""
+        seconds = [one.seconds for one in self.forecasts]
+        return [(before + after) / 2 for before, after in itertools.pairwise(seconds)]
+
+    @property
+    def real(self) -> list[float]:
+        return [one.per_step for one in self.rounds]
+
+    @property
+    def ratios(self) -> list[float]:
+        return [told / real for told, real in zip(self.told, self.real, strict=True)]
+
+
+def measure(
+    spec: Spec,
+    place: Place,
+    *,
+    rounds: int,
+    steps: int,
+    seconds: float,
+    file_bytes: int,
+    say: Callable[[str], None],
+) -> Row:
+    """Train ``rounds`` rounds of ``steps``, rates before and after each; a first round is dropped. Raises SideError."""
+    plan = plan_of(spec, place.directory)
+    machine = Machine(plan, (place.directory,) if spec.on_disk else (), spec.model, seconds, file_bytes)
+    say(f"starting {spec.name}")
+    with Side(spec, place) as side:
+        row = Row(spec.name, plan, dict(side.facts))
+        side.run(steps)
+
+        def rate() -> None:
+            row.rates.append(machine.measure())
+            row.forecasts.append(machine.forecast(row.rates[-1]))
+
+        rate()
+        for _ in range(rounds):
+            row.rounds.append(side.run(steps))
+            rate()
+            say(f"{spec.name}: told {row.told[-1]:.3f} s, took {row.real[-1]:.3f} s")
+    return row
+
+
+def conclude(report: Report, rows: list[Row]) -> None:
+    """The tables and the verdicts."""
+    report.tables += [_told(rows), _phases(rows), _rates(rows)]
+    for row in rows:
+        ratio = compare(row.told, row.real).median
+        what = f"predicted / real seconds per step: {row.name}"
+        near = abs(ratio.point - 1) <= WITHIN
+        report.verdicts.append(Verdict(what, str(ratio), f"1 within {WITHIN:.0%}", near))
+        read, written = row.plan.nvme_traffic()
+        exact = all(
+            (one.counted["read"], one.counted["written"]) == (one.steps * read, one.steps * written)
+            for one in row.rounds
+        )
+        goal = "what the planner said of a model that is not here"
+        bytes_told = f"read {read:,}, written {written:,}"
+        report.verdicts.append(Verdict(f"bytes per step: {row.name}", bytes_told, goal, exact))
+
+
+def _told(rows: list[Row]) -> Table:
+    table = Table(
+        "predicted and real",
+        (
+            "side",
+            "NVMe per step, GB",
+            "predicted s per step",
+            "real",
+            "predicted / real, by round",
+            "bound by",
+        ),
+    )
+    for row in rows:
+        bounds = sorted({one.bound.value for one in row.forecasts})
+        table.rows.append(
+            (
+                row.name,
+                f"{sum(row.plan.nvme_traffic()) / GB:.3f}",
+                middle(row.told),
+                middle(row.real),
+                middle(row.ratios, ".2f"),
+                ", ".join(bounds),
+            )
+        )
+    table.notes.append("Medians with the range of all rounds.")
+    return table
+
+
+def _phases(rows: list[Row]) -> Table:
+    table = Table(
+        "phases, predicted and real, in seconds per step",
+        ("side", "forward", "real", "backward", "real", "step", "real", "idle again"),
+    )
+    for row in rows:
+        told = [
+            statistics.median(getattr(one, phase).seconds for one in row.forecasts)
+            for phase in ("forward", "backward", "step")
+        ]
+        real = [
+            statistics.median(getattr(one, part) / one.steps for one in row.rounds)
+            for part in ("forward", "backward", "update", "settled")
+        ]
+        cells = [told[0], real[0], told[1], real[1], told[2], real[2], real[3]]
+        table.rows.append((row.name, *(f"{cell:.3f}" for cell in cells)))
+    return table
+
+
+def _rates(rows: list[Row]) -> Table:
+    names = list(dict.fromkeys(name for row in rows for one in row.rates for name in one.as_dict()))
+    table = Table("rates, in 10^9 per second", ("side", *(name.replace("_", " ") for name in names)))
+    for row in rows:
+        known = [one.as_dict() for one in row.rates]
+        cells = [
+            middle([one[name] / GB for one in known], ".2f") if name in known[0] else "-" for name in names
+        ]
+        table.rows.append((row.name, *cells))
+    table.notes.append(
+        "Medians with the range of all measurements, between the rounds. NVMe, copies: bytes; optimizer, gradients:"
+        " elements; flops: operations of transformer blocks of the model's width on its number of tokens."
+    )
+    return table

@@ -1,0 +1,74 @@
+"""What the planner says of a side, without an engine: the plan of a model on meta, and the forecast at given rates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from step.ours import configuration
+from step.reference import Model
+from step.side import Spec
+
+from tiering import ds_config, measure
+from tiering.budgets import resolve_budgets
+from tiering.config import TieringConfig
+from tiering.forecast import Forecast, forecast
+from tiering.placement import make_plan
+from tiering.plan import Plan
+from tiering.rates import Rates
+from zero3 import device_rates
+from zero3.optimizer_choice import choose_optimizer
+from zero3.workload import size_up
+
+CPU = torch.device("cpu")
+
+
+def settled(spec: Spec, directory: Path) -> TieringConfig:
+    """The configuration of a side that has its state in ``directory``, if anywhere."""
+    settings: dict[str, Any] = {"directory": str(directory) if spec.on_disk else None, **spec.settings}
+    config, _ = ds_config.load(configuration(settings), world_size=1)
+    return config
+
+
+def plan_of(spec: Spec, directory: Path) -> Plan:
+    """The plan of a side, from its configuration and its model's shapes."""
+    config = settled(spec, directory)
+    with torch.device("meta"):
+        module = spec.model.build()
+    load = size_up(module, config, choose_optimizer(module, config, None, None), on_gpu=False, world_size=1)
+    paths = (directory,) if spec.on_disk else ()
+    return make_plan(load.workload, resolve_budgets(config.tiering, device_memory=None, nvme_paths=paths))
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Measures this machine as ``plan`` would use it."""
+
+    plan: Plan
+    directories: Sequence[Path]
+    model: Model
+    seconds: float
+    file_bytes: int
+
+    def measure(self) -> Rates:
+        """The rates now."""
+        load = self.plan.workload
+        device = device_rates.measure(
+            CPU, tokens=self.model.sequence, width=self.model.width, seconds=self.seconds
+        )
+        return device.updated(
+            measure.measure(
+                self.directories,
+                state_format=load.state_format,
+                state_tensors=load.state_tensors,
+                grad_itemsize=load.grad_itemsize,
+                seconds=self.seconds,
+                file_bytes=self.file_bytes,
+            )
+        )
+
+    def forecast(self, rates: Rates) -> Forecast:
+        return forecast(self.plan, rates, tokens=self.model.sequence)

@@ -1,0 +1,121 @@
+"""A decoder of a given number of parameters: its shape, and the groups that the engine would make of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiering.errors import ConfigError
+from tiering.sizing import QUANTUM, Decoder, decoder, format_count, parse_count
+from zero3 import partition
+
+
+@pytest.mark.parametrize(
+    ("asked", "hidden", "layers", "intermediate", "params"),
+    [
+        ("7B", 4096, 32, 11008, 6_738_415_616),  # Llama 2 7B, to the parameter
+        ("13B", 5120, 40, 13824, 13_015_864_320),  # Llama 2 13B
+        ("175B", 12288, 96, 32768, 174_734_979_072),  # the hidden size and layers of GPT-3
+    ],
+)
+def test_published_shapes_come_out(
+    asked: str, hidden: int, layers: int, intermediate: int, params: int
+) -> None:
+    assert decoder(parse_count(asked)) == Decoder(hidden, layers, intermediate)
+    assert decoder(parse_count(asked)).params == params
+
+
+@given(st.floats(math.log(12e6), math.log(100e12)))
+def test_any_size_has_a_shape_within_five_percent(exponent: float) -> None:
+    asked = int(math.exp(exponent))
+    shape = decoder(asked)
+    assert abs(shape.params - asked) <= 0.05 * asked
+    assert shape.hidden % 128 == shape.intermediate % 256 == 0
+    assert shape.heads * 128 == shape.hidden
+    assert shape.layers >= 2
+
+
+def test_what_is_too_small_is_refused_with_the_smallest() -> None:
+    with pytest.raises(ConfigError, match=r"no decoder of 1\.00M parameters: the smallest has 8\.72M"):
+        decoder(10**6)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("7B", 7 * 10**9), ("1.5b", 1_500_000_000), ("350M", 350 * 10**6), ("2T", 2 * 10**12), ("123", 123)],
+)
+def test_counts_are_decimal(text: str, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "7 GiB", "B", "-7B", "7e9", "1,5B"])
+def test_what_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"'350M', '7B' or '1\.5T'"):
+        parse_count(text)
+
+
+def test_counts_are_told_with_two_decimals() -> None:
+    assert [format_count(n) for n in (999, 1_500, 6_738_415_616, 10**12)] == [
+        "999",
+        "1.50K",
+        "6.74B",
+        "1.00T",
+    ]
+
+
+def test_groups_are_padded_as_the_engine_pads_them() -> None:
+    assert QUANTUM == partition.QUANTUM
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize(
+    ("shape", "threshold", "itemsize", "world_size"),
+    [
+        (Decoder(4096, 32, 11008), 100_000, 2, 1),  # the embedding is smaller than a block
+        (Decoder(1024, 3, 2816), 100_000, 2, 1),  # and here it is larger
+        (Decoder(1024, 3, 2816), 0, 4, 1),  # the last norm is the root's
+        (Decoder(256, 2, 768), 10**6, 2, 3),  # matrices of the blocks stay, too
+        (Decoder(5120, 5, 13824), 100_000, 2, 8),
+    ],
+)
+def test_groups_are_those_of_a_llama_of_that_shape(
+    shape: Decoder, threshold: int, itemsize: int, world_size: int
+) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tiering.plan import GroupSizes
+    from zero3.groups import form_groups
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=shape.hidden,
+                num_hidden_layers=shape.layers,
+                num_attention_heads=shape.heads,
+                intermediate_size=shape.intermediate,
+                vocab_size=shape.vocabulary,
+            )
+        )
+    formed = []
+    for group in form_groups(model, threshold):
+        layout = partition.lay_out(
+            [(i, name, tuple(p.shape), True) for i, name, p in group.params], itemsize, world_size
+        )
+        formed.append(
+            GroupSizes(
+                group.name,
+                layout.numel * itemsize,
+                layout.trainable_numel,
+                group.parent,
+                group.persistent,
+                len(group.entries),
+            )
+        )
+    assert sum(p.numel() for p in model.parameters()) == shape.params
+    sized = shape.groups(persistence_threshold=threshold, itemsize=itemsize, world_size=world_size)
+    assert list(sized) == formed

@@ -1,0 +1,203 @@
+"""What would make a model fit: changes of the budgets or of the configuration. Pure, and each was tried before it is
+offered: its plan exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+
+from tiering.arena import PAGE, round_up
+from tiering.errors import PlacementError
+from tiering.fields import format_need
+from tiering.placement import make_plan
+from tiering.plan import Budgets, GroupSizes, Tier, Workload
+from tiering.workload import ITEMSIZES, OFFLOAD_TIERS
+
+UNLIMITED = 1 << 60
+FINEST = 1 << 16  # the least budget is found to a page, or to this fraction (1/n) of it
+MOST_RANKS = 4096
+
+_QUANTUM = PAGE // 2  # elements of a shard that padding adds up to
+_SLOWER = tuple(OFFLOAD_TIERS)  # devices of the configuration, fastest first
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change with which the model fits: new values by configuration key, budgets in bytes of a node; ``ranks`` is
+    the number of all. ``workload`` and ``budgets`` (of a rank) are what was placed.
+    """
+
+    change: Mapping[str, int | str]
+    workload: Workload
+    budgets: Budgets
+
+    def __str__(self) -> str:
+        return ", ".join(_told(key, value) for key, value in self.change.items())
+
+
+def remedies(load: Workload, budgets: Budgets, *, local_ranks: int = 1) -> list[Remedy]:
+    """What would make ``load`` fit each rank's ``budgets``, the least change first; nothing if it fits as it is.
+
+    First what the configuration alone can do, then the least budget of each tier, if raising that one is enough, then
+    more ranks with budgets of the same size. If none of these is, the least budgets together.
+    """
+    if fits(load, budgets):
+        return []
+    offers = [*_other_configurations(load, budgets, local_ranks)]
+    for tier in Tier:
+        least = least_budget(load, budgets, tier)
+        if least is not None:
+            offers.append(_raised(load, budgets, least, local_ranks))
+    offers += _more_ranks(load, budgets)
+    return offers or _raised_together(load, budgets, local_ranks)
+
+
+def fits(load: Workload, budgets: Budgets) -> bool:
+    """Whether there is a plan."""
+    try:
+        make_plan(replace(load, can_split=False), budgets)  # fewer other formats to compare with
+    except PlacementError:
+        return False
+    return True
+
+
+def least_budget(load: Workload, budgets: Budgets, tier: Tier) -> Budgets | None:
+    """``budgets`` with the least of ``tier`` with which ``load`` fits; None if no budget of that tier alone does.
+
+    More than it has now, if it does not fit now.
+    """
+
+    def fit(nbytes: int) -> bool:
+        return fits(load, replace(budgets, **{tier.value: nbytes}))
+
+    if not fit(UNLIMITED):
+        return None
+    too_small = 0 if fits(load, budgets) else budgets.of(tier) // PAGE * PAGE
+    enough = too_small
+    while not fit(enough):
+        too_small, enough = enough, max(PAGE, 2 * enough)
+    while enough - too_small > max(PAGE, round_up(enough // FINEST)):
+        middle = round_up((too_small + enough) // 2)
+        too_small, enough = (too_small, middle) if fit(middle) else (middle, enough)
+    return replace(budgets, **{tier.value: enough})
+
+
+def of_ranks(load: Workload, ranks: int) -> Workload:
+    """``load`` on ``ranks`` ranks: groups padded so that their shards are equal. A multiple of those it has now."""
+
+    def padded(numel: int) -> int:
+        return round_up(numel, _QUANTUM * ranks)
+
+    def of(group: GroupSizes) -> GroupSizes:
+        frozen = group.param_bytes // load.compute_itemsize - group.trainable_numel
+        trained = padded(group.trainable_numel)
+        return replace(
+            group,
+            param_bytes=(trained + padded(frozen)) * load.compute_itemsize,
+            trainable_numel=trained,
+        )
+
+    return replace(load, groups=tuple(of(group) for group in load.groups), world_size=ranks)
+
+
+def _other_configurations(load: Workload, budgets: Budgets, local_ranks: int) -> Iterator[Remedy]:
+    """What keys of the configuration can do, each alone."""
+    alone: list[tuple[dict[str, int | str], Workload]] = []
+    if load.world_size > 1 and load.stage < 3:
+        alone.append(({"zero_optimization.stage": 3}, replace(load, stage=3)))
+    if load.grad_itemsize > load.compute_itemsize and not load.whole_groups:
+        name = "bf16" if load.can_split else "fp16"
+        smaller = replace(load, grad_itemsize=ITEMSIZES[name])
+        alone.append(({"tiering.grad_accum_dtype": name}, smaller))
+    if not load.whole_groups:  # an optimizer without a kernel keeps its own state, in fp32
+        for other in load.other_formats():
+            if other.state_itemsize < load.state_itemsize:
+                alone.append(({"tiering.state": other.state_format}, other))
+    yield from (Remedy(change, other, budgets) for change, other in alone if fits(other, budgets))
+    for change, other in _slower_tiers(load):
+        if fits(other, budgets):
+            yield Remedy(change, other, budgets)
+            return
+        more = least_budget(other, budgets, Tier.NVME)
+        if more is not None:
+            yield Remedy(change | _changed(budgets, more, local_ranks), other, more)
+            return
+
+
+def _slower_tiers(load: Workload) -> Iterator[tuple[dict[str, int | str], Workload]]:
+    """The same with parameters and optimizer state allowed on slower tiers, as few steps down as possible first."""
+    if load.whole_groups:
+        return
+    names = {tier: name for name, tier in OFFLOAD_TIERS.items()}
+    now = (_SLOWER.index(names[load.offload_param]), _SLOWER.index(names[load.offload_optimizer]))
+    steps = product(range(now[0], len(_SLOWER)), range(now[1], len(_SLOWER)))
+    for param, optimizer in sorted(steps, key=sum):
+        if (param, optimizer) == now or (param and not optimizer and not load.device_is_host):
+            continue
+        change: dict[str, int | str] = {}
+        stage = max(load.stage, 3 if param else 1)
+        if stage != load.stage:
+            change["zero_optimization.stage"] = stage
+        if param != now[0]:
+            change["zero_optimization.offload_param.device"] = _SLOWER[param]
+        if optimizer != now[1]:
+            change["zero_optimization.offload_optimizer.device"] = _SLOWER[optimizer]
+        other = replace(
+            load,
+            offload_param=OFFLOAD_TIERS[_SLOWER[param]],
+            offload_optimizer=OFFLOAD_TIERS[_SLOWER[optimizer]],
+            stage=stage,
+        )
+        if param and load.offload_ratio < 1:
+            change["zero_optimization.offload_optimizer.ratio"] = 1
+            other = replace(other, offload_ratio=1.0)
+        yield change, other
+
+
+def _more_ranks(load: Workload, budgets: Budgets) -> Iterator[Remedy]:
+    """The least power of two times as many ranks, each with the same budgets."""
+    if load.step_in_backward or load.stage == 0:
+        return
+    ranks = 2 * load.world_size
+    while ranks <= MOST_RANKS:
+        more = of_ranks(load, ranks)
+        if fits(more, budgets):
+            yield Remedy({"ranks": ranks}, more, budgets)
+            return
+        ranks *= 2
+
+
+def _raised_together(load: Workload, budgets: Budgets, local_ranks: int) -> list[Remedy]:
+    """The least budgets that are enough together, if no change is alone: device first, since it is the scarcest."""
+    least = Budgets(UNLIMITED, UNLIMITED, UNLIMITED)
+    for tier in Tier:
+        found = least_budget(load, least, tier)
+        if found is None:
+            return []
+        enough = max(found.of(tier), budgets.of(tier))
+        least = replace(least, **{tier.value: enough})
+    return [_raised(load, budgets, least, local_ranks)]
+
+
+def _raised(load: Workload, now: Budgets, then: Budgets, local_ranks: int) -> Remedy:
+    return Remedy(_changed(now, then, local_ranks), load, then)
+
+
+def _changed(now: Budgets, then: Budgets, local_ranks: int) -> dict[str, int | str]:
+    """The budgets of a node that differ."""
+    return {
+        f"tiering.{tier.value}_budget": then.of(tier) * local_ranks
+        for tier in Tier
+        if then.of(tier) != now.of(tier)
+    }
+
+
+def _told(key: str, value: int | str) -> str:
+    if key == "ranks":
+        return f"{value} ranks, each with these budgets"
+    short = key.removeprefix("zero_optimization.").removeprefix("tiering.")
+    if short.endswith("_budget"):
+        return f"{short} of {format_need(int(value))}"
+    return f"{short} {value!r}" if isinstance(value, str) else f"{short} {value}"

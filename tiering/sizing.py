@@ -1,0 +1,150 @@
+"""A decoder of a given number of parameters, for planning what is not here: its shape by rule, and its groups.
+
+The shape is that of the Llama family. Its hidden size is a multiple of 128, from 4096 on of 512; heads have 128
+elements; the three matrices of the MLP are 8/3 as wide as the hidden size, rounded up to 256; the embedding of 32,000
+tokens and the head are not tied. Of all such shapes within 5 % of the size asked for, that one is taken which is
+closest to it and to a hidden size of 128 times the layers: 4096 x 32 for 7B, 5120 x 40 for 13B and 12288 x 96 for 175B,
+as published. What is planned depends little on the shape: it has as many bytes per parameter in any.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from tiering.arena import PAGE, round_up
+from tiering.errors import ConfigError
+from tiering.plan import GroupSizes
+
+HEAD = 128  # elements of an attention head
+VOCABULARY = 32_000
+ASPECT = 128  # hidden elements per layer, about
+TOLERANCE = 0.05
+WIDEST = 128 * 1024
+QUANTUM = PAGE // 2  # elements to which a group's shards are padded: a page of the smallest dtype
+
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT]?)", re.ASCII | re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder-only transformer. Sizes are elements."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    vocabulary: int = VOCABULARY
+
+    @property
+    def heads(self) -> int:
+        return self.hidden // HEAD
+
+    @property
+    def params(self) -> int:
+        """Its number of parameters."""
+        block = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.layers * block + 2 * self.vocabulary * self.hidden + self.hidden
+
+    def __str__(self) -> str:
+        return (
+            f"a decoder of {format_count(self.params)} parameters: {self.layers} layers, hidden {self.hidden},"
+            f" {self.heads} heads, MLP {self.intermediate}, vocabulary {self.vocabulary}"
+        )
+
+    def groups(
+        self, *, persistence_threshold: int, itemsize: int, world_size: int = 1
+    ) -> tuple[GroupSizes, ...]:
+        """Its ParamGroups in a compute dtype of ``itemsize`` bytes, cut and padded as the engine does.
+
+        Parameters of fewer elements than ``persistence_threshold`` are one group. The embedding and the head are groups
+        of their own if they exceed a block; else they are the root's, which encloses all others.
+        """
+        modules = list(self._modules())
+        block = sum(modules[1][1])
+        numels: dict[str, int] = {}
+        for name, params in modules:
+            own = ".layers." in name or sum(params) > block
+            for numel in params:
+                group = "persistent" if numel < persistence_threshold else name if own else "root"
+                numels[group] = numels.get(group, 0) + numel
+        around = list(numels).index("root") if "root" in numels else None
+        made = []
+        for name, numel in numels.items():
+            persistent = name == "persistent"
+            padded = round_up(numel, QUANTUM * world_size)
+            made.append(
+                GroupSizes(
+                    name,
+                    padded * itemsize,
+                    padded,
+                    parent=None if persistent or name == "root" else around,
+                    persistent=persistent,
+                    uses=0 if persistent else 1,
+                )
+            )
+        return tuple(made)
+
+    def _modules(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The embedding, the blocks, the last norm and the head, each with the sizes of its parameters."""
+        hidden, vocabulary = self.hidden, self.vocabulary
+        block = 4 * (hidden * hidden,) + 3 * (hidden * self.intermediate,) + 2 * (hidden,)
+        yield "model.embed_tokens", (vocabulary * hidden,)
+        for layer in range(self.layers):
+            yield f"model.layers.{layer}", block
+        yield "model.norm", (hidden,)
+        yield "lm_head", (vocabulary * hidden,)
+
+
+def decoder(params: int) -> Decoder:
+    """The decoder of about ``params`` parameters. Raises ConfigError if none comes near."""
+
+    def distance(shape: Decoder) -> float:
+        ratio = shape.hidden / (ASPECT * shape.layers)
+        return abs(math.log(shape.params / params)) + abs(math.log(ratio))
+
+    nearest = min(_shapes(params), key=distance, default=None)
+    if nearest is None:
+        raise ConfigError(
+            f"no decoder of {format_count(params)} parameters: the smallest has"
+            f" {format_count(_shape(HEAD, 2).params)}; plan a model of your own, by a config.json or in Python"
+        )
+    return nearest
+
+
+def _shapes(params: int) -> Iterator[Decoder]:
+    """For each hidden size, those within the tolerance that can be the nearest."""
+    for hidden in (*range(HEAD, 4096, HEAD), *range(4096, WIDEST + 1, 512)):
+        thinnest = _shape(hidden, 2)
+        block = thinnest.params - _shape(hidden, 1).params
+
+        def layers(wanted: float, least: int = thinnest.params, block: int = block) -> float:
+            return 2 + (wanted - least) / block
+
+        fewest = max(2, math.ceil(layers(params * (1 - TOLERANCE))))
+        most = math.floor(layers(params * (1 + TOLERANCE)))
+        exact = layers(params)
+        turns = (fewest, most, math.floor(exact), math.ceil(exact), hidden // ASPECT)
+        yield from (_shape(hidden, count) for count in {*turns} if fewest <= count <= most)
+
+
+def _shape(hidden: int, layers: int) -> Decoder:
+    return Decoder(hidden, layers, intermediate=round_up(-(-8 * hidden // 3), 256))
+
+
+def parse_count(text: str) -> int:
+    """The number that ``7B``, ``350M`` or ``6738415616`` stands for. Raises ValueError for anything else."""
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"a number of parameters is written '350M', '7B' or '1.5T', not {text!r}")
+    number, unit = match.groups()
+    return int(Fraction(number) * _COUNTS[unit.upper()])
+
+
+def format_count(count: int) -> str:
+    """``count`` as people say it: ``6.74B``."""
+    unit = next((name for name in reversed(_COUNTS) if count >= _COUNTS[name]), "")
+    return f"{count / _COUNTS[unit]:.2f}{unit}" if unit else str(count)

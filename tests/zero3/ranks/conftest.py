@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import zero3.peers
+
 from .pool import Pool, Pools
+from .together import Together
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +48,21 @@ def nvme(tmp_path: Path) -> Path:
     path = tmp_path / "nvme"
     path.mkdir()
     return path
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Together]]:
+    monkeypatch.setattr(zero3.peers, "FIRST_SLICE", 0.02)
+    monkeypatch.setattr(zero3.peers, "SLICE", 0.05)
+    made: list[Together] = []
+
+    def start(world_size: int = 2, **settings: Any) -> Together:
+        made.append(Together(world_size, **settings))
+        return made[-1]
+
+    yield start
+    for them in made:
+        them.close()
 
 
 SAMPLE = 6  # one case in so many of a cross product is a fast test

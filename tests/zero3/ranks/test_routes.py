@@ -1,4 +1,4 @@
-"""Routes that small shards and this torch do not take by themselves: the same bits; and one that is blocked."""
+"""Routes that small shards and this torch do not take: the same bits. A transfer that fails: it keeps its memory."""
 
 from __future__ import annotations
 

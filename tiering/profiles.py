@@ -1,0 +1,105 @@
+"""Machines by name: rates from data sheets, for planning what is not bought yet.
+
+Every figure is a manufacturer's peak, and its source stands beside it; no machine trains at it. Matrix products of
+real layers take half of a GPU's peak more often than all of it, and a consumer drive writes at its peak until its cache
+is full. So a forecast made of them is the shortest time that such hardware could take. ``tiering.measure`` tells of the
+machine that one has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiering.plan import Workload
+from tiering.rates import Rates
+
+GB = 1e9
+TB = 1e12
+
+
+@dataclass(frozen=True)
+class Drive:
+    """A drive: bytes per second of sequential reads and writes, and the bytes that may be written in its life."""
+
+    name: str
+    read: float
+    write: float
+    endurance: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU: dense bf16 operations with fp32 sums, and bytes per second: memory, one way of its link, and sending."""
+
+    name: str
+    memory_bytes: int
+    flops: float
+    memory: float
+    link: float
+    network: float | None = None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A node: its GPUs, host memory in bytes and in bytes per second, and its drives."""
+
+    name: str
+    device: Device
+    devices: int
+    host_bytes: int
+    host_memory: float
+    drive: Drive
+    drives: int
+
+    def __str__(self) -> str:
+        return f"{self.devices} x {self.device.name}, {self.host_bytes >> 30} GiB of RAM, {self.drives} x {self.drive.name}"
+
+    @property
+    def endurance(self) -> float:
+        """Bytes that may be written to all drives together."""
+        return self.drives * self.drive.endurance
+
+    def rates(self, load: Workload) -> Rates:
+        """The rates for ``load``. What the CPU does is bound by its memory: bytes read and written, by the element."""
+        stepped = 2 * load.state_itemsize + load.grad_itemsize + load.compute_itemsize
+        stepped += load.compute_itemsize if load.steps_need_params else 0
+        return Rates(
+            nvme_read=self.drives * self.drive.read,
+            nvme_write=self.drives * self.drive.write,
+            host_copy=self.host_memory / 2,
+            optimizer=self.host_memory / stepped,
+            gradients=self.host_memory / (load.sent_itemsize + load.grad_itemsize),
+            flops=self.device.flops,
+            device_memory=self.device.memory,
+            device_link=self.device.link,
+            network=self.device.network,
+        )
+
+
+# samsung.com, 990 PRO 2TB: 7,450 and 6,900 MB/s, 1,200 TBW.
+SSD_990_PRO = Drive("990 PRO 2TB", 7.45 * GB, 6.9 * GB, 1200 * TB)
+# Samsung PM9D3a 7.68TB (PCIe 5): 12,000 and 6,800 MB/s, 14,016 TBW (one drive write a day for five years).
+PM9D3A = Drive("PM9D3a 7.68TB", 12.0 * GB, 6.8 * GB, 14016 * TB)
+
+# NVIDIA's Ada whitepaper: 165.2 TFLOPS of bf16 with fp32 sums, 1,008 GB/s; PCIe 4.0 x16: 32 GB/s each way.
+RTX_4090 = Device("RTX 4090", 24 << 30, 165.2e12, 1008 * GB, 32 * GB)
+# NVIDIA's A100 80GB data sheet (SXM): 312 TFLOPS, 2,039 GB/s, PCIe 4.0: 64 GB/s both ways, NVLink 600 both ways.
+A100 = Device("A100 80GB", 80 << 30, 312e12, 2039 * GB, 32 * GB, 300 * GB)
+# NVIDIA's H100 data sheet (SXM): 989 TFLOPS dense, 3.35 TB/s, PCIe 5.0: 128 GB/s both ways, NVLink 900 both ways.
+H100 = Device("H100 80GB", 80 << 30, 989e12, 3350 * GB, 64 * GB, 450 * GB)
+
+DDR5_5600_CHANNEL = 5600e6 * 8  # transfers per second x bytes
+DDR4_3200_CHANNEL = 3200e6 * 8
+DDR5_4800_CHANNEL = 4800e6 * 8
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        # A desktop: two channels.
+        Profile("rtx4090", RTX_4090, 1, 64 << 30, 2 * DDR5_5600_CHANNEL, SSD_990_PRO, 2),
+        # A server of one socket with eight channels, as EPYC 7003.
+        Profile("a100", A100, 1, 256 << 30, 8 * DDR4_3200_CHANNEL, PM9D3A, 2),
+        # As a DGX H100: two Xeons of eight channels and 2 TiB, 8 data drives.
+        Profile("8xh100", H100, 8, 2 << 40, 16 * DDR5_4800_CHANNEL, PM9D3A, 8),
+    )
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,13 @@ import pytest
 
 from tiering.aio import ENGINES, AioContext
 from tiering.errors import SwapError
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard() -> None:
+    """A shell lets what it runs in the background ignore Ctrl-C; whatever is started here would ignore it, too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @functools.cache  # io_destroy waits for an RCU grace period: tens of milliseconds

@@ -52,7 +52,8 @@ class Profile:
     drives: int
 
     def __str__(self) -> str:
-        return f"{self.devices} x {self.device.name}, {self.host_bytes >> 30} GiB of RAM, {self.drives} x {self.drive.name}"
+        memory = f"{self.host_bytes >> 30} GiB of RAM"
+        return f"{self.devices} x {self.device.name}, {memory}, {self.drives} x {self.drive.name}"
 
     @property
     def endurance(self) -> float:

@@ -17,8 +17,7 @@ from tiering.plan import Plan, Tier
 from tiering.rates import Rates
 
 SECONDS_PER_DAY = 86_400
-HIDDEN = 0.9  # of a step that the device computes: from here on its I/O counts as hidden
-MOST_TOKENS = 1 << 40
+HIDDEN = 0.9  # of a step in which not all else waits for NVMe: from here on its I/O counts as hidden
 
 
 class Part(Enum):
@@ -43,11 +42,12 @@ ON_DISK = (Part.NVME_READS, Part.NVME_WRITES)
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase: its seconds, what bounds it, and the seconds for which each part is ``busy``."""
+    """A phase: its seconds, what bounds it, how long all else waits for NVMe, and how long each part is ``busy``."""
 
     name: str
     seconds: float
     bound: Part
+    stalled: float
     busy: Mapping[Part, float]
 
 
@@ -61,7 +61,7 @@ class Forecast:
     read: int  # bytes over NVMe in a step
     written: int
     tokens: int  # in a step
-    tokens_that_hide: int | None  # per micro-batch and rank; None: however many
+    tokens_that_hide: int  # per micro-batch and rank: the fewest with which the I/O with NVMe is hidden
     local_ranks: int
 
     @property
@@ -140,9 +140,9 @@ def forecast(
             for name in work
         )
 
-    def efficiency(tokens: int) -> float:
+    def hidden(tokens: int) -> bool:
         made = phases(tokens)
-        return sum(phase.busy[Part.COMPUTE] for phase in made) / sum(phase.seconds for phase in made)
+        return sum(phase.stalled for phase in made) <= (1 - HIDDEN) * sum(phase.seconds for phase in made)
 
     forward, backward, step = phases(tokens)
     read, written = plan.nvme_traffic()
@@ -153,19 +153,21 @@ def forecast(
         read=read,
         written=written,
         tokens=tokens * plan.workload.micro_batches * local_ranks,
-        tokens_that_hide=_least(efficiency),
+        tokens_that_hide=_fewest(hidden),
         local_ranks=local_ranks,
     )
 
 
-def _least(efficiency: Callable[[int], float]) -> int | None:
-    """The fewest tokens with which the device computes for ``HIDDEN`` of a step."""
-    if efficiency(MOST_TOKENS) < HIDDEN:
-        return None
-    low, high = 0, MOST_TOKENS  # not enough, enough
+def _fewest(hidden: Callable[[int], bool]) -> int:
+    """The fewest tokens that are enough: more of them take longer to compute, and stall for less."""
+    if hidden(0):
+        return 0
+    low, high = 0, 1  # not enough, enough
+    while not hidden(high):
+        low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if efficiency(middle) >= HIDDEN else (middle, high)
+        low, high = (low, middle) if hidden(middle) else (middle, high)
     return high
 
 
@@ -213,13 +215,13 @@ def _work_of(plan: Plan) -> dict[str, _Work]:
     state = float(sum(tile.numel for tile in plan.sub_groups if tile.tier is Tier.NVME) * load.state_itemsize)
     written_last += state
     for tile in plan.sub_groups:
-        group = load.groups[tile.group]
         if tile.tier is Tier.DEVICE and not load.device_is_host:
             step.device_bytes += tile.numel * (2 * load.state_itemsize + 2 * load.compute_itemsize)
             continue
         step.stepped += tile.numel
-        if not load.device_is_host:
+        if not load.device_is_host and plan.param_tiers[tile.group] is Tier.DEVICE:
             step.to_device += tile.numel * load.compute_itemsize
+            step.from_device += tile.numel * load.compute_itemsize if load.steps_need_params else 0
     if load.step_in_backward:
         backward.nvme_read += state
         backward.nvme_written += written_last
@@ -256,16 +258,13 @@ def _phase(name: str, work: _Work, flops: float, rates: Rates, device_is_host: b
     busy[Part.OPTIMIZER] = needed(work.stepped, "optimizer")
     busy[Part.DEVICE_LINK] = needed(max(work.to_device, work.from_device), "device_link")
     busy[Part.NETWORK] = needed(work.sent, "network")
-    reads, writes = needed(work.nvme_read, "nvme_read"), needed(work.nvme_written, "nvme_write")
+    busy[Part.NVME_READS] = needed(work.nvme_read, "nvme_read")
+    busy[Part.NVME_WRITES] = needed(work.nvme_written, "nvme_write")
+    other = max((part for part in Part if part not in ON_DISK), key=lambda part: busy[part])
+    besides = max(busy[other], sum(busy[part] for part in ON_CORES) if device_is_host else 0.0)
     disk = _disk_seconds(work.nvme_read, work.nvme_written, rates)
-    busy[Part.NVME_READS], busy[Part.NVME_WRITES] = reads, writes
-
-    cores = sum(busy[part] for part in ON_CORES) if device_is_host else 0.0
-    alone = [part for part in Part if part not in ON_DISK]
-    most = max(alone, key=lambda part: busy[part])
-    seconds = max(busy[most], cores, disk)
-    bound = max(ON_DISK, key=lambda part: busy[part]) if disk == seconds and disk else most
-    return Phase(name, seconds, bound, busy)
+    bound = max(ON_DISK, key=lambda part: busy[part]) if disk > besides else other
+    return Phase(name, max(besides, disk), bound, max(0.0, disk - besides), busy)
 
 
 def _disk_seconds(read: float, written: float, rates: Rates) -> float:

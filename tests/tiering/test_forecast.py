@@ -1,0 +1,242 @@
+"""The forecast: every byte of the plan in a phase, what works beside what, what bounds a step, what hides its I/O."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiering.errors import ConfigError
+from tiering.forecast import HIDDEN, Forecast, Part, forecast
+from tiering.placement import make_plan
+from tiering.plan import Budgets, GroupSizes, Plan, Tier, Workload
+from tiering.rates import Rates
+
+from .workloads import DEVICE, HOST, NUMEL, NVME, PLENTY, budgets, example, planned, workloads
+
+EACH_ONE = Rates(**dict.fromkeys((field.name for field in fields(Rates)), 1.0))  # seconds are then amounts
+TRAINED = 3 * NUMEL  # elements of example()
+
+
+def plan_of(load: Workload, host: int = PLENTY) -> Plan:
+    return make_plan(load, Budgets(PLENTY, host, PLENTY))
+
+
+def busy(told: Forecast, part: Part) -> tuple[float, float, float]:
+    forward, backward, step = (phase.busy[part] for phase in told.phases)
+    return forward, backward, step
+
+
+def infinitely_fast(*names: str) -> Rates:
+    return replace(EACH_ONE, **dict.fromkeys(names, 1e30))
+
+
+@given(workloads(), budgets, st.sampled_from([1, 1, 2, 4]), st.integers(0, 3))
+def test_every_byte_that_the_plan_moves_is_in_a_phase(
+    load: Workload, limits: Budgets, ranks: int, stage: int
+) -> None:
+    if ranks > 1:
+        whole = [
+            replace(g, param_bytes=g.param_bytes * ranks, trainable_numel=g.trainable_numel * ranks)
+            for g in load.groups
+        ]
+        load = replace(load, groups=tuple(whole), world_size=ranks, stage=stage, step_in_backward=False)
+    plan = planned(load, limits)
+    told = forecast(plan, replace(EACH_ONE, device_memory=None), tokens=1)
+    read, written = plan.nvme_traffic()
+    assert sum(busy(told, Part.NVME_READS)) == read
+    assert sum(busy(told, Part.NVME_WRITES)) == written
+    assert sum(busy(told, Part.NETWORK)) == sum(plan.sent_bytes().values())
+    assert all(phase.seconds >= max(phase.busy.values()) for phase in told.phases)
+
+
+def test_state_and_parameters_are_in_the_phases_in_which_they_move() -> None:
+    plan = plan_of(example())  # everything on NVMe, bf16, three slots at least
+    told = forecast(plan, EACH_ONE, tokens=1)
+    slots = plan.staging.slots
+    tile = plan.sub_groups[0].numel
+    ahead, behind = slots * tile * 12, slots * tile * (12 + 2)
+    assert busy(told, Part.NVME_READS) == (2 * TRAINED, 2 * TRAINED + ahead, 12 * TRAINED - ahead)
+    assert busy(told, Part.NVME_WRITES) == (behind, 0, 14 * TRAINED - behind)
+    assert busy(told, Part.OPTIMIZER) == (0, 0, TRAINED)
+    assert busy(told, Part.HOST_MEMORY) == (0, TRAINED, 0)  # gradients are taken in
+    assert busy(told, Part.DEVICE_LINK) == (0, 0, 0)
+
+
+def test_stepping_in_backward_leaves_nothing_for_the_step() -> None:
+    told = forecast(plan_of(example(step_in_backward=True)), EACH_ONE, tokens=1)
+    assert told.step.seconds == 0
+    assert busy(told, Part.NVME_READS) == (2 * TRAINED, 14 * TRAINED, 0)
+    assert busy(told, Part.OPTIMIZER) == (0, TRAINED, 0)
+
+
+def test_spilled_gradients_are_read_again_by_each_later_micro_batch_and_by_the_step() -> None:
+    spilled = example(micro_batches=3, grad_itemsize=4, offload_param=HOST)
+    plan = make_plan(spilled, Budgets(PLENTY, 20 * NUMEL, PLENTY))
+    gradients = sum(
+        group.trainable_numel * 4
+        for group, tier in zip(spilled.groups, plan.grad_tiers, strict=True)
+        if tier is NVME
+    )
+    assert gradients > 0
+    told = forecast(plan, EACH_ONE, tokens=1)
+    ahead = plan.staging.slots * plan.sub_groups[0].numel * 12
+    assert busy(told, Part.NVME_WRITES)[1] == 3 * gradients
+    assert busy(told, Part.NVME_READS)[1] == 2 * gradients + ahead
+    assert sum(busy(told, Part.NVME_READS)) == 3 * gradients + 12 * TRAINED
+
+
+@pytest.mark.parametrize(("checkpointed", "per_token"), [(False, 6), (True, 8)])
+def test_operations_by_parameter_and_token(checkpointed: bool, per_token: int) -> None:
+    plan = plan_of(example(micro_batches=2))
+    told = forecast(
+        plan, replace(EACH_ONE, device_memory=None), tokens=5, checkpointed=checkpointed, attention_flops=7
+    )
+    passes = per_token / 2  # a backward is two forwards, and one more if it repeats the forward
+    assert sum(busy(told, Part.COMPUTE)) == 2 * 5 * (per_token * TRAINED + passes * 7)
+    assert told.tokens == 10
+
+
+def test_frozen_parameters_have_no_gradients_of_their_own() -> None:
+    groups = (GroupSizes("frozen", 2 * NUMEL, 0), GroupSizes("trained", 2 * NUMEL, NUMEL))
+    told = forecast(plan_of(example(groups=groups)), replace(EACH_ONE, device_memory=None), tokens=1)
+    assert busy(told, Part.COMPUTE) == (2 * 2 * NUMEL, (2 + 4) * NUMEL, 0)
+
+
+def test_few_tokens_are_bound_by_the_devices_memory() -> None:
+    told = forecast(plan_of(example()), replace(EACH_ONE, flops=1e30), tokens=1)
+    assert busy(told, Part.COMPUTE) == (2 * TRAINED, (2 + 2) * TRAINED, 0)  # parameters, and gradients
+
+
+def test_on_a_cpu_what_the_cores_do_adds_up() -> None:
+    told = forecast(plan_of(example(offload_param=DEVICE, offload_optimizer=DEVICE)), EACH_ONE, tokens=1)
+    assert told.backward.seconds == 4 * TRAINED + TRAINED
+    assert told.backward.bound is Part.COMPUTE
+    assert told.step.seconds == TRAINED
+    assert told.step.bound is Part.OPTIMIZER
+    assert told.tokens_that_hide == 0
+
+
+def on_gpu(**changes: object) -> Workload:
+    return example(device_is_host=False, fetch_by_copy=True, **changes)
+
+
+def test_on_a_gpu_parts_work_beside_each_other() -> None:
+    plan = plan_of(on_gpu(offload_param=HOST, offload_optimizer=HOST))
+    told = forecast(plan, EACH_ONE, tokens=1)
+    assert busy(told, Part.DEVICE_LINK) == (2 * TRAINED, 2 * TRAINED, 0)
+    assert busy(told, Part.HOST_MEMORY) == (0, TRAINED, 0)
+    assert told.backward.seconds == 4 * TRAINED  # the most that one of them has to do
+    assert told.step.seconds == TRAINED
+
+
+def test_what_stays_on_a_gpu_is_stepped_in_its_memory() -> None:
+    told = forecast(plan_of(on_gpu(offload_param=DEVICE, offload_optimizer=DEVICE)), EACH_ONE, tokens=1)
+    assert busy(told, Part.OPTIMIZER) == (0, 0, 0)
+    assert busy(told, Part.HOST_MEMORY) == (0, 0, 0)
+    assert busy(told, Part.DEVICE_LINK) == (0, 0, 0)
+    assert told.step.seconds == (2 * 12 + 2 * 2) * TRAINED
+
+
+def test_what_the_cpu_steps_goes_to_a_gpu_that_keeps_the_parameters() -> None:
+    told = forecast(plan_of(on_gpu(offload_param=DEVICE, offload_optimizer=HOST)), EACH_ONE, tokens=1)
+    assert busy(told, Part.DEVICE_LINK) == (0, 2 * TRAINED, 2 * TRAINED)  # gradients there, parameters back
+
+
+@pytest.mark.parametrize(
+    ("slow", "bound"),
+    [
+        ("flops", Part.COMPUTE),
+        ("nvme_read", Part.NVME_READS),
+        ("nvme_write", Part.NVME_WRITES),
+        ("optimizer", Part.OPTIMIZER),
+        ("gradients", Part.HOST_MEMORY),
+        ("device_link", Part.DEVICE_LINK),
+        ("network", Part.NETWORK),
+    ],
+)
+def test_what_is_slowest_bounds(slow: str, bound: Part) -> None:
+    load = on_gpu(world_size=2, reduce_itemsize=2)
+    names = [field.name for field in fields(Rates) if field.name not in (slow, "nvme_mixed")]
+    told = forecast(plan_of(load), replace(infinitely_fast(*names), nvme_mixed=None), tokens=1)
+    assert told.bound is bound
+
+
+def test_reads_and_writes_at_once_take_what_the_mix_gives_and_the_rest_alone() -> None:
+    rates = replace(
+        infinitely_fast("flops", "gradients", "optimizer", "device_memory"), nvme_read=4.0, nvme_write=2.0
+    )
+    plan = plan_of(example())
+    step = forecast(plan, EACH_ONE, tokens=1).step.busy
+    read, written = step[Part.NVME_READS], step[Part.NVME_WRITES]
+    assert read < written
+    mixed = forecast(plan, replace(rates, nvme_mixed=3.0), tokens=1).step
+    assert mixed.seconds == pytest.approx(2 * read / 3 + (written - read) / 2)
+    assert mixed.stalled == pytest.approx(mixed.seconds)
+    in_turn = forecast(plan, replace(rates, nvme_mixed=None), tokens=1).step
+    assert in_turn.seconds == pytest.approx(read / 4 + written / 2)
+
+
+def test_the_fewest_tokens_that_hide() -> None:
+    plan = plan_of(example())
+    rates = replace(EACH_ONE, device_memory=None, nvme_read=0.5, nvme_write=0.5, nvme_mixed=0.5)
+    fewest = forecast(plan, rates, tokens=1).tokens_that_hide
+
+    def stalled(tokens: int) -> float:
+        told = forecast(plan, rates, tokens=tokens)
+        return sum(phase.stalled for phase in told.phases) / told.seconds
+
+    assert stalled(fewest) <= 1 - HIDDEN < stalled(fewest - 1)
+
+
+@given(workloads(), budgets, st.sampled_from([field.name for field in fields(Rates)]), st.integers(1, 64))
+def test_nothing_takes_longer_on_a_faster_machine(
+    load: Workload, limits: Budgets, name: str, tokens: int
+) -> None:
+    plan = planned(load, limits)
+    told = forecast(plan, EACH_ONE, tokens=tokens)
+    faster = forecast(plan, replace(EACH_ONE, **{name: 2.0}), tokens=tokens)
+    assert told.seconds / 2 <= faster.seconds <= told.seconds
+
+
+def test_ranks_of_a_node_share_what_it_has() -> None:
+    plan = plan_of(example(world_size=4, reduce_itemsize=2))
+    alone = forecast(plan, EACH_ONE, tokens=3)
+    shared = forecast(plan, EACH_ONE, tokens=3, local_ranks=4)
+    for part in (Part.NVME_READS, Part.NVME_WRITES, Part.OPTIMIZER, Part.HOST_MEMORY):
+        assert sum(busy(shared, part)) == 4 * sum(busy(alone, part)) > 0
+    for part in (Part.COMPUTE, Part.NETWORK):
+        assert sum(busy(shared, part)) == sum(busy(alone, part)) > 0
+    assert (alone.tokens, shared.tokens) == (3, 12)
+
+
+def test_a_days_writes_and_the_life_of_a_drive() -> None:
+    plan = plan_of(example())
+    rates = replace(EACH_ONE, nvme_read=1e5, nvme_write=1e5, nvme_mixed=1e5)
+    told = forecast(plan, rates, tokens=2, local_ranks=2)
+    assert told.written == plan.nvme_traffic()[1] == 14 * TRAINED
+    assert told.written_per_day * told.seconds == pytest.approx(2 * 14 * TRAINED * 24 * 60 * 60)
+    assert told.drive_days(10 * told.written_per_day) == pytest.approx(10)
+    assert told.tokens_per_second * told.seconds == pytest.approx(4)
+    in_memory = forecast(plan_of(example(offload_param=HOST, offload_optimizer=HOST)), rates, tokens=2)
+    assert (in_memory.written_per_day, in_memory.drive_days(600e12)) == (0, None)
+
+
+@pytest.mark.parametrize("name", ["nvme_read", "nvme_write", "optimizer", "gradients", "flops"])
+def test_a_rate_that_the_plan_depends_on_has_to_be_known(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"needs the rate '{name}'.*measure it"):
+        forecast(plan_of(example()), replace(EACH_ONE, **{name: None}), tokens=1)
+
+
+@pytest.mark.parametrize("name", ["host_copy", "device_link", "device_memory", "network", "nvme_mixed"])
+def test_a_rate_that_it_does_not_need_may_be_unknown(name: str) -> None:
+    told = forecast(plan_of(example()), replace(EACH_ONE, **{name: None}), tokens=1)
+    assert told.seconds > 0
+
+
+def test_tiers_that_are_not_used_need_no_rates() -> None:
+    load = example(offload_param=Tier.HOST, offload_optimizer=Tier.HOST)
+    told = forecast(plan_of(load), Rates(flops=1.0, optimizer=1.0, gradients=1.0), tokens=1)
+    assert told.seconds == 6 * TRAINED + 2 * TRAINED

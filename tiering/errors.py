@@ -7,6 +7,7 @@
     |-- SwapError (OSError)       TIER-IO       a transfer between memory and NVMe failed
     |-- ArenaError                TIER-ARENA    the pinned arena cannot serve a lease it was planned for
     |-- TelemetryError            TIER-TELEMETRY  the run directory cannot hold pages
+    |-- WeightsError              TIER-WEIGHTS  files of weights are damaged, or are not this model's
     |-- EngineStateError          TIER-STATE    a call came in an order the engine cannot honour
     |-- ResidencyError            TIER-RESIDENT state was touched where it does not live now
     `-- DistributedError          TIER-RANKS    the ranks of a run can go no further together
@@ -74,6 +75,12 @@ class TelemetryError(TieringError):
     """The run directory cannot hold pages, or a page cannot be written."""
 
     code = "TIER-TELEMETRY"
+
+
+class WeightsError(TieringError):
+    """Files of weights are not what they say they are, cannot be read, or do not belong to the model."""
+
+    code = "TIER-WEIGHTS"
 
 
 class EngineStateError(TieringError):

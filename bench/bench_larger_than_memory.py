@@ -13,8 +13,9 @@ plan puts there fits.
 **Training.** bf16, AdamW with fp32 master and moments, gradients clipped to a norm of 1.0, batch 1, words of the
 standard library's sources. Everything may go to NVMe; budgets are what --memory leaves (larger/room.py).
 
-**Memory.** One process builds, fills its tiers and trains; another one samples its memory. The kernel gives it no more
-anonymous memory than --memory (RLIMIT_DATA); a limit that counts page cache, too, takes root:
+**Memory.** One process builds, fills its tiers and trains; another one samples its memory. The kernel gives it a
+quarter more anonymous memory than --memory and then refuses (RLIMIT_DATA: touched or not, so that holes in the heap
+count); a limit that counts page cache, too, takes root:
 
     systemd-run --scope -p MemoryMax=6G -p MemorySwapMax=0 python bench/bench_larger_than_memory.py DIR
 
@@ -47,7 +48,7 @@ from typing import Any
 from figures import machine
 from figures.report import Report
 from larger import picture, tables
-from larger.child import Task
+from larger.child import ANONYMOUS, Task
 from larger.shape import SMALLEST, Shape, of_size
 from larger.watch import ChildError, Seen, watch
 from rich.console import Console
@@ -134,7 +135,7 @@ def prepared(options: argparse.Namespace) -> Report:
         "command": shlex.join(["python", *sys.argv]),
         **machine.describe("tiering", "torch", "transformers", directory=options.dir),
         "memory limit of the process": f"{host_memory()[0] / 1e9:.1f} GB by cgroup or machine, page cache included;"
-        f" {options.memory / 1e9:g} GB anonymous by RLIMIT_DATA",
+        f" {ANONYMOUS * options.memory / 1e9:g} GB anonymous by RLIMIT_DATA",
         "threads": str(options.threads),
         "size": options.size_by,
         "model": str(options.shape),
@@ -179,7 +180,8 @@ class Run:
         disk = shutil.disk_usage(self.directory).free - LEFT_FREE - written
         task = replace(task, disk=disk)
         print(f"{name}:", file=sys.stderr)
-        seen = self.seen[name] = watch(task, say)
+        seen = self.seen[name] = Seen()
+        watch(task, seen, say)
         used = seen.event("ready")["used"]
         self.report.facts["words"] = f"{used:,} of {task.shape.vocabulary:,} occur in the text"
         tables.show(self.report, name, task, seen)
@@ -200,7 +202,7 @@ def keep(options: argparse.Namespace, run: Run) -> None:
     """Write what was asked for."""
     report = run.report
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    if options.save and run.seen:
+    if options.save and report.tables:
         path = RESULTS / f"{today}-larger-than-memory.png"
         title = f"{options.shape} within {options.memory / 1e9:g} GB"
         try:

@@ -31,6 +31,8 @@ Tell = Callable[..., None]
 
 QUIET = 0.01
 """Seconds between two looks at what is in flight."""
+ANONYMOUS = 1.25
+"""Anonymous memory that the kernel gives before it refuses, over what may be resident: the heap keeps holes."""
 SEED = 0
 UNUSABLE, INTERRUPTED = 2, 130
 
@@ -116,8 +118,8 @@ class Work:
 
 
 def work(task: Task, tell: Tell) -> None:
-    # Of anonymous memory the kernel gives no more than this, touched or not.
-    resource.setrlimit(resource.RLIMIT_DATA, (task.memory, task.memory))
+    limit = int(ANONYMOUS * task.memory)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

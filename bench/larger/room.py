@@ -12,21 +12,22 @@ BF16 = 2
 FP32 = 4
 AHEAD = 2
 """Blocks that may be fetched before their turn."""
-SPARE = 256 << 20
-"""For what nobody counts: temporaries, Python's objects, what the heap keeps."""
+SPARE = 400 << 20
+"""For what nobody counts: temporaries, Python's objects, and the holes that arrays below 32 MiB leave in the heap."""
 NO_LIMIT = 1 << 62
 
 
 def budgets(memory: int, baseline: int, shape: Shape, sequence: int) -> tuple[int, int]:
     """(device, host) budgets so that a process stays within ``memory`` which takes ``baseline`` with torch loaded.
 
-    The embedding is the hard part. While a group is filled its values are there in fp32; in backward its gradients as
-    head and as embedding both wait to be added, those of the head from the beginning on.
+    The embedding is the hard part. It computes in room for several blocks, so that nothing more is needed to fetch
+    those ahead. In backward its gradient as the head waits for that as the embedding; then torch adds the two into a
+    third. Its values in fp32, while it is filled, are less.
     """
     persistent = (2 * shape.blocks + 1) * shape.width
-    device = BF16 * (shape.embedding + AHEAD * shape.block + persistent) + (1 << 20)
-    passing = FP32 * shape.embedding
-    beside = max(passing, passing // 2 + activations(shape, sequence))
+    device = BF16 * (shape.embedding + persistent) + (1 << 20)
+    gradient = BF16 * shape.embedding
+    beside = max(3 * gradient, gradient + activations(shape, sequence))
     return device, memory - baseline - device - beside - SPARE
 
 

@@ -86,7 +86,7 @@ def memory(name: str, task: Task, seen: Seen) -> Table:
     ready, plan, result = (seen.event(kind) for kind in ("ready", "plan", "result"))
     table = Table(f"{name}: memory", ("what", "GB"))
     rows = {
-        "limit of anonymous memory (RLIMIT_DATA)": task.memory,
+        "resident memory that it may take": task.memory,
         "Python, torch, transformers and the text, before the model": ready["baseline"],
         "device budget": plan["device"],
         "host budget": plan["host"],

@@ -78,9 +78,8 @@ def _fields(path: Path) -> dict[str, int]:
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
 
 
-def watch(task: Task, on_event: Callable[[dict[str, Any]], None]) -> Seen:
-    """Run ``task`` in a process of its own until it has ended. Raises ChildError."""
-    seen = Seen()
+def watch(task: Task, seen: Seen, on_event: Callable[[dict[str, Any]], None]) -> None:
+    """Run ``task`` in a process of its own until that has ended; ``seen`` is what it showed. Raises ChildError."""
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb", buffering=0) as pipe, tempfile.TemporaryFile("w+") as said:
         try:
@@ -107,7 +106,6 @@ def watch(task: Task, on_event: Callable[[dict[str, Any]], None]) -> Seen:
             raise ChildError(
                 refused[0] if refused else f"ended with status {code}; the last it said: {last or 'nothing'}"
             )
-    return seen
 
 
 def _follow(pid: int, pipe: int, seen: Seen, on_event: Callable[[dict[str, Any]], None]) -> None:

@@ -1,0 +1,260 @@
+"""Reads ranges of stored tensors through the I/O engine, ahead of whoever takes them, in bounded memory.
+
+Ranges are read into a few windows. Who goes on where the last range ended finds the next window on its way: at the end
+of a tensor that is the beginning of the next one in the order given, so the disk rests at no boundary. Who jumps gets
+what was asked for and no more, since read-ahead would mostly be in vain. Reads bypass the page cache where the file
+system lets them: caching files that are read once would take the memory that the tiers are for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tiering.aio import AioContext, Ticket
+from tiering.arena import PAGE, Arena, Lease
+from tiering.config import IoConfig
+from tiering.errors import SwapError, WeightsError
+from tiering.interrupts import deferred_interrupts
+from tiering.io_stats import errno_text
+from tiering.storage import shorten
+from tiering.weight_files import FileVersion, StoredTensor, WeightFiles, damaged, unopened
+
+WINDOWS = 3  # one being taken, two on their way
+WINDOW_BYTES = 4 << 20
+
+log = logging.getLogger(__name__)
+
+
+_Place = tuple[StoredTensor, int]
+"""A tensor and a byte in it."""
+
+
+class _Window:
+    """Memory, and the range of a tensor's bytes that it holds or is being filled with."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._ticket: Ticket | None = None
+        self._skipped = 0  # bytes from the beginning of the page to that of the range
+        self.tensor: StoredTensor
+        self.start = self.end = 0
+
+    def fill(self, aio: AioContext, file: int, tensor: StoredTensor, start: int, end: int) -> None:
+        """Start reading [start, end), once what was under way has ended."""
+        self.settle()
+        self.tensor, self.start, self.end = tensor, start, end
+        self._skipped = (tensor.offset + start) % PAGE
+        nbytes = self._skipped + end - start
+        self._ticket = aio.read(
+            file, self._lease, tensor.offset + start - self._skipped, nbytes, names=(tensor.name,)
+        )
+
+    def wait(self) -> None:
+        """Raises SwapError if the range could not be read."""
+        if self._ticket is not None:
+            self._ticket.wait()
+
+    def drop(self) -> None:
+        """Nobody wants it any more."""
+        if self._ticket is not None:
+            self._ticket.cancel()
+
+    def settle(self) -> None:
+        """Wait until the memory is nobody's, whatever became of the transfer."""
+        with contextlib.suppress(SwapError):
+            self.wait()
+        self._ticket = None
+
+    def holds(self, tensor: StoredTensor, at: int) -> bool:
+        return self.tensor == tensor and self.start <= at < self.end
+
+    def view(self, start: int, end: int) -> memoryview:
+        shift = self._skipped - self.start
+        return self._lease.view[shift + start : shift + end]
+
+
+class WeightReader:
+    """Reads the tensors of ``files`` through ``nbytes`` of memory. They will probably be read in the given ``order``.
+
+    One thread reads. Raises WeightsError when a file cannot be read, or is another than the one whose header was read.
+    """
+
+    def __init__(self, files: WeightFiles, io: IoConfig, order: Iterable[StoredTensor] = ()) -> None:
+        room = WINDOW_BYTES + PAGE  # a range may begin in the middle of a page
+        arena = Arena.map(WINDOWS * room + WINDOW_BYTES, "weights")
+        self.nbytes = arena.nbytes
+        self._files = files
+        expected = [tensor for tensor in order if tensor.nbytes]
+        self._next = dict(pairwise(expected))
+        self._continues: _Place | None = (expected[0], 0) if expected else None
+        self._aio = AioContext(
+            engine=io.engine,
+            block_size=io.block_size,
+            queue_depth=io.queue_depth,
+            registered=io.registered,
+        )
+        self._aio.register(arena)
+        self._open: dict[Path, tuple[int, int]] = {}  # descriptor, and number in the context
+        self._joined = arena.lease(WINDOW_BYTES, "joined").view
+        self._idle = deque(_Window(arena.lease(room, "window")) for _ in range(WINDOWS))
+        self._filling: deque[_Window] = deque()  # of consecutive ranges, the one being taken first
+
+    def read(self, tensor: StoredTensor, first: int, numel: int) -> memoryview:
+        """The bytes of elements [first, first + numel) of ``tensor``, valid until the next call.
+
+        Their address is a multiple of the element's size. What does not lie in one window is put together: in
+        memory of its own if it is longer than a window.
+        """
+        start, end = first * tensor.itemsize, (first + numel) * tensor.itemsize
+        if first < 0 or numel < 0 or end > tensor.nbytes:
+            raise ValueError(f"{tensor.name!r} has {tensor.numel} elements, not [{first}, {first + numel})")
+        if numel == 0:
+            return memoryview(b"")
+        sequential = self._continues == (tensor, start)
+        self._continues = self._after(tensor, end)
+        window = self._window(tensor, start, end, sequential)
+        if end <= window.end and (tensor.offset + start) % tensor.itemsize == 0:
+            return window.view(start, end)
+        joined = (
+            self._joined[: end - start] if end - start <= WINDOW_BYTES else memoryview(bytearray(end - start))
+        )
+        at = start
+        while True:
+            stop = min(end, window.end)
+            joined[at - start : stop - start] = window.view(at, stop)
+            if stop == end:
+                return joined
+            at = stop
+            window = self._window(tensor, at, end, sequential)
+
+    def close(self) -> None:
+        """End the transfers under way and close the files. A second call does nothing."""
+        self._drop_until(None)
+        for window in self._idle:
+            window.settle()
+        self._aio.close()
+        while self._open:
+            os.close(self._open.popitem()[1][0])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _window(self, tensor: StoredTensor, at: int, end: int, sequential: bool) -> _Window:
+        """The window with byte ``at``, filled, while those after it are being: up to ``end``, or beyond."""
+        try:
+            self._drop_until((tensor, at))
+            self._read_ahead((tensor, at), end, sequential)
+            window = self._filling[0]
+            window.wait()
+        except SwapError as error:
+            self._drop_until(None)
+            raise _unread(error) from error
+        self._check_version(tensor.file, self._open[tensor.file][0])
+        return window
+
+    def _read_ahead(self, place: _Place | None, end: int, sequential: bool) -> None:
+        """Fill idle windows from ``place`` on, or from where the last one ends."""
+        wanted = place[0] if place else None
+        if self._filling:
+            place = self._after(self._filling[-1].tensor, self._filling[-1].end)
+        while self._idle and place is not None:
+            tensor, start = place
+            limit = tensor.nbytes if sequential else end if tensor == wanted else 0
+            if start >= limit:
+                return
+            stop = min(start + WINDOW_BYTES, limit)
+            self._submit(tensor, start, stop)
+            place = self._after(tensor, stop)
+
+    def _after(self, tensor: StoredTensor, end: int) -> _Place | None:
+        """Where reading goes on after byte ``end`` of ``tensor``."""
+        if end < tensor.nbytes:
+            return tensor, end
+        return (self._next[tensor], 0) if tensor in self._next else None
+
+    def _submit(self, tensor: StoredTensor, start: int, stop: int) -> None:
+        with deferred_interrupts():  # between the two, a window would be lost
+            window = self._idle.popleft()
+            try:
+                window.fill(self._aio, self._file(tensor.file), tensor, start, stop)
+            except BaseException:
+                self._idle.append(window)
+                raise
+            self._filling.append(window)
+
+    def _drop_until(self, place: _Place | None) -> None:
+        """Let go of the windows before the one that holds ``place``."""
+        while self._filling and (place is None or not self._filling[0].holds(*place)):
+            window = self._filling.popleft()
+            window.drop()
+            self._idle.append(window)
+
+    def _file(self, path: Path) -> int:
+        """The number of a file in the context, opened when it is first wanted."""
+        if path not in self._open:
+            fd, direct = _open_for_reading(path)
+            try:
+                self._check_version(path, fd)
+                self._open[path] = fd, self._aio.add_file(fd, direct=direct, name=str(path))
+            except BaseException:
+                os.close(fd)
+                raise
+        return self._open[path][1]
+
+    def _check_version(self, path: Path, fd: int) -> None:
+        if FileVersion.of(fd) != self._files.versions[path]:
+            raise damaged(
+                path, "it has changed since its header was read", "load it when nobody writes to it"
+            )
+
+
+def _open_for_reading(path: Path) -> tuple[int, bool]:
+    """A descriptor, and whether it goes around the page cache."""
+    try:
+        fd = _open_direct(path)
+        if fd >= 0:
+            return fd, True
+        log.warning("the file system of %s refuses O_DIRECT: reading it fills the page cache", path)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
+    except OSError as error:
+        raise unopened(path, error) from error
+
+
+def _open_direct(path: Path) -> int:
+    """A descriptor that goes around the page cache, or -1: some file systems open one and refuse the transfer."""
+    fd = -1
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        with mmap.mmap(-1, PAGE) as page:
+            os.preadv(fd, [page], 0)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        if error.errno != errno.EINVAL:
+            raise
+        return -1
+    return fd
+
+
+def _unread(error: SwapError) -> WeightsError:
+    code = error.errno or errno.EIO
+    remedy = "see dmesg"
+    if code == errno.ENODATA:
+        remedy = "it was cut short, or the medium is bad: see dmesg, and download it again"
+    what = f"reading {shorten(error.names)} at byte {error.offset} failed: {errno_text(code)}"
+    return damaged(Path(error.filename), what, remedy)

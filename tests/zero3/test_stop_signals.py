@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,7 @@ import torch
 
 from tiering.errors import ConfigError, EngineStateError
 
+LONG = 100.0  # seconds in which even a busy machine forks, or ends, a process
 SCRIPT = """
 import os, signal, sys
 import torch
@@ -101,10 +103,16 @@ def test_a_forked_child_still_ends_when_it_is_told_to(start: Callable[..., Any])
     engine.save_and_exit_on()
     forking = multiprocessing.get_context("fork")
     ready = forking.Event()
-    child = forking.Process(target=lambda: (ready.set(), time.sleep(60)))
+
+    def sleep() -> None:
+        faulthandler.dump_traceback_later(LONG / 2)  # if it does not end, where it is
+        ready.set()
+        time.sleep(2 * LONG)
+
+    child = forking.Process(target=sleep, daemon=True)
     child.start()
-    assert ready.wait(20)
+    assert ready.wait(LONG), "the child does not come to run"
     child.terminate()
-    child.join(20)
+    child.join(LONG)
     assert child.exitcode == -signal.SIGTERM
     assert engine.stop_requested == ""

@@ -11,12 +11,12 @@ from itertools import product
 from tiering.arena import PAGE, round_up
 from tiering.errors import PlacementError
 from tiering.fields import format_need
-from tiering.placement import make_plan
+from tiering.placement import place
 from tiering.plan import Budgets, GroupSizes, Tier, Workload
 from tiering.workload import ITEMSIZES, OFFLOAD_TIERS
 
 UNLIMITED = 1 << 60
-FINEST = 1 << 16  # the least budget is found to a page, or to this fraction (1/n) of it
+FINEST = 1 << 12  # the least budget is found to a page, or to this fraction (1/n) of it
 MOST_RANKS = 4096
 
 _QUANTUM = PAGE // 2  # elements of a shard that padding adds up to
@@ -40,8 +40,8 @@ class Remedy:
 def remedies(load: Workload, budgets: Budgets, *, local_ranks: int = 1) -> list[Remedy]:
     """What would make ``load`` fit each rank's ``budgets``, the least change first; nothing if it fits as it is.
 
-    First what the configuration alone can do, then the least budget of each tier, if raising that one is enough, then
-    more ranks with budgets of the same size. If none of these is, the least budgets together.
+    First what the configuration alone can do, then the least budget of each tier, if raising that one is enough; the
+    least budgets together, if they are several; and more ranks with budgets of the same size.
     """
     if fits(load, budgets):
         return []
@@ -50,14 +50,13 @@ def remedies(load: Workload, budgets: Budgets, *, local_ranks: int = 1) -> list[
         least = least_budget(load, budgets, tier)
         if least is not None:
             offers.append(_raised(load, budgets, least, local_ranks))
-    offers += _more_ranks(load, budgets)
-    return offers or _raised_together(load, budgets, local_ranks)
+    return [*offers, *_raised_together(load, budgets, local_ranks), *_more_ranks(load, budgets)]
 
 
 def fits(load: Workload, budgets: Budgets) -> bool:
     """Whether there is a plan."""
     try:
-        make_plan(replace(load, can_split=False), budgets)  # fewer other formats to compare with
+        place(load, budgets)
     except PlacementError:
         return False
     return True
@@ -169,16 +168,18 @@ def _more_ranks(load: Workload, budgets: Budgets) -> Iterator[Remedy]:
         ranks *= 2
 
 
-def _raised_together(load: Workload, budgets: Budgets, local_ranks: int) -> list[Remedy]:
-    """The least budgets that are enough together, if no change is alone: device first, since it is the scarcest."""
-    least = Budgets(UNLIMITED, UNLIMITED, UNLIMITED)
+def _raised_together(load: Workload, budgets: Budgets, local_ranks: int) -> Iterator[Remedy]:
+    """The least budgets that are enough together, if more than one has to be raised: of the device first, since that
+    memory is the scarcest, then of the host.
+    """
+    together = Budgets(UNLIMITED, UNLIMITED, UNLIMITED)
     for tier in Tier:
-        found = least_budget(load, least, tier)
-        if found is None:
-            return []
-        enough = max(found.of(tier), budgets.of(tier))
-        least = replace(least, **{tier.value: enough})
-    return [_raised(load, budgets, least, local_ranks)]
+        least = least_budget(load, together, tier)
+        if least is None:
+            return
+        together = replace(together, **{tier.value: max(least.of(tier), budgets.of(tier))})
+    if len(_changed(budgets, together, local_ranks)) > 1:
+        yield _raised(load, budgets, together, local_ranks)
 
 
 def _raised(load: Workload, now: Budgets, then: Budgets, local_ranks: int) -> Remedy:

@@ -30,16 +30,17 @@ MOST_TILES = 64  # of a group, as long as the configuration wants no more: each 
 
 def make_plan(load: Workload, budgets: Budgets) -> Plan:
     """Place ``load`` within ``budgets``. Raises PlacementError, with numbers and remedy, when it cannot fit."""
-    plan = _place(load, budgets)
+    plan = place(load, budgets)
     moved = {load.state_format: sum(plan.nvme_traffic())}
     if moved[load.state_format]:
         for other in load.other_formats():
             with contextlib.suppress(PlacementError):
-                moved[other.state_format] = sum(_place(other, budgets).nvme_traffic())
+                moved[other.state_format] = sum(place(other, budgets).nvme_traffic())
     return replace(plan, moved_by_format=moved)
 
 
-def _place(load: Workload, budgets: Budgets) -> Plan:
+def place(load: Workload, budgets: Budgets) -> Plan:
+    """As ``make_plan``, without what a step would move in other formats of the state."""
     fixed, param_tiers, grad_tiers = _mandatory(load, budgets)
     _keep_what_cannot_move(load, fixed, param_tiers)
 

@@ -132,7 +132,7 @@ class Workload:
         """Bytes of optimizer state per element for the master, or for what of it the parameter is not."""
         return 0 if self.master_is_param else 2 if self.split else FP32
 
-    @property
+    @cached_property
     def state_itemsize(self) -> int:
         """Bytes of optimizer state per element."""
         return self.master_itemsize + self.state_tensors * self.moment_itemsize

@@ -19,9 +19,10 @@ TB = 1e12
 
 @dataclass(frozen=True)
 class Drive:
-    """A drive: bytes per second of sequential reads and writes, and the bytes that may be written in its life."""
+    """A drive: its bytes, bytes per second of sequential reads and writes, and bytes that may be written in its life."""
 
     name: str
+    capacity: int
     read: float
     write: float
     endurance: float
@@ -56,6 +57,11 @@ class Profile:
         return f"{self.devices} x {self.device.name}, {memory}, {self.drives} x {self.drive.name}"
 
     @property
+    def nvme_bytes(self) -> int:
+        """Bytes of all drives together."""
+        return self.drives * self.drive.capacity
+
+    @property
     def endurance(self) -> float:
         """Bytes that may be written to all drives together."""
         return self.drives * self.drive.endurance
@@ -78,9 +84,9 @@ class Profile:
 
 
 # samsung.com, 990 PRO 2TB: 7,450 and 6,900 MB/s, 1,200 TBW.
-SSD_990_PRO = Drive("990 PRO 2TB", 7.45 * GB, 6.9 * GB, 1200 * TB)
+SSD_990_PRO = Drive("990 PRO 2TB", 2 * 10**12, 7.45 * GB, 6.9 * GB, 1200 * TB)
 # Samsung PM9D3a 7.68TB (PCIe 5): 12,000 and 6,800 MB/s, 14,016 TBW (one drive write a day for five years).
-PM9D3A = Drive("PM9D3a 7.68TB", 12.0 * GB, 6.8 * GB, 14016 * TB)
+PM9D3A = Drive("PM9D3a 7.68TB", 7_680 * 10**9, 12.0 * GB, 6.8 * GB, 14016 * TB)
 
 # NVIDIA's Ada whitepaper: 165.2 TFLOPS of bf16 with fp32 sums, 1,008 GB/s; PCIe 4.0 x16: 32 GB/s each way.
 RTX_4090 = Device("RTX 4090", 24 << 30, 165.2e12, 1008 * GB, 32 * GB)

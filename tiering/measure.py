@@ -121,7 +121,7 @@ class _Window:
         place = moved = 0
         began = time.perf_counter()
         while True:
-            more = place < places or time.perf_counter() - began < seconds
+            more = place < places or (seconds and time.perf_counter() - began < seconds)
             if idle and more:
                 lease, offset = idle.popleft(), place % self.places * self._slot
                 place += 1

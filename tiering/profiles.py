@@ -19,7 +19,7 @@ TB = 1e12
 
 @dataclass(frozen=True)
 class Drive:
-    """A drive: its bytes, bytes per second of sequential reads and writes, and bytes that may be written in its life."""
+    """A drive: bytes it holds, bytes per second of sequential reads and writes, bytes written in its life at most."""
 
     name: str
     capacity: int

@@ -38,7 +38,8 @@ class Rates:
 
     def __post_init__(self) -> None:
         for name, rate in asdict(self).items():
-            if rate is not None and not (math.isfinite(rate) and rate > 0):
+            number = isinstance(rate, int | float) and not isinstance(rate, bool)
+            if rate is not None and not (number and math.isfinite(rate) and rate > 0):
                 raise ConfigError(f"the rate {name!r} is {rate!r}: it has to be a number above 0, or None")
 
     def of_rank(self, local_ranks: int) -> Rates:

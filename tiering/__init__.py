@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zero3.access import gathered
     from zero3.engine import Engine
     from zero3.initialize import EngineParts, initialize
+    from zero3.planning import measure_rates, plan_for
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,8 @@ _LAZY = {
     "Engine": ("zero3.engine", "Engine"),
     "EngineParts": ("zero3.initialize", "EngineParts"),
     "gathered": ("zero3.access", "gathered"),
+    "plan_for": ("zero3.planning", "plan_for"),
+    "measure_rates": ("zero3.planning", "measure_rates"),
     "zero": ("zero3.init", ""),
     "TieringError": ("tiering.errors", "TieringError"),
     "ConfigError": ("tiering.errors", "ConfigError"),
@@ -58,6 +61,8 @@ __all__ = [
     "TieringError",
     "gathered",
     "initialize",
+    "measure_rates",
+    "plan_for",
     "zero",
 ]
 

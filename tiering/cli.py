@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tiering import plan_command
 from tiering.errors import ConfigError
 
 
@@ -42,6 +43,12 @@ def _parser() -> argparse.ArgumentParser:
         help="for training with N ranks (default: %(default)s)",
     )
     check.set_defaults(run=_check)
+
+    plan = commands.add_parser(
+        "plan", help="say what lives where, how long a step takes, and what would make it fit"
+    )
+    plan_command.add_arguments(plan)
+    plan.set_defaults(run=plan_command.run)
     return parser
 
 

@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from tiering.arena import PAGE, round_up
+from tiering.config import TieringConfig
 from tiering.errors import ConfigError
 from tiering.plan import GroupSizes
+from tiering.plan_report import PlanReport, report
+from tiering.plan_setting import RatesOf, Setting
+from tiering.workload import ITEMSIZES, configured_state, make_workload
 
 HEAD = 128  # elements of an attention head
 VOCABULARY = 32_000
@@ -133,6 +137,28 @@ def _shapes(params: int) -> Iterator[Decoder]:
 
 def _shape(hidden: int, layers: int) -> Decoder:
     return Decoder(hidden, layers, intermediate=round_up(-(-8 * hidden // 3), 256))
+
+
+def plan_of_size(params: int, config: TieringConfig, setting: Setting, rates: RatesOf) -> PlanReport:
+    """The plan of the decoder of about ``params`` parameters: as the engine's for such a model, where torch computes in
+    the memory that NVMe reads land in. Raises ConfigError if there is no such decoder, or it cannot be trained so.
+    """
+    shape = decoder(params)
+    on_gpu = setting.gpu_memory is not None
+    groups = shape.groups(
+        persistence_threshold=config.zero.persistence_threshold,
+        itemsize=ITEMSIZES[config.precision],
+        world_size=setting.world_size,
+    )
+    load = make_workload(
+        config,
+        groups,
+        configured_state(config),
+        on_gpu=on_gpu,
+        world_size=setting.world_size,
+        fetch_by_copy=on_gpu,
+    )
+    return report(str(shape), shape.params, load, config, setting, rates)
 
 
 def parse_count(text: str) -> int:

@@ -1,0 +1,460 @@
+"""``tiering plan``: what it answers, what it prints, and that what it offers is what the engine would do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiering
+from tiering import cli, ds_config
+from tiering.config import parse_size
+from tiering.errors import ConfigError
+from tiering.plan import Tier
+from tiering.plan_setting import usual_config, with_changes
+from tiering.profiles import PROFILES
+from tiering.rates import Rates
+from tiering.workload import configured_state
+from zero3 import rules
+
+WITH_TRANSFORMERS = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+RATES = [
+    "--flops=1T",
+    "--nvme-read=4GB/s",
+    "--nvme-write=2GB/s",
+    "--optimizer=1G",
+    "--gradients=8G",
+    "--host-copy=10GB/s",
+    "--device-link=16GB/s",
+]
+SMALL = ["--params", "60M", "--device-budget", "100MiB", "--host-budget", "300MiB", "--nvme-budget", "2GiB"]
+
+Plan = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """``tiering plan`` with arguments: (exit code, standard output, standard error), in 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        code = cli.main(["plan", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def answered(plan: Plan, *arguments: str | Path) -> dict[str, Any]:
+    _, out, _ = plan(*arguments, "--json")
+    told: dict[str, Any] = json.loads(out)
+    return told
+
+
+def test_a_size_is_planned_and_foreseen_without_torch() -> None:
+    code = (
+        "import sys; from tiering import cli;"
+        f" code = cli.main(['plan', '--tbw=1', *{[*SMALL, *RATES]!r}]);"
+        " assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    for told in (
+        "Placement plan",
+        "Predicted step",
+        "bounded by",
+        "tokens per second",
+        "hide NVMe",
+        "Drive life",
+    ):
+        assert any(told in line for line in lines), told
+
+
+def test_json_is_in_bytes_and_seconds(plan: Plan) -> None:
+    told = answered(plan, *SMALL, *RATES, "--tokens", "1000", "--tbw", "600")
+    assert (told["schema"], told["fits"], told["refusal"], told["remedies"]) == (1, True, None, [])
+    assert told["parameters"] == 61_281_920
+    assert told["budgets"] == {"device": 100 << 20, "host": 300 << 20, "nvme": 2 << 30}
+    tiers = told["plan"]["tiers"]
+    for tier in ("device", "host", "nvme"):
+        assert 0 < tiers[tier]["planned"] == sum(tiers[tier]["contents"].values()) <= told["budgets"][tier]
+    # All state, of 12 bytes an element and its padding, is somewhere.
+    state = sum(tiers[tier]["contents"].get("optimizer state", 0) for tier in tiers)
+    assert 12 * told["parameters"] <= state <= 12.1 * told["parameters"]
+    seconds = told["forecast"]["seconds"]
+    assert seconds == pytest.approx(sum(phase["seconds"] for phase in told["forecast"]["phases"]))
+    assert told["forecast"]["tokens_per_second"] == pytest.approx(1000 / seconds)
+    written = told["plan"]["nvme_written"] * 86_400 / seconds
+    assert told["forecast"]["nvme_written_per_day"] == pytest.approx(written)
+    assert told["forecast"]["drive_days"] == pytest.approx(600e12 / written)
+    assert told["rates"] == {
+        "flops": 1e12,
+        "nvme_read": 4e9,
+        "nvme_write": 2e9,
+        "optimizer": 1e9,
+        "gradients": 8e9,
+        "host_copy": 1e10,
+        "device_link": 1.6e10,
+    }
+
+
+def test_what_does_not_fit_says_what_would_and_that_does(plan: Plan) -> None:
+    tight = ["--params", "60M", "--device-budget", "100MiB", "--nvme-budget", "500MiB"]
+    code, out, _ = plan(*tight, "--host-budget", "300MiB")
+    assert code == 1
+    assert "Does not fit. [TIER-PLAN] nvme needs" in out
+    assert "  - state 'split+bf16'" in out
+    told = answered(plan, *tight, "--host-budget", "300MiB")
+    offers = {tuple(offer["change"]): offer for offer in told["remedies"]}
+    assert told["plan"] is None
+    more = offers[("tiering.nvme_budget",)]["change"]["tiering.nvme_budget"]
+    assert plan(*tight, "--host-budget", "300MiB", "--nvme-budget", more)[0] == 0
+    assert plan(*tight, "--host-budget", "300MiB", "--nvme-budget", more - (1 << 20))[0] == 1
+    text = offers[("tiering.host_budget",)]["text"]
+    assert plan(*tight, "--host-budget", text.removeprefix("host_budget of "))[0] == 0
+    assert plan(*tight, "--host-budget", "300MiB", "--state", "split+bf16")[0] == 0
+
+
+def test_a_missing_rate_is_told_and_the_plan_stands(plan: Plan) -> None:
+    code, out, _ = plan(*SMALL, "--nvme-read", "4GB/s")
+    assert code == 0
+    assert "No step time: " in out
+    assert "'flops'" in out
+    assert answered(plan, *SMALL)["forecast"] is None
+
+
+def test_a_configuration_is_honoured_and_the_command_line_goes_before_it(plan: Plan, tmp_path: Path) -> None:
+    config = tmp_path / "ds_config.json"
+    offload = {"device": "cpu"}
+    config.write_text(
+        json.dumps(
+            {
+                "train_batch_size": 8,
+                "gradient_accumulation_steps": 2,
+                "bf16": {"enabled": True},
+                "optimizer": {"type": "Lion"},
+                "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
+                "tiering": {"host_budget": "4GiB", "device_budget": "1GiB"},
+            }
+        )
+    )
+    told = answered(plan, "--params", "60M", "--config", config)
+    assert (told["micro_batches"], told["state"], told["budgets"]["host"]) == (2, "fp32", 4 << 30)
+    kept = told["plan"]["tiers"]["host"]["contents"]["optimizer state"]
+    assert kept == pytest.approx(8 * told["parameters"], rel=0.01)  # a master and one moment
+    told = answered(
+        plan,
+        "--params",
+        "60M",
+        "--config",
+        config,
+        "--micro-batches",
+        "3",
+        "--state",
+        "bf16",
+        "--host-budget",
+        "2GiB",
+    )
+    assert (told["micro_batches"], told["state"], told["budgets"]["host"]) == (3, "bf16", 2 << 30)
+
+
+def test_ranks_share_the_budgets_of_their_node(plan: Plan) -> None:
+    told = answered(plan, *SMALL, "--ranks", "4", "--nodes", "2")
+    assert (told["ranks"], told["ranks_per_node"]) == (4, 2)
+    assert told["budgets"] == {"device": 50 << 20, "host": 150 << 20, "nvme": 1 << 30}
+    code, _, err = plan(*SMALL, "--ranks", "4", "--nodes", "3")
+    assert code == 2
+    assert "4 ranks do not divide over 3 nodes" in err
+
+
+def test_a_profile_brings_budgets_and_rates(plan: Plan) -> None:
+    told = answered(plan, "--params", "13B", "--profile", "rtx4090", "--nvme-read", "1GB/s")
+    profile = PROFILES["rtx4090"]
+    assert told["budgets"] == {
+        "device": profile.device.memory_bytes // 2,
+        "host": int(0.8 * profile.host_bytes),
+        "nvme": int(0.95 * profile.nvme_bytes),
+    }
+    assert told["rates"]["flops"] == profile.device.flops
+    assert told["rates"]["nvme_read"] == 1e9
+    assert told["forecast"]["drive_days"] > 0
+    code, _, err = plan("--params", "13B", "--profile", "abacus")
+    assert code == 2
+    assert "there is no profile 'abacus'; there are rtx4090," in err
+
+
+def test_measured_rates_are_kept_and_read_back(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = Rates(flops=2e12, nvme_read=3e9, nvme_write=1e9, optimizer=5e8, gradients=4e9)
+    asked: list[tuple[object, ...]] = []
+
+    def measure_rates(*directories: Path, workload: Any, on_gpu: bool) -> Rates:
+        asked.append((*directories, workload.state_format, on_gpu))
+        return measured
+
+    monkeypatch.setattr("zero3.planning.measure_rates", measure_rates)
+    kept = tmp_path / "rates.json"
+    code, out, err = plan(*SMALL, "--state", "split", "--measure", tmp_path, "--save-rates", kept)
+    assert code == 0
+    assert "Predicted step" in out
+    assert "measuring" in err
+    assert asked == [(tmp_path, "split", False)]
+    assert answered(plan, *SMALL, "--rates", kept, "--nvme-read", "9GB/s")["rates"] == {
+        **measured.as_dict(),
+        "nvme_read": 9e9,
+    }
+
+
+def test_what_is_measured_is_what_the_workload_asks(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zero3 import planning
+
+    asked: list[object] = []
+
+    def of_disk_and_cpu(directories: list[Path], **workload: object) -> Rates:
+        asked.append((directories, workload))
+        return Rates(nvme_read=1.0)
+
+    def of_device(device: torch.device, dtype: torch.dtype) -> Rates:
+        asked.append((device.type, dtype))
+        return Rates(flops=2.0)
+
+    monkeypatch.setattr(planning.measure, "measure", of_disk_and_cpu)
+    monkeypatch.setattr(planning.device_rates, "measure", of_device)
+    config = configured(tmp_path, fits=True, state="bf16")
+    load = tiering.plan_for(model=Model(), config=config).workload
+    assert tiering.measure_rates(tmp_path, workload=load) == Rates(nvme_read=1.0, flops=2.0)
+    assert asked == [
+        ([tmp_path], {"state_format": "bf16", "state_tensors": 2, "grad_itemsize": 4}),
+        ("cpu", torch.bfloat16),
+    ]
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")  # planning for a GPU where there is none
+    assert tiering.measure_rates(tmp_path, workload=load, on_gpu=True) == Rates(nvme_read=1.0)
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured(tmp_path: Path) -> None:
+    load = tiering.plan_for(model=Model(), config=configured(tmp_path, fits=True)).workload
+    rates = tiering.measure_rates(tmp_path, workload=load)
+    assert {"nvme_read", "nvme_write", "optimizer", "flops"} <= rates.as_dict().keys()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--params", "7Q"], "'350M', '7B' or '1.5T', not '7Q'"),
+        (["--params", "1M"], "no decoder of 1.00M parameters"),
+        (["--params", "7B", "--host-budget", "7 parsecs"], "unknown unit 'parsecs'"),
+        (["--params", "7B", "--flops", "fast"], "a rate is a number above 0"),
+        (["--params", "7B", "--flops", "0"], "a rate is a number above 0"),
+        (["--params", "7B", "--tokens", "0"], "at least 1, not 0"),
+        (["--params", "7B", "--model", "x"], "not allowed with"),
+        ([], "one of the arguments --params --model is required"),
+        (["--params", "7B", "--state", "fp8"], "tiering.state: Input should be 'fp32'"),
+        (["--params", "7B", "--config", "nowhere.json"], "cannot read the configuration file nowhere.json"),
+        (["--params", "7B", "--rates", "nowhere.json"], "nowhere.json"),
+        (["--model", "nowhere"], "there is no nowhere; name a transformers config.json"),
+    ],
+)
+def test_a_wrong_question_is_exit_code_2(
+    arguments: list[str], words: str, plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code, _, err = plan(*arguments)
+    except SystemExit as left:  # argparse
+        code, err = left.code, capsys.readouterr().err
+    assert code == 2
+    assert words in " ".join(err.split())
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 96, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 64, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float().logsumexp(-1).mean()
+
+
+def configured(directory: Path, *, fits: bool, **tiers: object) -> dict[str, Any]:
+    offload = {"device": "nvme", "nvme_path": str(directory)}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 1000,
+            "sub_group_size": 20_000,
+            "offload_param": offload,
+            "offload_optimizer": offload,
+        },
+        "tiering": {
+            "device_budget": "1MiB",
+            "host_budget": "2MiB" if fits else "64KiB",
+            "nvme_budget": "32MiB",
+            "io": {"allow_memory_file_system": True},
+            **tiers,
+        },
+    }
+
+
+@pytest.mark.parametrize("state", ["fp32", "split+bf16"])
+def test_the_plan_of_a_model_is_that_of_its_engine(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")
+    config = configured(tmp_path, fits=True, state=state)
+    with torch.device("meta"):
+        on_meta = tiering.plan_for(model=Model(), config=config)
+    with tiering.zero.Init():
+        built = Model()
+    in_init = tiering.plan_for(model=built, config=config)
+    model = Model()
+    report = tiering.plan_for(model=model, config=config)
+    assert all(param.data_ptr() for param in model.parameters())  # nothing was moved
+    engine, *_ = tiering.initialize(model=model, config=config)
+    with engine:
+        assert report.plan == engine.plan
+        assert on_meta.plan == engine.plan
+        assert in_init.plan == engine.plan
+        assert report.plan is not None and report.plan.total(Tier.NVME) > 0
+        tokens = torch.randint(0, 64, (2, 8))
+        for _ in range(4):
+            engine.backward(engine(tokens))
+            engine.step()
+        assert engine.plan.nvme_traffic() == report.plan.nvme_traffic()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_does_not_fit_is_no_error_and_the_remedies_work(tmp_path: Path) -> None:
+    config = configured(tmp_path, fits=False)
+    report = tiering.plan_for(model=Model(), config=config)
+    assert not report.fits
+    assert "host needs at least" in report.refusal
+    budgets = [offer.change["tiering.host_budget"] for offer in report.remedies if len(offer.change) == 1]
+    (least,) = budgets
+    assert tiering.plan_for(model=Model(), config=configured(tmp_path, fits=True, host_budget=least)).fits
+    assert not tiering.plan_for(
+        model=Model(), config=configured(tmp_path, fits=True, host_budget=least - 4096)
+    ).fits
+
+
+@WITH_TRANSFORMERS
+def test_a_llama_by_its_config_is_planned_as_a_decoder_of_its_size(plan: Plan, tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    shape = {"hidden_size": 640, "num_hidden_layers": 4, "num_attention_heads": 5, "intermediate_size": 1792}
+    LlamaConfig(**shape, vocab_size=32_000, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    by_size = answered(plan, *SMALL, *RATES)
+    by_config = answered(plan, "--model", tmp_path, *SMALL[2:], *RATES)
+    assert by_config.pop("model") == "LlamaForCausalLM of 61.28M parameters"
+    assert by_size.pop("model").startswith("a decoder of 61.28M parameters: 4 layers, hidden 640, 5 heads")
+    assert by_config == by_size
+    assert answered(plan, "--model", tmp_path / "config.json", *SMALL[2:], *RATES)["plan"] == by_size["plan"]
+
+
+@WITH_TRANSFORMERS
+def test_a_config_without_architectures_gets_the_head_of_a_language_model(tmp_path: Path) -> None:
+    from transformers import GPT2Config
+
+    from zero3.planning import described
+
+    GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=100, n_positions=16).save_pretrained(tmp_path)
+    model = described(tmp_path)
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    assert all(param.is_meta for param in model.parameters())
+
+
+@WITH_TRANSFORMERS
+@pytest.mark.parametrize(
+    "text", ["{}", "nonsense", '{"model_type": "nonesuch"}', '{"auto_map": {"AutoConfig": "evil.Config"}}']
+)
+def test_what_describes_no_model_is_refused(text: str, tmp_path: Path) -> None:
+    from zero3.planning import described
+
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "evil.py").write_text("raise SystemExit('code beside a configuration was run')")
+    with pytest.raises(ConfigError, match="describes no model that transformers"):
+        described(tmp_path)
+
+
+def test_without_transformers_there_is_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from zero3.planning import described
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"needs transformers.*--params"):
+        described(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("AdamW", {}),
+        ("Adam", {}),
+        ("Lion", {}),
+        ("Adagrad", {}),
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9}),
+    ],
+)
+def test_state_is_counted_as_the_update_rules_keep_it(
+    kind: str, params: dict[str, float], tmp_path: Path
+) -> None:
+    config, _ = ds_config.load(
+        {"train_batch_size": 1, "optimizer": {"type": kind, "params": {"lr": 0.1, **params}}}
+    )
+    assert config.optimizer is not None
+    rule, options = rules.from_config(config.optimizer)
+    assert configured_state(config).tensors == len(rule.state_names([options]))
+
+
+@pytest.mark.parametrize("state", ["fp32", "split", "bf16", "split+bf16"])
+def test_formats_of_state_are_those_of_the_engine(state: str) -> None:
+    config = with_changes(usual_config(Path()), tiers={"state": state})
+    kept, form = configured_state(config), rules.state_form(state)
+    assert (kept.split, kept.moment_itemsize) == (form.split, form.format.itemsize)
+
+
+def test_changes_of_a_configuration_are_checked() -> None:
+    config = usual_config(Path(), world_size=4)
+    more = with_changes(config, micro_batches=3, tiers={"host_budget": parse_size("1GiB")})
+    assert (more.gradient_accumulation_steps, more.train_batch_size, more.tiering.host_budget) == (
+        3,
+        12,
+        1 << 30,
+    )
+    with pytest.raises(ConfigError, match=r"tiering\.host_budget: .*unknown unit"):
+        with_changes(config, tiers={"host_budget": "1 bushel"})

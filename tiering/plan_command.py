@@ -1,0 +1,243 @@
+"""``tiering plan``: from what a command line says to a report. Without torch, unless a model has to be built."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiering.errors import ConfigError, TieringError
+
+if TYPE_CHECKING:
+    from tiering.config import TieringConfig
+    from tiering.plan import Workload
+    from tiering.plan_report import PlanReport
+    from tiering.profiles import Profile
+    from tiering.rates import Rates
+
+FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 1, 2
+
+EPILOG = """\
+sizes: 4K, 1M, 1GiB (1024-based) or 1GB (10^9), as in the configuration; budgets are of a node, for all its ranks.
+exit code: 0 it fits, 1 it does not (what would make it fit is printed), 2 the question was wrong.
+"""
+
+_SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_RATE = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kMGTP]?)(?:B|FLOPS?|FLOP)?(?:/s)?", re.ASCII)
+RATE_NAMES = {
+    "nvme-read": "read from all drives of a node: 7GB/s",
+    "nvme-write": "written to them",
+    "nvme-mixed": "read and written at once",
+    "host-copy": "copied within host memory",
+    "device-link": "one way between host memory and a GPU",
+    "device-memory": "of a GPU's own memory",
+    "optimizer": "elements stepped by the CPUs of a node: 1.5G",
+    "gradients": "elements of gradients taken in by the CPUs",
+    "flops": "of each device, in the compute dtype: 165T",
+    "network": "sent by each rank",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``tiering plan`` can be asked."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--params", type=_count, metavar="N", help="a decoder of about N parameters: 350M, 7B")
+    what.add_argument(
+        "--model", type=Path, metavar="PATH", help="a transformers config.json, or its directory"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON: bytes and seconds")
+
+    asked = parser.add_argument_group("how it is trained")
+    asked.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a ds_config.json (default: bf16, AdamW, stage 3, all to nvme)",
+    )
+    asked.add_argument("--state", metavar="FORMAT", help="fp32, split, bf16 or split+bf16")
+    asked.add_argument("--micro-batches", type=_positive, metavar="N", help="in a step")
+    asked.add_argument(
+        "--tokens", type=_positive, metavar="N", help="in a micro-batch, of each rank (default: 4096)"
+    )
+    asked.add_argument("--checkpointing", action="store_true", help="backward computes each forward again")
+
+    where = parser.add_argument_group("where")
+    where.add_argument("--profile", metavar="NAME", help="a machine of docs/sizing.md, by its data sheets")
+    where.add_argument("--gpu", type=_size, metavar="SIZE", help="memory of each GPU (default: no GPU)")
+    where.add_argument(
+        "--ranks", type=_positive, metavar="N", help="on all nodes (default: 1, or a profile's)"
+    )
+    where.add_argument("--nodes", type=_positive, default=1, metavar="N", help="(default: 1)")
+    for tier in ("device", "host", "nvme"):
+        where.add_argument(
+            f"--{tier}-budget",
+            type=_size,
+            metavar="SIZE",
+            help="(default: the configuration's, or this machine's)",
+        )
+
+    rates = parser.add_argument_group("how fast that is; bytes per second unless named")
+    rates.add_argument(
+        "--measure", type=Path, nargs="+", metavar="DIR", help="this machine, with the disks behind DIR ..."
+    )
+    rates.add_argument("--save-rates", type=Path, metavar="FILE", help="keep what was measured")
+    rates.add_argument("--rates", type=Path, metavar="FILE", help="what was kept")
+    for name, text in RATE_NAMES.items():
+        rates.add_argument(f"--{name}", type=_rate, metavar="RATE", help=text)
+    rates.add_argument(
+        "--tbw",
+        type=_rate,
+        metavar="TB",
+        help="10^12 bytes that may be written to a node's drives in their life",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answer, and return the exit code."""
+    try:
+        report = answer(options)
+    except (TieringError, OSError) as error:
+        print(f"tiering plan: {error}", file=sys.stderr)
+        return CANNOT_TELL
+    if options.json:
+        print(json.dumps(report.as_dict(), indent=1))
+    else:
+        from rich.console import Console
+
+        report.print(Console())
+    return FITS if report.fits else DOES_NOT_FIT
+
+
+def answer(options: argparse.Namespace) -> PlanReport:
+    """The report that ``options`` ask for."""
+    from tiering.plan_setting import TOKENS, Setting
+
+    profile = _profile(options.profile)
+    ranks = options.ranks or (profile.devices * options.nodes if profile else 1)
+    if ranks % options.nodes:
+        raise ConfigError(f"{ranks} ranks do not divide over {options.nodes} nodes")
+    gpu = options.gpu if options.gpu is not None else profile.device.memory_bytes if profile else None
+    endurance = profile.endurance if profile else None
+    setting = Setting(
+        world_size=ranks,
+        local_size=ranks // options.nodes,
+        gpu_memory=gpu,
+        tokens=options.tokens or TOKENS,
+        checkpointed=options.checkpointing,
+        endurance=endurance if options.tbw is None else options.tbw * 1e12,
+    )
+    config = _config(options, profile, ranks)
+    rates = _rates(options, profile, on_gpu=gpu is not None)
+    if options.model is None:
+        from tiering.sizing import plan_of_size
+
+        return plan_of_size(options.params, config, setting, rates)
+    import tiering
+
+    return tiering.plan_for(
+        model=options.model,
+        config=config,
+        world_size=setting.world_size,
+        ranks_per_node=setting.local_size,
+        gpu_memory=setting.gpu_memory,
+        rates=rates,
+        tokens=setting.tokens,
+        checkpointed=setting.checkpointed,
+        endurance=setting.endurance,
+    )
+
+
+def _profile(name: str | None) -> Profile | None:
+    from tiering.profiles import PROFILES
+
+    if name is not None and name not in PROFILES:
+        raise ConfigError(f"there is no profile {name!r}; there are {', '.join(PROFILES)}")
+    return None if name is None else PROFILES[name]
+
+
+def _config(options: argparse.Namespace, profile: Profile | None, ranks: int) -> TieringConfig:
+    """The configuration: the file's or the usual one, with what the command line says in its place."""
+    from tiering import ds_config
+    from tiering.plan_setting import profile_budgets, usual_config, with_changes
+
+    if options.config is None:
+        directory = options.measure[0] if options.measure else Path()
+        config = usual_config(directory, world_size=ranks)
+    else:
+        config, _ = ds_config.load(options.config, world_size=ranks)
+    keys = ("device_budget", "host_budget", "nvme_budget", "state")
+    given = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
+    tiers = {} if profile is None else profile_budgets(profile)
+    return with_changes(config, micro_batches=options.micro_batches, tiers=tiers | given)
+
+
+def _rates(
+    options: argparse.Namespace, profile: Profile | None, *, on_gpu: bool
+) -> Callable[[Workload], Rates]:
+    """The profile's rates, with what a file says in their place, then what is measured, then what is given."""
+    from tiering.rates import Rates
+
+    kept = Rates.load(options.rates) if options.rates is not None else Rates()
+    given = Rates(**{field.name: getattr(options, field.name) for field in fields(Rates)})
+
+    def known(load: Workload) -> Rates:
+        rates = profile.rates(load) if profile is not None else Rates()
+        rates = rates.updated(kept)
+        if options.measure:
+            import tiering
+
+            print("measuring this machine, for about ten seconds", file=sys.stderr)
+            measured = tiering.measure_rates(*options.measure, workload=load, on_gpu=on_gpu)
+            if options.save_rates is not None:
+                measured.save(options.save_rates)
+            rates = rates.updated(measured)
+        return rates.updated(given)
+
+    return known
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"at least 1, not {number}")
+    return number
+
+
+def _said(read: Callable[[str], Any], text: str) -> Any:
+    """What ``read`` makes of ``text``; argparse does not show the words of a ValueError."""
+    try:
+        return read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _size(text: str) -> int:
+    from tiering.fields import parse_size
+
+    size: int = _said(parse_size, text)
+    return size
+
+
+def _count(text: str) -> int:
+    from tiering.sizing import parse_count
+
+    count: int = _said(parse_count, text)
+    return count
+
+
+def _rate(text: str) -> float:
+    """``3GB/s``, ``165T`` or a number: decimal, as data sheets are."""
+    match = _RATE.fullmatch(text.strip())
+    rate = float(match[1]) * _SCALES[match[2]] if match else 0.0
+    if not rate:
+        raise argparse.ArgumentTypeError(
+            f"a rate is a number above 0, as '3GB/s', '165T' or '2e9', not {text!r}"
+        )
+    return rate

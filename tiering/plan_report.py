@@ -1,0 +1,252 @@
+"""What ``tiering plan`` answers: the plan of a model and its forecast, or what would make the model fit.
+
+For people as text, for programs as JSON: bytes and seconds throughout, and a schema number that changes when a name
+goes or changes its meaning; names may be added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tiering.budgets import resolve_budgets
+from tiering.config import TieringConfig, format_size
+from tiering.errors import ConfigError, PlacementError
+from tiering.fit import Remedy, remedies
+from tiering.forecast import HIDDEN, Forecast, Part, forecast
+from tiering.placement import make_plan
+from tiering.plan import Budgets, Plan, Tier, Workload
+from tiering.plan_setting import RatesOf, Setting
+from tiering.rates import Rates
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+SCHEMA = 1
+COLUMNS = 80
+_SHOWN = 0.05  # parts of the machine that are busy for less than this share of a phase are left out
+_TOO_LONG = 36_500  # days
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A model's plan within the budgets of each rank, or, where there is none, the refusal and the remedies.
+
+    ``forecast`` is None, and ``unforeseen`` says why, if a rate is missing that the plan depends on.
+    """
+
+    model: str
+    params: int
+    workload: Workload
+    budgets: Budgets
+    setting: Setting
+    plan: Plan | None
+    refusal: str = ""
+    remedies: tuple[Remedy, ...] = ()
+    rates: Rates = field(default_factory=Rates)
+    forecast: Forecast | None = None
+    unforeseen: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is known, ready for JSON. Sizes are a rank's, in bytes; times are seconds, but for ``drive_days``."""
+        load = self.workload
+        return {
+            "schema": SCHEMA,
+            "fits": self.fits,
+            "model": self.model,
+            "parameters": self.params,
+            "ranks": load.world_size,
+            "ranks_per_node": self.setting.local_size,
+            "stage": load.stage,
+            "state": load.state_format,
+            "micro_batches": load.micro_batches,
+            "budgets": {tier.value: self.budgets.of(tier) for tier in Tier},
+            "plan": None if self.plan is None else _plan_dict(self.plan),
+            "forecast": None if self.forecast is None else self._forecast_dict(self.forecast),
+            "rates": self.rates.as_dict(),
+            "refusal": self.refusal or None,
+            "remedies": [{"change": dict(each.change), "text": str(each)} for each in self.remedies],
+        }
+
+    def _forecast_dict(self, told: Forecast) -> dict[str, Any]:
+        return {
+            "seconds": told.seconds,
+            "bound": told.bound.value,
+            "phases": [
+                {
+                    "name": phase.name,
+                    "seconds": phase.seconds,
+                    "bound": phase.bound.value,
+                    "stalled": phase.stalled,
+                    "busy": {part.value: seconds for part, seconds in phase.busy.items() if seconds},
+                }
+                for phase in told.phases
+            ],
+            "tokens": told.tokens,
+            "tokens_per_second": told.tokens_per_second,
+            "efficiency": told.efficiency,
+            "tokens_that_hide": told.tokens_that_hide,
+            "nvme_written_per_day": told.written_per_day,
+            "drive_days": self._drive_days(told),
+        }
+
+    def _drive_days(self, told: Forecast) -> float | None:
+        return None if self.setting.endurance is None else told.drive_days(self.setting.endurance)
+
+    def __str__(self) -> str:
+        """As plain text of 80 columns."""
+        from rich.console import Console
+
+        console = Console(width=COLUMNS, color_system=None)
+        with console.capture() as captured:
+            self.print(console)
+        return captured.get()
+
+    def print(self, console: Any) -> None:
+        """Write it to a rich ``Console``."""
+        for part in self._parts():
+            console.print(part, soft_wrap=False)
+
+    def _parts(self) -> Iterator[RenderableType]:
+        yield f"{self.model[:1].upper()}{self.model[1:]}."
+        yield f"{self._trained()}: {_needs(self.workload)}"
+        if self.plan is None:
+            yield ""
+            yield f"Does not fit. {self.refusal}"
+            yield ""
+            yield "Any of these makes it fit:" if self.remedies else "No budget makes it fit."
+            yield from (f"  - {each}" for each in self.remedies)
+            return
+        yield ""
+        yield self.plan.table()
+        yield ""
+        if self.forecast is None:
+            yield f"No step time: {self.unforeseen}"
+        else:
+            yield _phases(self.forecast)
+            yield from self._outlook(self.forecast)
+
+    def _trained(self) -> str:
+        load, setting = self.workload, self.setting
+        dtype = {2: "bf16" if load.can_split else "fp16", 4: "fp32"}[load.compute_itemsize]
+        memory = setting.gpu_memory
+        device = "the CPU" if memory is None else f"GPUs of {format_size(memory)}"
+        ranks = f", each of {load.world_size} ranks in stage {load.stage}" if load.world_size > 1 else ""
+        return f"Trained in {dtype} with {load.state_format} state on {device}{ranks}"
+
+    def _outlook(self, told: Forecast) -> Iterator[str]:
+        """What follows from the step's time."""
+        where = " on each node" if self.setting.world_size > self.setting.local_size else ""
+        yield (
+            f"{told.tokens_per_second:,.0f} tokens per second{where}; the device computes for"
+            f" {told.efficiency:.0%} of a step."
+        )
+        if told.read or told.written:
+            yield (
+                f"{told.tokens_that_hide:,} tokens per micro-batch and rank hide NVMe (stalls below"
+                f" {1 - HIDDEN:.0%} of a step); this is for {self.setting.tokens:,}."
+            )
+        if told.written:
+            yield f"Written to NVMe in a day{where}: {format_size(told.written_per_day)}."
+        days = self._drive_days(told)
+        if days is not None:
+            assert self.setting.endurance is not None
+            life = f"{days:,.{0 if days >= 10 else 1}f} days" if days < _TOO_LONG else "more than 100 years"
+            yield f"Drive life, of {self.setting.endurance / 1e12:,.0f} TB written{where}: {life}."
+
+
+def report(
+    model: str, params: int, load: Workload, config: TieringConfig, setting: Setting, rates: RatesOf
+) -> PlanReport:
+    """Plan ``load`` within the budgets of ``config`` and foresee its step at ``rates``, if it fits.
+
+    Budgets that are "auto" are this machine's. Raises SwapSpaceError if such a budget is asked of a directory that can
+    hold no swap space.
+    """
+    budgets = resolve_budgets(
+        config.tiering,
+        device_memory=setting.gpu_memory,
+        nvme_paths=_directories(config),
+        ranks_on_node=setting.local_size,
+    )
+    try:
+        plan = make_plan(load, budgets)
+    except PlacementError as refusal:
+        offers = remedies(load, budgets, local_ranks=setting.local_size)
+        return PlanReport(model, params, load, budgets, setting, None, str(refusal), tuple(offers))
+    told, unforeseen = None, ""
+    known = rates if isinstance(rates, Rates) else rates(load)
+    try:
+        told = forecast(
+            plan,
+            known,
+            tokens=setting.tokens,
+            local_ranks=setting.local_size,
+            checkpointed=setting.checkpointed,
+        )
+    except ConfigError as missing:
+        unforeseen = str(missing)
+    return PlanReport(
+        model, params, load, budgets, setting, plan, rates=known, forecast=told, unforeseen=unforeseen
+    )
+
+
+def _directories(config: TieringConfig) -> list[Any]:
+    sections = (config.zero.offload_param, config.zero.offload_optimizer)
+    return list(dict.fromkeys(path for each in sections if each.device == "nvme" for path in each.nvme_path))
+
+
+def _plan_dict(plan: Plan) -> dict[str, Any]:
+    read, written = plan.nvme_traffic()
+    return {
+        "tiers": {
+            tier.value: {"planned": plan.total(tier), "contents": plan.contents(tier)} for tier in Tier
+        },
+        "nvme_read": read,
+        "nvme_written": written,
+        "nvme_moved_by_state": dict(plan.moved_by_format),
+        "sent": plan.sent_bytes(),
+    }
+
+
+def _needs(load: Workload) -> str:
+    """What a rank keeps of the model, wherever it is."""
+    params = sum(load.home_bytes(group) for group in load.groups)
+    grads = sum(load.home_grad_bytes(group) for group in load.groups) + load.local_grad_bytes
+    state = sum(load.state_numel(group) for group in load.groups) * load.state_itemsize
+    return (
+        f"{format_size(params + grads + state)}, of which parameters {format_size(params)}, gradients"
+        f" {format_size(grads)}, optimizer state {format_size(state)}."
+    )
+
+
+def _phases(told: Forecast) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title="Predicted step", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    table.pad_edge, table.collapse_padding = False, True
+    table.add_column("phase", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("bounded by", no_wrap=True)
+    table.add_column("busy for")
+    for phase in told.phases:
+        parts = sorted(Part, key=lambda part: -phase.busy[part])
+        busy = [
+            f"{part.value} {_seconds(phase.busy[part])}"
+            for part in parts
+            if phase.busy[part] > _SHOWN * phase.seconds
+        ]
+        table.add_row(phase.name, _seconds(phase.seconds), phase.bound.value, ", ".join(busy) or "-")
+    table.add_row("all", _seconds(told.seconds), told.bound.value, "")
+    return table
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds >= 100 else f"{seconds:.3g}"

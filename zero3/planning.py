@@ -1,0 +1,120 @@
+"""plan_for: the plan of a model that is here, on meta, or only described by a transformers configuration."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiering import ds_config, measure
+from tiering.config import TieringConfig
+from tiering.errors import ConfigError
+from tiering.plan import Workload
+from tiering.plan_report import PlanReport, report
+from tiering.plan_setting import TOKENS, RatesOf, Setting
+from tiering.rates import Rates
+from tiering.sizing import format_count
+from zero3 import device_rates
+from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters, choose_optimizer
+from zero3.precision import COMPUTE_DTYPES
+from zero3.workload import size_up
+
+
+def plan_for(
+    *,
+    model: nn.Module | str | Path,
+    config: TieringConfig | Mapping[str, Any] | str | Path,
+    model_parameters: ModelParameters | None = None,
+    optimizer: ClientOptimizerChoice | None = None,
+    world_size: int = 1,
+    ranks_per_node: int | None = None,
+    gpu_memory: int | None = None,
+    rates: RatesOf | None = None,
+    tokens: int = TOKENS,
+    checkpointed: bool = False,
+    endurance: float | None = None,
+) -> PlanReport:
+    """What ``initialize`` would place where, without placing anything; with ``rates``, how long a step would take.
+
+    ``model`` may be on the meta device, built under ``tiering.zero.Init``, or the path of a transformers configuration
+    (a config.json or the directory of one). ``config``, ``model_parameters`` and ``optimizer`` are those of
+    ``initialize``. ``ranks_per_node`` is all of ``world_size`` unless told. ``gpu_memory`` is the bytes that the GPU of
+    each rank has free; without, the CPU is the device. ``tokens`` are those of a micro-batch and rank, ``checkpointed``
+    tells of activation checkpointing, and ``endurance`` is in bytes written to a node's drives.
+
+    A model that does not fit is no error: the report then says why, and what would make it fit. Raises ConfigError for
+    a configuration, or a model, that cannot be trained as asked.
+    """
+    settings = (
+        config if isinstance(config, TieringConfig) else ds_config.load(config, world_size=world_size)[0]
+    )
+    setting = Setting(
+        world_size=world_size,
+        local_size=world_size if ranks_per_node is None else ranks_per_node,
+        gpu_memory=gpu_memory,
+        tokens=tokens,
+        checkpointed=checkpointed,
+        endurance=endurance,
+    )
+    built = model if isinstance(model, nn.Module) else described(Path(model))
+    chosen = choose_optimizer(built, settings, model_parameters, optimizer)
+    sized = size_up(built, settings, chosen, on_gpu=gpu_memory is not None, world_size=world_size)
+    params = sum(param.numel() for param in built.parameters())
+    name = f"{type(built).__name__} of {format_count(params)} parameters"
+    return report(name, params, sized.workload, settings, setting, rates or Rates())
+
+
+def described(path: Path) -> nn.Module:
+    """The model that the transformers configuration at ``path`` describes, on the meta device.
+
+    Of its own architecture if it names one, else with the head of a language model. Code that lies beside the
+    configuration is not run. Raises ConfigError without transformers, or for what it does not know.
+    """
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            "planning from a config.json needs transformers, which is not installed: install it, give the number of"
+            " parameters instead (--params), or build the model and call tiering.plan_for(model=...)"
+        ) from error
+    if not path.exists():
+        raise ConfigError(f"there is no {path}; name a transformers config.json, or the directory of one")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        names = [name for name in config.architectures or () if hasattr(transformers, name)]
+        with torch.device("meta"):
+            if names:
+                built: nn.Module = getattr(transformers, names[0])(config)
+            else:
+                built = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} describes no model that transformers {transformers.__version__} can build: {error}"
+        ) from error
+    return built
+
+
+def measure_rates(*directories: str | Path, workload: Workload, on_gpu: bool = False) -> Rates:
+    """The rates of this machine for ``workload``: of the disks behind ``directories``, the CPU, and the device.
+
+    ``on_gpu``: its device is a GPU; those of this machine's are measured if it has one. Takes about ten seconds, one
+    GiB of disk and half a GiB of memory.
+    """
+    found = measure.measure(
+        [Path(each) for each in directories],
+        state_format=workload.state_format,
+        state_tensors=workload.state_tensors,
+        grad_itemsize=workload.grad_itemsize,
+    )
+    here = torch.cuda.is_available() and os.environ.get("TIERING_DEVICE") != "cpu"
+    if on_gpu and not here:
+        return found
+    name = {4: "fp32", 2: "bf16" if workload.can_split else "fp16"}[workload.compute_itemsize]
+    return found.updated(
+        device_rates.measure(torch.device("cuda" if on_gpu else "cpu"), COMPUTE_DTYPES[name])
+    )

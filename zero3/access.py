@@ -212,6 +212,12 @@ class Access:
         home = "on NVMe" if group.home.extent is not None else "in host memory"
         return f"{group.layout.pieces[position].name!r}, whose bytes are {home} (group {group.name!r})"
 
+    def remedy(self) -> str:
+        return (
+            "no forward or backward is running that would bring it here. Use it inside `with tiering.gathered(param):`"
+            " (modify=True to change it); engine.state_dict() and engine.get_fp32_parameter(name) give copies"
+        )
+
     def lend(self, param: nn.Parameter, *, modify: bool) -> None:
         """Let ``param`` show its values until ``take_back``."""
         group, position = self._places[param]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +20,15 @@ from tiering.config import TieringConfig
 from tiering.errors import ConfigError
 from tiering.placement import make_plan
 from tiering.plan import Budgets, Plan, Tier
+from tiering.weight_files import open_weights
 from zero3.client_optimizer import ClientOptimizer
 from zero3.collectives import ALONE, Collectives, World, join
+from zero3.fill import Fill
 from zero3.flat_storage import Streams
 from zero3.grads import GradientStore
 from zero3.groups import GroupMembers
-from zero3.init import fill
+from zero3.init import check_apart
+from zero3.meta import build_on_meta
 from zero3.optimizer import TieredOptimizer
 from zero3.optimizer_choice import (
     ClientOptimizerChoice,
@@ -38,6 +43,7 @@ from zero3.replicas import Replicas
 from zero3.tiers import Home, NvmePaths, Tiers
 from zero3.tiles import StateLayout, Tile, make_tiles
 from zero3.timeline import StallClock, Timeline
+from zero3.weights import Matched, match
 from zero3.workload import nvme_paths, size_up
 
 log = logging.getLogger(__name__)
@@ -65,15 +71,24 @@ class Assembly:
     replicas: Replicas | None
 
 
+class Weights(NamedTuple):
+    """Files with the first values of a model's parameters; ``strict``: of exactly its parameters."""
+
+    path: Path
+    strict: bool
+
+
 def assemble(
     model: nn.Module,
     config: TieringConfig,
     model_parameters: ModelParameters | None,
     optimizer: ClientOptimizerChoice | None = None,
+    weights: Weights | None = None,
 ) -> Assembly:
     """Plan, make the tiers and move ``model`` onto them. What is refused is refused before anything moves.
 
     ``optimizer`` is what the user gave in place of the configuration's: an optimizer, or a function of the parameters.
+    Parameters that ``weights`` hold take their first values from there.
     """
     device = _device()
     world = join(device, config.tiering.distributed.timeout)
@@ -82,10 +97,10 @@ def assemble(
         device = torch.device("cuda", torch.cuda.current_device())
     stalls = StallClock(Timeline())
     if world.size == 1:
-        return _assemble(model, config, model_parameters, optimizer, device, stalls, None)
+        return _assemble(model, config, model_parameters, optimizer, weights, device, stalls, None)
     collectives = Collectives(world, device, config.tiering.distributed, stalls)
     try:
-        return _assemble(model, config, model_parameters, optimizer, device, stalls, collectives)
+        return _assemble(model, config, model_parameters, optimizer, weights, device, stalls, collectives)
     except BaseException as error:
         collectives.peers.fail(error)
         collectives.close()
@@ -97,16 +112,20 @@ def _assemble(
     config: TieringConfig,
     model_parameters: ModelParameters | None,
     optimizer: ClientOptimizerChoice | None,
+    weights: Weights | None,
     device: torch.device,
     stalls: StallClock,
     collectives: Collectives | None,
 ) -> Assembly:
     world = ALONE if collectives is None else collectives.world
+    check_apart(model)
+    loaded = None if weights is None else match(model, open_weights(weights.path), strict=weights.strict)
     chosen = choose_optimizer(model, config, model_parameters, optimizer)
     if collectives is not None:
         _check_ranks_fit(chosen, config)
         collectives.check_same("model", _described(model, chosen))
         collectives.check_same("configuration", _settings(config))
+        collectives.check_same("weights", _stored(loaded))
     node = topology.settle(
         world.local_rank,
         world.local_size,
@@ -122,6 +141,7 @@ def _assemble(
         collectives.check_same("plan", (f"{key} {value}" for key, value in vars(load).items()))
     log.log(logs.once(logging.INFO), "%s", plan)
 
+    build_on_meta(model, loaded)
     tiers = Tiers(plan, device, config.tiering, nvme, stalls, node.numa_node)
     try:
         streams = None if tiers.device_is_host else Streams()
@@ -129,9 +149,13 @@ def _assemble(
         tiles = make_tiles(plan.sub_groups, groups, tiers)
         local = _local_gradients(groups, grad_dtype, tiers) if load.grads_stay_local else None
         gradients = _gradient_store(groups, grad_dtype, tiers, streams, local, world)
-        _move_buffers(model, device, compute, collectives)
         layout = StateLayout.of(load, chosen.moments)
-        fill(model, groups, tiles, tiers, layout, chosen.initial_state, collectives)
+        fill = Fill(tiers, tiles, layout, chosen.initial_state, collectives)
+        with nullcontext() if loaded is None else loaded.reading(config.tiering.io):
+            if loaded is not None:
+                loaded.fill_buffers()
+            _move_buffers(model, device, compute, collectives)
+            fill.run(groups, {} if loaded is None else loaded.sources)
         stepper = _stepper(chosen, tiles, gradients, tiers, streams, layout)
         sink: GradientStore | GradientReducer = gradients
         replicas = None
@@ -179,6 +203,12 @@ def _described(model: nn.Module, chosen: OptimizerChoice) -> Iterator[str]:
         plain = (bool, int, float, str, tuple, type(None))
         options = {key: value for key, value in group.items() if isinstance(value, plain)}
         yield f"param group {number} of {len(group['params'])} parameters {options}"
+
+
+def _stored(loaded: Matched | None) -> Iterator[str]:
+    """A line for each tensor that is to be loaded, to be compared between ranks."""
+    for source in () if loaded is None else loaded.sources.values():
+        yield f"{source.tensor.name!r} {source.tensor.shape} {source.tensor.dtype}"
 
 
 def _settings(config: TieringConfig) -> Iterator[str]:

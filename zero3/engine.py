@@ -22,7 +22,7 @@ from tiering.telemetry import Publisher, Snapshot
 from tiering.telemetry.snapshot import Phase
 from zero3 import hooks
 from zero3.access import Access
-from zero3.assembly import Assembly, assemble
+from zero3.assembly import Assembly, Weights, assemble
 from zero3.eager import eager
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
 from zero3.param_group import ParamGroup
@@ -51,6 +51,7 @@ class Engine:
         config: TieringConfig,
         model_parameters: ModelParameters | None = None,
         optimizer: ClientOptimizerChoice | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self.module = model
         self.config = config
@@ -65,7 +66,7 @@ class Engine:
         self._save: Callable[[], object] | None = None
         self._trace: StepTrace | None = None
 
-        parts = assemble(model, config, model_parameters, optimizer)
+        parts = assemble(model, config, model_parameters, optimizer, weights)
         self._collectives, self._sink = parts.collectives, parts.sink
         try:
             self._wire(model, parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -17,9 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 from tiering import ds_config, logs
 from tiering.errors import ConfigError, EngineStateError
 from zero3 import resharded, schedulers
+from zero3.assembly import Weights
 from zero3.client_optimizer import ClientOptimizer
 from zero3.collectives import standing
 from zero3.engine import Engine
+from zero3.init import recipe_of
 from zero3.loader import make_loader
 from zero3.optimizer import TieredOptimizer
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
@@ -47,6 +48,8 @@ def initialize(
     training_data: Dataset[Any] | None = None,
     lr_scheduler: LRScheduler | SchedulerFactory | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    weights: str | Path | None = None,
+    strict: bool = True,
 ) -> EngineParts:
     """Place ``model`` on the tiers that ``config`` allows and return (engine, optimizer, dataloader, lr_scheduler).
 
@@ -58,8 +61,12 @@ def initialize(
     it replaces the section "scheduler". ``training_data`` gives a loader of shuffled micro-batches, over
     this rank's share.
 
+    ``weights`` is a safetensors file, or a Hugging Face style directory of them: parameters take their first values
+    from there, on their way to the tiers, and masters keep the precision of the file. Names that only one side has are
+    an error, or with ``strict`` False a warning.
+
     From here on the model's parameters belong to the engine: outside of forward and backward, use ``gathered``.
-    Raises ConfigError, PlacementError or SwapSpaceError, each before anything is moved.
+    Raises ConfigError, PlacementError, WeightsError or SwapSpaceError, each before anything is moved.
     """
     rank, world_size = standing()
     logs.set_rank(rank, world_size)
@@ -70,8 +77,8 @@ def initialize(
     if torch.is_inference_mode_enabled():
         raise EngineStateError("initialize was called in inference_mode, whose tensors cannot be trained")
     _check_untouched(model)
-    _check_apart(model)
-    engine = Engine(model, settings, model_parameters, optimizer)
+    stored = None if weights is None else Weights(Path(weights), strict)
+    engine = Engine(model, settings, model_parameters, optimizer, stored)
     try:
         scheduler = lr_scheduler
         if scheduler is None and settings.scheduler is not None:
@@ -89,26 +96,9 @@ def initialize(
     return EngineParts(engine, engine.optimizer, loader, scheduler)
 
 
-def _check_apart(model: nn.Module) -> None:
-    """Parameters get memory of their own each: two over the same would be equal no longer."""
-    ranges = []
-    for name, param in model.named_parameters():
-        if param.numel() and not param.is_meta and param.layout is torch.strided:
-            last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
-            begin = param.data_ptr()
-            ranges.append((str(param.device), begin, begin + (last + 1) * param.element_size(), name))
-    ranges.sort()
-    for (device, _, end, name), (other_device, begin, _, other) in itertools.pairwise(ranges):
-        if device == other_device and begin < end:
-            raise ConfigError(
-                f"{name!r} and {other!r} are two parameters over the same memory, and would be two after initialize;"
-                " tie them by giving both modules the same nn.Parameter"
-            )
-
-
 def _check_untouched(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        if resharded.is_adopted(param):
+        if resharded.is_adopted(param) and recipe_of(param) is None:
             raise EngineStateError(
                 f"{name!r} belongs to an engine already, or did until that was closed; build the model anew and load"
                 " what engine.state_dict() gave"

@@ -104,7 +104,7 @@ class ParamGroup:
         self._views = [flat[p.start : p.end].view(p.shape) for p in layout.pieces]
         nan = torch.full((), torch.nan, dtype=dtype, device=tiers.device)
         self._absent = [nan.expand(p.shape) for p in layout.pieces]
-        self._plain = [type(param) for param in params]
+        self._plain = [resharded.plain_form(type(param)) for param in params]
         self._versions: list[int] = []  # of the parameters, as far as the engine knows
         self._aliased: set[int] = (
             set()

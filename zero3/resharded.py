@@ -62,6 +62,9 @@ class Owner(Protocol):
     def where(self, param: nn.Parameter) -> str:
         """Name of ``param`` and where its bytes are, as an error says it."""
 
+    def remedy(self) -> str:
+        """Why its values cannot be used now, and what to do."""
+
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> weak reference to its Owner
 
@@ -86,8 +89,14 @@ def owner_of(param: Tensor) -> Owner | None:
 
 
 def is_adopted(param: Tensor) -> bool:
-    """Whether ``param`` belongs to an engine, or did when that was closed or dropped."""
-    return param in _owners
+    """Whether ``param`` belongs to an owner, or did when that was closed or dropped."""
+    return param in _owners or isinstance(param, _Resharded | _Shown)
+
+
+def release(param: nn.Parameter) -> None:
+    """Make ``param`` a plain one that nobody owns."""
+    _owners.pop(param, None)
+    make_plain(param)
 
 
 class _Resharded:
@@ -187,10 +196,15 @@ def shown_form(plain: type[nn.Parameter]) -> type[nn.Parameter]:
     return type(plain.__name__, (_Shown, _Copied, plain), {"__module__": __name__})
 
 
+def plain_form(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class that a parameter of class ``kind`` had before it was adopted."""
+    return kind.__bases__[-1] if issubclass(kind, _Resharded | _Shown) else kind
+
+
 def make_plain(param: nn.Parameter) -> None:
     """Give ``param`` the class back that it had before it was adopted."""
     if isinstance(param, _Resharded | _Shown):
-        param.__class__ = type(param).__bases__[-1]
+        param.__class__ = plain_form(type(param))  # type: ignore[assignment] # it was one of these before
 
 
 def data_of(param: nn.Parameter) -> Tensor:
@@ -290,8 +304,4 @@ def _refusal(owner: Owner | None, param: nn.Parameter, func: Callable[..., Any])
             f"{what} of a parameter of shape {tuple(param.shape)} whose engine is closed, or belongs to the process"
             " that forked this one: it has no values; take engine.state_dict() before"
         )
-    return (
-        f"{what} of {owner.where(param)}: no forward or backward is running that would bring it here. Use it inside"
-        " `with tiering.gathered(param):` (modify=True to change it); engine.state_dict() and"
-        " engine.get_fp32_parameter(name) give copies"
-    )
+    return f"{what} of {owner.where(param)}: {owner.remedy()}"

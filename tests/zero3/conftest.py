@@ -154,6 +154,8 @@ def start(nvme: Path) -> Iterator[Callable[..., Engine]]:
         model_parameters: Any = None,
         paths: Any = None,
         client: Any = None,
+        weights: Path | None = None,
+        strict: bool = True,
         **options: Any,
     ) -> Engine:
         if model is None:
@@ -161,6 +163,7 @@ def start(nvme: Path) -> Iterator[Callable[..., Engine]]:
             model = SmallModel()
         settings = config(paths or nvme, **options)
         given = {"model_parameters": model_parameters} | ({"optimizer": client} if client is not None else {})
+        given |= {"weights": weights, "strict": strict} if weights is not None else {}
         engine = tiering.initialize(model=model, config=settings, **given).engine
         engines.append(engine)
         return engine

@@ -14,6 +14,7 @@ from torch.nn import functional
 import tiering
 from tiering.errors import ConfigError
 from tiering.plan import Tier
+from zero3.init import recipe_of
 
 from .plain import (
     PLACEMENTS,
@@ -173,13 +174,13 @@ def test_compiled_blocks(start: Start) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_model_built_without_memory(start: Start, precision: str) -> None:
-    """Under zero.Init values are drawn when the model is placed, module by module as an ordinary build draws them."""
+    """Under zero.Init values are made again when the model is placed, one parameter at a time."""
 
     def begin(model: nn.Module, **options: Any) -> Any:
+        torch.manual_seed(11)  # as before the ordinary build
         with tiering.zero.Init():
             empty = Doubling()
-        assert all(p.is_meta for p in empty.parameters())
-        torch.manual_seed(11)  # as before the ordinary build
+        assert all(recipe_of(p) is not None for p in empty.parameters())
         return start(empty, **options)
 
     reference = assert_same_everywhere(begin, Doubling, plainly, precision=precision)

@@ -1,18 +1,60 @@
-"""zero.Init: no memory while building, the ordinary build's weights afterwards, and no silent loss of values."""
+"""zero.Init: no memory for parameters, the ordinary build's bits whatever it does, and no silent loss of values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tiering
-from tiering.errors import ConfigError, EngineStateError
+from tiering.errors import ConfigError, EngineStateError, PlacementError, ResidencyError
+from zero3 import tape
+from zero3.init import recipe_of
 
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
+Start = Callable[..., Any]
+
+
+@pytest.fixture(params=["kept for a while", "gone at once"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With models as small as these, nothing would be freed before the end."""
+    if request.param == "gone at once":
+        gone_at_once(monkeypatch)
+
+
+def gone_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "LEAST", 1)
+    monkeypatch.setattr(tape, "ROOM", 0)
+
+
+def values(param: nn.Parameter) -> Tensor:
+    """What ``param`` will have, without an engine."""
+    recipe = recipe_of(param)
+    assert recipe is not None, "it has memory"
+    return recipe.make().clone()
+
+
+def assert_built_as_ever(build: Callable[[], nn.Module]) -> nn.Module:
+    """Same parameters, buffers and random numbers as without the context. Returns the model without memory."""
+    torch.manual_seed(11)
+    ordinary, after = build(), torch.rand(3)
+    torch.manual_seed(11)
+    with tiering.zero.Init():
+        model = build()
+    assert torch.equal(torch.rand(3), after)
+    expected = dict(ordinary.named_parameters())
+    assert [name for name, _ in model.named_parameters()] == list(expected)
+    for name, param in model.named_parameters():
+        assert (param.shape, param.dtype) == (expected[name].shape, expected[name].dtype), name
+        assert param.requires_grad is expected[name].requires_grad
+        assert torch.equal(values(param), expected[name].detach()), name
+    for name, buffer in ordinary.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    return model
 
 
 class Everything(nn.Module):
@@ -37,17 +79,12 @@ class Everything(nn.Module):
 
 
 @pytest.mark.parametrize("placement", [{}, STREAMED])
-def test_same_seed_gives_the_weights_of_an_ordinary_build(
-    start: Callable[..., Any], placement: dict[str, Any]
-) -> None:
+@pytest.mark.usefixtures("memory")
+def test_same_seed_gives_the_weights_of_an_ordinary_build(start: Start, placement: dict[str, Any]) -> None:
     torch.manual_seed(11)
     ordinary = Everything()
-    with tiering.zero.Init():
-        model = Everything()
-    assert all(p.is_meta for p in model.parameters())
+    model = assert_built_as_ever(Everything)
     assert model.head.weight is model.embedding.weight
-    assert torch.equal(model.ramp, ordinary.ramp)
-    torch.manual_seed(11)
     engine = start(model, threshold=20, **placement)
     masters = engine.master_state_dict()
     for name, parameter in ordinary.named_parameters():
@@ -55,7 +92,205 @@ def test_same_seed_gives_the_weights_of_an_ordinary_build(
     engine.backward(engine(torch.tensor([[1, 2, 3]])))
 
 
-def test_values_given_outside_reset_parameters_are_not_lost_in_silence(start: Callable[..., Any]) -> None:
+class Unruly(nn.Module):
+    """Initialises as people do: in constructors, by apply, in loops, from each other, and from what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        scale = torch.rand(1).item()  # random numbers of its own, between those of the layers
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+        for number, layer in enumerate(self.layers):
+            nn.init.trunc_normal_(layer.weight, std=0.02, a=-0.03, b=0.03)  # draws again what is out of range
+            nn.init.constant_(layer.bias, scale / (number + 1))
+        self.gain = nn.Parameter(1e-6 * torch.ones(40))
+        self.place = nn.Parameter(torch.randn(7, 24) * 0.02)
+        self.table = nn.Parameter(torch.empty(24, 12, dtype=torch.bfloat16).normal_().t().contiguous())
+        with torch.no_grad():
+            self.layers[1].weight[::2] *= 0.5
+            self.layers[2].weight.copy_(self.layers[1].weight.t())
+            if self.layers[0].weight.abs().max() > 0.01:  # reads what may be gone
+                self.layers[0].weight.sub_(self.layers[0].weight.mean())
+        nn.init.orthogonal_(self.layers[1].weight)
+        self.stack = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(24, 2, 40), 2, enable_nested_tensor=False
+        )
+        self.twin = copy.deepcopy(self.layers[0])
+        self.own = nn.Parameter(torch.empty(30))
+        nn.init.uniform_(self.own, generator=torch.Generator().manual_seed(5))
+        self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.half = nn.Linear(16, 16).to(torch.bfloat16)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.list = nn.ParameterList([torch.arange(5.0), torch.full((3, 3), 2.0)])
+        self.register_buffer("copy", self.layers[2].weight.detach().clone())
+        self.register_buffer("view", self.layers[1].weight.detach()[:2])
+        self.apply(lambda m: nn.init.zeros_(m.bias) if type(m) is nn.LayerNorm else None)
+
+
+@pytest.mark.usefixtures("memory")
+def test_whatever_a_build_does_is_done_again() -> None:
+    model = assert_built_as_ever(Unruly)
+    assert torch.equal(model.view, values(model.layers[1].weight)[:2])
+
+
+def test_parameters_made_in_another_order_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone_at_once(monkeypatch)
+    torch.manual_seed(11)
+    ordinary = dict(Unruly().named_parameters())
+    torch.manual_seed(11)
+    with tiering.zero.Init():
+        model = Unruly()
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    for name, param in reversed(list(model.named_parameters())):
+        for _ in range(2):
+            assert torch.equal(values(param), ordinary[name].detach()), name
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_memory_goes_while_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "ROOM", 1 << 20)
+    seen = []
+
+    class Wide(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(512, 512, bias=False)
+            built.append(self)
+            seen.append(sum(layer.weight.untyped_storage().nbytes() for layer in built))
+
+    built: list[nn.Module] = []
+    with tiering.zero.Init():
+        model = nn.ModuleList(Wide() for _ in range(12))
+    assert max(seen) <= 3 << 20, "more than ROOM, and two of the parameters"
+    assert all(values(layer.weight).shape == (512, 512) for layer in model)
+
+
+def test_a_value_that_came_from_elsewhere_stays_and_must_not_change() -> None:
+    source = torch.full((300, 300), 3.0)
+    with tiering.zero.Init():
+        model = nn.Linear(300, 300, bias=False)
+        unseen = nn.ParameterList([nn.Parameter(torch.from_numpy(torch.ones(4).numpy()))])
+        with torch.no_grad():
+            model.weight.copy_(source)
+    assert recipe_of(unseen[0]) is None
+    assert unseen[0].tolist() == [1.0] * 4
+    assert torch.equal(values(model.weight), source)
+    source.add_(1)
+    with pytest.raises(ConfigError, match="changed before they were needed"):
+        values(model.weight)
+
+
+def test_using_a_parameter_before_initialize_says_what_to_do(start: Start) -> None:
+    with tiering.zero.Init():
+        model = Everything()
+    zeros = {name: torch.zeros(param.shape) for name, param in model.named_parameters()}
+    uses: list[Callable[[], object]] = [
+        lambda: model.norm.weight.sum(),
+        lambda: nn.init.zeros_(model.norm.weight),
+        lambda: nn.init.trunc_normal_(model.norm.weight),
+        lambda: model.half(),
+        model.state_dict,
+        lambda: model(torch.tensor([[1]])),
+    ]
+    for use in uses:
+        with pytest.raises(ResidencyError, match=r"no values before tiering\.initialize.*zero\.Init"):
+            use()
+    with pytest.raises(RuntimeError, match=r"no values before tiering\.initialize"):
+        model.load_state_dict(zeros, strict=False)
+    assert torch.equal(copy.deepcopy(model).norm.weight, torch.ones(16))
+    start(model)
+
+
+def test_a_model_that_was_refused_can_be_tried_again(start: Start) -> None:
+    torch.manual_seed(11)
+    expected = Everything().state_dict()
+    torch.manual_seed(11)
+    with tiering.zero.Init():
+        model = Everything()
+    with pytest.raises(PlacementError):
+        start(model, device_budget=4096, offload_param="cpu")
+    engine = start(model)
+    assert torch.equal(engine.master_state_dict()["norm.weight"], expected["norm.weight"])
+    assert torch.equal(engine.master_state_dict()["embedding.weight"], expected["embedding.weight"])
+
+
+def test_two_parameters_over_one_memory_are_refused(start: Start) -> None:
+    class Overlapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            both = torch.randn(10, 4)
+            self.apart = nn.Linear(4, 4)
+            self.first, self.second = nn.Parameter(both[:6]), nn.Parameter(both[5:])
+
+    with tiering.zero.Init():
+        model = Overlapping()
+    with pytest.raises(ConfigError, match="'first' and 'second' are two parameters over the same memory"):
+        start(model)
+
+
+def test_the_context_ends_also_after_an_error_and_is_not_reentrant() -> None:
+    built: list[nn.Module] = []
+    with pytest.raises(ZeroDivisionError), tiering.zero.Init():
+        built.append(nn.Linear(2, 2 // len(built)))
+    with pytest.raises(TypeError), tiering.zero.Init():
+        built.append(nn.Sequential(nn.Linear(2, 2), len(built.append(nn.Linear(3, 3)))))
+    assert values(built[0].weight).shape == (3, 3)
+    assert nn.Linear(2, 2).weight.sum().isfinite()
+    with tiering.zero.Init(), pytest.raises(EngineStateError, match="open already"), tiering.zero.Init():
+        pass
+    plain = nn.Linear(2, 2)
+    assert recipe_of(plain.weight) is None
+    assert recipe_of(copy.deepcopy(plain).weight) is None
+    with pytest.raises(ConfigError, match="build the model inside the context"):
+        tiering.zero.Init(plain)
+
+
+# Models on the meta device
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+class Plain(nn.Module):
+    """What modules of torch can initialise by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16, padding_idx=3)
+        self.attention = nn.MultiheadAttention(16, 2)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        stream = self.embedding(tokens)
+        stream = stream + self.attention(stream, stream, stream)[0]
+        for layer in self.layers:
+            stream = layer(stream)
+        return self.norm(stream.flatten(0, 1)).float().pow(2).mean()
+
+
+@pytest.mark.parametrize("placement", [{}, STREAMED])
+def test_a_model_on_meta_is_initialised_as_an_ordinary_build(start: Start, placement: dict[str, Any]) -> None:
+    torch.manual_seed(11)
+    ordinary, after = Plain(), torch.rand(3)
+    model = on_meta(Plain)
+    identity = {name: id(param) for name, param in model.named_parameters()}
+    model.layers[0].weight.mark = "kept"
+    torch.manual_seed(11)
+    engine = start(model, threshold=20, **placement)
+    assert torch.equal(torch.rand(3), after)
+    masters = engine.master_state_dict()
+    for name, param in ordinary.named_parameters():
+        assert torch.equal(masters[name], param.detach()), name
+    for name, buffer in ordinary.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    assert identity == {name: id(param) for name, param in model.named_parameters()}
+    assert model.layers[0].weight.mark == "kept"
+    engine.backward(engine(torch.tensor([[1, 2, 3]])))
+
+
+def unknown() -> Iterator[tuple[nn.Module, str]]:
     class Scaled(nn.Linear):
         def __init__(self) -> None:
             super().__init__(4, 4)
@@ -66,19 +301,22 @@ def test_values_given_outside_reset_parameters_are_not_lost_in_silence(start: Ca
             super().__init__()
             self.gain = nn.Parameter(torch.ones(4))
 
-    with tiering.zero.Init():
-        scaled, bare, applied = Scaled(), Bare(), nn.Sequential(nn.Linear(4, 4))
-        applied.apply(lambda m: nn.init.zeros_(m.weight) if isinstance(m, nn.Linear) else None)
-    for model, name in ((scaled, "weight"), (bare, "gain"), (applied, "0.weight")):
-        with pytest.raises(ConfigError, match="reset_parameters") as refusal:
+    class Ramp(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("ramp", torch.linspace(0, 1, 5))
+
+    applied = on_meta(lambda: nn.Sequential(nn.Linear(4, 4)))
+    applied.apply(lambda m: nn.init.zeros_(m.weight) if isinstance(m, nn.Linear) else None)
+    yield from ((on_meta(Scaled), "weight"), (on_meta(Bare), "gain"), (on_meta(Ramp), "ramp"))
+    yield from ((applied, "0.weight"), (on_meta(Everything), "head.weight"))
+
+
+@pytest.mark.parametrize(("model", "name"), list(unknown()))
+def test_values_on_meta_that_nobody_knows_are_refused(start: Start, model: nn.Module, name: str) -> None:
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"meta device.*zero\.Init") as refusal:
             start(model)
         assert name in str(refusal.value)
-
-
-def test_the_context_ends_also_after_an_error_and_is_not_reentrant() -> None:
-    with pytest.raises(ZeroDivisionError), tiering.zero.Init():
-        _ = 1 / 0
-    assert not nn.Linear(2, 2).weight.is_meta
-    with tiering.zero.Init(), pytest.raises(EngineStateError, match="open already"), tiering.zero.Init():
-        pass
-    assert not nn.Linear(2, 2).weight.is_meta
+        assert all(param.is_meta for param in model.parameters())
+        assert all(buffer.is_meta for buffer in model.buffers())

@@ -1,0 +1,288 @@
+"""How a model's first values reach their tiers: streamed, so that what is in between is never a whole group.
+
+A ``Source`` gives the values of one parameter, range by range: from memory, from what was recorded when the model was
+built (init.py), or from a file (weights.py). They go to the home of the parameter in the compute dtype, and with all
+the precision that the source has to the masters in its tiles' state. What else is state starts as the optimizer says.
+
+Ranks take rank 0's values, range by range; from files each of them reads its own shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from optim_cpu.formats import round_parameters
+from zero3 import heap
+from zero3.collectives import Collectives
+from zero3.init import Recipe, forget, recipe_of
+from zero3.param_group import ParamGroup
+from zero3.partition import QUANTUM, Piece, tiles
+from zero3.tiers import Home, Tiers
+from zero3.tiles import StateLayout, Tile
+
+RANGE = 4 << 20  # elements of a parameter that are taken from a source at once
+
+
+class Source(Protocol):
+    """Where the values of one parameter come from."""
+
+    def read(self, first: int, numel: int) -> Tensor:
+        """The elements [first, first + numel), flat, on the CPU, in any floating dtype, until the next ``read``."""
+
+    def release(self) -> None:
+        """Give back what the source holds for reading; it may be read again."""
+
+
+class InMemory:
+    """A parameter that has its values."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = param
+        self._flat: Tensor | None = None
+
+    def read(self, first: int, numel: int) -> Tensor:
+        if self._flat is None:
+            self._flat = self._param.detach().flatten()  # a view, unless its elements are not in order
+        return self._flat[first : first + numel].cpu()
+
+    def release(self) -> None:
+        self._flat = None
+
+
+class Replayed:
+    """A parameter that was built without memory."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._flat: Tensor | None = None
+
+    def read(self, first: int, numel: int) -> Tensor:
+        if self._flat is None:
+            self._flat = self._recipe.make().flatten()
+        return self._flat[first : first + numel]
+
+    def release(self) -> None:
+        self._flat = None
+
+
+class Fill:
+    """Fills the tiers of one rank: parameters, and masters and moments in the state of ``optimizer_tiles``.
+
+    ``initial_state`` is what moments start from, where it is not zero.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        optimizer_tiles: Sequence[Tile],
+        layout: StateLayout,
+        initial_state: Mapping[nn.Parameter, float],
+        collectives: Collectives | None,
+    ) -> None:
+        self._tiers = tiers
+        self._layout = layout
+        self._initial_state = initial_state
+        self._collectives = collectives
+        self._tiles: dict[ParamGroup, list[Tile]] = {}
+        for tile in optimizer_tiles:
+            self._tiles.setdefault(tile.group, []).append(tile)
+
+    def run(self, groups: Sequence[ParamGroup], given: Mapping[nn.Parameter, Source]) -> None:
+        """Fill all of it. Afterwards the model's parameters belong to their groups.
+
+        Every rank reads for itself what is in ``given``. Other parameters have their values in memory, or were built
+        without: then rank 0's are sent to all.
+        """
+        for group in groups:
+            self._fill(group, given)
+            for param in group.params:
+                param.grad = None
+            group.adopt_parameters()
+            heap.trim()  # after each group, or the originals of all of them would stay resident
+        self._tiers.staging.drain()
+        for group in groups:
+            forget(group.params)
+
+    def _fill(self, group: ParamGroup, given: Mapping[nn.Parameter, Source]) -> None:
+        kept = group.shard if group.sharded else group.layout
+        params = dict(zip((piece.index for piece in group.layout.pieces), group.params, strict=True))
+        home = _Home(self._tiers, group, kept.numel, {piece.index: piece for piece in kept.pieces})
+        state = _State(self._tiers, self._tiles.get(group, []), self._layout)
+        try:
+            for piece in group.layout.pieces:
+                param = params[piece.index]
+                starts = self._initial_state.get(param) or 0.0
+                mine = home.pieces.get(piece.index)
+                for first, values in self._ranges(param, given.get(param), piece, mine):
+                    home.put(piece.index, first, values)
+                    state.put(piece.index, first, values, starts)
+        except BaseException as error:
+            home.abandon(error)
+            state.abandon(error)
+            raise
+        home.end()
+        state.end()
+
+    def _ranges(
+        self, param: nn.Parameter, given: Source | None, piece: Piece, mine: Piece | None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """(first element, values) of all ranges of the parameter that this rank needs, or has to send."""
+        recipe = recipe_of(param)
+        source = given or (InMemory(param) if recipe is None else Replayed(recipe))
+        shared = given is None and self._collectives is not None
+        wanted = piece if shared else mine
+        if wanted is None:
+            return
+        for start, end in tiles(wanted.numel, RANGE):
+            first, numel = wanted.first + start, end - start
+            if shared:
+                yield first, self._from_first_rank(source, param.dtype, first, numel, piece.name)
+            else:
+                yield first, source.read(first, numel)
+        source.release()
+
+    def _from_first_rank(
+        self, source: Source, dtype: torch.dtype, first: int, numel: int, name: str
+    ) -> Tensor:
+        assert self._collectives is not None
+        if self._collectives.world.rank == 0:
+            values = source.read(first, numel)
+        else:
+            values = torch.empty(numel, dtype=dtype, device="cpu")
+        self._collectives.broadcast(values, 0, f"send the first values of {name!r}")
+        return values
+
+
+class _Window:
+    """The one range of a home that is being written; what comes must come in order, and between is zero."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._writing: AbstractContextManager[Tensor] | None = None
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def move(self, home: Home, offset: int, nbytes: int) -> None:
+        """End this range, and begin another."""
+        self.end()
+        writing = self._tiers.writing(home, offset, nbytes)
+        self.bytes = writing.__enter__()
+        self._writing = writing
+        self.bytes.zero_()
+
+    def end(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.__exit__(None, None, None)
+
+    def abandon(self, error: BaseException) -> None:
+        """Give up the range that is being written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.__exit__(type(error), error, error.__traceback__)
+
+
+class _Home:
+    """The home of a group's parameters, or of this rank's shard of them, filled from its beginning to its end."""
+
+    def __init__(self, tiers: Tiers, group: ParamGroup, numel: int, pieces: Mapping[int, Piece]) -> None:
+        self.pieces = pieces
+        self._group = group
+        self._numel = numel
+        most = tiers.chunk_bytes // group.dtype.itemsize // QUANTUM * QUANTUM
+        self._chunk = (most if group.home.extent is not None else numel) or QUANTUM
+        self._window = _Window(tiers)
+        self._at = range(0)
+        self.abandon = self._window.abandon
+
+    def put(self, index: int, first: int, values: Tensor) -> None:
+        """Write those of ``values``, elements of a parameter from ``first`` on, that are kept here."""
+        piece = self.pieces.get(index)
+        if piece is None:
+            return
+        begin = max(first, piece.first)
+        end = min(first + values.numel(), piece.first + piece.numel)
+        while begin < end:
+            at = piece.start + begin - piece.first
+            self._advance(at)
+            numel = min(end - begin, self._at.stop - at)
+            into = self._window.bytes.view(self._group.dtype)[at - self._at.start :][:numel]
+            round_parameters(values[begin - first :][:numel], into)
+            begin += numel
+
+    def end(self) -> None:
+        """Zero what is left, and write all of it."""
+        if self._numel:
+            self._advance(self._numel - 1)
+        self._window.end()
+
+    def _advance(self, at: int) -> None:
+        """Let the window hold element ``at``."""
+        while at >= self._at.stop:
+            start = self._at.stop
+            self._at = range(start, min(start + self._chunk, self._numel))
+            itemsize = self._group.dtype.itemsize
+            self._window.move(self._group.home, start * itemsize, len(self._at) * itemsize)
+
+
+@dataclass
+class _Place:
+    """Where elements of a parameter are in a tile's state: ``numel`` of them from its ``first``, at ``inside``."""
+
+    tile: int
+    first: int
+    numel: int
+    inside: int
+
+
+class _State:
+    """The state of a group's tiles, filled from the first to the last."""
+
+    def __init__(self, tiers: Tiers, tiles: Sequence[Tile], layout: StateLayout) -> None:
+        self._tiles = tiles
+        self._layout = layout
+        self._window = _Window(tiers)
+        self._open = -1
+        self.abandon = self._window.abandon
+        self._places: dict[int, list[_Place]] = {}
+        for number, tile in enumerate(tiles):
+            for segment in tile.segments:
+                place = _Place(number, segment.first, segment.numel, segment.start - tile.start)
+                self._places.setdefault(segment.piece.index, []).append(place)
+
+    def put(self, index: int, first: int, values: Tensor, starts: float) -> None:
+        """Set the masters of a parameter's elements from ``first`` on, and begin their moments at ``starts``."""
+        for place in self._places.get(index, ()):
+            begin = max(first, place.first)
+            numel = min(first + values.numel(), place.first + place.numel) - begin
+            if numel > 0:
+                self._advance(place.tile)
+                inside = place.inside + begin - place.first
+                self._set(inside, values[begin - first :][:numel], starts)
+
+    def end(self) -> None:
+        self._advance(len(self._tiles) - 1)
+        self._window.end()
+
+    def _advance(self, number: int) -> None:
+        while self._open < number:
+            self._open += 1
+            tile = self._tiles[self._open]
+            self._window.move(tile.state, 0, tile.numel * self._layout.itemsize)
+
+    def _set(self, inside: int, values: Tensor, starts: float) -> None:
+        """Elements of the open tile from ``inside`` on."""
+        layout, raw, numel = self._layout, self._window.bytes, values.numel()
+        if layout.master_itemsize:
+            kept = raw[inside * layout.master_itemsize :][: numel * layout.master_itemsize]
+            layout.store_master(values.float(), kept)
+        if starts:
+            start = torch.full((numel,), starts, device="cpu")
+            for moment in range(layout.moments):
+                at = layout.moment_at(moment, self._tiles[self._open].numel, inside)
+                layout.store_moment(start, raw[at : at + numel * layout.moment_format.itemsize])

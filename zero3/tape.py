@@ -1,0 +1,409 @@
+"""The tape: what was done to tensors while it ran, so that their memory can go and their values be made again.
+
+Note [Values that come again]
+    A model's initial values are a function of code and random state, not data: instead of keeping them, the tape keeps
+    how they came about. While it runs, each operation that writes to memory is noted, and what it was done to: not
+    tensors, but ranges of *cells*, a cell being the memory of one storage. Views need no note of their own. A random
+    operation is noted with the state of its generator. Operations run as ever and give real values, so code that looks
+    at them (a loop until no sample is out of range) takes the way it would have taken.
+
+    The memory of a parameter may then be freed at any moment: whoever reads it next gets it back by doing again what
+    was done to it, in order, and to what that read; all else on the tape is passed over. What is wholly overwritten
+    needs nothing of what was there before, so the values that constructors give and an initialiser replaces are never
+    made again. Each parameter can be made by itself, in any order, from bits that do not depend on the others.
+
+    What the tape has not seen made (a tensor from before it ran, from numpy or a file) is a constant: it is kept, and
+    must not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tiering.errors import ConfigError
+from zero3 import heap
+
+LEAST = 64 << 10  # bytes of a storage that is worth freeing
+ROOM = 64 << 20  # bytes that may come up before what can be freed is
+
+_EMPTY = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like"}
+_OVERWRITES = {
+    "zero_",
+    "fill_",
+    "copy_",
+    "normal_",
+    "uniform_",
+    "random_",
+    "exponential_",
+    "log_normal_",
+    "cauchy_",
+}
+_MOVES_MEMORY = {"set_", "resize_", "resize_as_"}  # after these a cell is no longer what it was
+
+
+class Cell:
+    """The memory of one storage, and the operations that wrote to it, as far back as anybody may need them."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.nbytes = storage.nbytes()
+        self.writes: list[_Record] = []
+        self.was_read = False  # by what other cells came from: then its past matters for ever
+        self.kept = False  # its memory never goes: the tape does not know how its values came about
+        self._living = StorageWeakRef(storage)  # also keeps the storage's identity from being used again
+
+    @property
+    def is_gone(self) -> bool:
+        return bool(self._living.expired())
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """The storage, while anything refers to it."""
+        if self.is_gone:
+            return None
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._living.cdata)
+        return found
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A tensor as a range of a cell."""
+
+    cell: Cell
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, cell: Cell) -> Slice:
+        offset = int(tensor.storage_offset())
+        return cls(cell, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor, over a storage with the cell's bytes."""
+        made = torch.empty(0, dtype=self.dtype, device="cpu")
+        return made.set_(storage, self.offset, self.shape, self.stride)
+
+    @property
+    def span(self) -> range:
+        """The bytes of the cell from its first element to its last."""
+        if 0 in self.shape:
+            return range(0)
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        itemsize = self.dtype.itemsize
+        return range(self.offset * itemsize, (self.offset + last + 1) * itemsize)
+
+    def covers_its_cell(self) -> bool:
+        numel, dense = 1, True
+        for size, stride in sorted(zip(self.shape, self.stride, strict=True), key=lambda axis: axis[1]):
+            dense = dense and (size == 1 or stride == numel)
+            numel *= size
+        return dense and numel * self.dtype.itemsize == self.cell.nbytes
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """A tensor that the tape has not seen made."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Constant:
+        if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= LEAST:
+            tensor = tensor.detach().clone()
+        return cls(tensor, tensor._version)
+
+    def get(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise ConfigError(
+                f"a tensor of shape {tuple(self.tensor.shape)} from which parameters were computed under zero.Init was"
+                " changed before they were needed; copy it first, or build this model without zero.Init"
+            )
+        return self.tensor
+
+
+@dataclass(eq=False)
+class _Record:
+    """One operation that wrote to cells, or made them."""
+
+    number: int
+    func: Any
+    args: Any
+    kwargs: Any
+    reads: set[Cell]
+    writes: set[Cell]
+    made: list[Cell | None] = field(default_factory=list)  # by output; None: no new memory
+    overwritten: Cell | None = None  # what was in it before does not matter
+    default_dtype: torch.dtype = torch.float32
+    generator: torch.Generator | None = None
+    random_state: Tensor | None = None
+
+    @property
+    def makes_empty(self) -> bool:
+        """Whether this only made memory without values."""
+        return bool(self.made) and self.func.overloadpacket.__name__ in _EMPTY
+
+    def needs(self) -> Iterator[Cell]:
+        """The cells whose values from before it matter."""
+        if not self.makes_empty:
+            yield from (self.reads | self.writes) - set(self.made) - {self.overwritten}
+
+    def run(self, tensor_of: Callable[[Slice | _Constant], Tensor]) -> list[Tensor]:
+        """Do it again, as it was done then. Returns the outputs."""
+        args, kwargs = _mapped(self.args, tensor_of), _mapped(self.kwargs, tensor_of)
+        default_dtype = torch.get_default_dtype()
+        generator = self.generator if self.generator is not None else torch.default_generator
+        state = generator.get_state() if self.random_state is not None else None
+        try:
+            torch.set_default_dtype(self.default_dtype)
+            if self.random_state is not None:
+                generator.set_state(self.random_state)
+            out = self.func(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(default_dtype)
+            if state is not None:
+                generator.set_state(state)
+        return [value for value in _flat(out) if isinstance(value, Tensor)]
+
+
+class Tape(TorchDispatchMode):
+    """Note [Values that come again]. Runs as a context, in one thread; ``slice_of`` and ``replay`` work ever after."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch's
+        self._cells: dict[int, Cell] = {}  # by identity of the storage
+        self._params: dict[int, nn.Parameter] = {}  # whose memory may go, by id
+        self._number = 0
+        self._grown = 0  # bytes since memory was last freed
+        self._prune_at = 1024
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch would load its compiler, only to tell it not to compile this
+
+    def may_go(self, param: nn.Parameter) -> None:
+        """Let the memory of ``param`` be freed while nobody looks."""
+        if not nn.parameter.is_lazy(param) and param.is_floating_point():
+            self._params[id(param)] = param
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Those that were told of by ``may_go``."""
+        return list(self._params.values())
+
+    def slice_of(self, param: nn.Parameter) -> Slice | None:
+        """How ``param`` can be made again; None when it cannot."""
+        cell = self._cell_of(param)
+        return Slice.of(param, cell) if cell is not None and not cell.kept else None
+
+    def restore(self, cell: Cell) -> None:
+        """Give ``cell`` its bytes back if anything still refers to its memory."""
+        storage = cell.storage()
+        if storage is not None and storage.nbytes() < cell.nbytes:
+            self._bring_back(storage, cell, with_values=True)
+
+    def finish(self) -> None:
+        """Forget what only matters while the tape runs."""
+        self._cells.clear()
+        self._params.clear()
+        heap.trim()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [value for value in _flat((args, kwargs)) if isinstance(value, Tensor)]
+        if any(tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)  # nothing is written anywhere
+        cells = [self._cell_of(tensor) for tensor in tensors]
+        written = _written(func, args, kwargs)
+        overwritten = self._overwritten(func, tensors, cells)
+        if self._grown > ROOM:
+            self._free(keep={cell for cell in cells if cell is not None})
+        for tensor, cell in zip(tensors, cells, strict=True):
+            if cell is not None and not cell.kept and tensor.untyped_storage().nbytes() < cell.nbytes:
+                self._bring_back(tensor.untyped_storage(), cell, with_values=cell is not overwritten)
+        record = self._note(func, args, kwargs, written, overwritten)
+        out = func(*args, **kwargs)
+        self._note_made(record, out, tensors)
+        if not record.writes:
+            return out
+        self._number += 1
+        moves = func.overloadpacket.__name__ in _MOVES_MEMORY
+        if moves or any(cell.kept for cell in record.needs()):
+            for cell in record.writes:
+                cell.kept = True
+        if overwritten is not None and not overwritten.was_read:
+            overwritten.writes.clear()  # nobody will ever ask for what was there
+        for cell in record.writes:
+            cell.writes.append(record)
+        for cell in set(record.needs()) - record.writes:
+            cell.was_read = True
+        return out
+
+    def replay(self, wanted: Slice) -> Tensor:
+        """The values of ``wanted`` as they were last, in memory of their own."""
+        return wanted.on(_replay(wanted.cell, None))
+
+    def _cell_of(self, tensor: Tensor) -> Cell | None:
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_meta:
+            return None
+        return self._cells.get(tensor.untyped_storage()._cdata)
+
+    def _note(
+        self, func: Any, args: Any, kwargs: Any, written: list[Tensor], overwritten: Cell | None
+    ) -> _Record:
+        """What is about to be done, before it changes what it reads."""
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        generator = kwargs.get("generator") if random else None
+        source = generator if generator is not None else torch.default_generator
+        seen: set[Cell] = set()
+
+        def noted(tensor: Tensor) -> Slice | _Constant:
+            cell = self._cell_of(tensor)
+            if cell is None:
+                return _Constant.of(tensor)
+            seen.add(cell)
+            return Slice.of(tensor, cell)
+
+        writes = {cell for tensor in written if (cell := self._cell_of(tensor)) is not None}
+        return _Record(
+            self._number,
+            func,
+            _mapped(args, noted, Tensor),
+            _mapped(kwargs, noted, Tensor),
+            reads=seen,
+            writes=writes,
+            overwritten=overwritten,
+            default_dtype=torch.get_default_dtype(),
+            generator=generator,
+            random_state=source.get_state() if random and source.device.type == "cpu" else None,
+        )
+
+    def _note_made(self, record: _Record, out: Any, tensors: list[Tensor]) -> None:
+        """Cells for the memory that an operation made."""
+        known = {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
+        for value in _flat(out):
+            if not isinstance(value, Tensor):
+                continue
+            made = None
+            if value.layout is torch.strided and value.device.type == "cpu":
+                storage = value.untyped_storage()
+                if storage._cdata not in known:
+                    made = self._cells[storage._cdata] = Cell(storage)
+                    self._grown += made.nbytes if made.nbytes >= LEAST else 0
+                    record.writes.add(made)
+            record.made.append(made)
+        if len(self._cells) > self._prune_at:
+            self._cells = {key: cell for key, cell in self._cells.items() if not cell.is_gone}
+            self._prune_at = 2 * len(self._cells) + 1024
+
+    def _overwritten(self, func: Any, tensors: list[Tensor], cells: list[Cell | None]) -> Cell | None:
+        """The cell that ``func`` wholly overwrites without reading it."""
+        if func.overloadpacket.__name__ not in _OVERWRITES or not cells:
+            return None
+        target = cells[0]
+        if target is None or target in cells[1:]:
+            return None
+        return target if Slice.of(tensors[0], target).covers_its_cell() else None
+
+    def _free(self, keep: set[Cell]) -> None:
+        """Free the memory of all parameters but those that are in use."""
+        self._grown = 0
+        for param in self._params.values():
+            if param.layout is torch.strided and param.device.type == "cpu":
+                storage = param.untyped_storage()
+                cell = self._cells.get(storage._cdata)
+                if cell is not None and cell not in keep and not cell.kept and cell.nbytes >= LEAST:
+                    storage.resize_(0)
+        heap.trim()
+
+    def _bring_back(self, storage: torch.UntypedStorage, cell: Cell, *, with_values: bool) -> None:
+        storage.resize_(cell.nbytes)
+        self._grown += cell.nbytes
+        if with_values:
+            _replay(cell, storage)
+
+
+def _replay(wanted: Cell, into: torch.UntypedStorage | None) -> torch.UntypedStorage:
+    """Do again what gave ``wanted`` its values, in a storage of their own, or in ``into``."""
+    records = _leading_to(wanted)
+    last_use: dict[Cell, int] = {}
+    for record in records:
+        last_use.update(dict.fromkeys(record.reads | record.writes, record.number))
+    storages: dict[Cell, torch.UntypedStorage] = {}
+    if into is not None:
+        storages[wanted] = into
+
+    def tensor_of(value: Slice | _Constant) -> Tensor:
+        if isinstance(value, _Constant):
+            return value.get()
+        if value.cell not in storages:  # memory that was made empty, and is overwritten now
+            storages[value.cell] = torch.UntypedStorage(value.cell.nbytes)
+        return value.on(storages[value.cell])
+
+    with torch.no_grad():
+        for record in records:
+            if record.makes_empty:
+                continue
+            outputs = record.run(tensor_of)
+            for cell, output in zip(record.made, outputs, strict=True):
+                if cell is wanted and into is not None:
+                    into.copy_(output.untyped_storage())
+                elif cell is not None:
+                    storages[cell] = output.untyped_storage()
+            del outputs
+            for cell in record.reads | record.writes:
+                if cell is not wanted and last_use[cell] == record.number:
+                    storages.pop(cell, None)
+    if wanted not in storages:
+        storages[wanted] = torch.UntypedStorage(wanted.nbytes)
+    return storages[wanted]
+
+
+def _leading_to(wanted: Cell) -> list[_Record]:
+    """What has to be done again for the last values of ``wanted``, in order."""
+    needed: set[_Record] = set()
+    open_: list[tuple[Cell, float]] = [(wanted, float("inf"))]
+    while open_:
+        cell, before = open_.pop()
+        last = next((record for record in reversed(cell.writes) if record.number < before), None)
+        if last is not None and last not in needed:
+            needed.add(last)
+            open_ += [(other, last.number) for other in last.needs()]
+    return sorted(needed, key=lambda record: record.number)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that ``func`` writes in place."""
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [each for each in _flat((value,)) if isinstance(each, Tensor)]
+    return found
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    """The leaves of nested arguments."""
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        yield values
+        return
+    for value in values:
+        yield from _flat(value)
+
+
+def _mapped(values: Any, leaf: Callable[[Any], Any], kinds: Any = (Slice, _Constant)) -> Any:
+    """Nested arguments with ``leaf`` in place of each leaf of ``kinds``."""
+    if isinstance(values, dict):
+        return {key: _mapped(value, leaf, kinds) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_mapped(value, leaf, kinds) for value in values]
+    return leaf(values) if isinstance(values, kinds) else values

@@ -1,18 +1,13 @@
-"""Which stored tensor each parameter and buffer of a model takes, and how its values come out of the files.
-
-Names decide, as in ``load_state_dict``. Beside the exact name, what transformers does when it loads is done here: a
-tied parameter answers to each of its names, a base model's weights fit the same model with a head and the other way
-round (``base_model_prefix``), and names of older versions are renamed. What transformers would have to compute, such
-as experts that are stored one by one and kept as one tensor, is refused: a streamed parameter is a range of one file.
-"""
+"""The values of a model's parameters and buffers, out of files of weights."""
 
 from __future__ import annotations
 
+import bisect
 import difflib
+import itertools
 import logging
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
@@ -24,6 +19,7 @@ from tiering.config import IoConfig
 from tiering.errors import EngineStateError, WeightsError
 from tiering.weight_files import StoredTensor, WeightFiles, same_bytes
 from tiering.weight_reader import WeightReader
+from zero3.weight_names import Partners, Values, pair
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +52,11 @@ class _Open:
 class FileSource:
     """The values of a parameter, in files, in the precision that they were saved in (``dtype``)."""
 
-    def __init__(self, tensor: StoredTensor, files: _Open) -> None:
-        self.tensor = tensor
-        self.dtype = _DTYPES[tensor.dtype]
+    def __init__(self, values: Values, files: _Open) -> None:
+        self.parts = values.parts
+        self.dtype = _DTYPES[values.dtype]
         self._files = files
+        self._ends = list(itertools.accumulate(part.numel for part in self.parts))
 
     def read(self, first: int, numel: int) -> Tensor:
         """Elements [first, first + numel), flat, on the CPU: valid until any source of the same files is read again.
@@ -68,13 +65,35 @@ class FileSource:
         """
         if self._files.reader is None:
             raise EngineStateError(
-                f"{self.tensor.name!r} was read while its file is not open: read it within Matched.reading()"
+                f"{self.parts[0].name!r} was read while its file is not open: read it within Matched.reading()"
             )
-        content = self._files.reader.read(self.tensor, first, numel)
-        return torch.frombuffer(content, dtype=self.dtype) if numel else torch.empty(0, dtype=self.dtype)
+        if first < 0 or numel < 0 or first + numel > self._ends[-1]:
+            raise ValueError(
+                f"{self.parts[0].name!r} has {self._ends[-1]} elements, not [{first}, {first + numel})"
+            )
+        pieces = list(self._pieces(first, first + numel))
+        if len(pieces) == 1:
+            return self._read(self._files.reader, *pieces[0])
+        joined, at = torch.empty(numel, dtype=self.dtype), 0
+        for part, start, count in pieces:
+            joined[at : at + count] = self._read(self._files.reader, part, start, count)
+            at += count
+        return joined
 
     def release(self) -> None:
         """Nothing is kept of a parameter: the reader's windows are used over and over."""
+
+    def _pieces(self, start: int, end: int) -> Iterator[tuple[StoredTensor, int, int]]:
+        """The parts that make up elements [start, end): which, from which of its elements, how many."""
+        number = bisect.bisect_right(self._ends, start)
+        while start < end:
+            stop = min(end, self._ends[number])
+            part = self.parts[number]
+            yield part, start - self._ends[number] + part.numel, stop - start
+            start, number = stop, number + 1
+
+    def _read(self, reader: WeightReader, part: StoredTensor, first: int, numel: int) -> Tensor:
+        return torch.frombuffer(reader.read(part, first, numel), dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -95,7 +114,7 @@ class Matched:
     @contextmanager
     def reading(self, io: IoConfig) -> Iterator[Self]:
         """Open the files; in the order of ``sources``, and from their first elements on, they are read fastest."""
-        order = [source.tensor for source in self.sources.values()]
+        order = [part for source in self.sources.values() for part in source.parts]
         with WeightReader(self.files, io, order) as self._open.reader:
             try:
                 yield self
@@ -107,7 +126,8 @@ class Matched:
         for module, name, tensor in self.buffers:
             buffer = module._buffers[name]
             assert buffer is not None
-            stored = FileSource(tensor, self._open).read(0, tensor.numel).view(tensor.shape)
+            source = FileSource(Values((tensor,), tensor.shape), self._open)
+            stored = source.read(0, tensor.numel).view(tensor.shape)
             if buffer.is_meta:
                 module._buffers[name] = stored.to(buffer.dtype, copy=True)
             else:
@@ -121,16 +141,13 @@ def match(model: nn.Module, files: WeightFiles, *, strict: bool = True) -> Match
     Raises WeightsError for shapes and dtypes that do not agree and, if ``strict``, for names without a partner, which
     are logged otherwise. F64, F32, BF16 and F16 serve every floating-point parameter; other dtypes only themselves.
     """
-    targets = _targets(model)
-    partners, unpaired = _partners(model, files, targets)
+    partners, absent, unknown = pair(model, files)
     _check_shapes(files, partners)
     _check_dtypes(files, partners)
     _warn_of_doubles(partners)
-    absent = (target.names[0] for target in targets if target not in partners)
     missing = _not_ignored(absent, _patterns(model, "_keys_to_ignore_on_load_missing"))
-    unexpected = _not_ignored(
-        unpaired, _patterns(model, "_keys_to_ignore_on_load_unexpected") | _outdated(model)
-    )
+    ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected") | _outdated(model)
+    unexpected = _not_ignored(unknown, ignored)
     if missing or unexpected:
         difference = _difference(files, missing, unexpected)
         if strict:
@@ -142,13 +159,13 @@ def match(model: nn.Module, files: WeightFiles, *, strict: bool = True) -> Match
     return Matched(
         files=files,
         sources={
-            target.tensor: FileSource(stored[0], opened)
-            for target, stored in partners.items()
+            target.tensor: FileSource(values[0], opened)
+            for target, values in partners.items()
             if isinstance(target.tensor, nn.Parameter)
         },
         buffers=[
-            (module, name, stored[0])
-            for target, stored in partners.items()
+            (module, name, values[0].parts[0])
+            for target, values in partners.items()
             if not isinstance(target.tensor, nn.Parameter)
             for module, name in target.places
         ],
@@ -158,100 +175,12 @@ def match(model: nn.Module, files: WeightFiles, *, strict: bool = True) -> Match
     )
 
 
-@dataclass(eq=False)
-class _Target:
-    """A parameter or persistent buffer: where it is registered, and by which name each."""
-
-    tensor: Tensor
-    names: list[str] = field(default_factory=list)
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
-
-
-_Partners = dict[_Target, list[StoredTensor]]
-"""What each target could take; the first is taken."""
-
-
-def _targets(model: nn.Module) -> list[_Target]:
-    found: dict[Tensor, _Target] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        persistent = {
-            name: buffer
-            for name, buffer in module._buffers.items()
-            if name not in module._non_persistent_buffers_set
-        }
-        for name, tensor in (*module._parameters.items(), *persistent.items()):
-            if tensor is not None:
-                target = found.setdefault(tensor, _Target(tensor))
-                target.names.append(f"{prefix}.{name}" if prefix else name)
-                target.places.append((module, name))
-    return list(found.values())
-
-
-def _partners(model: nn.Module, files: WeightFiles, targets: list[_Target]) -> tuple[_Partners, list[str]]:
-    """In the order of ``targets``, and the names in ``files`` that none of them goes by."""
-    known = {name: target for target in targets for name in target.names}
-    rename, prefix = _renaming(model), getattr(model, "base_model_prefix", "")
-    found: _Partners = {target: [] for target in targets}
-    rank: dict[StoredTensor, tuple[int, bool]] = {}
-    computed: list[tuple[str, str]] = []
-    unpaired = []
-    for stored in files.tensors.values():
-        renamed, is_computed = rename(stored.name)
-        place = _place(renamed, known, prefix)
-        if place is None:  # older names, but not in this model
-            place, is_computed = _place(stored.name, known, prefix), False
-        if place is None:
-            unpaired.append(stored.name)
-        elif is_computed:
-            computed.append((stored.name, place))
-        else:
-            found[known[place]].append(stored)
-            rank[stored] = known[place].names.index(place), stored.name != place
-    if computed:
-        raise WeightsError(
-            f"{files.path} stores {len(computed)} tensors in another form than the model keeps them, as"
-            f" {computed[0][0]!r} for {computed[0][1]!r}: transformers computes the one from the other when it loads,"
-            " which a stream cannot. In transformers, load the model and save it with"
-            " save_pretrained(NEW_DIR, save_original_format=False); then load NEW_DIR"
-        )
-    return {target: sorted(ones, key=rank.__getitem__) for target, ones in found.items() if ones}, unpaired
-
-
-def _place(name: str, known: Mapping[str, _Target], prefix: str) -> str | None:
-    """The model's word for ``name``: itself, or with the name of the base model put off or on."""
-    for spelling in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
-        if spelling in known:
-            return spelling
-    return None
-
-
-def _renaming(model: nn.Module) -> Callable[[str], tuple[str, bool]]:
-    """A stored name as transformers would have it for ``model``, and whether it would compute the values."""
-    library = sys.modules.get("transformers.modeling_utils")
-    if library is None or not isinstance(model, library.PreTrainedModel):
-        return lambda name: (name, False)
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-    except ImportError:  # a version that keeps to names
-        return lambda name: (name, False)
-    steps = get_model_conversion_mapping(model)
-    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
-    converters = [step for step in steps if isinstance(step, WeightConverter)]
-
-    def rename(name: str) -> tuple[str, bool]:
-        renamed, converter = rename_source_key(name, renamings, converters)
-        return renamed, converter is not None
-
-    return rename
-
-
-def _check_shapes(files: WeightFiles, partners: _Partners) -> None:
+def _check_shapes(files: WeightFiles, partners: Partners) -> None:
     wrong = [
-        f"{stored.name!r} is {list(stored.shape)} and should be {list(target.tensor.shape)}"
-        for target, tensors in partners.items()
-        for stored in tensors
-        if stored.shape != tuple(target.tensor.shape)
+        f"{values.name!r} {_verb(values)} {list(values.shape)} and should be {list(target.tensor.shape)}"
+        for target, found in partners.items()
+        for values in found
+        if values.shape != tuple(target.tensor.shape)
     ]
     if wrong:
         raise WeightsError(
@@ -260,12 +189,12 @@ def _check_shapes(files: WeightFiles, partners: _Partners) -> None:
         )
 
 
-def _check_dtypes(files: WeightFiles, partners: _Partners) -> None:
+def _check_dtypes(files: WeightFiles, partners: Partners) -> None:
     wrong = [
-        f"{stored.name!r} is {stored.dtype} and should be {target.tensor.dtype}"
-        for target, tensors in partners.items()
-        for stored in tensors
-        if not _serves(stored.dtype, target.tensor.dtype)
+        f"{values.name!r} is {values.dtype} and should be {target.tensor.dtype}"
+        for target, found in partners.items()
+        for values in found
+        if not _serves(values.dtype, target.tensor.dtype)
     ]
     if wrong:
         raise WeightsError(
@@ -274,14 +203,18 @@ def _check_dtypes(files: WeightFiles, partners: _Partners) -> None:
         )
 
 
+def _verb(values: Values) -> str:
+    return "is" if len(values.parts) == 1 else f"and {len(values.parts) - 1} more make up"
+
+
 def _serves(stored: str, wanted: torch.dtype) -> bool:
     return stored in _FLOATS if wanted in _FLOATS.values() else _DTYPES.get(stored) == wanted
 
 
-def _warn_of_doubles(partners: _Partners) -> None:
+def _warn_of_doubles(partners: Partners) -> None:
     for taken, *others in partners.values():
         for other in others:
-            if not same_bytes(taken, other):
+            if len(taken.parts) != len(other.parts) or not all(map(same_bytes, taken.parts, other.parts)):
                 log.warning(
                     "the model ties %r and %r, but their stored values differ: those of %r are taken; to keep both,"
                     " build the model untied (tie_word_embeddings=False)",

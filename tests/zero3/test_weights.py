@@ -162,20 +162,73 @@ def test_older_names(tmp_path: Path) -> None:
     assert_takes(hf.BertModel(config), tmp_path, hf.BertModel.from_pretrained(tmp_path))
 
 
-def mixtral() -> Any:
+MIXTURES: dict[str, Callable[[], Any]] = {
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=11)),
+    "qwen3_moe": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16, decoder_sparse_step=1)
+    ),
+    "jamba": lambda: hf.JambaForCausalLM(hf.JambaConfig(**SIZES, num_experts=3, pad_token_id=0)),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_that_are_stored_one_by_one(tmp_path: Path, name: str) -> None:
+    """The files have a tensor for every expert and kind, the model one for all of them."""
     torch.manual_seed(1)
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=3))
-
-
-def test_experts_that_transformers_would_stack_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    model = mixtral()
-    model.save_pretrained(tmp_path / "usual")
-    message = refusal(tmp_path / "usual", mixtral())
-    assert "stores 18 tensors in another form than the model keeps them" in message
-    assert "block_sparse_moe.experts.0.w1.weight' for 'model.layers.0.mlp.experts.gate_up_proj'" in message
-    assert "save_pretrained(NEW_DIR, save_original_format=False)" in message
+    model = MIXTURES[name]()
+    model.save_pretrained(tmp_path / "usual", max_shard_size="50KB")
     model.save_pretrained(tmp_path / "native", save_original_format=False)
-    assert_takes(mixtral(), tmp_path / "native", model)
+    matched = assert_takes(
+        MIXTURES[name](), tmp_path / "usual", hf.AutoModelForCausalLM.from_pretrained(tmp_path / "usual")
+    )
+    assert max(len(source.parts) for source in matched.sources.values()) >= 6
+    matched = assert_takes(MIXTURES[name](), tmp_path / "native", model)
+    assert {len(source.parts) for source in matched.sources.values()} == {1}
+
+
+def without(directory: Path, *names: str, **changed: Tensor) -> Path:
+    tensors = load_file(directory / "model.safetensors")
+    tensors = {name: value for name, value in tensors.items() if not name.endswith(names)}
+    tensors |= {
+        name: changed[end] for name in tensors for end in changed if name.endswith(end.replace("__", "."))
+    }
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_experts_that_are_incomplete(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    MIXTURES["mixtral"]().save_pretrained(tmp_path)
+    model = MIXTURES["mixtral"]()
+    rest = "others that make up 'model.layers.0.mlp.experts.gate_up_proj' are not as many of each kind, or not of one"
+    assert rest in refusal(without(tmp_path, "layers.0.block_sparse_moe.experts.4.w3.weight"), model)
+    fewer = refusal(
+        without(tmp_path, "experts.4.w1.weight", "experts.4.w2.weight", "experts.4.w3.weight"), model
+    )
+    assert "experts.0.w1.weight' and 19 more make up [10, 96, 32] and should be [11, 96, 32]" in fewer
+    half = torch.ones(48, 32, dtype=torch.float16)
+    message = refusal(without(tmp_path, layers__0__block_sparse_moe__experts__3__w1__weight=half), model)
+    assert rest in message and "or not of one shape and dtype" in message
+
+
+def test_what_transformers_computes_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    """Three projections that lie in one stored tensor: what one of them takes is not a tensor of the file."""
+
+    def build() -> Any:
+        torch.manual_seed(1)
+        sizes = {name: SIZES[name] for name in SIZES if name != "num_key_value_heads"}
+        return hf.NomicBertModel(hf.NomicBertConfig(**sizes))
+
+    model = build()
+    model.save_pretrained(tmp_path / "usual")
+    message = refusal(tmp_path / "usual", build())
+    assert (
+        "Wqkv.weight' in another form than the model keeps it, in 'layers.0.self_attn.q_proj.weight'"
+        in message
+    )
+    assert "save_pretrained(NEW_DIR, save_original_format=False); then give NEW_DIR" in message
+    model.save_pretrained(tmp_path / "native", save_original_format=False)
+    assert_takes(build(), tmp_path / "native", model)
 
 
 # Names

@@ -12,7 +12,7 @@ as many tokens). Disks of shared machines swing twofold within minutes, so a rou
 rates before and behind it come to. Where rounds differ from each other, both are shown.
 
 **Real.** Each row is a process that trains the reference model (GPT of 24 blocks, width 1024, 303 M parameters, batch
-1, sequence 32, bf16, AdamW), as in bench_step.py: a round ends when nothing is in flight any more. The first is dropped.
+1, sequence 32, bf16, AdamW), as in bench_step.py: a round ends when nothing is in flight any more. One is dropped.
 
 Goals: for each budget the median of predicted / real is 1 within 20 %, and the bytes over NVMe are what the planner
 said, to the byte. Exit status: 0 when all hold, 1 when one does not, 2 when something failed.
@@ -61,6 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side")
     parser.add_argument("--quick", action="store_true", help="a tiny model, proves nothing")
     parser.add_argument("--save", action="store_true", help=f"the report, to {RESULTS}")
+    parser.add_argument("--markdown", type=Path, help="the report")
     parser.add_argument("--json", type=Path, help="every reading, for later")
     arguments = parser.parse_args()
     for name in ("rounds", "steps"):
@@ -105,23 +106,27 @@ def main() -> int:
     found: list[rows.Row] = []
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_plan.") as directory:
         place = Place(Path(directory).resolve(), options.threads, patience=600)
-        for spec in budgets(scale.model, scale.device, QUICK_HOSTS if options.quick else HOSTS):
-            try:
-                row = rows.measure(
-                    spec,
-                    place,
-                    rounds=options.rounds,
-                    steps=options.steps,
-                    seconds=options.seconds,
-                    file_bytes=scale.fio_file // 4,
-                    say=say,
-                )
-            except SideError as error:
-                failed = True
-                report.skipped.append(str(error))
-                say(str(error))
-            else:
-                found.append(row)
+        try:
+            for spec in budgets(scale.model, scale.device, QUICK_HOSTS if options.quick else HOSTS):
+                try:
+                    found.append(
+                        rows.measure(
+                            spec,
+                            place,
+                            rounds=options.rounds,
+                            steps=options.steps,
+                            seconds=options.seconds,
+                            file_bytes=scale.fio_file // 4,
+                            say=say,
+                        )
+                    )
+                except SideError as error:
+                    failed = True
+                    report.skipped.append(str(error))
+                    say(str(error))
+        except KeyboardInterrupt:  # what was measured before it is worth a report
+            failed = True
+            report.skipped.append("the rest: interrupted")
     rows.conclude(report, found)
     report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
     report.show(Console(width=None if sys.stdout.isatty() else 220))
@@ -135,9 +140,10 @@ def main() -> int:
             for row in found
         ]
         options.json.write_text(json.dumps(raw, indent=1) + "\n")
-    if options.save:
-        today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        (RESULTS / f"{today}-plan.md").write_text(report.markdown())
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    for path in (options.markdown, RESULTS / f"{today}-plan.md" if options.save else None):
+        if path is not None:
+            path.write_text(report.markdown())
     if failed or not found:
         return 2
     return 0 if all(verdict.holds for verdict in report.verdicts) else 1

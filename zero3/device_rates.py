@@ -13,6 +13,7 @@ from tiering.rates import Rates
 
 HEAD_WIDTH = 64
 WEIGHTS_BYTES = 192 << 20  # of blocks that take turns: more than a cache holds
+MOST_BLOCKS = 24  # narrow ones are in a cache when they are trained, too
 LINK_BYTES = 256 << 20
 SCRATCH = 64 << 20  # bytes that are copied in the device's memory
 
@@ -36,7 +37,7 @@ def measure(
 def _flops(device: torch.device, dtype: torch.dtype, tokens: int, width: int, seconds: float) -> float:
     heads = max(1, width // HEAD_WIDTH)
     each = 12 * width * width
-    count = max(2, -(-WEIGHTS_BYTES // (each * dtype.itemsize)))
+    count = min(MOST_BLOCKS, max(2, -(-WEIGHTS_BYTES // (each * dtype.itemsize))))
     with torch.device(device):
         blocks = [Block(width, heads).to(dtype) for _ in range(count)]
         stream = torch.randn(1, tokens, width, dtype=dtype)

@@ -18,6 +18,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 FUZZ_SECONDS ?= 8
 PYTEST_ARGS ?=
+TEST_WORKERS ?= 2
 
 C_SOURCES := $(wildcard aio_csrc/*.[ch] aio_csrc/*.inc optim_cpu/csrc/*.[ch] optim_cpu/csrc/*.inc)
 C_BUILDERS := $(wildcard aio_csrc/build_aio.py optim_cpu/build_optim.py)
@@ -31,8 +32,9 @@ quietly = log=$$(mktemp); if $(1) >$$log 2>&1; then rm -f $$log; else \
 demo: $(STAMP)
 	$(BIN)/tiering demo $(ARGS)
 
+# A file's tests stay on one worker: they share ranks, references and names. PYTEST_ARGS="-n 0" is one process.
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: $(STAMP) sanitize emulator
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)

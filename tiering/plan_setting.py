@@ -55,7 +55,7 @@ def usual_config(directory: Path, *, world_size: int = 1) -> TieringConfig:
     return config
 
 
-def profile_budgets(profile: Profile) -> dict[str, object]:
+def profile_budgets(profile: Profile) -> dict[str, int]:
     """The shares of a node's memory and drives that "auto" takes where nothing else runs."""
     return {
         "host_budget": int(profile.host_bytes * AUTO_SHARE),

@@ -18,7 +18,7 @@ from fractions import Fraction
 from tiering.arena import PAGE, round_up
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
-from tiering.plan import GroupSizes
+from tiering.plan import GroupSizes, Workload
 from tiering.plan_report import PlanReport, report
 from tiering.plan_setting import RatesOf, Setting
 from tiering.workload import ITEMSIZES, configured_state, make_workload
@@ -140,17 +140,23 @@ def _shape(hidden: int, layers: int) -> Decoder:
 
 
 def plan_of_size(params: int, config: TieringConfig, setting: Setting, rates: RatesOf) -> PlanReport:
-    """The plan of the decoder of about ``params`` parameters: as the engine's for such a model, where torch computes in
-    the memory that NVMe reads land in. Raises ConfigError if there is no such decoder, or it cannot be trained so.
+    """The plan of the decoder of about ``params`` parameters.
+
+    Raises ConfigError if there is no such decoder, or it cannot be trained so.
     """
     shape = decoder(params)
+    return report(str(shape), shape.params, load_of(shape, config, setting), config, setting, rates)
+
+
+def load_of(shape: Decoder, config: TieringConfig, setting: Setting) -> Workload:
+    """The Workload that the engine would have for ``shape``, where torch can compute in memory that reads land in."""
     on_gpu = setting.gpu_memory is not None
     groups = shape.groups(
         persistence_threshold=config.zero.persistence_threshold,
         itemsize=ITEMSIZES[config.precision],
         world_size=setting.world_size,
     )
-    load = make_workload(
+    return make_workload(
         config,
         groups,
         configured_state(config),
@@ -158,7 +164,6 @@ def plan_of_size(params: int, config: TieringConfig, setting: Setting, rates: Ra
         world_size=setting.world_size,
         fetch_by_copy=on_gpu,
     )
-    return report(str(shape), shape.params, load, config, setting, rates)
 
 
 def parse_count(text: str) -> int:

@@ -77,7 +77,7 @@ def disk_rates(
 ) -> Rates:
     """Reading, writing and both at once, each for ``seconds``, on ``nbytes`` of swap space. Raises as ``measure``."""
     io = io or IoConfig()
-    slot = min(SLOT_BYTES, round_up(nbytes) // SLOTS // PAGE * PAGE)
+    slot = max(PAGE, min(SLOT_BYTES, nbytes // SLOTS // PAGE * PAGE))
     arena = Arena.map(SLOTS * slot, "measured slots")
     arena.memory[:] = os.urandom(len(arena.memory))
     with AioContext(

@@ -10,7 +10,10 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -236,6 +239,27 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@contextmanager
+def training(directory: Path, port: int) -> Iterator[subprocess.Popen[str]]:
+    """A demo whose worker trains, and would for hours; it is killed at the end, or when its time is over."""
+    arguments = ["demo", "--dir", str(directory), "--port", str(port), "--steps", "100000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "tiering.cli", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        limit = threading.Timer(180, process.kill)
+        limit.start()
+        try:
+            assert process.stdout is not None
+            assert any("/v1/status, step" in line for line in process.stdout), "it does not come to train"
+            yield process
+        finally:
+            limit.cancel()
+            process.kill()
+
+
 def run_tiny(directory: Path, **options: Any) -> tuple[int, str]:
     console = Console(width=140, record=True, file=io.StringIO())
     code = demo(directory, port=0, settings=TINY, console=console, **options)
@@ -333,20 +357,11 @@ def test_a_budget_too_small_is_refused_before_training(tmp_path: Path) -> None:
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     port = free_port()
-    arguments = ["demo", "--dir", str(tmp_path), "--port", str(port), "--steps", "100000"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "tiering.cli", *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "/v1/status, step" in line:  # the worker trains
-                break
+    with training(tmp_path, port) as process:
         mark = run_names(process.pid)
         assert len(processes_of(mark)) == 1
         process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
         rest = process.stdout.read()
         assert process.wait(30) == 130
     assert "nothing is left behind" in rest
@@ -358,17 +373,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_demo_takes_its_children_along(tmp_path: Path) -> None:
     port = free_port()
-    arguments = ["demo", "--dir", str(tmp_path), "--port", str(port), "--steps", "100000"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "tiering.cli", *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "/v1/status, step" in line:
-                break
+    with training(tmp_path, port) as process:
         process.kill()
     mark = run_names(process.pid)
     deadline = time.monotonic() + 20

@@ -212,6 +212,8 @@ def _work_of(plan: Plan) -> dict[str, _Work]:
             backward.gradients += arriving
             if not load.device_is_host:
                 backward.from_device += arriving * load.sent_itemsize
+            elif load.world_size > 1:  # whole ones are collected before ranks reduce them
+                backward.gradients += load.micro_batches * group.trainable_numel
     state = float(sum(tile.numel for tile in plan.sub_groups if tile.tier is Tier.NVME) * load.state_itemsize)
     written_last += state
     for tile in plan.sub_groups:

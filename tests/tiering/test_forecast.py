@@ -119,6 +119,13 @@ def test_on_a_cpu_what_the_cores_do_adds_up() -> None:
     assert told.tokens_that_hide == 0
 
 
+@pytest.mark.parametrize(("stage", "kept"), [(1, TRAINED / 4), (3, 3 * TRAINED / 4)])
+def test_ranks_collect_whole_gradients_before_they_keep_a_part(stage: int, kept: float) -> None:
+    load = example(stage=stage, world_size=4, micro_batches=3, reduce_itemsize=2, offload_param=DEVICE)
+    told = forecast(plan_of(load), EACH_ONE, tokens=1)
+    assert busy(told, Part.HOST_MEMORY) == (0, 3 * TRAINED + kept, 0)
+
+
 def on_gpu(**changes: object) -> Workload:
     return example(device_is_host=False, fetch_by_copy=True, **changes)
 

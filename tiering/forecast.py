@@ -8,12 +8,12 @@ are is read in the last backward, and as much is written in the next forward. do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from tiering.errors import ConfigError
-from tiering.plan import Plan, Tier
+from tiering.plan import GroupSizes, Plan, Tier, Workload
 from tiering.rates import Rates
 
 SECONDS_PER_DAY = 86_400
@@ -183,62 +183,80 @@ def _flops(plan: Plan, checkpointed: bool, attention_flops: float) -> dict[str, 
 
 def _work_of(plan: Plan) -> dict[str, _Work]:
     """What each phase has to move and to step; operations are counted apart, since they depend on tokens."""
+    forward, backward, step = _Work(), _Work(), _Work()
+    steps = backward if plan.workload.step_in_backward else step
+    for group, param, grad in zip(plan.workload.groups, plan.param_tiers, plan.grad_tiers, strict=True):
+        _fetch(plan.workload, group, param, (forward, backward))
+        _take_gradients(plan.workload, group, grad, backward, steps)
+    _update(plan, steps)
+    _swap_state(plan, forward, backward, steps)
+    sent = plan.sent_bytes()
+    for phase in (forward, backward):
+        phase.sent += sent.get("parameters", 0) / 2
+    backward.sent += sent.get("gradients", 0)
+    steps.sent += sent.get("updated parameters", 0)
+    return {"forward": forward, "backward": backward, "step": step}
+
+
+def _fetch(load: Workload, group: GroupSizes, tier: Tier, phases: Iterable[_Work]) -> None:
+    """Parameters come to where they are used, in each of ``phases``."""
+    fetched = load.micro_batches * group.uses * load.home_bytes(group)
+    for phase in phases:
+        phase.device_bytes += load.micro_batches * group.param_bytes
+        phase.nvme_read += fetched if tier is Tier.NVME else 0
+        if not load.device_is_host:
+            phase.to_device += fetched if tier is not Tier.DEVICE else 0
+        elif tier is Tier.NVME and load.fetch_by_copy:
+            phase.copied += fetched
+
+
+def _take_gradients(load: Workload, group: GroupSizes, tier: Tier, backward: _Work, steps: _Work) -> None:
+    """Gradients leave autograd, add up, and go to NVMe and back, if they live there."""
+    backward.device_bytes += load.micro_batches * group.trainable_numel * load.grad_itemsize
+    if tier is Tier.NVME and (moved := load.grad_traffic(group)):
+        once = 0 if load.step_in_backward else load.grad_numel(group) * load.grad_itemsize
+        backward.nvme_written += moved
+        backward.nvme_read += moved - once
+        steps.nvme_read += once
+    if tier is Tier.DEVICE and not load.device_is_host:
+        return
+    arriving = load.grad_numel(group) * (1 if load.grads_stay_local else load.micro_batches)
+    backward.gradients += arriving
+    if not load.device_is_host:
+        backward.from_device += arriving * load.sent_itemsize
+    elif load.world_size > 1:  # whole ones are collected before ranks reduce them
+        backward.gradients += load.micro_batches * group.trainable_numel
+
+
+def _update(plan: Plan, steps: _Work) -> None:
+    """Sub-groups are stepped by the CPU, or in the memory of a device that keeps their state."""
     load = plan.workload
-    forward, backward = _Work(), _Work()
-    step = backward if load.step_in_backward else _Work()
-    written_last = 0.0
-    for group, param, grad in zip(load.groups, plan.param_tiers, plan.grad_tiers, strict=True):
-        fetched = load.micro_batches * group.uses * load.home_bytes(group)
-        for phase in (forward, backward):
-            phase.device_bytes += load.micro_batches * group.param_bytes
-            phase.nvme_read += fetched if param is Tier.NVME else 0
-            if not load.device_is_host:
-                phase.to_device += fetched if param is not Tier.DEVICE else 0
-            elif param is Tier.NVME and load.fetch_by_copy:
-                phase.copied += fetched
-        backward.device_bytes += load.micro_batches * group.trainable_numel * load.grad_itemsize
-        if param is Tier.NVME:
-            reads, writes = load.param_traffic(group)
-            step.nvme_read += reads - 2 * fetched
-            written_last += writes
-        if grad is Tier.NVME and (moved := load.grad_traffic(group)):
-            once = load.grad_numel(group) * load.grad_itemsize
-            again = moved if load.step_in_backward else moved - once
-            backward.nvme_written += moved
-            backward.nvme_read += again
-            step.nvme_read += moved - again
-        if grad is not Tier.DEVICE or load.device_is_host:
-            arriving = load.grad_numel(group) * (1 if load.grads_stay_local else load.micro_batches)
-            backward.gradients += arriving
-            if not load.device_is_host:
-                backward.from_device += arriving * load.sent_itemsize
-            elif load.world_size > 1:  # whole ones are collected before ranks reduce them
-                backward.gradients += load.micro_batches * group.trainable_numel
-    state = float(sum(tile.numel for tile in plan.sub_groups if tile.tier is Tier.NVME) * load.state_itemsize)
-    written_last += state
     for tile in plan.sub_groups:
         if tile.tier is Tier.DEVICE and not load.device_is_host:
-            step.device_bytes += tile.numel * (2 * load.state_itemsize + 2 * load.compute_itemsize)
+            steps.device_bytes += tile.numel * 2 * (load.state_itemsize + load.compute_itemsize)
             continue
-        step.stepped += tile.numel
-        if not load.device_is_host and plan.param_tiers[tile.group] is Tier.DEVICE:
-            step.to_device += tile.numel * load.compute_itemsize
-            step.from_device += tile.numel * load.compute_itemsize if load.steps_need_params else 0
-    if load.step_in_backward:
-        backward.nvme_read += state
-        backward.nvme_written += written_last
-    else:
-        ahead = min(state, plan.staging.slots * plan.staging.param_offset)
-        behind = min(written_last, plan.staging.slots * plan.staging.grad_offset)
-        backward.nvme_read += ahead
-        step.nvme_read += state - ahead
-        step.nvme_written += written_last - behind
-        forward.nvme_written += behind
-    sent = plan.sent_bytes()
-    forward.sent += sent.get("parameters", 0) / 2
-    backward.sent += sent.get("parameters", 0) / 2 + sent.get("gradients", 0)
-    step.sent += sent.get("updated parameters", 0)
-    return {"forward": forward, "backward": backward, "step": _Work() if step is backward else step}
+        steps.stepped += tile.numel
+        if plan.param_tiers[tile.group] is Tier.DEVICE and not load.device_is_host:
+            steps.to_device += tile.numel * load.compute_itemsize
+            steps.from_device += tile.numel * load.compute_itemsize if load.steps_need_params else 0
+
+
+def _swap_state(plan: Plan, forward: _Work, backward: _Work, steps: _Work) -> None:
+    """What a step reads and writes on NVMe beside gradients; as much as slots hold of it in the phases around it."""
+    load, slots = plan.workload, plan.staging
+    state = sum(tile.numel for tile in plan.sub_groups if tile.tier is Tier.NVME) * load.state_itemsize
+    params = written = 0
+    for group, tier in zip(load.groups, plan.param_tiers, strict=True):
+        if tier is Tier.NVME:
+            reads, writes = load.param_traffic(group)
+            params += reads - 2 * load.micro_batches * group.uses * load.home_bytes(group)
+            written += writes
+    ahead = min(state, slots.slots * slots.param_offset)
+    behind = 0 if load.step_in_backward else min(state + written, slots.slots * slots.grad_offset)
+    backward.nvme_read += ahead
+    steps.nvme_read += state - ahead + params
+    steps.nvme_written += state + written - behind
+    forward.nvme_written += behind
 
 
 def _phase(name: str, work: _Work, flops: float, rates: Rates, device_is_host: bool) -> Phase:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tiering.config import TieringConfig
     from tiering.plan import Workload
     from tiering.plan_report import PlanReport
+    from tiering.plan_setting import Setting
     from tiering.profiles import Profile
     from tiering.rates import Rates
 
@@ -134,7 +135,7 @@ def answer(options: argparse.Namespace) -> PlanReport:
         endurance=endurance if options.tbw is None else options.tbw * 1e12,
     )
     config = _config(options, profile, ranks)
-    rates = _rates(options, profile, on_gpu=gpu is not None)
+    rates = _rates(options, profile, setting)
     if options.model is None:
         from tiering.sizing import plan_of_size
 
@@ -179,7 +180,7 @@ def _config(options: argparse.Namespace, profile: Profile | None, ranks: int) ->
 
 
 def _rates(
-    options: argparse.Namespace, profile: Profile | None, *, on_gpu: bool
+    options: argparse.Namespace, profile: Profile | None, setting: Setting
 ) -> Callable[[Workload], Rates]:
     """The profile's rates, with what a file says in their place, then what is measured, then what is given."""
     from tiering.rates import Rates
@@ -194,7 +195,12 @@ def _rates(
             import tiering
 
             print("measuring this machine, for about ten seconds", file=sys.stderr)
-            measured = tiering.measure_rates(*options.measure, workload=load, on_gpu=on_gpu)
+            measured = tiering.measure_rates(
+                *options.measure,
+                workload=load,
+                on_gpu=setting.gpu_memory is not None,
+                tokens=setting.tokens,
+            )
             if options.save_rates is not None:
                 measured.save(options.save_rates)
             rates = rates.updated(measured)

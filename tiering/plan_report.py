@@ -111,7 +111,7 @@ class PlanReport:
     def print(self, console: Any) -> None:
         """Write it to a rich ``Console``."""
         for part in self._parts():
-            console.print(part, soft_wrap=False)
+            console.print(part, markup=False, highlight=False)  # paths and error codes have brackets, too
 
     def _parts(self) -> Iterator[RenderableType]:
         yield f"{self.model[:1].upper()}{self.model[1:]}."

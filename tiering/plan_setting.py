@@ -39,6 +39,13 @@ class Setting:
     checkpointed: bool = False
     endurance: float | None = None
 
+    def __post_init__(self) -> None:
+        if min(self.world_size, self.local_size) < 1 or self.world_size % self.local_size:
+            raise ConfigError(
+                f"{self.world_size} ranks cannot be {self.local_size} on each node: world_size has to be a multiple of"
+                " ranks_per_node, and both at least 1"
+            )
+
 
 def usual_config(directory: Path, *, world_size: int = 1) -> TieringConfig:
     """bf16 with AdamW in stage 3, where all that memory has no room for may go to NVMe, in ``directory``."""

@@ -24,6 +24,11 @@ from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters, choos
 from zero3.precision import COMPUTE_DTYPES
 from zero3.workload import size_up
 
+MOST_TOKENS = {
+    "cpu": 512,
+    "cuda": 4096,
+}  # that the device is measured with: matrices are large then, and it is short
+
 
 def plan_for(
     *,
@@ -99,11 +104,14 @@ def described(path: Path) -> nn.Module:
     return built
 
 
-def measure_rates(*directories: str | Path, workload: Workload, on_gpu: bool = False) -> Rates:
+def measure_rates(
+    *directories: str | Path, workload: Workload, on_gpu: bool = False, tokens: int = TOKENS
+) -> Rates:
     """The rates of this machine for ``workload``: of the disks behind ``directories``, the CPU, and the device.
 
-    ``on_gpu``: its device is a GPU; those of this machine's are measured if it has one. Takes about ten seconds, one
-    GiB of disk and half a GiB of memory.
+    ``on_gpu``: its device is a GPU; those of this machine's are measured if it has one. Small micro-batches compute
+    slower: the device is measured with ``tokens``, if they are few. Takes about ten seconds, one GiB of disk and
+    half a GiB of memory.
     """
     found = measure.measure(
         [Path(each) for each in directories],
@@ -115,6 +123,6 @@ def measure_rates(*directories: str | Path, workload: Workload, on_gpu: bool = F
     if on_gpu and not here:
         return found
     name = {4: "fp32", 2: "bf16" if workload.can_split else "fp16"}[workload.compute_itemsize]
-    return found.updated(
-        device_rates.measure(torch.device("cuda" if on_gpu else "cpu"), COMPUTE_DTYPES[name])
-    )
+    device = torch.device("cuda" if on_gpu else "cpu")
+    tokens = min(tokens, MOST_TOKENS[device.type])
+    return found.updated(device_rates.measure(device, COMPUTE_DTYPES[name], tokens=tokens))

@@ -170,6 +170,13 @@ def test_a_configuration_is_honoured_and_the_command_line_goes_before_it(plan: P
     assert (told["micro_batches"], told["state"], told["budgets"]["host"]) == (3, "bf16", 2 << 30)
 
 
+def test_ranks_that_do_not_divide_over_nodes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="6 ranks cannot be 4 on each node"):
+        tiering.plan_for(
+            model=Model(), config=configured(tmp_path, fits=True), world_size=6, ranks_per_node=4
+        )
+
+
 def test_ranks_share_the_budgets_of_their_node(plan: Plan) -> None:
     told = answered(plan, *SMALL, "--ranks", "4", "--nodes", "2")
     assert (told["ranks"], told["ranks_per_node"]) == (4, 2)
@@ -201,17 +208,19 @@ def test_measured_rates_are_kept_and_read_back(
     measured = Rates(flops=2e12, nvme_read=3e9, nvme_write=1e9, optimizer=5e8, gradients=4e9)
     asked: list[tuple[object, ...]] = []
 
-    def measure_rates(*directories: Path, workload: Any, on_gpu: bool) -> Rates:
-        asked.append((*directories, workload.state_format, on_gpu))
+    def measure_rates(*directories: Path, workload: Any, on_gpu: bool, tokens: int) -> Rates:
+        asked.append((*directories, workload.state_format, on_gpu, tokens))
         return measured
 
     monkeypatch.setattr("zero3.planning.measure_rates", measure_rates)
     kept = tmp_path / "rates.json"
-    code, out, err = plan(*SMALL, "--state", "split", "--measure", tmp_path, "--save-rates", kept)
+    code, out, err = plan(
+        *SMALL, "--state", "split", "--measure", tmp_path, "--save-rates", kept, "--tokens", "64"
+    )
     assert code == 0
     assert "Predicted step" in out
     assert "measuring" in err
-    assert asked == [(tmp_path, "split", False)]
+    assert asked == [(tmp_path, "split", False, 64)]
     assert answered(plan, *SMALL, "--rates", kept, "--nvme-read", "9GB/s")["rates"] == {
         **measured.as_dict(),
         "nvme_read": 9e9,
@@ -229,18 +238,18 @@ def test_what_is_measured_is_what_the_workload_asks(
         asked.append((directories, workload))
         return Rates(nvme_read=1.0)
 
-    def of_device(device: torch.device, dtype: torch.dtype) -> Rates:
-        asked.append((device.type, dtype))
+    def of_device(device: torch.device, dtype: torch.dtype, *, tokens: int) -> Rates:
+        asked.append((device.type, dtype, tokens))
         return Rates(flops=2.0)
 
     monkeypatch.setattr(planning.measure, "measure", of_disk_and_cpu)
     monkeypatch.setattr(planning.device_rates, "measure", of_device)
     config = configured(tmp_path, fits=True, state="bf16")
     load = tiering.plan_for(model=Model(), config=config).workload
-    assert tiering.measure_rates(tmp_path, workload=load) == Rates(nvme_read=1.0, flops=2.0)
+    assert tiering.measure_rates(tmp_path, workload=load, tokens=32) == Rates(nvme_read=1.0, flops=2.0)
     assert asked == [
         ([tmp_path], {"state_format": "bf16", "state_tensors": 2, "grad_itemsize": 4}),
-        ("cpu", torch.bfloat16),
+        ("cpu", torch.bfloat16, 32),
     ]
     monkeypatch.setenv("TIERING_DEVICE", "cpu")  # planning for a GPU where there is none
     assert tiering.measure_rates(tmp_path, workload=load, on_gpu=True) == Rates(nvme_read=1.0)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         SwapError,
         SwapSpaceError,
         TieringError,
+        WeightsError,
     )
     from zero3 import init as zero
     from zero3.access import gathered
@@ -46,6 +47,7 @@ _LAZY = {
     "ArenaError": ("tiering.errors", "ArenaError"),
     "EngineStateError": ("tiering.errors", "EngineStateError"),
     "ResidencyError": ("tiering.errors", "ResidencyError"),
+    "WeightsError": ("tiering.errors", "WeightsError"),
 }
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "SwapError",
     "SwapSpaceError",
     "TieringError",
+    "WeightsError",
     "gathered",
     "initialize",
     "measure_rates",

@@ -125,7 +125,7 @@ def _assemble(
         _check_ranks_fit(chosen, config)
         collectives.check_same("model", _described(model, chosen))
         collectives.check_same("configuration", _settings(config))
-        collectives.check_same("weights", _stored(loaded))
+        collectives.check_same("weights file", _stored(loaded))
     node = topology.settle(
         world.local_rank,
         world.local_size,
@@ -207,8 +207,9 @@ def _described(model: nn.Module, chosen: OptimizerChoice) -> Iterator[str]:
 
 def _stored(loaded: Matched | None) -> Iterator[str]:
     """A line for each tensor that is to be loaded, to be compared between ranks."""
-    for source in () if loaded is None else loaded.sources.values():
-        yield f"{source.tensor.name!r} {source.tensor.shape} {source.tensor.dtype}"
+    sources = () if loaded is None else loaded.sources.values()
+    for tensor in (part for source in sources for part in source.parts):
+        yield f"{tensor.name!r} {tensor.shape} {tensor.dtype}"
 
 
 def _settings(config: TieringConfig) -> Iterator[str]:

@@ -313,7 +313,7 @@ class Collectives:
             first, other = next((a, b) for a, b in pairs if a != b)
             raise ConfigError(
                 f"the {kind} of rank {rank} is not that of rank 0: {other} there, {first} on rank 0. All ranks build"
-                " the same model and read the same configuration; only data differs"
+                " the same model and read the same configuration and files; only data differs"
             )
 
     def close(self) -> None:

@@ -26,7 +26,9 @@ from zero3.partition import QUANTUM, Piece, tiles
 from zero3.tiers import Home, Tiers
 from zero3.tiles import StateLayout, Tile
 
-RANGE = 4 << 20  # elements of a parameter that are taken from a source at once
+RANGE = (
+    1 << 20
+)  # elements of a parameter that are taken from a source at once: a window of a file that is read
 
 
 class Source(Protocol):

@@ -26,7 +26,7 @@ from zero3 import assembly
 from zero3.init import recipe_of
 
 MIB = 1 << 20
-CONSTANT = 160 * MIB
+CONSTANT = 96 * MIB
 PLENTY = 1 << 40
 
 TRAIN = """

@@ -80,8 +80,8 @@ def test_every_rank_starts_from_the_weights_of_rank_0(ranks: Ranks, nvme: Path, 
 
 @pytest.mark.parametrize("other_seeds", [False, True])
 @each_place
-def test_a_model_that_is_built_on_meta_starts_from_the_weights_of_rank_0(
+def test_a_model_that_is_built_without_memory_starts_from_the_weights_of_rank_0(
     ranks: Ranks, nvme: Path, place: str, other_seeds: bool
 ) -> None:
     case = {"build": models.Sequences, "data": models.uneven_sequences, **PLACES[place]}
-    assert_as_emulated(ranks(2), nvme, on_meta=True, other_seeds=other_seeds, **case)
+    assert_as_emulated(ranks(2), nvme, without_memory=True, other_seeds=other_seeds, **case)

@@ -98,17 +98,18 @@ def start(
     build: Build = SmallModel,
     *,
     other_seeds: bool = False,
-    on_meta: bool = False,
+    without_memory: bool = False,
     zero: dict[str, Any] | None = None,
+    weights: Path | None = None,
     **options: Any,
 ) -> Any:
     """An engine. ``other_seeds``: each rank draws weights of its own. ``zero``: more of "zero_optimization"."""
     torch.manual_seed(3 + int(os.environ.get("RANK", "0")) * other_seeds)
-    with tiering.zero.Init() if on_meta else nullcontext():
+    with tiering.zero.Init() if without_memory else nullcontext():
         model = build()
     settings = config(nvme, **(usual() | options))
     settings["zero_optimization"] |= zero or {}
-    return tiering.initialize(model=model, config=settings).engine
+    return tiering.initialize(model=model, config=settings, weights=weights).engine
 
 
 def usual() -> dict[str, Any]:

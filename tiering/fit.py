@@ -34,7 +34,17 @@ class Remedy:
     budgets: Budgets
 
     def __str__(self) -> str:
-        return ", ".join(_told(key, value) for key, value in self.change.items())
+        return ", ".join(self._told(key, value) for key, value in self.change.items())
+
+    def _told(self, key: str, value: int | str) -> str:
+        if key == "ranks":
+            return f"{value} ranks, each with these budgets"
+        name = key.rpartition("tiering.")[2].removeprefix("zero_optimization.")
+        if not name.endswith("_budget"):
+            return f"{name} {value!r}" if isinstance(value, str) else f"{name} {value}"
+        mine = self.budgets.of(Tier(name.removesuffix("_budget")))
+        each = f" ({format_need(mine)} for each rank)" if mine != value else ""
+        return f"{name} of {format_need(int(value))}{each}"
 
 
 def remedies(load: Workload, budgets: Budgets, *, local_ranks: int = 1) -> list[Remedy]:
@@ -193,12 +203,3 @@ def _changed(now: Budgets, then: Budgets, local_ranks: int) -> dict[str, int | s
         for tier in Tier
         if then.of(tier) != now.of(tier)
     }
-
-
-def _told(key: str, value: int | str) -> str:
-    if key == "ranks":
-        return f"{value} ranks, each with these budgets"
-    short = key.removeprefix("zero_optimization.").removeprefix("tiering.")
-    if short.endswith("_budget"):
-        return f"{short} of {format_need(int(value))}"
-    return f"{short} {value!r}" if isinstance(value, str) else f"{short} {value}"

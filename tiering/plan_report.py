@@ -120,7 +120,7 @@ class PlanReport:
             yield ""
             yield f"Does not fit. {self.refusal}"
             yield ""
-            yield "Any of these makes it fit:" if self.remedies else "No budget makes it fit."
+            yield "Any of these makes it fit:" if self.remedies else "Nothing makes it fit such a GPU."
             yield from (f"  - {each}" for each in self.remedies)
             return
         yield ""
@@ -178,7 +178,11 @@ def report(
     try:
         plan = make_plan(load, budgets)
     except PlacementError as refusal:
-        offers = remedies(load, budgets, local_ranks=setting.local_size)
+        offers = (
+            offer
+            for offer in remedies(load, budgets, local_ranks=setting.local_size)
+            if setting.gpu_memory is None or offer.budgets.device <= max(setting.gpu_memory, budgets.device)
+        )
         return PlanReport(model, params, load, budgets, setting, None, str(refusal), tuple(offers))
     told, unforeseen = None, ""
     known = rates if isinstance(rates, Rates) else rates(load)

@@ -127,6 +127,26 @@ def test_what_does_not_fit_says_what_would_and_that_does(plan: Plan) -> None:
     assert plan(*tight, "--host-budget", "300MiB", "--state", "split+bf16")[0] == 0
 
 
+def test_no_more_is_offered_than_a_gpu_has(plan: Plan, tmp_path: Path) -> None:
+    config = tmp_path / "ds_config.json"
+    on_gpu = {"train_batch_size": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
+    config.write_text(
+        json.dumps(on_gpu | {"tiering": {"state": "split+bf16", "nvme_budget": 0, "host_budget": 0}})
+    )
+    small, large = (
+        answered(plan, "--params", "60M", "--config", config, "--gpu", size) for size in ("300MiB", "1GiB")
+    )
+    assert not small["fits"] and not [
+        each for each in small["remedies"] if "tiering.device_budget" in each["change"]
+    ]
+    (raised,) = (each for each in large["remedies"] if list(each["change"]) == ["tiering.device_budget"])
+    assert large["budgets"]["device"] < raised["change"]["tiering.device_budget"] <= 1 << 30
+    assert (
+        "Nothing makes it fit such a GPU."
+        in plan("--params", "60M", "--config", config, "--gpu", "300MiB")[1]
+    )
+
+
 def test_a_missing_rate_is_told_and_the_plan_stands(plan: Plan) -> None:
     code, out, _ = plan(*SMALL, "--nvme-read", "4GB/s")
     assert code == 0

@@ -61,12 +61,16 @@ def test_no_budget_of_one_tier_replaces_another() -> None:
 
 def test_budgets_are_told_for_all_ranks_of_the_node() -> None:
     ranked = replace(of_ranks(example(), 2), stage=3)
-    change = {
-        offer.change["tiering.host_budget"] for offer in remedies(ranked, replace(ALL, host=0), local_ranks=2)
-    }
-    least = least_budget(ranked, replace(ALL, host=0), HOST)
+    limits = replace(ALL, host=0)
+    offers = remedies(ranked, limits, local_ranks=2)
+    (raised,) = (offer for offer in offers if "tiering.host_budget" in offer.change)
+    least = least_budget(ranked, limits, HOST)
     assert least is not None
-    assert change == {2 * least.host}
+    assert raised.change == {"tiering.host_budget": 2 * least.host}
+    assert (
+        str(raised)
+        == f"host_budget of {2 * least.host >> 10}.00 KiB ({least.host >> 10}.00 KiB for each rank)"
+    )
 
 
 def test_smaller_formats_of_state_and_gradients_are_offered() -> None:

@@ -214,7 +214,7 @@ def _take_gradients(load: Workload, group: GroupSizes, tier: Tier, backward: _Wo
     """Gradients leave autograd, add up, and go to NVMe and back, if they live there."""
     backward.device_bytes += load.micro_batches * group.trainable_numel * load.grad_itemsize
     if tier is Tier.NVME and (moved := load.grad_traffic(group)):
-        once = 0 if load.step_in_backward else load.grad_numel(group) * load.grad_itemsize
+        once = load.grad_numel(group) * load.grad_itemsize
         backward.nvme_written += moved
         backward.nvme_read += moved - once
         steps.nvme_read += once
@@ -252,7 +252,7 @@ def _swap_state(plan: Plan, forward: _Work, backward: _Work, steps: _Work) -> No
             params += reads - 2 * load.micro_batches * group.uses * load.home_bytes(group)
             written += writes
     ahead = min(state, slots.slots * slots.param_offset)
-    behind = 0 if load.step_in_backward else min(state + written, slots.slots * slots.grad_offset)
+    behind = min(state + written, slots.slots * slots.grad_offset)
     backward.nvme_read += ahead
     steps.nvme_read += state - ahead + params
     steps.nvme_written += state + written - behind

@@ -66,9 +66,12 @@ def test_state_and_parameters_are_in_the_phases_in_which_they_move() -> None:
 
 
 def test_stepping_in_backward_leaves_nothing_for_the_step() -> None:
-    told = forecast(plan_of(example(step_in_backward=True)), EACH_ONE, tokens=1)
+    plan = plan_of(example(step_in_backward=True))
+    told = forecast(plan, EACH_ONE, tokens=1)
+    behind = plan.staging.slots * plan.sub_groups[0].numel * (12 + 2)
     assert told.step.seconds == 0
     assert busy(told, Part.NVME_READS) == (2 * TRAINED, 14 * TRAINED, 0)
+    assert busy(told, Part.NVME_WRITES) == (behind, 14 * TRAINED - behind, 0)
     assert busy(told, Part.OPTIMIZER) == (0, TRAINED, 0)
 
 
@@ -150,6 +153,18 @@ def test_what_stays_on_a_gpu_is_stepped_in_its_memory() -> None:
 def test_what_the_cpu_steps_goes_to_a_gpu_that_keeps_the_parameters() -> None:
     told = forecast(plan_of(on_gpu(offload_param=DEVICE, offload_optimizer=HOST)), EACH_ONE, tokens=1)
     assert busy(told, Part.DEVICE_LINK) == (0, 2 * TRAINED, 2 * TRAINED)  # gradients there, parameters back
+
+
+def test_halves_of_masters_come_from_the_gpu_and_go_back() -> None:
+    """In the split format the CPU steps the parameters themselves, which the device keeps."""
+    load = on_gpu(offload_param=DEVICE, offload_optimizer=HOST, split=True)
+    told = forecast(plan_of(load), EACH_ONE, tokens=1)
+    assert busy(told, Part.DEVICE_LINK) == (0, 2 * TRAINED, 2 * TRAINED)  # both ways at the same time
+
+
+def test_what_cannot_be_read_to_its_place_is_copied_there() -> None:
+    told = forecast(plan_of(example(fetch_by_copy=True)), EACH_ONE, tokens=1)
+    assert busy(told, Part.HOST_MEMORY) == (2 * TRAINED, 2 * TRAINED + TRAINED, 0)
 
 
 @pytest.mark.parametrize(

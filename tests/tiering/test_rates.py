@@ -220,6 +220,8 @@ def test_what_a_cpu_steps_is_bound_by_its_memory() -> None:
     # bf16 gradient read, parameter written; state of 12 bytes read and written, or of 6 and the parameter read, too.
     assert profile.rates(fp32).optimizer == profile.host_memory / (2 + 2 + 2 * 12)
     assert profile.rates(halved).optimizer == profile.host_memory / (2 + 2 + 2 * 6 + 2)
+    assert profile.rates(fp32).gradients == profile.host_memory / (2 + 2)
+    assert profile.rates(fp32).host_copy == profile.host_memory / 2
 
 
 def test_json_is_for_people_too(tmp_path: Path) -> None:

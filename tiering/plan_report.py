@@ -14,14 +14,14 @@ from tiering.budgets import resolve_budgets
 from tiering.config import TieringConfig, format_size
 from tiering.errors import ConfigError, PlacementError
 from tiering.fit import Remedy, remedies
-from tiering.forecast import HIDDEN, Forecast, Part, forecast
+from tiering.forecast import HIDDEN, SECONDS_PER_DAY, Forecast, Part, forecast
 from tiering.placement import make_plan
 from tiering.plan import Budgets, Plan, Tier, Workload
 from tiering.plan_setting import RatesOf, Setting
 from tiering.rates import Rates
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
     from rich.table import Table
 
 SCHEMA = 1
@@ -54,7 +54,10 @@ class PlanReport:
         return self.plan is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """What is known, ready for JSON. Sizes are a rank's, in bytes; times are seconds, but for ``drive_days``."""
+        """What is known, ready for JSON. Sizes are a rank's, in bytes; times are seconds.
+
+        What is told per second or day, and the tokens of a step, are a node's; so are the budgets of remedies.
+        """
         load = self.workload
         return {
             "schema": SCHEMA,
@@ -63,18 +66,22 @@ class PlanReport:
             "parameters": self.params,
             "ranks": load.world_size,
             "ranks_per_node": self.setting.local_size,
+            "gpu_memory": self.setting.gpu_memory,
             "stage": load.stage,
             "state": load.state_format,
             "micro_batches": load.micro_batches,
+            "micro_batch_tokens": self.setting.tokens,
             "budgets": {tier.value: self.budgets.of(tier) for tier in Tier},
             "plan": None if self.plan is None else _plan_dict(self.plan),
             "forecast": None if self.forecast is None else self._forecast_dict(self.forecast),
+            "unforeseen": self.unforeseen or None,
             "rates": self.rates.as_dict(),
             "refusal": self.refusal or None,
             "remedies": [{"change": dict(each.change), "text": str(each)} for each in self.remedies],
         }
 
     def _forecast_dict(self, told: Forecast) -> dict[str, Any]:
+        days = self._drive_days(told)
         return {
             "seconds": told.seconds,
             "bound": told.bound.value,
@@ -93,7 +100,7 @@ class PlanReport:
             "efficiency": told.efficiency,
             "tokens_that_hide": told.tokens_that_hide,
             "nvme_written_per_day": told.written_per_day,
-            "drive_days": self._drive_days(told),
+            "drive_life": None if days is None else days * SECONDS_PER_DAY,
         }
 
     def _drive_days(self, told: Forecast) -> float | None:
@@ -108,8 +115,8 @@ class PlanReport:
             self.print(console)
         return captured.get()
 
-    def print(self, console: Any) -> None:
-        """Write it to a rich ``Console``."""
+    def print(self, console: Console) -> None:
+        """Write it to ``console``."""
         for part in self._parts():
             console.print(part, markup=False, highlight=False)  # paths and error codes have brackets, too
 

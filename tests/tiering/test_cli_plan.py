@@ -98,7 +98,7 @@ def test_json_is_in_bytes_and_seconds(plan: Plan) -> None:
     assert told["forecast"]["tokens_per_second"] == pytest.approx(1000 / seconds)
     written = told["plan"]["nvme_written"] * 86_400 / seconds
     assert told["forecast"]["nvme_written_per_day"] == pytest.approx(written)
-    assert told["forecast"]["drive_days"] == pytest.approx(600e12 / written)
+    assert told["forecast"]["drive_life"] == pytest.approx(600e12 / written * 86_400)
     assert told["rates"] == {
         "flops": 1e12,
         "nvme_read": 4e9,
@@ -152,7 +152,9 @@ def test_a_missing_rate_is_told_and_the_plan_stands(plan: Plan) -> None:
     assert code == 0
     assert "No step time: " in out
     assert "'flops'" in out
-    assert answered(plan, *SMALL)["forecast"] is None
+    told = answered(plan, *SMALL)
+    assert told["forecast"] is None
+    assert "'flops'" in told["unforeseen"]
 
 
 def test_a_configuration_is_honoured_and_the_command_line_goes_before_it(plan: Plan, tmp_path: Path) -> None:
@@ -216,7 +218,8 @@ def test_a_profile_brings_budgets_and_rates(plan: Plan) -> None:
     }
     assert told["rates"]["flops"] == profile.device.flops
     assert told["rates"]["nvme_read"] == 1e9
-    assert told["forecast"]["drive_days"] > 0
+    assert told["forecast"]["drive_life"] > 0
+    assert told["gpu_memory"] == profile.device.memory_bytes
     code, _, err = plan("--params", "13B", "--profile", "abacus")
     assert code == 2
     assert "there is no profile 'abacus'; there are rtx4090," in err

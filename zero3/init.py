@@ -30,15 +30,17 @@ class Init:
     Afterwards they have shapes and dtypes, but no values before ``initialize``: using one raises ResidencyError.
     Values that did not come from torch operations inside of the context (from numpy, or a file) stay in memory.
 
-    ``config`` is accepted for DeepSpeed's sake; nothing in it matters before ``initialize``. For one thread, and not
-    reentrant: the context replaces ``nn.Module.register_parameter`` for the process while it is open.
+    ``config`` is taken for DeepSpeed's sake, under its names there, too; nothing in it matters before ``initialize``.
+    For one thread, and not reentrant: the context replaces ``nn.Module.register_parameter`` for the process.
     """
 
     _register = nn.Module.register_parameter
     _deepcopy: Callable[..., Any] = nn.Parameter.__deepcopy__
 
-    def __init__(self, module: nn.Module | None = None, *, config: Any = None) -> None:
-        if module is not None:
+    def __init__(
+        self, config: Any = None, *, module: nn.Module | None = None, config_dict_or_path: Any = None
+    ) -> None:
+        if module is not None or isinstance(config, nn.Module):
             raise ConfigError(
                 "zero.Init(module=...) is not supported in this version: build the model inside the context"
             )

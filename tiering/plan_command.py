@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiering.errors import ConfigError, TieringError
+from tiering.errors import ConfigError, SwapSpaceError, TieringError
 
 if TYPE_CHECKING:
     from tiering.config import TieringConfig
@@ -105,7 +105,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         report = answer(options)
     except (TieringError, OSError) as error:
-        print(f"tiering plan: {error}", file=sys.stderr)
+        elsewhere = isinstance(error, SwapSpaceError) and not options.measure
+        hint = "; for a machine that is not this one, give --nvme-budget" if elsewhere else ""
+        print(f"tiering plan: {error}{hint}", file=sys.stderr)
         return CANNOT_TELL
     if options.json:
         print(json.dumps(report.as_dict(), indent=1))
@@ -166,6 +168,7 @@ def _profile(name: str | None) -> Profile | None:
 def _config(options: argparse.Namespace, profile: Profile | None, ranks: int) -> TieringConfig:
     """The configuration: the file's or the usual one, with what the command line says in its place."""
     from tiering import ds_config
+    from tiering.config import OptimizerConfig
     from tiering.plan_setting import profile_budgets, usual_config, with_changes
 
     if options.config is None:
@@ -173,6 +176,9 @@ def _config(options: argparse.Namespace, profile: Profile | None, ranks: int) ->
         config = usual_config(directory, world_size=ranks)
     else:
         config, _ = ds_config.load(options.config, world_size=ranks)
+        if config.optimizer is None:
+            print(f"{options.config} names no optimizer; AdamW is assumed", file=sys.stderr)
+            config = config.model_copy(update={"optimizer": OptimizerConfig()})
     keys = ("device_budget", "host_budget", "nvme_budget", "state")
     given = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
     tiers = {} if profile is None else profile_budgets(profile)

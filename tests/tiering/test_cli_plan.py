@@ -192,6 +192,29 @@ def test_a_configuration_is_honoured_and_the_command_line_goes_before_it(plan: P
     assert (told["micro_batches"], told["state"], told["budgets"]["host"]) == (3, "bf16", 2 << 30)
 
 
+def test_an_optimizer_that_nobody_names_is_assumed_to_be_adamw(plan: Plan, tmp_path: Path) -> None:
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps({"train_batch_size": 1, "bf16": {"enabled": True}}))
+    code, out, err = plan("--params", "60M", "--config", config, "--device-budget", "4GiB", "--json")
+    assert code == 0
+    assert "names no optimizer; AdamW is assumed" in err
+    told = json.loads(out)
+    held = told["plan"]["tiers"]["device"]["contents"]["optimizer state"]
+    assert held == pytest.approx(12 * told["parameters"], rel=0.01)
+
+
+def test_a_swap_directory_that_is_not_here_needs_a_budget(plan: Plan, tmp_path: Path) -> None:
+    config = tmp_path / "ds_config.json"
+    elsewhere = configured(tmp_path / "elsewhere", fits=True)
+    elsewhere["tiering"] |= {"nvme_budget": "auto", "host_budget": "2GiB", "device_budget": "1GiB"}
+    config.write_text(json.dumps(elsewhere))
+    code, _, err = plan("--params", "60M", "--config", config)
+    assert code == 2
+    assert "elsewhere does not exist" in err
+    assert "for a machine that is not this one, give --nvme-budget" in err
+    assert plan("--params", "60M", "--config", config, "--nvme-budget", "2GiB")[0] == 0
+
+
 def test_ranks_that_do_not_divide_over_nodes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="6 ranks cannot be 4 on each node"):
         tiering.plan_for(

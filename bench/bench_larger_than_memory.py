@@ -35,7 +35,6 @@ import argparse
 import datetime
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -56,6 +55,7 @@ from rich.console import Console
 from tiering.budgets import host_memory
 from tiering.config import parse_size
 from tiering.errors import ConfigError
+from tiering.sizing import parse_count
 
 RESULTS = Path(__file__).parent / "results"
 USUAL = 3_000_000_000
@@ -68,12 +68,10 @@ BUILT, LOADED = "built and trained", "loaded and trained on"
 
 def count(text: str) -> int:
     """A number of parameters: "3B", "500M" or plain."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([BM]?)", text.strip(), re.IGNORECASE)
-    if found is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of parameters; write 3B, 500M or plain digits"
-        )
-    return int(float(found[1]) * {"B": 10**9, "M": 10**6, "": 1}[found[2].upper()])
+    try:
+        return parse_count(text)
+    except ValueError as refused:
+        raise argparse.ArgumentTypeError(str(refused)) from refused
 
 
 def size(text: str) -> int:

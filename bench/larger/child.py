@@ -169,11 +169,12 @@ def work(task: Task, tell: Tell) -> None:
     for _ in range(task.first):
         next(batches)
     torch.manual_seed(SEED)
-    with doing.phase("build"), tiering.zero.Init(config=config):
+    # What is loaded needs no first values.
+    building = torch.device("meta") if task.load else tiering.zero.Init(config=config)
+    with doing.phase("build"), building:
         model = LlamaForCausalLM(llama)
-    weights = {"weights": task.load} if task.load else {}
     with doing.phase("load" if task.load else "fill"):
-        doing.engine = tiering.initialize(model=model, config=config, **weights).engine
+        doing.engine = tiering.initialize(model=model, config=config, weights=task.load).engine
     engine = doing.engine
     try:
         for step in range(task.steps):

@@ -12,7 +12,7 @@ BF16 = 2
 FP32 = 4
 AHEAD = 2
 """Blocks that may be fetched before their turn."""
-SPARE = 400 << 20
+SPARE = 500 << 20
 """For what nobody counts: temporaries, Python's objects, and the holes that arrays below 32 MiB leave in the heap."""
 NO_LIMIT = 1 << 62
 
@@ -50,7 +50,7 @@ def configuration(directory: str, shape: Shape, device: int, host: int) -> dict[
         "bf16": {"enabled": True},
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+            "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
         },
         "zero_optimization": {
             "stage": 3,

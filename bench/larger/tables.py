@@ -8,6 +8,7 @@ from typing import Any
 from figures.report import Report, Table, Verdict
 
 from .child import Task
+from .room import BF16
 from .watch import Seen
 
 GB = 1e9
@@ -16,7 +17,7 @@ GB = 1e9
 def show(report: Report, name: str, task: Task, seen: Seen) -> None:
     """Add the tables of a process, and what they have to hold."""
     report.tables += [phases(name, seen), steps(name, seen), memory(name, task, seen)]
-    report.verdicts += [below(name, task, seen), past_the_cache(name, seen)]
+    report.verdicts += [below(name, task, seen), past_the_cache(name, task, seen)]
     if steady := trained(seen)[1:]:
         report.verdicts.append(as_planned(name, seen, steady))
 
@@ -116,14 +117,17 @@ def below(name: str, task: Task, seen: Seen) -> Verdict:
     )
 
 
-def past_the_cache(name: str, seen: Seen) -> Verdict:
-    """What the engine has read came from the disk: the kernel counts what devices do, not what a cache answers."""
+def past_the_cache(name: str, task: Task, seen: Seen) -> Verdict:
+    """What the process has read came from the disk: the kernel counts what devices do, not what a cache answers."""
     counted = sum(phase["read"] for phase in seen.phases())
+    counted += BF16 * task.shape.parameters if task.load else 0
     disk = sum(phase["disk_read"] for phase in seen.phases())
     return Verdict(
         f"read from the disk itself: {name}",
         f"{disk / GB:.2f} GB by the kernel",
-        f"at least the {counted / GB:.2f} GB that the engine has read",
+        f"at least the {counted / GB:.2f} GB of "
+        + ("weights and " if task.load else "")
+        + "what the engine has read",
         disk >= counted,
     )
 

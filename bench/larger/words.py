@@ -25,11 +25,14 @@ class Words:
         self.used = len(number)
         self._text = [number.get(word, 0) for word in words]
 
-    def batches(self, sequence: int, seed: int = 0) -> Iterator[Tensor]:
-        """Windows of the text without end, each int64 [1, sequence]; the same ones in every process."""
+    def batches(self, sequence: int) -> Iterator[Tensor]:
+        """One window after the other, each int64 [1, sequence]; from the beginning again at the end."""
         import torch
 
-        source = torch.Generator().manual_seed(seed)
+        if len(self._text) < sequence:
+            raise ValueError(
+                f"a window of {sequence} words is longer than the text, which has {len(self._text)}"
+            )
         while True:
-            start = int(torch.randint(len(self._text) - sequence, (1,), generator=source))
-            yield torch.tensor([self._text[start : start + sequence]])
+            for start in range(0, len(self._text) - sequence + 1, sequence):
+                yield torch.tensor([self._text[start : start + sequence]])

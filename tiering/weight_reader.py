@@ -84,15 +84,15 @@ class _Window:
 
 
 class WeightReader:
-    """Reads the tensors of ``files`` through ``nbytes`` of memory. They will probably be read in the given ``order``.
+    """Reads the tensors of ``files``, which will probably be asked for in the given ``order``.
 
     One thread reads. Raises WeightsError when a file cannot be read, or is another than the one whose header was read.
     """
 
     def __init__(self, files: WeightFiles, io: IoConfig, order: Iterable[StoredTensor] = ()) -> None:
         room = WINDOW_BYTES + PAGE  # a range may begin in the middle of a page
-        arena = Arena.map(WINDOWS * room + WINDOW_BYTES, "weights")
-        self.nbytes = arena.nbytes
+        arena = Arena.map(WINDOWS * room, "weights")
+        self._windows_nbytes = arena.nbytes
         self._files = files
         expected = [tensor for tensor in order if tensor.nbytes]
         self._next = dict(pairwise(expected))
@@ -105,15 +105,15 @@ class WeightReader:
         )
         self._aio.register(arena)
         self._open: dict[Path, tuple[int, int]] = {}  # descriptor, and number in the context
-        self._joined = arena.lease(WINDOW_BYTES, "joined").view
+        self._joined = bytearray()
         self._idle = deque(_Window(arena.lease(room, "window")) for _ in range(WINDOWS))
         self._filling: deque[_Window] = deque()  # of consecutive ranges, the one being taken first
 
     def read(self, tensor: StoredTensor, first: int, numel: int) -> memoryview:
         """The bytes of elements [first, first + numel) of ``tensor``, valid until the next call.
 
-        Their address is a multiple of the element's size. What does not lie in one window is put together: in
-        memory of its own if it is longer than a window.
+        Their address is a multiple of the element's size. What does not lie in one window is put together in memory
+        of its own.
         """
         start, end = first * tensor.itemsize, (first + numel) * tensor.itemsize
         if first < 0 or numel < 0 or end > tensor.nbytes:
@@ -125,9 +125,9 @@ class WeightReader:
         window = self._window(tensor, start, end, sequential)
         if end <= window.end and (tensor.offset + start) % tensor.itemsize == 0:
             return window.view(start, end)
-        joined = (
-            self._joined[: end - start] if end - start <= WINDOW_BYTES else memoryview(bytearray(end - start))
-        )
+        if len(self._joined) < end - start:
+            self._joined = bytearray(end - start)
+        joined = memoryview(self._joined)[: end - start]
         at = start
         while True:
             stop = min(end, window.end)
@@ -136,6 +136,11 @@ class WeightReader:
                 return joined
             at = stop
             window = self._window(tensor, at, end, sequential)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in use: 12 MiB, and the longest range that did not lie in a window."""
+        return self._windows_nbytes + len(self._joined)
 
     def close(self) -> None:
         """End the transfers under way and close the files. A second call does nothing."""

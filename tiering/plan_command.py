@@ -67,6 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument(
         "--tokens", type=_positive, metavar="N", help="in a micro-batch, of each rank (default: 4096)"
     )
+    asked.add_argument(
+        "--sequence",
+        type=_positive,
+        metavar="N",
+        help="tokens of a sequence (default: those of a micro-batch)",
+    )
     asked.add_argument("--checkpointing", action="store_true", help="backward computes each forward again")
 
     where = parser.add_argument_group("where")
@@ -133,6 +139,7 @@ def answer(options: argparse.Namespace) -> PlanReport:
         local_size=ranks // options.nodes,
         gpu_memory=gpu,
         tokens=options.tokens or TOKENS,
+        sequence=options.sequence,
         checkpointed=options.checkpointing,
         endurance=endurance if options.tbw is None else options.tbw * 1e12,
     )
@@ -152,6 +159,7 @@ def answer(options: argparse.Namespace) -> PlanReport:
         gpu_memory=setting.gpu_memory,
         rates=rates,
         tokens=setting.tokens,
+        sequence=setting.sequence,
         checkpointed=setting.checkpointed,
         endurance=setting.endurance,
     )

@@ -169,10 +169,17 @@ class PlanReport:
 
 
 def report(
-    model: str, params: int, load: Workload, config: TieringConfig, setting: Setting, rates: RatesOf
+    model: str,
+    params: int,
+    load: Workload,
+    config: TieringConfig,
+    setting: Setting,
+    rates: RatesOf,
+    attention_flops: float = 0.0,
 ) -> PlanReport:
     """Plan ``load`` within the budgets of ``config`` and foresee its step at ``rates``, if it fits.
 
+    ``attention_flops``: the operations per token of a forward that no parameter takes part in.
     Budgets that are "auto" are this machine's. Raises SwapSpaceError if such a budget is asked of a directory that can
     hold no swap space.
     """
@@ -200,6 +207,7 @@ def report(
             tokens=setting.tokens,
             local_ranks=setting.local_size,
             checkpointed=setting.checkpointed,
+            attention_flops=attention_flops,
         )
     except ConfigError as missing:
         unforeseen = str(missing)

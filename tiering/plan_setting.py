@@ -27,17 +27,23 @@ RatesOf = Rates | Callable[[Workload], Rates]
 class Setting:
     """Ranks, how many of them are on a node, their GPUs, and what they train with.
 
-    ``gpu_memory``: bytes of each rank's GPU, None where the CPU is the device. ``tokens``: of a micro-batch and rank.
-    ``checkpointed``: backward computes the forward again. ``endurance``: bytes that may be written to the node's
-    drives in their life (a drive's TBW x 10^12, of all together).
+    ``gpu_memory``: bytes of each rank's GPU, None where the CPU is the device. ``tokens``: of a micro-batch and rank,
+    in sequences of ``sequence`` (None: in one); how long they are matters to attention alone. ``checkpointed``:
+    backward computes the forward again. ``endurance``: bytes that may be written to the node's drives in their life (a
+    drive's TBW x 10^12, of all together).
     """
 
     world_size: int = 1
     local_size: int = 1
     gpu_memory: int | None = None
     tokens: int = TOKENS
+    sequence: int | None = None
     checkpointed: bool = False
     endurance: float | None = None
+
+    def attention_flops(self, layers: int, hidden: int) -> float:
+        """Operations per token of a forward between tokens: scores and their sums over, on average, half a sequence."""
+        return 2.0 * layers * hidden * (self.tokens if self.sequence is None else self.sequence)
 
     def __post_init__(self) -> None:
         if min(self.world_size, self.local_size) < 1 or self.world_size % self.local_size:

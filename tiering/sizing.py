@@ -145,7 +145,8 @@ def plan_of_size(params: int, config: TieringConfig, setting: Setting, rates: Ra
     Raises ConfigError if there is no such decoder, or it cannot be trained so.
     """
     shape = decoder(params)
-    return report(str(shape), shape.params, load_of(shape, config, setting), config, setting, rates)
+    load, attention = load_of(shape, config, setting), setting.attention_flops(shape.layers, shape.hidden)
+    return report(str(shape), shape.params, load, config, setting, rates, attention)
 
 
 def load_of(shape: Decoder, config: TieringConfig, setting: Setting) -> Workload:

@@ -52,8 +52,8 @@ on NVMe: room for the largest groups on their way.
 MACHINES = f"""\
 ## Machines
 
-A step is {MICRO_BATCHES} micro-batches of {TOKENS:,} tokens on each GPU, with activation checkpointing. Budgets are
-half of a GPU's memory, four fifths of the host's, and 95 % of the drives. Sizes are GiB, of each rank.
+A step is {MICRO_BATCHES} micro-batches of one sequence of {TOKENS:,} tokens on each GPU, with activation checkpointing.
+Budgets are half of a GPU's memory, four fifths of the host's, and 95 % of the drives. Sizes are GiB, of each rank.
 
 The rates are those of data sheets (`tiering/profiles.py` has their sources), at which no machine trains: **a step takes
 at least so long**. Real layers get half of a GPU's peak more often than all of it, and a consumer drive writes at its
@@ -122,7 +122,15 @@ def _rows_of(profile: Profile, sizes: Sequence[str]) -> Iterator[Sequence[str]]:
         except PlacementError:
             yield _absent(size, state, 9)
             continue
-        told = forecast(plan, profile.rates(load), tokens=TOKENS, local_ranks=ranks, checkpointed=True)
+        shape = decoder(parse_count(size))
+        told = forecast(
+            plan,
+            profile.rates(load),
+            tokens=TOKENS,
+            local_ranks=ranks,
+            checkpointed=True,
+            attention_flops=setting.attention_flops(shape.layers, shape.hidden),
+        )
         days = told.drive_days(profile.endurance)
         held = (plan.total(Tier.HOST), plan.total(Tier.NVME))
         yield (

@@ -24,6 +24,7 @@ from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters, choos
 from zero3.precision import COMPUTE_DTYPES
 from zero3.workload import size_up
 
+ATTENTION = ("num_attention_heads", "num_hidden_layers", "hidden_size")  # a state space model has no heads
 MOST_TOKENS = {
     "cpu": 512,
     "cuda": 4096,
@@ -41,6 +42,7 @@ def plan_for(
     gpu_memory: int | None = None,
     rates: RatesOf | None = None,
     tokens: int = TOKENS,
+    sequence: int | None = None,
     checkpointed: bool = False,
     endurance: float | None = None,
 ) -> PlanReport:
@@ -49,8 +51,9 @@ def plan_for(
     ``model`` may be on the meta device, built under ``tiering.zero.Init``, or the path of a transformers configuration
     (a config.json or the directory of one). ``config``, ``model_parameters`` and ``optimizer`` are those of
     ``initialize``. ``ranks_per_node`` is all of ``world_size`` unless told. ``gpu_memory`` is the bytes that the GPU of
-    each rank has free; without, the CPU is the device. ``tokens`` are those of a micro-batch and rank, ``checkpointed``
-    tells of activation checkpointing, and ``endurance`` is in bytes written to a node's drives.
+    each rank has free; without, the CPU is the device. ``tokens`` are those of a micro-batch and rank, in sequences of
+    ``sequence`` (one, unless told); ``checkpointed`` tells of activation checkpointing, and ``endurance`` is in bytes
+    written to a node's drives.
 
     A model that does not fit is no error: the report then says why, and what would make it fit. Raises ConfigError for
     a configuration, or a model, that cannot be trained as asked.
@@ -63,6 +66,7 @@ def plan_for(
         local_size=world_size if ranks_per_node is None else ranks_per_node,
         gpu_memory=gpu_memory,
         tokens=tokens,
+        sequence=sequence,
         checkpointed=checkpointed,
         endurance=endurance,
     )
@@ -71,7 +75,17 @@ def plan_for(
     sized = size_up(built, settings, chosen, on_gpu=gpu_memory is not None, world_size=world_size)
     params = sum(param.numel() for param in built.parameters())
     name = f"{type(built).__name__} of {format_count(params)} parameters"
-    return report(name, params, sized.workload, settings, setting, rates or Rates())
+    return report(
+        name, params, sized.workload, settings, setting, rates or Rates(), _attention_flops(built, setting)
+    )
+
+
+def _attention_flops(model: nn.Module, setting: Setting) -> float:
+    """Of a model that tells its layers as those of transformers do; of others nobody knows."""
+    config: Any = getattr(model, "config", None)
+    if not all(isinstance(getattr(config, name, None), int) for name in ATTENTION):
+        return 0.0
+    return setting.attention_flops(config.num_hidden_layers, config.hidden_size)
 
 
 def described(path: Path) -> nn.Module:

@@ -110,6 +110,19 @@ def test_json_is_in_bytes_and_seconds(plan: Plan) -> None:
     }
 
 
+def test_attention_takes_its_time_by_the_length_of_sequences(plan: Plan) -> None:
+    """4 layers of 640: 2 operations for each element of hidden, layer and token before, three times with backward."""
+    long, short = (
+        answered(plan, *SMALL, *RATES, "--tokens", "4096", "--sequence", length)
+        for length in ("4096", "1024")
+    )
+    computed = [
+        sum(phase["busy"].get("compute", 0) for phase in told["forecast"]["phases"]) for told in (long, short)
+    ]
+    assert computed[0] - computed[1] == pytest.approx(3 * 2 * 4 * 640 * (4096 - 1024) * 4096 / 1e12)
+    assert answered(plan, *SMALL, *RATES, "--tokens", "4096") == long
+
+
 def test_what_does_not_fit_says_what_would_and_that_does(plan: Plan) -> None:
     tight = ["--params", "60M", "--device-budget", "100MiB", "--nvme-budget", "500MiB"]
     code, out, _ = plan(*tight, "--host-budget", "300MiB")
@@ -414,7 +427,10 @@ def test_the_plan_of_a_model_is_that_of_its_engine(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_does_not_fit_is_no_error_and_the_remedies_work(tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_is_no_error_and_the_least_budget_trains_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")
     config = configured(tmp_path, fits=False)
     report = tiering.plan_for(model=Model(), config=config)
     assert not report.fits
@@ -425,6 +441,11 @@ def test_a_model_that_does_not_fit_is_no_error_and_the_remedies_work(tmp_path: P
     assert not tiering.plan_for(
         model=Model(), config=configured(tmp_path, fits=True, host_budget=least - 4096)
     ).fits
+    engine, *_ = tiering.initialize(model=Model(), config=configured(tmp_path, fits=True, host_budget=least))
+    with engine:
+        for _ in range(2):
+            engine.backward(engine(torch.randint(0, 64, (2, 8))))
+            engine.step()
 
 
 @WITH_TRANSFORMERS

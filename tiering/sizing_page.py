@@ -38,8 +38,9 @@ For a machine or a model of your own, ask:
     tiering plan --model config.json --measure /nvme0 /nvme1    # a transformers model, on this machine
     tiering plan --params 70B --profile a100 --micro-batches 4 --json
 
-or in Python `tiering.plan_for(model=model, config=config)`, which makes the plan that `initialize` would make. A budget
-is what the engine may own: beside it a GPU holds activations, and the host Python, torch and data.
+or in Python `tiering.plan_for(model=model, config=config)`, which makes the plan that `initialize` would make.
+[planning.md](planning.md) has the formulas of a step's time. A budget is what the engine may own: beside it a GPU holds
+activations, and the host Python, torch and data.
 """
 
 LEAST = """\

@@ -32,11 +32,8 @@ class Part(Enum):
     NETWORK = "network"
 
 
-ON_CORES = (
-    Part.COMPUTE,
-    Part.HOST_MEMORY,
-    Part.OPTIMIZER,
-)  # one after the other, where the CPU is the device
+# Where the CPU is the device, its cores do these one after the other.
+ON_CORES = (Part.COMPUTE, Part.HOST_MEMORY, Part.OPTIMIZER)
 ON_DISK = (Part.NVME_READS, Part.NVME_WRITES)
 
 
@@ -99,9 +96,8 @@ class Forecast:
 
 @dataclass
 class _Work:
-    """What a phase has to do: floating-point operations, elements and bytes."""
+    """What a phase has to do beside floating-point operations, in bytes unless named elements."""
 
-    flops: float = 0.0
     device_bytes: float = 0.0  # of the device's memory
     nvme_read: float = 0.0
     nvme_written: float = 0.0
@@ -109,7 +105,7 @@ class _Work:
     to_device: float = 0.0
     from_device: float = 0.0
     sent: float = 0.0
-    gradients: float = 0.0  # elements
+    gradients: float = 0.0  # elements that the CPU takes in
     stepped: float = 0.0  # elements, by the CPU
 
 

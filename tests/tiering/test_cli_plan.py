@@ -110,6 +110,47 @@ def test_json_is_in_bytes_and_seconds(plan: Plan) -> None:
     }
 
 
+def test_the_names_in_json_are_those_of_its_schema(plan: Plan) -> None:
+    """Programs read them: one that goes, or changes its meaning, makes another schema."""
+    told = answered(plan, *SMALL, *RATES)
+    assert told["schema"] == 1
+    assert {name: sorted(told[name]) for name in ("budgets", "plan", "forecast")} == {
+        "budgets": ["device", "host", "nvme"],
+        "plan": ["nvme_moved_by_state", "nvme_read", "nvme_written", "sent", "tiers"],
+        "forecast": [
+            "bound",
+            "drive_life",
+            "efficiency",
+            "nvme_written_per_day",
+            "phases",
+            "seconds",
+            "tokens",
+            "tokens_per_second",
+            "tokens_that_hide",
+        ],
+    }
+    assert [phase["name"] for phase in told["forecast"]["phases"]] == ["forward", "backward", "step"]
+    assert [sorted(phase) for phase in told["forecast"]["phases"]] == 3 * [
+        ["bound", "busy", "name", "seconds", "stalled"]
+    ]
+    assert sorted(told.keys() - {"schema", "budgets", "plan", "forecast"}) == [
+        "fits",
+        "gpu_memory",
+        "micro_batch_tokens",
+        "micro_batches",
+        "model",
+        "parameters",
+        "ranks",
+        "ranks_per_node",
+        "rates",
+        "refusal",
+        "remedies",
+        "stage",
+        "state",
+        "unforeseen",
+    ]
+
+
 def test_attention_takes_its_time_by_the_length_of_sequences(plan: Plan) -> None:
     """4 layers of 640: 2 operations for each element of hidden, layer and token before, three times with backward."""
     long, short = (

@@ -43,10 +43,10 @@ or in Python `tiering.plan_for(model=model, config=config)`, which makes the pla
 activations, and the host Python, torch and data.
 
 `--json` is in bytes and seconds, of a rank: `fits`, `budgets`, `plan.tiers` (what each holds, by kind),
-`plan.nvme_read` and `nvme_written` in a step, `forecast.seconds`, its `phases` with what bounds them, `tokens_that_hide`,
-`nvme_written_per_day` and `drive_life` of a node, `rates`, and for what does not fit `refusal` and `remedies`, whose
-`change` is by keys of the configuration. `schema` goes up when a name goes or changes its meaning. The exit code is 0
-for what fits, 1 for what does not, 2 for a wrong question.
+`plan.nvme_read` and `nvme_written` in a step, `forecast.seconds`, its `phases` with what bounds them,
+`tokens_that_hide`, `nvme_written_per_day` and `drive_life` of a node, `rates`, and for what does not fit `refusal` and
+`remedies`, whose `change` is by keys of the configuration. `schema` goes up when a name goes or changes its meaning.
+The exit code is 0 for what fits, 1 for what does not, 2 for a wrong question.
 """
 
 LEAST = """\

@@ -116,19 +116,21 @@ def forecast(
     tokens: int,
     local_ranks: int = 1,
     checkpointed: bool = False,
+    active: float = 1.0,
     attention_flops: float = 0.0,
 ) -> Forecast:
     """A steady step of ``plan`` at the node's ``rates``, of ``tokens`` per micro-batch and rank.
 
     The device's work is 2 floating-point operations per parameter and token forward and 4 backward (2 where a parameter
     is frozen), 6 in all, and with activation checkpointing (``checkpointed``) 2 more, since backward repeats the
-    forward. ``attention_flops`` are those per token of a forward that no parameter takes part in.
+    forward. ``active`` is the share of the parameters that a token passes, where it does not pass all experts;
+    ``attention_flops`` are those per token of a forward that no parameter takes part in.
 
     Raises ConfigError when a rate is missing that this plan depends on.
     """
     work = _work_of(plan)
     rank = rates.of_rank(local_ranks)
-    per_token = _flops(plan, checkpointed, attention_flops)
+    per_token = _flops(plan, checkpointed, active, attention_flops)
 
     def phases(tokens: int) -> tuple[Phase, ...]:
         return tuple(
@@ -167,11 +169,11 @@ def _fewest(hidden: Callable[[int], bool]) -> int:
     return high
 
 
-def _flops(plan: Plan, checkpointed: bool, attention_flops: float) -> dict[str, float]:
+def _flops(plan: Plan, checkpointed: bool, active: float, attention_flops: float) -> dict[str, float]:
     """Floating-point operations per token of a micro-batch, by phase."""
     load = plan.workload
-    numel = sum(group.param_bytes for group in load.groups) // load.compute_itemsize
-    trained = sum(group.trainable_numel for group in load.groups)
+    numel = active * sum(group.param_bytes for group in load.groups) / load.compute_itemsize
+    trained = active * sum(group.trainable_numel for group in load.groups)
     forward = 2 * numel + attention_flops
     backward = 2 * numel + 2 * trained + 2 * attention_flops + (forward if checkpointed else 0)
     return {"forward": forward * load.micro_batches, "backward": backward * load.micro_batches, "step": 0.0}

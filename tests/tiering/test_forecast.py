@@ -102,6 +102,11 @@ def test_operations_by_parameter_and_token(checkpointed: bool, per_token: int) -
     assert told.tokens == 10
 
 
+def test_a_token_that_passes_a_quarter_of_the_experts() -> None:
+    told = forecast(plan_of(example()), replace(EACH_ONE, device_memory=None), tokens=8, active=0.25)
+    assert busy(told, Part.COMPUTE) == (2 * 2 * TRAINED, 2 * 4 * TRAINED, 0)
+
+
 def test_frozen_parameters_have_no_gradients_of_their_own() -> None:
     groups = (GroupSizes("frozen", 2 * NUMEL, 0), GroupSizes("trained", 2 * NUMEL, NUMEL))
     told = forecast(plan_of(example(groups=groups)), replace(EACH_ONE, device_memory=None), tokens=1)

@@ -175,11 +175,13 @@ def report(
     config: TieringConfig,
     setting: Setting,
     rates: RatesOf,
+    *,
+    active: float = 1.0,
     attention_flops: float = 0.0,
 ) -> PlanReport:
     """Plan ``load`` within the budgets of ``config`` and foresee its step at ``rates``, if it fits.
 
-    ``attention_flops``: the operations per token of a forward that no parameter takes part in.
+    ``active`` and ``attention_flops`` are those of ``forecast``.
     Budgets that are "auto" are this machine's. Raises SwapSpaceError if such a budget is asked of a directory that can
     hold no swap space.
     """
@@ -207,6 +209,7 @@ def report(
             tokens=setting.tokens,
             local_ranks=setting.local_size,
             checkpointed=setting.checkpointed,
+            active=active,
             attention_flops=attention_flops,
         )
     except ConfigError as missing:

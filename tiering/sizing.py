@@ -146,7 +146,7 @@ def plan_of_size(params: int, config: TieringConfig, setting: Setting, rates: Ra
     """
     shape = decoder(params)
     load, attention = load_of(shape, config, setting), setting.attention_flops(shape.layers, shape.hidden)
-    return report(str(shape), shape.params, load, config, setting, rates, attention)
+    return report(str(shape), shape.params, load, config, setting, rates, attention_flops=attention)
 
 
 def load_of(shape: Decoder, config: TieringConfig, setting: Setting) -> Workload:

@@ -25,6 +25,7 @@ from zero3.precision import COMPUTE_DTYPES
 from zero3.workload import size_up
 
 ATTENTION = ("num_attention_heads", "num_hidden_layers", "hidden_size")  # a state space model has no heads
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # how many there are, by architecture
 MOST_TOKENS = {
     "cpu": 512,
     "cuda": 4096,
@@ -76,16 +77,37 @@ def plan_for(
     params = sum(param.numel() for param in built.parameters())
     name = f"{type(built).__name__} of {format_count(params)} parameters"
     return report(
-        name, params, sized.workload, settings, setting, rates or Rates(), _attention_flops(built, setting)
+        name,
+        params,
+        sized.workload,
+        settings,
+        setting,
+        rates or Rates(),
+        active=_active(built),
+        attention_flops=_attention_flops(built, setting),
     )
+
+
+def _active(model: nn.Module) -> float:
+    """The share of the parameters that a token passes: of the experts of transformers' models, those it is sent to."""
+    told: Any = getattr(model, "config", None)
+    chosen: int | None = getattr(told, "num_experts_per_tok", None)
+    count: int | None = next(
+        (each for name in EXPERTS if isinstance(each := getattr(told, name, None), int)), None
+    )
+    if not chosen or not count:
+        return 1.0
+    sizes = [(".experts." in f".{name}", param.numel()) for name, param in model.named_parameters()]
+    routed = sum(numel for expert, numel in sizes if expert)
+    return 1 - routed / sum(numel for _, numel in sizes) * (1 - chosen / count)
 
 
 def _attention_flops(model: nn.Module, setting: Setting) -> float:
     """Of a model that tells its layers as those of transformers do; of others nobody knows."""
-    config: Any = getattr(model, "config", None)
-    if not all(isinstance(getattr(config, name, None), int) for name in ATTENTION):
+    told: Any = getattr(model, "config", None)
+    if not all(isinstance(getattr(told, name, None), int) for name in ATTENTION):
         return 0.0
-    return setting.attention_flops(config.num_hidden_layers, config.hidden_size)
+    return setting.attention_flops(told.num_hidden_layers, told.hidden_size)
 
 
 def described(path: Path) -> nn.Module:

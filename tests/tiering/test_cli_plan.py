@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -501,6 +502,33 @@ def test_a_llama_by_its_config_is_planned_as_a_decoder_of_its_size(plan: Plan, t
     assert by_size.pop("model").startswith("a decoder of 61.28M parameters: 4 layers, hidden 640, 5 heads")
     assert by_config == by_size
     assert answered(plan, "--model", tmp_path / "config.json", *SMALL[2:], *RATES)["plan"] == by_size["plan"]
+
+
+@WITH_TRANSFORMERS
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("Mixtral", {"num_local_experts": 8}),
+        ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 96}),
+    ],
+)
+def test_a_token_computes_with_the_experts_that_it_is_sent_to(
+    architecture: str, options: dict[str, int], plan: Plan, tmp_path: Path
+) -> None:
+    """Two of eight experts: three quarters of what is in experts does not count for the time of a step."""
+    transformers: Any = importlib.import_module("transformers")
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = getattr(transformers, f"{architecture}Config")(
+        **shape, **options, num_experts_per_tok=2, intermediate_size=96, vocab_size=100
+    )
+    config.save_pretrained(tmp_path)
+    told = answered(plan, "--model", tmp_path, *SMALL[2:], *RATES, "--tokens", "1000", "--sequence", "1")
+    computed = sum(phase["busy"].get("compute", 0) for phase in told["forecast"]["phases"])
+    experts = 2 * 8 * 3 * 64 * 96
+    expected = (
+        6 * (told["parameters"] - 0.75 * experts) + 3 * 2 * 2 * 64
+    )  # attention, of sequences of one token
+    assert computed * 1e12 / 1000 == pytest.approx(expected, rel=0.02)  # padding of small groups
 
 
 @WITH_TRANSFORMERS

@@ -182,6 +182,81 @@ def test_what_does_not_fit_says_what_would_and_that_does(plan: Plan) -> None:
     assert plan(*tight, "--host-budget", "300MiB", "--state", "split+bf16")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("zero", "tiers", "ranks", "micro_batches", "gpu"),
+    [
+        ({"stage": 0}, {"device_budget": "600MiB", "host_budget": "300MiB"}, 1, 1, "1GiB"),
+        ({"stage": 1}, {"device_budget": "900MiB", "host_budget": "400MiB"}, 4, 2, "1GiB"),
+        (
+            {"stage": 2, "offload_optimizer": "cpu"},
+            {"device_budget": "1GiB", "host_budget": "700MiB"},
+            2,
+            4,
+            "1GiB",
+        ),
+        (
+            {"stage": 3, "offload_param": "cpu", "offload_optimizer": "cpu"},
+            {"host_budget": "600MiB"},
+            1,
+            2,
+            None,
+        ),
+        (
+            {"stage": 3, "offload_param": "nvme", "offload_optimizer": "nvme"},
+            {"device_budget": "1GiB", "host_budget": "500MiB", "nvme_budget": "300MiB"},
+            1,
+            3,
+            "2GiB",
+        ),
+    ],
+)
+def test_every_remedy_put_into_the_configuration_makes_it_fit(
+    zero: dict[str, Any],
+    tiers: dict[str, Any],
+    ranks: int,
+    micro_batches: int,
+    gpu: str | None,
+    plan: Plan,
+    tmp_path: Path,
+) -> None:
+    def asked(change: dict[str, Any]) -> dict[str, Any]:
+        """The plan of the configuration with ``change``."""
+        sections: dict[str, dict[str, Any]] = {
+            "zero_optimization": {
+                key: {"device": value} if isinstance(value, str) else value for key, value in zero.items()
+            },
+            "tiering": {"nvme_budget": 0, "device_budget": "1GiB", **tiers},
+        }
+        for key, value in change.items():
+            section: dict[str, Any] = sections
+            for each in key.split(".")[:-1]:
+                section = section.setdefault(each, {})
+            section[key.rpartition(".")[2]] = value
+        for section in sections["zero_optimization"].values():
+            if isinstance(section, dict) and section.get("device") == "nvme":
+                section["nvme_path"] = str(tmp_path)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": micro_batches,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": sections["zero_optimization"],
+            "tiering": sections["tiering"],
+        }
+        file = tmp_path / "ds_config.json"
+        file.write_text(json.dumps(config))
+        wanted = change.get("ranks", ranks)
+        nodes = wanted // ranks  # further ranks have budgets of their own, on nodes like the first
+        arguments = ["--params", "60M", "--config", file, "--ranks", wanted, "--nodes", nodes]
+        return answered(plan, *arguments, *(["--gpu", gpu] if gpu else []))
+
+    told = asked({})
+    assert not told["fits"]
+    assert told["remedies"]
+    for offer in told["remedies"]:
+        assert asked(offer["change"])["fits"], offer["text"]
+
+
 def test_no_more_is_offered_than_a_gpu_has(plan: Plan, tmp_path: Path) -> None:
     config = tmp_path / "ds_config.json"
     on_gpu = {"train_batch_size": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}

@@ -154,7 +154,8 @@ def match(model: nn.Module, files: WeightFiles, *, strict: bool = True) -> Match
             raise WeightsError(
                 f"{difference}; build the model that these files belong to, or load it with strict=False"
             )
-        log.warning("%s; what is missing keeps the values of the model", difference)
+        outcome = "what is missing keeps the model's values" if missing else "they are not loaded"
+        log.warning("%s; %s", difference, outcome)
     opened = _Open()
     return Matched(
         files=files,

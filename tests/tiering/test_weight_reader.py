@@ -76,8 +76,9 @@ def reader_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WeightR
 
 
 def expected(tensor: StoredTensor, first: int, numel: int) -> bytes:
-    start = tensor.offset + first * tensor.itemsize
-    return tensor.file.read_bytes()[start : start + numel * tensor.itemsize]
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.offset + first * tensor.itemsize)
+        return file.read(numel * tensor.itemsize)
 
 
 def bytes_read(reader: WeightReader) -> int:
@@ -88,7 +89,7 @@ def bytes_read(reader: WeightReader) -> int:
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_range_after_any_other(
     reader_of: Callable[..., WeightReader], files: WeightFiles, engine: str, ordered: bool, seed: int
 ) -> None:
@@ -96,7 +97,7 @@ def test_any_range_after_any_other(
     tensors = list(files.tensors.values())
     reader = reader_of(files, engine=engine, order=tensors if ordered else ())
     tensor, first = tensors[0], 0
-    for _ in range(150):
+    for _ in range(100):
         if rng.random() < 0.4:  # elsewhere, instead of further on
             tensor = rng.choice(tensors)
             first = rng.randint(0, tensor.numel)

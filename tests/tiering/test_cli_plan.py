@@ -38,6 +38,9 @@ RATES = [
     "--host-copy=10GB/s",
     "--device-link=16GB/s",
 ]
+ALL_IN: dict[str, dict[str, Any]] = {
+    tier: {"stage": 3, "offload_param": tier, "offload_optimizer": tier} for tier in ("cpu", "nvme")
+}
 SMALL = ["--params", "60M", "--device-budget", "100MiB", "--host-budget", "300MiB", "--nvme-budget", "2GiB"]
 
 Plan = Callable[..., tuple[int, str, str]]
@@ -183,39 +186,22 @@ def test_what_does_not_fit_says_what_would_and_that_does(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "tiers", "ranks", "micro_batches", "gpu"),
+    ("zero", "budgets", "ranks", "micro_batches", "gpu", "offered"),
     [
-        ({"stage": 0}, {"device_budget": "600MiB", "host_budget": "300MiB"}, 1, 1, "1GiB"),
-        ({"stage": 1}, {"device_budget": "900MiB", "host_budget": "400MiB"}, 4, 2, "1GiB"),
-        (
-            {"stage": 2, "offload_optimizer": "cpu"},
-            {"device_budget": "1GiB", "host_budget": "700MiB"},
-            2,
-            4,
-            "1GiB",
-        ),
-        (
-            {"stage": 3, "offload_param": "cpu", "offload_optimizer": "cpu"},
-            {"host_budget": "600MiB"},
-            1,
-            2,
-            None,
-        ),
-        (
-            {"stage": 3, "offload_param": "nvme", "offload_optimizer": "nvme"},
-            {"device_budget": "1GiB", "host_budget": "500MiB", "nvme_budget": "300MiB"},
-            1,
-            3,
-            "2GiB",
-        ),
+        ({"stage": 0}, ("600MiB", "300MiB", 0), 1, 1, "1GiB", "state stage device_budget"),
+        ({"stage": 1}, ("2GiB", "400MiB", 0), 4, 2, "1GiB", "stage device_budget"),
+        ({"stage": 2, "offload_optimizer": "cpu"}, ("1GiB", "700MiB", 0), 2, 4, "1GiB", "device ranks"),
+        (ALL_IN["cpu"], ("1GiB", "1000MiB", 0), 1, 2, None, "grad_accum_dtype state host_budget"),
+        (ALL_IN["nvme"], ("1GiB", "500MiB", "300MiB"), 1, 3, "2GiB", "host_budget nvme_budget ranks"),
     ],
 )
 def test_every_remedy_put_into_the_configuration_makes_it_fit(
     zero: dict[str, Any],
-    tiers: dict[str, Any],
+    budgets: tuple[str | int, ...],
     ranks: int,
     micro_batches: int,
     gpu: str | None,
+    offered: str,
     plan: Plan,
     tmp_path: Path,
 ) -> None:
@@ -225,7 +211,7 @@ def test_every_remedy_put_into_the_configuration_makes_it_fit(
             "zero_optimization": {
                 key: {"device": value} if isinstance(value, str) else value for key, value in zero.items()
             },
-            "tiering": {"nvme_budget": 0, "device_budget": "1GiB", **tiers},
+            "tiering": dict(zip(("device_budget", "host_budget", "nvme_budget"), budgets, strict=True)),
         }
         for key, value in change.items():
             section: dict[str, Any] = sections
@@ -252,7 +238,8 @@ def test_every_remedy_put_into_the_configuration_makes_it_fit(
 
     told = asked({})
     assert not told["fits"]
-    assert told["remedies"]
+    changed = {key.rpartition(".")[2] for offer in told["remedies"] for key in offer["change"]}
+    assert changed >= set(offered.split())
     for offer in told["remedies"]:
         assert asked(offer["change"])["fits"], offer["text"]
 

@@ -148,7 +148,9 @@ def damaged(file: Path, what: str, remedy: str = "download it again") -> Weights
 def unopened(path: Path, error: OSError) -> WeightsError:
     """``path`` could not be opened, because of ``error``."""
     if error.errno != errno.ENOENT:
-        return damaged(path, f"it cannot be opened: {error.strerror}", "change its mode or name another")
+        too_many = error.errno in (errno.EMFILE, errno.ENFILE)
+        remedy = "raise the limit with ulimit -n" if too_many else "change its mode or name another"
+        return damaged(path, f"it cannot be opened: {error.strerror}", remedy)
     if path.is_symlink():
         return damaged(path, "it is a symbolic link to a file that is gone")
     return damaged(path, "it does not exist", "name a .safetensors file or a directory with one")

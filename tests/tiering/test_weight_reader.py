@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import resource
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -336,6 +337,22 @@ def test_without_o_direct(
     assert [file.direct for file in reader._aio.stats()] == [False]
     reader.close()
     assert open_descriptors() == before
+
+
+def test_more_shards_than_files_may_be_open(
+    reader_of: Callable[..., WeightReader], files: WeightFiles
+) -> None:
+    reader = reader_of(files)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        with pytest.raises(WeightsError, match="Too many open files; raise the limit with ulimit -n"):
+            reader.read(files.tensors["c"], 0, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert bytes(reader.read(files.tensors["c"], 0, 1)) == expected(files.tensors["c"], 0, 1)
 
 
 def test_a_disk_that_fails_the_first_page(

@@ -13,7 +13,7 @@ from tiering.errors import PlacementError
 from tiering.fields import format_need
 from tiering.placement import place
 from tiering.plan import Budgets, GroupSizes, Tier, Workload
-from tiering.workload import ITEMSIZES, OFFLOAD_TIERS
+from tiering.workload import OFFLOAD_TIERS
 
 UNLIMITED = 1 << 60
 FINEST = 1 << 12  # the least budget is found to a page, or to this fraction (1/n) of it
@@ -114,12 +114,16 @@ def of_ranks(load: Workload, ranks: int) -> Workload:
 def _other_configurations(load: Workload, budgets: Budgets, local_ranks: int) -> Iterator[Remedy]:
     """What keys of the configuration can do, each alone."""
     alone: list[tuple[dict[str, int | str], Workload]] = []
+    halves = "bf16" if load.can_split else "fp16"
     if load.world_size > 1 and load.stage < 3:
-        alone.append(({"zero_optimization.stage": 3}, replace(load, stage=3)))
+        sharded = replace(load, stage=3)
+        if load.sent_itemsize > load.compute_itemsize and not fits(sharded, budgets):
+            smaller = replace(sharded, reduce_itemsize=load.compute_itemsize)
+            alone.append(({"zero_optimization.stage": 3, "tiering.reduce_dtype": halves}, smaller))
+        alone.append(({"zero_optimization.stage": 3}, sharded))
     if load.grad_itemsize > load.compute_itemsize and not load.whole_groups:
-        name = "bf16" if load.can_split else "fp16"
-        smaller = replace(load, grad_itemsize=ITEMSIZES[name])
-        alone.append(({"tiering.grad_accum_dtype": name}, smaller))
+        smaller = replace(load, grad_itemsize=load.compute_itemsize)
+        alone.append(({"tiering.grad_accum_dtype": halves}, smaller))
     if not load.whole_groups:  # an optimizer without a kernel keeps its own state, in fp32
         for other in load.other_formats():
             if other.state_itemsize < load.state_itemsize:

@@ -1,6 +1,6 @@
 """A Llama whose state is larger than the machine's memory, built and trained within a few GB of it.
 
-    python bench/bench_larger_than_memory.py DIR [--params 3B] [--memory 6GB] [--steps 4] [--sequence 128] [--load]
+    python bench/bench_larger_than_memory.py DIR [--params 3B] [--memory 6GB] [--steps 4] [--sequence 64] [--load]
                                              [--save] [--quick] [--json FILE] [--markdown FILE]
 
 DIR is a directory on the disk that holds the state. Needs transformers (`pip install tiering[dev]`).
@@ -93,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--memory", type=size, default="6GB", help="what the process may take")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=128, help="words in a batch")
+    parser.add_argument("--sequence", type=int, default=64, help="words in a batch")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--load", action="store_true", help="also write the weights, and load them")
     parser.add_argument("--quick", action="store_true", help="a tiny model, proves nothing")

@@ -106,17 +106,23 @@ class TestWords:
 
 class TestRoom:
     def test_what_it_counts_on_is_all_of_the_memory(self) -> None:
-        device, host = room.budgets(6 * GB, GB // 2, LIKE_LLAMA_3B, 128)
+        device, host = room.budgets(6 * GB, GB // 2, LIKE_LLAMA_3B, 64)
         embedding = 2 * LIKE_LLAMA_3B.embedding
         assert embedding < device < 1.01 * embedding
-        assert device + host + 3 * embedding + room.SPARE + GB // 2 == 6 * GB
+        beside = 3 * embedding + room.activations(LIKE_LLAMA_3B, 64) + room.SPARE
+        assert device + host + beside + GB // 2 == 6 * GB
+
+    def test_activations_are_about_what_was_counted(self) -> None:
+        """By the engine, of 128 words."""
+        assert room.activations(LIKE_LLAMA_3B, 128) == pytest.approx(0.54e9, rel=0.1)
+        assert room.activations(Shape(5, 21), 128) == pytest.approx(0.26e9, rel=0.1)
 
     def test_long_texts_leave_less_for_the_tiers(self) -> None:
         hosts = [room.budgets(6 * GB, GB // 2, LIKE_LLAMA_3B, sequence)[1] for sequence in (16, 512, 1024)]
         assert hosts[0] > hosts[1] > hosts[2]
 
     def test_the_plan_is_for_a_disk_without_end(self, tmp_path: Path) -> None:
-        device, host = room.budgets(6 * GB, GB // 2, LIKE_LLAMA_3B, 128)
+        device, host = room.budgets(6 * GB, GB // 2, LIKE_LLAMA_3B, 64)
         config = room.configuration(str(tmp_path), LIKE_LLAMA_3B, device, host)
         plan = room.planned(on_meta(LIKE_LLAMA_3B), config)
         assert plan.state_bytes() == pytest.approx(16 * LIKE_LLAMA_3B.parameters, rel=1e-4)

@@ -8,6 +8,9 @@ from pathlib import Path
 from .tables import GB
 from .watch import Seen
 
+LEGIBLE = 0.01
+"""The least share of the time that is worth a name in the picture."""
+
 
 def draw(processes: Mapping[str, Seen], memory: int, title: str, path: Path) -> None:
     """As PNG. Raises ImportError without matplotlib."""
@@ -30,10 +33,12 @@ def draw(processes: Mapping[str, Seen], memory: int, title: str, path: Path) -> 
             seconds, *kinds.values(), labels=[*kinds], colors=["tab:blue", "tab:orange"], alpha=0.75
         )
         panel.axhline(memory / GB, color="tab:red", linestyle="--", label=f"limit, {memory / GB:g} GB")
-        top = 1.25 * memory / GB
+        top = 1.4 * memory / GB
         for number, phase in enumerate(seen.phases()):
             begin, end = phase["began"] - start, phase["at"] - start
             panel.axvspan(begin, end, color="grey", alpha=0.12 if number % 2 else 0.0, linewidth=0)
+            if end - begin < LEGIBLE * seconds[-1]:
+                continue
             panel.text(
                 (begin + end) / 2, 0.99 * top, phase["name"], rotation=90, ha="center", va="top", fontsize=7
             )

@@ -12,8 +12,8 @@ BF16 = 2
 FP32 = 4
 AHEAD = 2
 """Blocks that may be fetched before their turn."""
-SPARE = 500 << 20
-"""For what nobody counts: temporaries, Python's objects, and the holes that arrays below 32 MiB leave in the heap."""
+SPARE = 300_000_000
+"""For what nobody counts: temporaries, Python's objects, holes in the heap."""
 NO_LIMIT = 1 << 62
 
 
@@ -21,23 +21,20 @@ def budgets(memory: int, baseline: int, shape: Shape, sequence: int) -> tuple[in
     """(device, host) budgets so that a process stays within ``memory`` which takes ``baseline`` with torch loaded.
 
     The embedding is the hard part. It computes in room for several blocks, so that nothing more is needed to fetch
-    those ahead. In backward its gradient as the head waits for that as the embedding; then torch adds the two into a
-    third. Its values in fp32, while it is filled, are less.
+    those ahead. At the end of backward its gradient as the head, which has waited, and that as the embedding are added
+    into a third, while the heap has not given back what activations took. Its values in fp32, while it is filled, are
+    less.
     """
     persistent = (2 * shape.blocks + 1) * shape.width
     device = BF16 * (shape.embedding + persistent) + (1 << 20)
-    gradient = BF16 * shape.embedding
-    beside = max(3 * gradient, gradient + activations(shape, sequence))
-    return device, memory - baseline - device - beside - SPARE
+    beside = 3 * BF16 * shape.embedding + activations(shape, sequence) + SPARE
+    return device, memory - baseline - device - beside
 
 
 def activations(shape: Shape, sequence: int) -> int:
-    """About the bytes that autograd keeps at most, with the logits' temporaries.
-
-    A block keeps some ten tensors of its width and four of its MLP's; of the logits there are up to five in fp32.
-    """
+    """About the bytes that autograd keeps: a block's ten tensors of its width and four of its MLP's, and the logits."""
     block = BF16 * (10 * shape.width + 4 * shape.mlp)
-    return sequence * (shape.blocks * block + 5 * FP32 * shape.vocabulary)
+    return sequence * (shape.blocks * block + (BF16 + FP32) * shape.vocabulary)
 
 
 def configuration(directory: str, shape: Shape, device: int, host: int) -> dict[str, Any]:
@@ -50,7 +47,7 @@ def configuration(directory: str, shape: Shape, device: int, host: int) -> dict[
         "bf16": {"enabled": True},
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+            "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
         },
         "zero_optimization": {
             "stage": 3,

@@ -53,7 +53,7 @@ class Init:
 
         def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             Init._register(module, name, param)
-            if param is not None:
+            if param is not None and not resharded.is_adopted(param):
                 tape.may_go(param)
 
         def copied(param: nn.Parameter, memo: dict[int, Any]) -> Any:
@@ -63,7 +63,7 @@ class Init:
 
         nn.Module.register_parameter = register  # type: ignore[method-assign,assignment] # replaced on purpose
         nn.Parameter.__deepcopy__ = copied  # type: ignore[method-assign,assignment] # a copied module registers none
-        tape.__enter__()  # type: ignore[no-untyped-call] # torch's
+        tape.__enter__()
         return self
 
     def __exit__(
@@ -71,7 +71,7 @@ class Init:
     ) -> None:
         nn.Module.register_parameter = Init._register  # type: ignore[method-assign]
         nn.Parameter.__deepcopy__ = Init._deepcopy  # type: ignore[method-assign]
-        self.tape.__exit__(kind, error, trace)  # type: ignore[no-untyped-call] # torch's
+        self.tape.__exit__(kind, error, trace)
         hide(self.tape)
 
 
@@ -138,8 +138,6 @@ def hide(tape: Tape) -> None:
         resharded.set_data(param, nan.expand(param.shape))
         param.__class__ = resharded.resharded_form(type(param))
     resharded.adopt(slices, _UNBUILT)
-    for cell in {made.cell for made in slices.values()}:
-        tape.restore(cell)  # for a tensor that shares its memory, if there is one
     tape.finish()
 
 

@@ -13,18 +13,23 @@ Note [Values that come again]
     made again. Each parameter can be made by itself, in any order, from bits that do not depend on the others.
 
     What the tape has not seen made (a tensor from before it ran, from numpy or a file) is a constant: it is kept, and
-    must not change.
+    must not change. What operations do not show is looked for among the functions that are called: some read memory
+    themselves (printing), which has to be there, and some hand it out (numpy), after which it may change unseen; such
+    memory is kept. So is what operations that are not torch's own have written.
 """
 
 from __future__ import annotations
 
+import ctypes
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiering.errors import ConfigError
@@ -46,6 +51,25 @@ _OVERWRITES = {
     "cauchy_",
 }
 _MOVES_MEMORY = {"set_", "resize_", "resize_as_"}  # after these a cell is no longer what it was
+_OWN = {"aten", "prims"}  # whose operations do the same each time, given the state of torch's generators
+
+# Functions that do not read by operations: the tape does not run in them, or they go to memory themselves.
+_READS = {"__format__", "__repr__", "as_tensor", "asarray", "new_tensor", "tensor", "tolist"}
+_HANDS_OUT = {
+    "__array__",
+    "__deepcopy__",
+    "__dlpack__",
+    "__reduce_ex__",
+    "_typed_storage",
+    "apply_",
+    "data_ptr",
+    "map2_",
+    "map_",
+    "numpy",
+    "share_memory_",
+    "storage",
+    "untyped_storage",
+}
 
 
 class Cell:
@@ -55,7 +79,7 @@ class Cell:
         self.nbytes = storage.nbytes()
         self.writes: list[_Record] = []
         self.was_read = False  # by what other cells came from: then its past matters for ever
-        self.kept = False  # its memory never goes: the tape does not know how its values came about
+        self.kept = False  # its memory never goes: the tape does not know how its values come about
         self._living = StorageWeakRef(storage)  # also keeps the storage's identity from being used again
 
     @property
@@ -79,16 +103,20 @@ class Slice:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    is_conj: bool
+    is_neg: bool
 
     @classmethod
     def of(cls, tensor: Tensor, cell: Cell) -> Slice:
-        offset = int(tensor.storage_offset())
-        return cls(cell, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
+        offset, shape = int(tensor.storage_offset()), tuple(tensor.size())
+        return cls(cell, tensor.dtype, shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor, over a storage with the cell's bytes."""
         made = torch.empty(0, dtype=self.dtype, device="cpu")
-        return made.set_(storage, self.offset, self.shape, self.stride)
+        made.set_(storage, self.offset, self.shape, self.stride)
+        made = made.conj() if self.is_conj else made
+        return torch._neg_view(made) if self.is_neg else made
 
     @property
     def span(self) -> range:
@@ -112,21 +140,41 @@ class _Constant:
     """A tensor that the tape has not seen made."""
 
     tensor: Tensor
-    version: int
+    mark: int  # other values have another one
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Constant:
+        tensor = tensor.detach()  # the values that it has now, whatever becomes of a parameter
         if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= LEAST:
-            tensor = tensor.detach().clone()
-        return cls(tensor, tensor._version)
+            tensor = tensor.clone()
+        return cls(tensor, _mark(tensor))
 
     def get(self) -> Tensor:
-        if self.tensor._version != self.version:
+        if _mark(self.tensor) != self.mark:
             raise ConfigError(
                 f"a tensor of shape {tuple(self.tensor.shape)} from which parameters were computed under zero.Init was"
                 " changed before they were needed; copy it first, or build this model without zero.Init"
             )
         return self.tensor
+
+
+def _mark(tensor: Tensor) -> int:
+    """A checksum, for numpy and ``.data`` change values without another version; elsewhere than here the version."""
+    if not _has_memory(tensor) or tensor.is_conj() or tensor.is_neg():
+        return tensor._version
+    dense = tensor.contiguous()
+    nbytes = dense.numel() * dense.element_size()
+    return zlib.crc32((ctypes.c_char * nbytes).from_address(dense.data_ptr())) if nbytes else 0
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether the values of ``tensor`` are those in its storage, on the CPU."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_quantized
+        and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    )
 
 
 @dataclass(eq=False)
@@ -183,6 +231,16 @@ class Tape(TorchDispatchMode):
         self._number = 0
         self._grown = 0  # bytes since memory was last freed
         self._prune_at = 1024
+        self._looking = _Looking(self)
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call] # torch's
+        self._looking.__enter__()  # type: ignore[no-untyped-call] # torch's
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._looking.__exit__(*error)  # type: ignore[no-untyped-call] # torch's
+        super().__exit__(*error)  # type: ignore[no-untyped-call] # torch's
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -203,23 +261,27 @@ class Tape(TorchDispatchMode):
         cell = self._cell_of(param)
         return Slice.of(param, cell) if cell is not None and not cell.kept else None
 
-    def restore(self, cell: Cell) -> None:
-        """Give ``cell`` its bytes back if anything still refers to its memory."""
-        storage = cell.storage()
-        if storage is not None and storage.nbytes() < cell.nbytes:
-            self._bring_back(storage, cell, with_values=True)
+    def look(self, tensor: Tensor, *, keep: bool) -> None:
+        """Let ``tensor`` have its values in memory: now, or for ``keep`` for as long as it lives."""
+        cell = self._cell_of(tensor)
+        if cell is not None:
+            self._restore(cell)
+            cell.kept = cell.kept or keep
 
     def finish(self) -> None:
-        """Forget what only matters while the tape runs."""
+        """Forget what only matters while the tape runs. What can still be reached has its memory again."""
+        for cell in self._cells.values():
+            self._restore(cell)
         self._cells.clear()
         self._params.clear()
         heap.trim()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # what is done here is nobody's call
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = [value for value in _flat((args, kwargs)) if isinstance(value, Tensor)]
-        if any(tensor.is_meta for tensor in tensors):
-            return func(*args, **kwargs)  # nothing is written anywhere
         cells = [self._cell_of(tensor) for tensor in tensors]
         written = _written(func, args, kwargs)
         overwritten = self._overwritten(func, tensors, cells)
@@ -234,16 +296,17 @@ class Tape(TorchDispatchMode):
         if not record.writes:
             return out
         self._number += 1
-        moves = func.overloadpacket.__name__ in _MOVES_MEMORY
-        if moves or any(cell.kept for cell in record.needs()):
+        unknown = func.overloadpacket.__name__ in _MOVES_MEMORY or func.namespace not in _OWN
+        if unknown or any(cell.kept for cell in record.needs()):
             for cell in record.writes:
                 cell.kept = True
         if overwritten is not None and not overwritten.was_read:
             overwritten.writes.clear()  # nobody will ever ask for what was there
         for cell in record.writes:
             cell.writes.append(record)
-        for cell in set(record.needs()) - record.writes:
-            cell.was_read = True
+        for cell in record.needs():
+            if record.writes != {cell}:
+                cell.was_read = True
         return out
 
     def replay(self, wanted: Slice) -> Tensor:
@@ -251,9 +314,10 @@ class Tape(TorchDispatchMode):
         return wanted.on(_replay(wanted.cell, None))
 
     def _cell_of(self, tensor: Tensor) -> Cell | None:
-        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_meta:
+        if not _has_memory(tensor):
             return None
-        return self._cells.get(tensor.untyped_storage()._cdata)
+        with torch._C.DisableTorchFunction():
+            return self._cells.get(tensor.untyped_storage()._cdata)
 
     def _note(
         self, func: Any, args: Any, kwargs: Any, written: list[Tensor], overwritten: Cell | None
@@ -287,12 +351,12 @@ class Tape(TorchDispatchMode):
 
     def _note_made(self, record: _Record, out: Any, tensors: list[Tensor]) -> None:
         """Cells for the memory that an operation made."""
-        known = {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
+        known = {t.untyped_storage()._cdata for t in tensors if _has_memory(t)}
         for value in _flat(out):
             if not isinstance(value, Tensor):
                 continue
             made = None
-            if value.layout is torch.strided and value.device.type == "cpu":
+            if _has_memory(value):
                 storage = value.untyped_storage()
                 if storage._cdata not in known:
                     made = self._cells[storage._cdata] = Cell(storage)
@@ -316,18 +380,43 @@ class Tape(TorchDispatchMode):
         """Free the memory of all parameters but those that are in use."""
         self._grown = 0
         for param in self._params.values():
-            if param.layout is torch.strided and param.device.type == "cpu":
-                storage = param.untyped_storage()
-                cell = self._cells.get(storage._cdata)
-                if cell is not None and cell not in keep and not cell.kept and cell.nbytes >= LEAST:
-                    storage.resize_(0)
+            cell = self._cell_of(param)
+            if cell is None or cell in keep or cell.nbytes < LEAST:
+                continue
+            storage = param.untyped_storage()
+            cell.kept = cell.kept or not storage.resizable()  # numpy has it
+            if not cell.kept:
+                storage.resize_(0)
         heap.trim()
+
+    def _restore(self, cell: Cell) -> None:
+        """Give ``cell`` its bytes back if anything still refers to its memory."""
+        storage = cell.storage()
+        if storage is not None and storage.nbytes() < cell.nbytes:
+            self._bring_back(storage, cell, with_values=True)
 
     def _bring_back(self, storage: torch.UntypedStorage, cell: Cell, *, with_values: bool) -> None:
         storage.resize_(cell.nbytes)
         self._grown += cell.nbytes
         if with_values:
             _replay(cell, storage)
+
+
+class _Looking(TorchFunctionMode):
+    """Tells the tape of functions that it does not see."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _READS or name in _HANDS_OUT:
+            for value in _flat((args, kwargs)):
+                if isinstance(value, Tensor):
+                    self._tape.look(value, keep=name in _HANDS_OUT)
+        return func(*args, **kwargs)
 
 
 def _replay(wanted: Cell, into: torch.UntypedStorage | None) -> torch.UntypedStorage:

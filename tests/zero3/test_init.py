@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import ctypes
+import io
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -38,8 +41,11 @@ def values(param: nn.Parameter) -> Tensor:
     return recipe.make().clone()
 
 
-def assert_built_as_ever(build: Callable[[], nn.Module]) -> nn.Module:
-    """Same parameters, buffers and random numbers as without the context. Returns the model without memory."""
+def assert_built_as_ever(build: Callable[[], nn.Module], in_memory: Collection[str] = ()) -> nn.Module:
+    """Same parameters, buffers and random numbers as without the context.
+
+    Returns the model, of whose parameters those in ``in_memory`` have theirs, and no other.
+    """
     torch.manual_seed(11)
     ordinary, after = build(), torch.rand(3)
     torch.manual_seed(11)
@@ -51,7 +57,8 @@ def assert_built_as_ever(build: Callable[[], nn.Module]) -> nn.Module:
     for name, param in model.named_parameters():
         assert (param.shape, param.dtype) == (expected[name].shape, expected[name].dtype), name
         assert param.requires_grad is expected[name].requires_grad
-        assert torch.equal(values(param), expected[name].detach()), name
+        made = param.detach() if name in in_memory else values(param)
+        assert torch.equal(made, expected[name].detach()), name
     for name, buffer in ordinary.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
     return model
@@ -147,6 +154,97 @@ def test_parameters_made_in_another_order_are_the_same(monkeypatch: pytest.Monke
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class Outspoken(nn.Module):
+    """Shows its parameters to code that does not use torch's operations, by module ``layers[n]`` and what it does."""
+
+    def __init__(self, *uses: Callable[[nn.Parameter], object]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(len(uses) + 1))
+        for layer, use in zip(self.layers, uses, strict=False):
+            seen = use(layer.weight)
+            nn.init.ones_(self.layers[-1].weight)  # all else may go now
+            if isinstance(seen, float):
+                nn.init.constant_(self.layers[-1].weight, seen)
+            elif isinstance(seen, Tensor | np.ndarray):
+                seen[0] = 5.0
+
+
+@pytest.mark.usefixtures("memory")
+def test_what_reads_without_operations_finds_the_values() -> None:
+    reads: list[Callable[[nn.Parameter], object]] = [
+        lambda param: float(sum(param.flatten().tolist())),
+        lambda param: float(len(f"{param} {param.detach()!r} {param[0]}")),
+        lambda param: torch.tensor([*param.detach()[0]]).sum().item(),
+    ]
+    for read in reads:
+        assert_built_as_ever(lambda read=read: Outspoken(read))
+
+
+@pytest.mark.usefixtures("memory")
+def test_memory_that_was_handed_out_stays() -> None:
+    """Whoever has its address may write there, and nobody would know."""
+    uses: list[Callable[[nn.Parameter], object]] = [
+        lambda param: param.data.numpy(),
+        lambda param: np.asarray(param.detach()),
+        lambda param: torch.from_dlpack(param.detach()),
+        lambda param: np.ctypeslib.as_array((ctypes.c_float * 64).from_address(param.data_ptr())),
+        lambda param: param.untyped_storage().fill_(0),
+        lambda param: copy.deepcopy(param.detach()),
+        lambda param: param.data.apply_(lambda value: 2 * value),
+        lambda param: torch.save(param, io.BytesIO()),
+        lambda param: param.share_memory_().detach(),
+        lambda param: written_by_an_operation_of_ones_own(param.data),
+    ]
+    assert_built_as_ever(lambda: Outspoken(*uses), {f"layers.{number}.weight" for number in range(len(uses))})
+
+
+@torch.library.custom_op("tests::fill", mutates_args=["into"])
+def written_by_an_operation_of_ones_own(into: Tensor) -> None:
+    into.numpy()[:] = np.arange(64).reshape(8, 8)
+
+
+class Odd(nn.Module):
+    """Memory that is reached in ways of which one alone would be simple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.late = nn.LazyLinear(8)
+        self.late(torch.ones(2, 8))
+        self.wave = nn.Parameter(torch.randn(5, 5, dtype=torch.complex64).conj().imag)  # lazily negated
+        self.before = self.layers[0].weight.detach()
+        nn.init.ones_(self.layers[1].weight)
+        self.layers[0].weight.data = torch.ones(8, 8)
+        adam = torch.optim.Adam(self.layers.parameters(), fused=True)
+        self.layers[2](self.layers[0](torch.ones(2, 8))).sum().backward()
+        adam.step()
+        adam.zero_grad()
+        for state in adam.state.values():  # nobody needs it, but what was written together with it
+            state["exp_avg"].zero_()
+
+
+@pytest.mark.usefixtures("memory")
+def test_odd_memory() -> None:
+    model = assert_built_as_ever(Odd, {"late.weight", "late.bias"})
+    torch.manual_seed(11)
+    assert torch.equal(model.before, Odd().before)
+
+
+def test_parameters_of_an_earlier_context_can_be_part_of_the_model(start: Start) -> None:
+    ready = nn.Linear(300, 300)
+    with tiering.zero.Init():
+        first = nn.Linear(300, 300)
+    with tiering.zero.Init():
+        model = nn.Sequential(first, nn.Linear(300, 300), ready)
+        model[1].bias = first.bias
+        with torch.no_grad():
+            model[1].weight.copy_(2 * ready.weight)
+    expected = 2 * ready.weight.detach()
+    masters = start(model, offload_param="nvme").master_state_dict()
+    assert torch.equal(masters["1.weight"], expected)
+    assert masters["0.weight"].std() > 0
+
+
 def test_memory_goes_while_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tape, "ROOM", 1 << 20)
     seen = []
@@ -155,7 +253,8 @@ def test_memory_goes_while_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -
         def __init__(self) -> None:
             super().__init__(512, 512, bias=False)
             built.append(self)
-            seen.append(sum(layer.weight.untyped_storage().nbytes() for layer in built))
+            with torch._C.DisableTorchFunction():  # or asking would keep them
+                seen.append(sum(layer.weight.untyped_storage().nbytes() for layer in built))
 
     built: list[nn.Module] = []
     with tiering.zero.Init():
@@ -174,9 +273,12 @@ def test_a_value_that_came_from_elsewhere_stays_and_must_not_change() -> None:
     assert recipe_of(unseen[0]) is None
     assert unseen[0].tolist() == [1.0] * 4
     assert torch.equal(values(model.weight), source)
-    source.add_(1)
-    with pytest.raises(ConfigError, match="changed before they were needed"):
-        values(model.weight)
+    for other in (source.data, source.numpy()):
+        other += 1
+        with pytest.raises(ConfigError, match="changed before they were needed"):
+            values(model.weight)
+        other -= 1
+    assert torch.equal(values(model.weight), source)
 
 
 def test_using_a_parameter_before_initialize_says_what_to_do(start: Start) -> None:

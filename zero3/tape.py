@@ -265,7 +265,8 @@ class Tape(TorchDispatchMode):
         """Let ``tensor`` have its values in memory: now, or for ``keep`` for as long as it lives."""
         cell = self._cell_of(tensor)
         if cell is not None:
-            self._restore(cell)
+            with torch._C._DisableTorchDispatch():  # what is done again is not to be noted again
+                self._restore(cell)
             cell.kept = cell.kept or keep
 
     def finish(self) -> None:

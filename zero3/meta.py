@@ -8,6 +8,7 @@ order in which constructors finish, and for models of transformers their ``initi
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -35,6 +36,12 @@ def build_on_meta(model: nn.Module, loaded: Matched | None = None) -> None:
         return
     stored = () if loaded is None else loaded.sources
     stored_buffers = () if loaded is None else {module._buffers[short] for module, short, _ in loaded.buffers}
+    referred = [name for param, name in names.items() if weakref.getweakrefs(param)]
+    if referred:
+        raise ConfigError(
+            f"{_first(referred)}: on the meta device, and it cannot get memory there while weak references to it exist,"
+            f" such as those of nn.LSTM; {REMEDY}"
+        )
     wanted = {param: param._version for param in names if param not in stored}
     replaced = _replaced(model, wanted)
     try:
@@ -65,8 +72,8 @@ def build_on_meta(model: nn.Module, loaded: Matched | None = None) -> None:
                     unset.append(name)
             if unset:
                 raise ConfigError(
-                    f"{', '.join(unset[:10])}{' and others' if len(unset) > 10 else ''}: built on the meta device, and"
-                    f" no initialiser does what the constructors did; {REMEDY}"
+                    f"{_first(unset)}: built on the meta device, and no initialiser does what the constructors did;"
+                    f" {REMEDY}"
                 )
     except BaseException:
         for param in names:
@@ -77,6 +84,10 @@ def build_on_meta(model: nn.Module, loaded: Matched | None = None) -> None:
     finally:
         for module, short, param in replaced:
             module._parameters[short] = param
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:10]) + (" and others" if len(names) > 10 else "")
 
 
 def _replaced(

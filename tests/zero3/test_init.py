@@ -161,7 +161,9 @@ class Outspoken(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(len(uses) + 1))
         for layer, use in zip(self.layers, uses, strict=False):
-            layer.weight.data = layer.weight.data * 2 + torch.randn(8, 8)  # more than one operation to do again
+            layer.weight.data = layer.weight.data * 2 + torch.randn(
+                8, 8
+            )  # more than one operation to do again
             nn.init.zeros_(self.layers[-1].weight)
             seen = use(layer.weight)
             nn.init.ones_(self.layers[-1].weight)  # all else may go now
@@ -413,10 +415,16 @@ def unknown() -> Iterator[tuple[nn.Module, str]]:
             super().__init__(4, 4)
             self.register_buffer("ramp", torch.linspace(0, 1, 5))
 
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4)  # keeps weak references to its parameters
+
     applied = on_meta(lambda: nn.Sequential(nn.Linear(4, 4)))
     applied.apply(lambda m: nn.init.zeros_(m.weight) if isinstance(m, nn.Linear) else None)
     yield from ((on_meta(Scaled), "weight"), (on_meta(Bare), "gain"), (on_meta(Ramp), "ramp"))
     yield from ((applied, "0.weight"), (on_meta(Everything), "head.weight"))
+    yield on_meta(Recurrent), "lstm.weight_ih_l0"
 
 
 @pytest.mark.parametrize(("model", "name"), list(unknown()))

@@ -17,7 +17,7 @@ from tiering.plan import GroupSizes, Plan, Tier, Workload
 from tiering.rates import Rates
 
 SECONDS_PER_DAY = 86_400
-HIDDEN = 0.9  # of a step in which not all else waits for NVMe: from here on its I/O counts as hidden
+HIDDEN = 0.9  # NVMe counts as hidden when all else waits for it in no more than the rest of a step
 
 
 class Part(Enum):

@@ -31,9 +31,7 @@ class Rates:
     device_memory: float | None = None  # read from, or written to, the device's own memory
     optimizer: float | None = None  # elements that the CPU steps, in the state format of the plan
     gradients: float | None = None  # elements of gradients that the CPU adds to what is there, and squares
-    flops: float | None = (
-        None  # floating-point operations of the device on matrix products in the compute dtype
-    )
+    flops: float | None = None  # of the device, on matrix products in the compute dtype: operations
     network: float | None = None  # that a rank sends, while it receives as many
 
     def __post_init__(self) -> None:

@@ -98,6 +98,8 @@ def _mandatory(load: Workload, budgets: Budgets) -> tuple[_Room, list[Tier], lis
         Tier.HOST if tier is Tier.NVME and open_ else tier
         for tier, open_ in zip(load.optimizer_tiers, _stay_open(load), strict=True)
     ]
+    for index in _too_large_to_stream(load, grad_tiers):
+        grad_tiers[index] = Tier.HOST
     for index, group in enumerate(load.groups):
         if param_tiers[index] is not Tier.NVME:
             fixed.take(param_tiers[index], load.home_bytes(group), f"parameters of {group.name}")
@@ -311,6 +313,24 @@ def _even(numel: int, tile: int) -> int:
     """The elements of each of the fewest tiles, of at most ``tile`` and about one size, that ``numel`` is cut into."""
     count = max(1, -(-numel // tile))
     return max(SMALLEST_TILE, round_up(-(-numel // count), SMALLEST_TILE))
+
+
+def _too_large_to_stream(load: Workload, grad_tiers: Sequence[Tier]) -> list[int]:
+    """Groups whose gradients need less memory to stay than the window needs through which they would go to NVMe.
+
+    An embedding beside small blocks, say: the window is for two of the largest.
+    """
+    tiers = enumerate(zip(load.groups, grad_tiers, strict=True))
+    sizes = [(round_up(load.home_grad_bytes(group)), i) for i, (group, tier) in tiers if tier is Tier.NVME]
+    sizes.sort(reverse=True)
+    kept, stay = 0, 0
+    least = 2 * sizes[0][0] if sizes else 0
+    for count, (nbytes, _) in enumerate(sizes, start=1):
+        stay += nbytes
+        window = 2 * sizes[count][0] if count < len(sizes) else 0
+        if stay + window < least:
+            kept, least = count, stay + window
+    return [index for _, index in sizes[:kept]]
 
 
 def _grad_window(load: Workload, grad_tiers: Sequence[Tier]) -> int:

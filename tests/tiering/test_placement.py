@@ -177,6 +177,30 @@ def test_traffic_of_gradients_that_spill() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("sizes", "stay"),
+    [
+        ([8, 8, 8], 0),
+        ([40, 8, 8], 1),  # 40 and a window of 16 beside a window of 80
+        ([15, 8, 8], 0),  # 15 + 16 > 30
+        ([17, 8, 8], 1),
+        ([80, 40, 1, 1], 2),  # 120 and 2, 80 and 80, or 160
+        ([8], 1),
+    ],
+)
+def test_a_gradient_stays_where_that_takes_less_memory_than_streaming_it(sizes: list[int], stay: int) -> None:
+    """The window is for two of the largest that stream."""
+    nbytes = [2 * size * SMALLEST_TILE for size in sizes]
+    load = example(groups=tuple(GroupSizes(f"g{i}", size, size // 2) for i, size in enumerate(nbytes)))
+    streamed = sorted(nbytes)[: len(nbytes) - stay]
+    memory = sum(sorted(nbytes)[len(streamed) :]) + 2 * max(streamed, default=0)
+    tight = memory + FEWEST_SLOTS * SMALLEST_TILE * (12 + 2 + (2 if streamed else 0))
+    plan = make_plan(load, Budgets(PLENTY, tight, PLENTY))
+    assert plan.grad_tiers.count(HOST) >= stay  # all, where the window holds what would stream
+    with pytest.raises(PlacementError):
+        make_plan(load, Budgets(PLENTY, tight - 1, PLENTY))
+
+
 def test_frozen_parameters_are_read_and_never_written() -> None:
     frozen = (GroupSizes("frozen", 2 * NUMEL, 0),)
     plan = make_plan(example(groups=frozen), Budgets(PLENTY, PLENTY, PLENTY))

@@ -202,7 +202,7 @@ def keep(options: argparse.Namespace, run: Run) -> None:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     if options.save and report.tables:
         path = RESULTS / f"{today}-larger-than-memory.png"
-        title = f"{options.shape} within {options.memory / 1e9:g} GB"
+        title = f"Within {options.memory / 1e9:g} GB: {options.shape}"
         try:
             picture.draw(run.seen, options.memory, title, path)
             report.facts["picture"] = path.name

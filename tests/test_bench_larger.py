@@ -274,7 +274,7 @@ class TestTables:
         assert self.holds(seen)["NVMe bytes per step"]
 
     def test_where_a_step_went(self) -> None:
-        assert tables.steps("it", known(9.0)).rows == [
+        assert tables.steps("it", self.task, known(9.0)).rows == [
             ("1", "9.0000", "10.0", "2.0", "3.0", "4.0", "1.0", "10%")
         ]
         assert tables.phases("it", known(9.0)).rows[-1] == (

@@ -16,7 +16,7 @@ GB = 1e9
 
 def show(report: Report, name: str, task: Task, seen: Seen) -> None:
     """Add the tables of a process, and what they have to hold."""
-    report.tables += [phases(name, seen), steps(name, seen), memory(name, task, seen)]
+    report.tables += [phases(name, seen), steps(name, task, seen), memory(name, task, seen)]
     report.verdicts += [below(name, task, seen), past_the_cache(name, task, seen)]
     if steady := trained(seen)[1:]:
         report.verdicts.append(as_planned(name, seen, steady))
@@ -64,7 +64,7 @@ def phases(name: str, seen: Seen) -> Table:
     return table
 
 
-def steps(name: str, seen: Seen) -> Table:
+def steps(name: str, task: Task, seen: Seen) -> Table:
     table = Table(
         f"{name}: steps", ("step", "loss", "s", "forward", "backward", "step", "idle again", "stalled")
     )
@@ -79,6 +79,10 @@ def steps(name: str, seen: Seen) -> Table:
                 f"{phase['seconds'] - sum(parts):.1f}",
                 f"{phase['stalled'] / phase['seconds']:.0%}",
             )
+        )
+    if task.load:
+        table.notes.append(
+            "Weights alone were loaded: AdamW takes its first steps again, with new moments."
         )
     return table
 

@@ -19,7 +19,7 @@ from plan import rows, told
 from step import sides
 from step.ours import configuration
 from step.reference import Model
-from step.side import Place, Round, Spec
+from step.side import Place, Round, SideError, Spec
 
 import tiering
 from tiering.plan import Plan, Tier
@@ -50,6 +50,12 @@ def test_the_plan_of_a_model_on_meta_is_that_of_the_engine(streamed: Spec, tmp_p
 def test_a_side_in_memory_needs_no_directory(tmp_path: Path) -> None:
     plan = told.plan_of(sides.in_memory(SMALL, "in RAM"), tmp_path)
     assert plan.nvme_traffic() == (0, 0)
+
+
+def test_a_side_that_does_not_fit_says_so(streamed: Spec, tmp_path: Path) -> None:
+    streamed.settings["tiering"]["device_budget"] = "4KiB"
+    with pytest.raises(SideError, match=r"streamed does not fit: .*device needs at least"):
+        told.plan_of(streamed, tmp_path)
 
 
 def test_rates_are_those_of_the_plans_format(

@@ -10,18 +10,15 @@ from typing import Any
 import torch
 from step.ours import configuration
 from step.reference import Model
-from step.side import Spec
+from step.side import SideError, Spec
 
+import tiering
 from tiering import ds_config, measure
-from tiering.budgets import resolve_budgets
 from tiering.config import TieringConfig
 from tiering.forecast import Forecast, forecast
-from tiering.placement import make_plan
 from tiering.plan import Plan
 from tiering.rates import Rates
 from zero3 import device_rates
-from zero3.optimizer_choice import choose_optimizer
-from zero3.workload import size_up
 
 CPU = torch.device("cpu")
 
@@ -34,13 +31,13 @@ def settled(spec: Spec, directory: Path) -> TieringConfig:
 
 
 def plan_of(spec: Spec, directory: Path) -> Plan:
-    """The plan of a side, from its configuration and its model's shapes."""
-    config = settled(spec, directory)
+    """The plan of a side, from its configuration and its model's shapes. Raises SideError if there is none."""
     with torch.device("meta"):
         module = spec.model.build()
-    load = size_up(module, config, choose_optimizer(module, config, None, None), on_gpu=False, world_size=1)
-    paths = (directory,) if spec.on_disk else ()
-    return make_plan(load.workload, resolve_budgets(config.tiering, device_memory=None, nvme_paths=paths))
+    answer = tiering.plan_for(model=module, config=settled(spec, directory))
+    if answer.plan is None:
+        raise SideError(f"{spec.name} does not fit: {answer.refusal}")
+    return answer.plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,8 @@ from zero3.partition import QUANTUM, Piece, tiles
 from zero3.tiers import Home, Tiers
 from zero3.tiles import StateLayout, Tile
 
-RANGE = (
-    1 << 20
-)  # elements of a parameter that are taken from a source at once: a window of a file that is read
+RANGE = 1 << 20
+"""Elements of a parameter that are taken from a source at once: a window of a file that is read."""
 
 
 class Source(Protocol):

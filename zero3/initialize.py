@@ -66,7 +66,8 @@ def initialize(
     an error, or with ``strict`` False a warning.
 
     From here on the model's parameters belong to the engine: outside of forward and backward, use ``gathered``.
-    Raises ConfigError, PlacementError, WeightsError or SwapSpaceError, each before anything is moved.
+    Raises ConfigError, PlacementError, WeightsError or SwapSpaceError, each before anything is moved; in mid-way
+    SwapError where a disk fails, and WeightsError where a file of weights changes or cannot be read.
     """
     rank, world_size = standing()
     logs.set_rank(rank, world_size)

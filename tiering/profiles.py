@@ -30,7 +30,10 @@ class Drive:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU: dense bf16 operations with fp32 sums, and bytes per second: memory, one way of its link, and sending."""
+    """A GPU: dense bf16 operations with fp32 sums, and bytes per second: memory, and one way of its link.
+
+    ``network`` is what it sends to other GPUs of its node: what goes between nodes is not the GPU's.
+    """
 
     name: str
     memory_bytes: int

@@ -29,6 +29,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,7 +40,7 @@ from plan import rows
 from rich.console import Console
 from step import sides
 from step.reference import Model
-from step.scale import FULL, QUICK
+from step.scale import FULL, QUICK, Scale
 from step.side import Place, SideError, Spec
 
 RESULTS = Path(__file__).parent / "results"
@@ -84,17 +85,8 @@ def budgets(model: Model, device: str, hosts: tuple[str, ...]) -> list[Spec]:
     ]
 
 
-def main() -> int:
-    options = parse_arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends sides and clears up, as Ctrl-C does
-    torch.set_num_threads(options.threads)
-    scale = QUICK if options.quick else FULL
-    began, failed = time.monotonic(), False
-
-    def say(what: str) -> None:
-        print(f"{time.monotonic() - began:6.0f} s  {what}", file=sys.stderr, flush=True)
-
-    facts = {
+def described(options: argparse.Namespace, scale: Scale) -> dict[str, str]:
+    return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", *sys.argv]),
         **machine.describe("tiering", "torch", directory=options.dir),
@@ -102,34 +94,38 @@ def main() -> int:
         "model": str(scale.model),
         "rounds": f"{options.rounds} of {options.steps} steps, rates measured before and after each",
     }
-    report = Report("bench_plan: predicted step times beside real ones", facts)
-    found: list[rows.Row] = []
+
+
+def measured(
+    options: argparse.Namespace, scale: Scale, report: Report, say: Callable[[str], None]
+) -> list[rows.Row]:
+    """The rows of all budgets. What could not be measured is in ``report.skipped``."""
+    found = []
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_plan.") as directory:
         place = Place(Path(directory).resolve(), options.threads, patience=600)
         try:
             for spec in budgets(scale.model, scale.device, QUICK_HOSTS if options.quick else HOSTS):
                 try:
-                    found.append(
-                        rows.measure(
-                            spec,
-                            place,
-                            rounds=options.rounds,
-                            steps=options.steps,
-                            seconds=options.seconds,
-                            file_bytes=scale.fio_file // 4,
-                            say=say,
-                        )
+                    row = rows.measure(
+                        spec,
+                        place,
+                        rounds=options.rounds,
+                        steps=options.steps,
+                        seconds=options.seconds,
+                        file_bytes=scale.fio_file // 4,
+                        say=say,
                     )
+                    found.append(row)
                 except SideError as error:
-                    failed = True
                     report.skipped.append(str(error))
                     say(str(error))
         except KeyboardInterrupt:  # what was measured before it is worth a report
-            failed = True
             report.skipped.append("the rest: interrupted")
-    rows.conclude(report, found)
-    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
-    report.show(Console(width=None if sys.stdout.isatty() else 220))
+    return found
+
+
+def keep(options: argparse.Namespace, report: Report, found: list[rows.Row]) -> None:
+    """Write what was asked for."""
     if options.json:
         raw = [
             {
@@ -144,7 +140,25 @@ def main() -> int:
     for path in (options.markdown, RESULTS / f"{today}-plan.md" if options.save else None):
         if path is not None:
             path.write_text(report.markdown())
-    if failed or not found:
+
+
+def main() -> int:
+    options = parse_arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends sides and clears up, as Ctrl-C does
+    torch.set_num_threads(options.threads)
+    scale = QUICK if options.quick else FULL
+    began = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - began:6.0f} s  {what}", file=sys.stderr, flush=True)
+
+    report = Report("bench_plan: predicted step times beside real ones", described(options, scale))
+    found = measured(options, scale, report, say)
+    rows.conclude(report, found)
+    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
+    report.show(Console(width=None if sys.stdout.isatty() else 220))
+    keep(options, report, found)
+    if report.skipped or not found:
         return 2
     return 0 if all(verdict.holds for verdict in report.verdicts) else 1
 

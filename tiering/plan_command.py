@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--ranks", type=_positive, metavar="N", help="on all nodes (default: 1, or a profile's)"
     )
-    where.add_argument("--nodes", type=_positive, default=1, metavar="N", help="(default: 1)")
+    where.add_argument(
+        "--nodes",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="(default: 1); no profile knows the network between them",
+    )
     for tier in ("device", "host", "nvme"):
         where.add_argument(
             f"--{tier}-budget",
@@ -100,9 +106,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         rates.add_argument(f"--{name}", type=_rate, metavar="RATE", help=text)
     rates.add_argument(
         "--tbw",
-        type=_rate,
-        metavar="TB",
-        help="10^12 bytes that may be written to a node's drives in their life",
+        type=_written,
+        metavar="SIZE",
+        help="bytes that a node's drives may be written in their life: 1200TB, or 1200 alone",
     )
 
 
@@ -115,6 +121,8 @@ def run(options: argparse.Namespace) -> int:
         hint = "; for a machine that is not this one, give --nvme-budget" if elsewhere else ""
         print(f"tiering plan: {error}{hint}", file=sys.stderr)
         return CANNOT_TELL
+    if options.measure and not report.fits:
+        print("nothing was measured, since the model does not fit", file=sys.stderr)
     if options.json:
         print(json.dumps(report.as_dict(), indent=1))
     else:
@@ -128,6 +136,8 @@ def answer(options: argparse.Namespace) -> PlanReport:
     """The report that ``options`` ask for."""
     from tiering.plan_setting import TOKENS, Setting
 
+    if options.save_rates is not None and not options.measure:
+        raise ConfigError("--save-rates keeps what --measure finds: give both")
     profile = _profile(options.profile)
     ranks = options.ranks or (profile.devices * options.nodes if profile else 1)
     if ranks % options.nodes:
@@ -141,7 +151,7 @@ def answer(options: argparse.Namespace) -> PlanReport:
         tokens=options.tokens or TOKENS,
         sequence=options.sequence,
         checkpointed=options.checkpointing,
-        endurance=endurance if options.tbw is None else options.tbw * 1e12,
+        endurance=endurance if options.tbw is None else options.tbw,
     )
     config = _config(options, profile, ranks)
     rates = _rates(options, profile, setting)
@@ -204,6 +214,8 @@ def _rates(
 
     def known(load: Workload) -> Rates:
         rates = profile.rates(load) if profile is not None else Rates()
+        if options.nodes > 1:
+            rates = replace(rates, network=None)  # a profile's is that within a node
         rates = rates.updated(kept)
         if options.measure:
             import tiering
@@ -243,6 +255,11 @@ def _size(text: str) -> int:
 
     size: int = _said(parse_size, text)
     return size
+
+
+def _written(text: str) -> int:
+    """``1200TB``; a number alone is in TB, as data sheets give it."""
+    return _size(text if text.strip()[-1:].isalpha() else f"{text}TB")
 
 
 def _count(text: str) -> int:

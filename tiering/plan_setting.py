@@ -51,6 +51,10 @@ class Setting:
                 f"{self.world_size} ranks cannot be {self.local_size} on each node: world_size has to be a multiple of"
                 " ranks_per_node, and both at least 1"
             )
+        for name in ("tokens", "sequence", "gpu_memory", "endurance"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} is {value}; it has to be above 0")
 
 
 def usual_config(directory: Path, *, world_size: int = 1) -> TieringConfig:

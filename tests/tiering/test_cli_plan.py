@@ -102,7 +102,13 @@ def test_json_is_in_bytes_and_seconds(plan: Plan) -> None:
     assert told["forecast"]["tokens_per_second"] == pytest.approx(1000 / seconds)
     written = told["plan"]["nvme_written"] * 86_400 / seconds
     assert told["forecast"]["nvme_written_per_day"] == pytest.approx(written)
-    assert told["forecast"]["drive_life"] == pytest.approx(600e12 / written * 86_400)
+    life = told["forecast"]["drive_life"]
+    assert life == pytest.approx(600e12 / written * 86_400)
+    for text in ("600TB", "0.6PB"):
+        assert (
+            answered(plan, *SMALL, *RATES, "--tokens", "1000", "--tbw", text)["forecast"]["drive_life"]
+            == life
+        )
     assert told["rates"] == {
         "flops": 1e12,
         "nvme_read": 4e9,
@@ -339,6 +345,13 @@ def test_ranks_that_do_not_divide_over_nodes_are_refused(tmp_path: Path) -> None
         )
 
 
+@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"sequence": -1}, {"gpu_memory": 0}, {"endurance": 0.0}])
+def test_a_setting_of_nothing_is_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=f"{name} is {value}; it has to be above 0"):
+        tiering.plan_for(model=Model(), config=configured(tmp_path, fits=True), **wrong)
+
+
 def test_ranks_share_the_budgets_of_their_node(plan: Plan) -> None:
     told = answered(plan, *SMALL, "--ranks", "4", "--nodes", "2")
     assert (told["ranks"], told["ranks_per_node"]) == (4, 2)
@@ -363,6 +376,29 @@ def test_a_profile_brings_budgets_and_rates(plan: Plan) -> None:
     code, _, err = plan("--params", "13B", "--profile", "abacus")
     assert code == 2
     assert "there is no profile 'abacus'; there are rtx4090," in err
+
+
+def test_a_profile_does_not_know_the_network_between_nodes(plan: Plan) -> None:
+    ranks = ["--params", "7B", "--profile", "a100", "--ranks", "2"]
+    within = answered(plan, *ranks)
+    assert within["rates"]["network"] == PROFILES["a100"].device.network
+    between = answered(plan, *ranks, "--nodes", "2")
+    assert "network" not in between["rates"]
+    assert "'network'" in between["unforeseen"]
+    given = answered(plan, *ranks, "--nodes", "2", "--network", "25GB/s")
+    assert given["rates"]["network"] == 25e9
+    assert given["forecast"]["seconds"] > 0
+
+
+def test_what_does_not_fit_is_not_measured_and_that_is_said(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zero3.planning.measure_rates", lambda *_, **__: pytest.fail("measured"))
+    kept = tmp_path / "rates.json"
+    code, _, err = plan(*SMALL, "--host-budget", "1MiB", "--measure", tmp_path, "--save-rates", kept)
+    assert code == 1
+    assert "nothing was measured, since the model does not fit" in err
+    assert not kept.exists()
 
 
 def test_measured_rates_are_kept_and_read_back(
@@ -435,6 +471,10 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
         (["--params", "7B", "--flops", "fast"], "a rate is a number above 0"),
         (["--params", "7B", "--flops", "0"], "a rate is a number above 0"),
         (["--params", "7B", "--tokens", "0"], "at least 1, not 0"),
+        (["--params", "7B", "--tbw", "600TBW"], "unknown unit 'TBW' in size '600TBW'; did you mean 'TB'?"),
+        (["--params", "7B", "--tbw", "0"], "endurance is 0; it has to be above 0"),
+        (["--params", "7B", "--gpu", "0"], "gpu_memory is 0; it has to be above 0"),
+        (["--params", "7B", "--save-rates", "x"], "--save-rates keeps what --measure finds: give both"),
         (["--params", "7B", "--model", "x"], "not allowed with"),
         ([], "one of the arguments --params --model is required"),
         (["--params", "7B", "--state", "fp8"], "tiering.state: Input should be 'fp32'"),

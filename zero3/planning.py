@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -133,9 +134,10 @@ def described(path: Path) -> nn.Module:
                 built: nn.Module = getattr(transformers, names[0])(config)
             else:
                 built = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers and its libraries have classes of their own for this
+        told = textwrap.shorten(str(error), 240, placeholder=" ...")  # or every class that there is
         raise ConfigError(
-            f"{path} describes no model that transformers {transformers.__version__} can build: {error}"
+            f"{path} describes no model that transformers {transformers.__version__} can build: {told}"
         ) from error
     return built
 

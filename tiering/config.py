@@ -107,6 +107,11 @@ class OffloadConfig(Section):
             raise ValueError("device 'nvme' needs nvme_path, the directory that holds the swap space")
         return self
 
+    @property
+    def swap_directories(self) -> tuple[Path, ...]:
+        """Those of nvme_path, resolved; none for another device."""
+        return tuple(path.resolve() for path in self.nvme_path) if self.device == "nvme" else ()
+
 
 class OffloadOptimizerConfig(OffloadConfig):
     """Where the optimizer state may live beside the device, and how much of it."""
@@ -161,6 +166,13 @@ class ZeroConfig(Section):
                 " use stage 1, 2 or 3, or remove offload_optimizer"
             )
         return self
+
+    @property
+    def swap_directories(self) -> tuple[Path, ...]:
+        """Those of both sections, each once."""
+        return tuple(
+            dict.fromkeys((*self.offload_param.swap_directories, *self.offload_optimizer.swap_directories))
+        )
 
 
 class LossScaleConfig(Section):

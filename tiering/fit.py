@@ -12,14 +12,13 @@ from tiering.arena import PAGE, round_up
 from tiering.errors import PlacementError
 from tiering.fields import format_need
 from tiering.placement import place
-from tiering.plan import Budgets, GroupSizes, Tier, Workload
+from tiering.plan import QUANTUM, Budgets, GroupSizes, Tier, Workload
 from tiering.workload import OFFLOAD_TIERS
 
 UNLIMITED = 1 << 60
 FINEST = 1 << 12  # the least budget is found to a page, or to this fraction (1/n) of it
 MOST_RANKS = 4096
 
-_QUANTUM = PAGE // 2  # elements of a shard that padding adds up to
 _SLOWER = tuple(OFFLOAD_TIERS)  # devices of the configuration, fastest first
 
 
@@ -97,7 +96,7 @@ def of_ranks(load: Workload, ranks: int) -> Workload:
     """``load`` on ``ranks`` ranks: groups padded so that their shards are equal. A multiple of those it has now."""
 
     def padded(numel: int) -> int:
-        return round_up(numel, _QUANTUM * ranks)
+        return round_up(numel, QUANTUM * ranks)
 
     def of(group: GroupSizes) -> GroupSizes:
         frozen = group.param_bytes // load.compute_itemsize - group.trainable_numel
@@ -114,16 +113,17 @@ def of_ranks(load: Workload, ranks: int) -> Workload:
 def _other_configurations(load: Workload, budgets: Budgets, local_ranks: int) -> Iterator[Remedy]:
     """What keys of the configuration can do, each alone."""
     alone: list[tuple[dict[str, int | str], Workload]] = []
-    halves = "bf16" if load.can_split else "fp16"
     if load.world_size > 1 and load.stage < 3:
         sharded = replace(load, stage=3)
         if load.sent_itemsize > load.compute_itemsize and not fits(sharded, budgets):
             smaller = replace(sharded, reduce_itemsize=load.compute_itemsize)
-            alone.append(({"zero_optimization.stage": 3, "tiering.reduce_dtype": halves}, smaller))
+            alone.append(
+                ({"zero_optimization.stage": 3, "tiering.reduce_dtype": load.compute_dtype}, smaller)
+            )
         alone.append(({"zero_optimization.stage": 3}, sharded))
     if load.grad_itemsize > load.compute_itemsize and not load.whole_groups:
         smaller = replace(load, grad_itemsize=load.compute_itemsize)
-        alone.append(({"tiering.grad_accum_dtype": halves}, smaller))
+        alone.append(({"tiering.grad_accum_dtype": load.compute_dtype}, smaller))
     if not load.whole_groups:  # an optimizer without a kernel keeps its own state, in fp32
         for other in load.other_formats():
             if other.state_itemsize < load.state_itemsize:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FP32 = 4
+QUANTUM = PAGE // 2  # elements to which the ranks' shards of a group are padded: a page of the smallest dtype
 CHECKSUM_SHARE = PAGE // 4  # bytes on NVMe per byte of checksums: four for each page
 CHECKSUM_CHUNK = 16 << 20  # bytes of a file whose checksums are allocated together
 CHECKSUM_SPARE = 5  # chunks per file: its last one, and what measuring writes beyond the file's later size
@@ -149,6 +150,11 @@ class Workload:
             for moment_itemsize in (FP32, FP32 // 2):
                 if (split, moment_itemsize) != (self.split, self.moment_itemsize):
                     yield replace(self, split=split, moment_itemsize=moment_itemsize)
+
+    @property
+    def compute_dtype(self) -> str:
+        """Its name in the configuration. Of the dtypes of 16 bits, bf16 alone is the half of an fp32 master."""
+        return "fp32" if self.compute_itemsize == FP32 else "bf16" if self.can_split else "fp16"
 
     @property
     def master_is_param(self) -> bool:

@@ -127,7 +127,7 @@ class PlanReport:
             yield ""
             yield f"Does not fit. {self.refusal}"
             yield ""
-            yield "Any of these makes it fit:" if self.remedies else "Nothing makes it fit such a GPU."
+            yield "Any of these makes it fit:" if self.remedies else "Nothing that was tried makes it fit."
             yield from (f"  - {each}" for each in self.remedies)
             return
         yield ""
@@ -141,11 +141,10 @@ class PlanReport:
 
     def _trained(self) -> str:
         load, setting = self.workload, self.setting
-        dtype = {2: "bf16" if load.can_split else "fp16", 4: "fp32"}[load.compute_itemsize]
         memory = setting.gpu_memory
         device = "the CPU" if memory is None else f"GPUs of {format_size(memory)}"
         ranks = f", each of {load.world_size} ranks in stage {load.stage}" if load.world_size > 1 else ""
-        return f"Trained in {dtype} with {load.state_format} state on {device}{ranks}"
+        return f"Trained in {load.compute_dtype} with {load.state_format} state on {device}{ranks}"
 
     def _outlook(self, told: Forecast) -> Iterator[str]:
         """What follows from the step's time."""
@@ -188,7 +187,7 @@ def report(
     budgets = resolve_budgets(
         config.tiering,
         device_memory=setting.gpu_memory,
-        nvme_paths=_directories(config),
+        nvme_paths=config.zero.swap_directories,
         ranks_on_node=setting.local_size,
     )
     try:
@@ -217,11 +216,6 @@ def report(
     return PlanReport(
         model, params, load, budgets, setting, plan, rates=known, forecast=told, unforeseen=unforeseen
     )
-
-
-def _directories(config: TieringConfig) -> list[Any]:
-    sections = (config.zero.offload_param, config.zero.offload_optimizer)
-    return list(dict.fromkeys(path for each in sections if each.device == "nvme" for path in each.nvme_path))
 
 
 def _plan_dict(plan: Plan) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from tiering.arena import PAGE, round_up
+from tiering.arena import round_up
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
-from tiering.plan import GroupSizes, Workload
+from tiering.plan import QUANTUM, GroupSizes, Workload
 from tiering.plan_report import PlanReport, report
 from tiering.plan_setting import RatesOf, Setting
 from tiering.workload import ITEMSIZES, configured_state, make_workload
@@ -28,7 +28,6 @@ VOCABULARY = 32_000
 ASPECT = 128  # hidden elements per layer, about
 TOLERANCE = 0.05
 WIDEST = 128 * 1024
-QUANTUM = PAGE // 2  # elements to which a group's shards are padded: a page of the smallest dtype
 
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT]?)", re.ASCII | re.IGNORECASE)

@@ -78,12 +78,6 @@ def make_workload(
     dtypes = settle_dtypes(config, whole_groups=state.whole_groups)
     itemsize = ITEMSIZES[dtypes.compute]
     zero = config.zero
-    directories = {
-        path.resolve()
-        for section in (zero.offload_param, zero.offload_optimizer)
-        for path in section.nvme_path
-        if section.device == "nvme"
-    }
     return Workload(
         groups=tuple(groups),
         micro_batches=config.gradient_accumulation_steps,
@@ -96,7 +90,7 @@ def make_workload(
         sub_group_numel=zero.sub_group_size,
         prefetch_bytes=zero.prefetch_elements * itemsize,
         device_is_host=not on_gpu,
-        verified_files=len(directories) if config.tiering.verify else 0,
+        verified_files=len(zero.swap_directories) if config.tiering.verify else 0,
         fetch_by_copy=fetch_by_copy,
         offload_ratio=zero.offload_optimizer.ratio,
         whole_groups=state.whole_groups,

@@ -81,8 +81,6 @@ def size_up(
 
 def nvme_paths(config: TieringConfig) -> NvmePaths:
     """The directories of the swap space that ``config`` names."""
-    param, optimizer = (
-        tuple(path.resolve() for path in section.nvme_path) if section.device == "nvme" else ()
-        for section in (config.zero.offload_param, config.zero.offload_optimizer)
+    return NvmePaths(
+        config.zero.offload_param.swap_directories, config.zero.offload_optimizer.swap_directories
     )
-    return NvmePaths(param, optimizer)

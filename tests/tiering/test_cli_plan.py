@@ -20,9 +20,10 @@ from tiering import cli, ds_config
 from tiering.config import parse_size
 from tiering.errors import ConfigError
 from tiering.plan import Tier
-from tiering.plan_setting import usual_config, with_changes
+from tiering.plan_setting import Setting, usual_config, with_changes
 from tiering.profiles import PROFILES
 from tiering.rates import Rates
+from tiering.sizing import decoder, load_of
 from tiering.workload import configured_state
 from zero3 import rules
 
@@ -265,7 +266,7 @@ def test_no_more_is_offered_than_a_gpu_has(plan: Plan, tmp_path: Path) -> None:
     (raised,) = (each for each in large["remedies"] if list(each["change"]) == ["tiering.device_budget"])
     assert large["budgets"]["device"] < raised["change"]["tiering.device_budget"] <= 1 << 30
     assert (
-        "Nothing makes it fit such a GPU."
+        "Nothing that was tried makes it fit."
         in plan("--params", "60M", "--config", config, "--gpu", "300MiB")[1]
     )
 
@@ -686,6 +687,13 @@ def test_state_is_counted_as_the_update_rules_keep_it(
     assert config.optimizer is not None
     rule, options = rules.from_config(config.optimizer)
     assert configured_state(config).tensors == len(rule.state_names([options]))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_workload_knows_the_name_of_its_compute_dtype(precision: str) -> None:
+    sections = {"train_batch_size": 1} | ({precision: {"enabled": True}} if precision != "fp32" else {})
+    config, _ = ds_config.load(sections)
+    assert load_of(decoder(60_000_000), config, Setting()).compute_dtype == precision
 
 
 @pytest.mark.parametrize("state", ["fp32", "split", "bf16", "split+bf16"])

@@ -448,6 +448,23 @@ def test_nvme_path_is_one_directory_or_several(given: object, read: tuple[Path, 
     assert OffloadConfig.model_validate({"device": "nvme", "nvme_path": given}).nvme_path == read
 
 
+def test_swap_directories_are_those_of_sections_on_nvme_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("/x")
+    zero = ZeroConfig.model_validate(
+        {
+            "stage": 3,
+            "offload_param": {"device": "nvme", "nvme_path": ["/x", "y"]},
+            "offload_optimizer": {"device": "nvme", "nvme_path": ["/z", "link"]},
+        }
+    )
+    assert zero.offload_param.swap_directories == (Path("/x"), tmp_path / "y")
+    assert zero.swap_directories == (Path("/x"), tmp_path / "y", Path("/z"))
+    assert OffloadConfig.model_validate({"device": "cpu", "nvme_path": "/x"}).swap_directories == ()
+
+
 def test_no_nvme_path() -> None:
     assert OffloadConfig.model_validate({"device": "cpu", "nvme_path": None}).nvme_path == ()
 

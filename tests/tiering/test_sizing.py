@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiering.errors import ConfigError
-from tiering.sizing import QUANTUM, Decoder, decoder, format_count, parse_count
+from tiering.plan import QUANTUM
+from tiering.sizing import Decoder, decoder, format_count, parse_count
 from zero3 import partition
 
 

@@ -55,33 +55,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON: bytes and seconds")
 
-    asked = parser.add_argument_group("how it is trained")
-    asked.add_argument(
+    _add_training(parser.add_argument_group("how it is trained"))
+    _add_machine(parser.add_argument_group("where"))
+    _add_rates(parser.add_argument_group("how fast that is; bytes per second unless named"))
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
         help="a ds_config.json (default: bf16, AdamW, stage 3, all to nvme)",
     )
-    asked.add_argument("--state", metavar="FORMAT", help="fp32, split, bf16 or split+bf16")
-    asked.add_argument("--micro-batches", type=_positive, metavar="N", help="in a step")
-    asked.add_argument(
+    group.add_argument("--state", metavar="FORMAT", help="fp32, split, bf16 or split+bf16")
+    group.add_argument("--micro-batches", type=_positive, metavar="N", help="in a step")
+    group.add_argument(
         "--tokens", type=_positive, metavar="N", help="in a micro-batch, of each rank (default: 4096)"
     )
-    asked.add_argument(
+    group.add_argument(
         "--sequence",
         type=_positive,
         metavar="N",
         help="tokens of a sequence (default: those of a micro-batch)",
     )
-    asked.add_argument("--checkpointing", action="store_true", help="backward computes each forward again")
+    group.add_argument("--checkpointing", action="store_true", help="backward computes each forward again")
 
-    where = parser.add_argument_group("where")
-    where.add_argument("--profile", metavar="NAME", help="a machine of docs/sizing.md, by its data sheets")
-    where.add_argument("--gpu", type=_size, metavar="SIZE", help="memory of each GPU (default: no GPU)")
-    where.add_argument(
+
+def _add_machine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--profile", metavar="NAME", help="a machine of docs/sizing.md, by its data sheets")
+    group.add_argument("--gpu", type=_size, metavar="SIZE", help="memory of each GPU (default: no GPU)")
+    group.add_argument(
         "--ranks", type=_positive, metavar="N", help="on all nodes (default: 1, or a profile's)"
     )
-    where.add_argument(
+    group.add_argument(
         "--nodes",
         type=_positive,
         default=1,
@@ -89,22 +95,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="(default: 1); no profile knows the network between them",
     )
     for tier in ("device", "host", "nvme"):
-        where.add_argument(
+        group.add_argument(
             f"--{tier}-budget",
             type=_size,
             metavar="SIZE",
-            help="(default: the configuration's, or this machine's)",
+            help="(default: the profile's, the configuration's, or this machine's)",
         )
 
-    rates = parser.add_argument_group("how fast that is; bytes per second unless named")
-    rates.add_argument(
+
+def _add_rates(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--measure", type=Path, nargs="+", metavar="DIR", help="this machine, with the disks behind DIR ..."
     )
-    rates.add_argument("--save-rates", type=Path, metavar="FILE", help="keep what was measured")
-    rates.add_argument("--rates", type=Path, metavar="FILE", help="what was kept")
+    group.add_argument("--save-rates", type=Path, metavar="FILE", help="keep what was measured")
+    group.add_argument("--rates", type=Path, metavar="FILE", help="what was kept")
     for name, text in RATE_NAMES.items():
-        rates.add_argument(f"--{name}", type=_rate, metavar="RATE", help=text)
-    rates.add_argument(
+        group.add_argument(f"--{name}", type=_rate, metavar="RATE", help=text)
+    group.add_argument(
         "--tbw",
         type=_written,
         metavar="SIZE",

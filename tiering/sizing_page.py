@@ -34,18 +34,21 @@ moments of 4 bytes; `split+bf16` is the other half of the master and moments of 
 
 For a machine or a model of your own, ask:
 
-    tiering plan --params 13B --gpu 24GiB --host-budget 48GiB --nvme-budget 1TB
+    tiering plan --params 13B --profile rtx4090    # a machine of those below
     tiering plan --model config.json --measure /nvme0 /nvme1    # a transformers model, on this machine
+    tiering plan --params 70B --gpu 24GiB --host-budget 48GiB --nvme-budget 2TB    # without rates no step time
     tiering plan --params 70B --profile a100 --micro-batches 4 --json
 
 or in Python `tiering.plan_for(model=model, config=config)`, which makes the plan that `initialize` would make.
 [planning.md](planning.md) has the formulas of a step's time. A budget is what the engine may own: beside it a GPU holds
 activations, and the host Python, torch and data.
 
-`--json` is in bytes and seconds, of a rank: `fits`, `budgets`, `plan.tiers` (what each holds, by kind),
-`plan.nvme_read` and `nvme_written` in a step, `forecast.seconds`, its `phases` with what bounds them,
-`tokens_that_hide`, `nvme_written_per_day` and `drive_life` of a node, `rates`, and for what does not fit `refusal` and
-`remedies`, whose `change` is by keys of the configuration. `schema` goes up when a name goes or changes its meaning.
+`--json` is in bytes and seconds. Of a rank: `budgets`, `plan.tiers` (what each holds, by kind), `plan.nvme_read` and
+`nvme_written` in a step, `micro_batch_tokens`, `forecast.seconds`, its `phases` with what bounds them, and
+`tokens_that_hide`, of a micro-batch. Of a node, all its ranks together: `forecast.tokens` of a step,
+`tokens_per_second`, `nvme_written_per_day`, `drive_life`, and the budgets in `remedies`, whose `change` is by keys of
+the configuration. `rates` are of a node or a rank as [planning.md](planning.md) says. `fits` tells whether there is a
+plan, `refusal` why not. `schema` goes up when a name goes or changes its meaning.
 The exit code is 0 for what fits, 1 for what does not, 2 for a wrong question.
 """
 

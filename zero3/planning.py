@@ -27,10 +27,8 @@ from zero3.workload import size_up
 
 ATTENTION = ("num_attention_heads", "num_hidden_layers", "hidden_size")  # a state space model has no heads
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # how many there are, by architecture
-MOST_TOKENS = {
-    "cpu": 512,
-    "cuda": 4096,
-}  # that the device is measured with: matrices are large then, and it is short
+# The device is measured with no more: matrices are large then, and it is short.
+MOST_TOKENS = {"cpu": 512, "cuda": 4096}
 
 
 def plan_for(
@@ -128,10 +126,15 @@ def described(path: Path) -> nn.Module:
         raise ConfigError(f"there is no {path}; name a transformers config.json, or the directory of one")
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        names = [name for name in config.architectures or () if hasattr(transformers, name)]
+        named = [getattr(transformers, name, None) for name in config.architectures or ()]
+        models = [
+            each
+            for each in named
+            if isinstance(each, type) and issubclass(each, transformers.PreTrainedModel)
+        ]
         with torch.device("meta"):
-            if names:
-                built: nn.Module = getattr(transformers, names[0])(config)
+            if models:
+                built: nn.Module = models[0](config)
             else:
                 built = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # transformers and its libraries have classes of their own for this
@@ -160,7 +163,6 @@ def measure_rates(
     here = torch.cuda.is_available() and os.environ.get("TIERING_DEVICE") != "cpu"
     if on_gpu and not here:
         return found
-    name = {4: "fp32", 2: "bf16" if workload.can_split else "fp16"}[workload.compute_itemsize]
     device = torch.device("cuda" if on_gpu else "cpu")
     tokens = min(tokens, MOST_TOKENS[device.type])
-    return found.updated(device_rates.measure(device, COMPUTE_DTYPES[name], tokens=tokens))
+    return found.updated(device_rates.measure(device, COMPUTE_DTYPES[workload.compute_dtype], tokens=tokens))

@@ -635,12 +635,17 @@ def test_a_token_computes_with_the_experts_that_it_is_sent_to(
 
 
 @WITH_TRANSFORMERS
-def test_a_config_without_architectures_gets_the_head_of_a_language_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [None, ["pipeline"], ["GPT2Config"], ["NotOfTransformers"]])
+def test_a_config_that_names_no_model_gets_the_head_of_a_language_model(
+    named: list[str] | None, tmp_path: Path
+) -> None:
+    """Of all that transformers has, only a model is taken from what a file says."""
     from transformers import GPT2Config
 
     from zero3.planning import described
 
-    GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=100, n_positions=16).save_pretrained(tmp_path)
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 100, "n_positions": 16}
+    GPT2Config(**shape, architectures=named).save_pretrained(tmp_path)
     model = described(tmp_path)
     assert type(model).__name__ == "GPT2LMHeadModel"
     assert all(param.is_meta for param in model.parameters())

@@ -12,9 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tiering.aio import ENGINES, AioContext
 from tiering.errors import SwapError
+
+# An example takes as long as the machine lets it: no test is about that.
+settings.register_profile("tiering", deadline=None)
+settings.load_profile("tiering")
 
 
 @pytest.fixture(scope="session", autouse=True)

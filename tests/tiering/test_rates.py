@@ -133,13 +133,13 @@ def test_a_rate_is_bytes_by_seconds(
 
 @pytest.mark.parametrize("slow", ["read", "write"])
 def test_slow_transfers_give_low_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
-    """Each operation of a kind begins 10 ms late, one at a time: at most 100 blocks a second, however fast the disk."""
-    fault = FaultPlan((Fault(kind=slow, count=0, delay=0.01),))
+    """Each operation of a kind begins 50 ms late, one at a time: at most 20 blocks a second, however fast the disk."""
+    fault = FaultPlan((Fault(kind=slow, count=0, delay=0.05),))
     monkeypatch.setattr(measure, "AioContext", functools.partial(AioContext, fault=fault))
     io = IoConfig(block_size=16 * KIB, queue_depth=1)
-    told = measure.disk_rates([tmp_path], io=io, nbytes=192 * KIB, seconds=0.05)
+    told = measure.disk_rates([tmp_path], io=io, nbytes=96 * KIB, seconds=0.05)
     assert told.nvme_read is not None and told.nvme_write is not None and told.nvme_mixed is not None
-    most = 100 * 16 * KIB
+    most = 20 * 16 * KIB
     delayed, other = (
         (told.nvme_read, told.nvme_write) if slow == "read" else (told.nvme_write, told.nvme_read)
     )

@@ -7,7 +7,7 @@ goes or changes its meaning; names may be added.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tiering.budgets import resolve_budgets
@@ -194,7 +194,7 @@ def report(
         plan = make_plan(load, budgets)
     except PlacementError as refusal:
         offers = (
-            offer
+            _said_whole(offer, config, setting)
             for offer in remedies(load, budgets, local_ranks=setting.local_size)
             if setting.gpu_memory is None or offer.budgets.device <= max(setting.gpu_memory, budgets.device)
         )
@@ -216,6 +216,20 @@ def report(
     return PlanReport(
         model, params, load, budgets, setting, plan, rates=known, forecast=told, unforeseen=unforeseen
     )
+
+
+def _said_whole(offer: Remedy, config: TieringConfig, setting: Setting) -> Remedy:
+    """With both budgets where device and host are one memory: one that is "auto" shrinks as the other is raised."""
+    if setting.gpu_memory is not None or not any(
+        f"tiering.{tier.value}_budget" in offer.change for tier in (Tier.DEVICE, Tier.HOST)
+    ):
+        return offer
+    named = {
+        f"tiering.{tier.value}_budget": offer.budgets.of(tier) * setting.local_size
+        for tier in (Tier.DEVICE, Tier.HOST)
+        if getattr(config.tiering, f"{tier.value}_budget") == "auto"
+    }
+    return replace(offer, change={**offer.change, **named})
 
 
 def _plan_dict(plan: Plan) -> dict[str, Any]:

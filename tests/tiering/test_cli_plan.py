@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import tiering
+from tiering import budgets as budgets_of_this_machine
 from tiering import cli, ds_config
 from tiering.config import parse_size
 from tiering.errors import ConfigError
@@ -200,6 +201,8 @@ def test_what_does_not_fit_says_what_would_and_that_does(plan: Plan) -> None:
         ({"stage": 2, "offload_optimizer": "cpu"}, ("1GiB", "700MiB", 0), 2, 4, "1GiB", "device ranks"),
         (ALL_IN["cpu"], ("1GiB", "1000MiB", 0), 1, 2, None, "grad_accum_dtype state host_budget"),
         (ALL_IN["nvme"], ("1GiB", "500MiB", "300MiB"), 1, 3, "2GiB", "host_budget nvme_budget ranks"),
+        (ALL_IN["nvme"], ("auto", "300MiB", "300MiB"), 1, 1, None, "host_budget device_budget nvme_budget"),
+        (ALL_IN["cpu"], ("60MiB", "auto", 0), 1, 1, None, "host_budget state"),
     ],
 )
 def test_every_remedy_put_into_the_configuration_makes_it_fit(
@@ -211,7 +214,10 @@ def test_every_remedy_put_into_the_configuration_makes_it_fit(
     offered: str,
     plan: Plan,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(budgets_of_this_machine, "host_memory", lambda: (1 << 30, 0))
+
     def asked(change: dict[str, Any]) -> dict[str, Any]:
         """The plan of the configuration with ``change``."""
         sections: dict[str, dict[str, Any]] = {

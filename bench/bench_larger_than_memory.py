@@ -55,7 +55,7 @@ from rich.console import Console
 from tiering.budgets import host_memory
 from tiering.config import parse_size
 from tiering.errors import ConfigError
-from tiering.sizing import parse_count
+from tiering.planning.sizing import parse_count
 
 RESULTS = Path(__file__).parent / "results"
 USUAL = 3_000_000_000

@@ -23,7 +23,7 @@ from step.side import Place, Round, SideError, Spec
 
 import tiering
 from tiering.plan import Plan, Tier
-from tiering.rates import Rates
+from tiering.planning.rates import Rates
 
 BENCH = Path(__file__).parents[1] / "bench"
 SMALL = Model(width=128, layers=2)

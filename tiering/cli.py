@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiering import plan_command
 from tiering.errors import ConfigError
+from tiering.planning import command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan", help="say what lives where, how long a step takes, and what would make it fit"
     )
-    plan_command.add_arguments(plan)
-    plan.set_defaults(run=plan_command.run)
+    command.add_arguments(plan)
+    plan.set_defaults(run=command.run)
     return parser
 
 

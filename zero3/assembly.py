@@ -20,7 +20,7 @@ from tiering.config import TieringConfig
 from tiering.errors import ConfigError
 from tiering.placement import make_plan
 from tiering.plan import Budgets, Plan, Tier
-from tiering.weight_files import open_weights
+from tiering.weights.files import open_weights
 from zero3.client_optimizer import ClientOptimizer
 from zero3.collectives import ALONE, Collectives, World, join
 from zero3.fill import Fill

@@ -1,4 +1,4 @@
-"""The rates of the device that computes, measured by torch: ``tiering.measure`` has the others, without torch."""
+"""The rates of the device that computes, by torch: ``tiering.planning.measure`` has the others, without torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tiering.demo.model import Block
-from tiering.measure import SECONDS, repeated
-from tiering.rates import Rates
+from tiering.planning.measure import SECONDS, repeated
+from tiering.planning.rates import Rates
 
 HEAD_WIDTH = 64
 WEIGHTS_BYTES = 192 << 20  # of blocks that take turns: more than a cache holds

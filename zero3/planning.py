@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiering import ds_config, measure
+from tiering import ds_config
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
 from tiering.plan import Workload
-from tiering.plan_report import PlanReport, report
-from tiering.plan_setting import TOKENS, RatesOf, Setting
-from tiering.rates import Rates
-from tiering.sizing import format_count
+from tiering.planning import measure
+from tiering.planning.rates import Rates
+from tiering.planning.report import PlanReport, report
+from tiering.planning.setting import TOKENS, RatesOf, Setting
+from tiering.planning.sizing import format_count
 from zero3 import device_rates
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters, choose_optimizer
 from zero3.precision import COMPUTE_DTYPES

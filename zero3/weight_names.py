@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from tiering.errors import WeightsError
-from tiering.weight_files import StoredTensor, WeightFiles
+from tiering.weights.files import StoredTensor, WeightFiles
 
 
 @dataclass(eq=False)

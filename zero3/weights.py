@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from tiering.config import IoConfig
 from tiering.errors import EngineStateError, WeightsError
-from tiering.weight_files import StoredTensor, WeightFiles, same_bytes
-from tiering.weight_reader import WeightReader
+from tiering.weights.files import StoredTensor, WeightFiles, same_bytes
+from tiering.weights.reader import WeightReader
 from zero3.weight_names import Partners, Values, pair
 
 log = logging.getLogger(__name__)

@@ -81,9 +81,7 @@ def steps(name: str, task: Task, seen: Seen) -> Table:
             )
         )
     if task.load:
-        table.notes.append(
-            "Weights alone were loaded: AdamW takes its first steps again, with new moments."
-        )
+        table.notes.append("Weights alone were loaded: AdamW takes its first steps again, with new moments.")
     return table
 
 

@@ -11,9 +11,9 @@ from figures.ratio import compare
 from figures.report import Report, Table, Verdict, middle
 from step.side import Place, Round, Side, Spec
 
-from tiering.forecast import Forecast
 from tiering.plan import Plan
-from tiering.rates import Rates
+from tiering.planning.forecast import Forecast
+from tiering.planning.rates import Rates
 
 from .told import Machine, plan_of
 

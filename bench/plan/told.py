@@ -13,11 +13,12 @@ from step.reference import Model
 from step.side import SideError, Spec
 
 import tiering
-from tiering import ds_config, measure
+from tiering import ds_config
 from tiering.config import TieringConfig
-from tiering.forecast import Forecast, forecast
 from tiering.plan import Plan
-from tiering.rates import Rates
+from tiering.planning import measure
+from tiering.planning.forecast import Forecast, forecast
+from tiering.planning.rates import Rates
 from zero3 import device_rates
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tiering.rates import Rates
+from tiering.planning.rates import Rates
 from zero3 import device_rates
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tiering.config import IoConfig
 from tiering.errors import EngineStateError, WeightsError
-from tiering.weight_files import open_weights
+from tiering.weights.files import open_weights
 from zero3.weights import Matched, match
 
 SIZES = {

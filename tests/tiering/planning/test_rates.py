@@ -14,19 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiering import measure
+from tests.tiering.workloads import PLENTY, example
 from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.arena import Arena
 from tiering.config import IoConfig
 from tiering.errors import ConfigError, SwapError, SwapSpaceError
-from tiering.forecast import forecast
 from tiering.placement import make_plan
 from tiering.plan import Budgets
-from tiering.profiles import PROFILES, Profile
-from tiering.rates import Rates
+from tiering.planning import measure
+from tiering.planning.forecast import forecast
+from tiering.planning.profiles import PROFILES, Profile
+from tiering.planning.rates import Rates
 from tiering.swap_space import Section, SwapSpace
-
-from .workloads import PLENTY, example
 
 KIB = 1 << 10
 NAMES = [field.name for field in fields(Rates)]

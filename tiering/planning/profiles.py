@@ -2,7 +2,7 @@
 
 Every figure is a manufacturer's peak, and its source stands beside it; no machine trains at it. Matrix products of
 real layers take half of a GPU's peak more often than all of it, and a consumer drive writes at its peak until its cache
-is full. So a forecast made of them is the shortest time that such hardware could take. ``tiering.measure`` tells of the
+is full. So a forecast made of them is the shortest time that such hardware could take. ``measure.py`` tells of the
 machine that one has.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiering.plan import Workload
-from tiering.rates import Rates
+from tiering.planning.rates import Rates
 
 GB = 1e9
 TB = 1e12

@@ -19,8 +19,8 @@ from tiering.arena import round_up
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
 from tiering.plan import QUANTUM, GroupSizes, Workload
-from tiering.plan_report import PlanReport, report
-from tiering.plan_setting import RatesOf, Setting
+from tiering.planning.report import PlanReport, report
+from tiering.planning.setting import RatesOf, Setting
 from tiering.workload import ITEMSIZES, configured_state, make_workload
 
 HEAD = 128  # elements of an attention head

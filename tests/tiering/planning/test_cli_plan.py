@@ -21,10 +21,10 @@ from tiering import cli, ds_config
 from tiering.config import parse_size
 from tiering.errors import ConfigError
 from tiering.plan import Tier
-from tiering.plan_setting import Setting, usual_config, with_changes
-from tiering.profiles import PROFILES
-from tiering.rates import Rates
-from tiering.sizing import decoder, load_of
+from tiering.planning.profiles import PROFILES
+from tiering.planning.rates import Rates
+from tiering.planning.setting import Setting, usual_config, with_changes
+from tiering.planning.sizing import decoder, load_of
 from tiering.workload import configured_state
 from zero3 import rules
 

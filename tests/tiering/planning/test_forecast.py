@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tiering.workloads import DEVICE, HOST, NUMEL, NVME, PLENTY, budgets, example, planned, workloads
 from tiering.errors import ConfigError
-from tiering.forecast import HIDDEN, Forecast, Part, forecast
 from tiering.placement import make_plan
 from tiering.plan import Budgets, GroupSizes, Plan, Tier, Workload
-from tiering.rates import Rates
-
-from .workloads import DEVICE, HOST, NUMEL, NVME, PLENTY, budgets, example, planned, workloads
+from tiering.planning.forecast import HIDDEN, Forecast, Part, forecast
+from tiering.planning.rates import Rates
 
 EACH_ONE = Rates(**dict.fromkeys((field.name for field in fields(Rates)), 1.0))  # seconds are then amounts
 TRAINED = 3 * NUMEL  # elements of example()

@@ -1,6 +1,6 @@
 """docs/sizing.md: what trains where, from 1.5 to 70 billion parameters.
 
-python -m tiering.sizing_page > docs/sizing.md
+python -m tiering.planning.sizing_page > docs/sizing.md
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from tiering.budgets import AUTO_SHARE, NVME_SHARE
 from tiering.errors import PlacementError
-from tiering.fit import UNLIMITED, least_budget
-from tiering.forecast import HIDDEN, forecast
 from tiering.placement import place
 from tiering.plan import Budgets, Tier, Workload
-from tiering.plan_setting import TOKENS, Setting, profile_budgets, usual_config, with_changes
-from tiering.profiles import PROFILES, SSD_990_PRO, Profile
-from tiering.sizing import decoder, load_of, parse_count
+from tiering.planning.fit import UNLIMITED, least_budget
+from tiering.planning.forecast import HIDDEN, forecast
+from tiering.planning.profiles import PROFILES, SSD_990_PRO, Profile
+from tiering.planning.setting import TOKENS, Setting, profile_budgets, usual_config, with_changes
+from tiering.planning.sizing import decoder, load_of, parse_count
 
 SIZES = ("1.5B", "3B", "7B", "13B", "30B", "70B")
 STATES = ("fp32", "split+bf16")
@@ -27,10 +27,10 @@ GIB = 1 << 30
 INTRO = """\
 # What trains where
 
-Made by `python -m tiering.sizing_page` with the code that plans: each row is a plan, for the decoder that
-`tiering plan --params` takes for a size (7B is Llama 2 7B to the parameter; `tiering/sizing.py` has the rule). It
-trains in bf16 with AdamW in ZeRO stage 3, and what memory has no room for is on NVMe. `fp32` state is a master and two
-moments of 4 bytes; `split+bf16` is the other half of the master and moments of 2 bytes: 6 in place of 12.
+Made by `python -m tiering.planning.sizing_page` with the code that plans: each row is a plan, for the decoder that
+`tiering plan --params` takes for a size (7B is Llama 2 7B to the parameter; `tiering/planning/sizing.py` has the rule).
+It trains in bf16 with AdamW in ZeRO stage 3, and what memory has no room for is on NVMe. `fp32` state is a master and
+two moments of 4 bytes; `split+bf16` is the other half of the master and moments of 2 bytes: 6 in place of 12.
 
 For a machine or a model of your own, ask:
 
@@ -65,9 +65,10 @@ MACHINES = f"""\
 A step is {MICRO_BATCHES} micro-batches of one sequence of {TOKENS:,} tokens on each GPU, with activation checkpointing.
 Budgets are half of a GPU's memory, four fifths of the host's, and 95 % of the drives. Sizes are GiB, of each rank.
 
-The rates are those of data sheets (`tiering/profiles.py` has their sources), at which no machine trains: **a step takes
-at least so long**. Real layers get half of a GPU's peak more often than all of it, and a consumer drive writes at its
-peak until its cache is full. What is moved does not depend on that, and `tiering plan --measure` knows better.
+The rates are those of data sheets (`tiering/planning/profiles.py` has their sources), at which no machine trains: **a
+step takes at least so long**. Real layers get half of a GPU's peak more often than all of it, and a consumer drive
+writes at its peak until its cache is full. What is moved does not depend on that, and `tiering plan --measure` knows
+better.
 
 More than one micro-batch accumulates gradients in fp32. Where the host has no room for them, each micro-batch moves
 them to NVMe and back: then few micro-batches of many tokens train faster than many of few.

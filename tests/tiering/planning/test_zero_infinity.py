@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from tiering.forecast import Part, forecast
+from tests.tiering.workloads import PLENTY, example
 from tiering.placement import make_plan
 from tiering.plan import Budgets, GroupSizes, Plan, Tier, Workload
-from tiering.rates import Rates
+from tiering.planning.forecast import Part, forecast
+from tiering.planning.rates import Rates
 
 from . import zero_infinity as paper
-from .workloads import PLENTY, example
 from .zero_infinity import DEVICES, SEQUENCE, SIZES, Size
 
 PEAK = 70e12

@@ -26,7 +26,7 @@ from tiering.aio import AioContext
 from tiering.arena import PAGE, Arena, Lease, round_up
 from tiering.config import IoConfig
 from tiering.plan import FP32
-from tiering.rates import Rates
+from tiering.planning.rates import Rates
 from tiering.swap_space import Section, StripedExtent, SwapSpace
 from tiering.tickets import Transfer
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tiering.errors import ConfigError
 from tiering.plan import QUANTUM
-from tiering.sizing import Decoder, decoder, format_count, parse_count
+from tiering.planning.sizing import Decoder, decoder, format_count, parse_count
 from zero3 import partition
 
 

@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from tests.tiering.workloads import DEVICE, HOST, MIB, NUMEL, PLENTY, budgets, example, workloads
 from tiering.arena import PAGE
 from tiering.errors import PlacementError
-from tiering.fit import least_budget, of_ranks, remedies
 from tiering.placement import make_plan
 from tiering.plan import Budgets, GroupSizes, Tier, Workload
-
-from .workloads import DEVICE, HOST, MIB, NUMEL, PLENTY, budgets, example, workloads
+from tiering.planning.fit import least_budget, of_ranks, remedies
 
 ALL = Budgets(PLENTY, PLENTY, PLENTY)
 

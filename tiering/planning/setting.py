@@ -14,8 +14,8 @@ from tiering.budgets import AUTO_SHARE, NVME_SHARE
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
 from tiering.plan import Workload
-from tiering.profiles import Profile
-from tiering.rates import Rates
+from tiering.planning.profiles import Profile
+from tiering.planning.rates import Rates
 
 TOKENS = 4096  # of a micro-batch and rank, unless told
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tiering import cli
-from tiering.sizing_page import SIZES, page
+from tiering.planning.sizing_page import SIZES, page
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 FEW = ("1.5B", "3B")
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from tiering.errors import WeightsError
-from tiering.weight_files import StoredTensor, open_weights, same_bytes
+from tiering.weights.files import StoredTensor, open_weights, same_bytes
 
 
 def entry(dtype: str, shape: list[Any], start: Any, end: Any) -> dict[str, Any]:

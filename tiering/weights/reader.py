@@ -27,7 +27,7 @@ from tiering.errors import SwapError, WeightsError
 from tiering.interrupts import deferred_interrupts
 from tiering.io_stats import errno_text
 from tiering.storage import shorten
-from tiering.weight_files import FileVersion, StoredTensor, WeightFiles, damaged, unopened
+from tiering.weights.files import FileVersion, StoredTensor, WeightFiles, damaged, unopened
 
 WINDOWS = 3  # one being taken, two on their way
 WINDOW_BYTES = 4 << 20

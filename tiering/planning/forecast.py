@@ -14,7 +14,7 @@ from enum import Enum
 
 from tiering.errors import ConfigError
 from tiering.plan import GroupSizes, Plan, Tier, Workload
-from tiering.rates import Rates
+from tiering.planning.rates import Rates
 
 SECONDS_PER_DAY = 86_400
 HIDDEN = 0.9  # NVMe counts as hidden when all else waits for it in no more than the rest of a step

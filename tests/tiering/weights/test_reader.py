@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from tiering import weight_reader
 from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.arena import PAGE
 from tiering.config import IoConfig
 from tiering.errors import EngineStateError, WeightsError
-from tiering.weight_files import StoredTensor, WeightFiles, open_weights
-from tiering.weight_reader import WeightReader
+from tiering.weights import reader as weight_reader
+from tiering.weights.files import StoredTensor, WeightFiles, open_weights
+from tiering.weights.reader import WeightReader
 
 SHAPES = {
     "a": ("U8", 70_001),

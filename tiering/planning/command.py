@@ -16,10 +16,10 @@ from tiering.errors import ConfigError, SwapSpaceError, TieringError
 if TYPE_CHECKING:
     from tiering.config import TieringConfig
     from tiering.plan import Workload
-    from tiering.plan_report import PlanReport
-    from tiering.plan_setting import Setting
-    from tiering.profiles import Profile
-    from tiering.rates import Rates
+    from tiering.planning.profiles import Profile
+    from tiering.planning.rates import Rates
+    from tiering.planning.report import PlanReport
+    from tiering.planning.setting import Setting
 
 FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 1, 2
 
@@ -141,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
 
 def answer(options: argparse.Namespace) -> PlanReport:
     """The report that ``options`` ask for."""
-    from tiering.plan_setting import TOKENS, Setting
+    from tiering.planning.setting import TOKENS, Setting
 
     if options.save_rates is not None and not options.measure:
         raise ConfigError("--save-rates keeps what --measure finds: give both")
@@ -163,7 +163,7 @@ def answer(options: argparse.Namespace) -> PlanReport:
     config = _config(options, profile, ranks)
     rates = _rates(options, profile, setting)
     if options.model is None:
-        from tiering.sizing import plan_of_size
+        from tiering.planning.sizing import plan_of_size
 
         return plan_of_size(options.params, config, setting, rates)
     import tiering
@@ -183,7 +183,7 @@ def answer(options: argparse.Namespace) -> PlanReport:
 
 
 def _profile(name: str | None) -> Profile | None:
-    from tiering.profiles import PROFILES
+    from tiering.planning.profiles import PROFILES
 
     if name is not None and name not in PROFILES:
         raise ConfigError(f"there is no profile {name!r}; there are {', '.join(PROFILES)}")
@@ -194,7 +194,7 @@ def _config(options: argparse.Namespace, profile: Profile | None, ranks: int) ->
     """The configuration: the file's or the usual one, with what the command line says in its place."""
     from tiering import ds_config
     from tiering.config import OptimizerConfig
-    from tiering.plan_setting import profile_budgets, usual_config, with_changes
+    from tiering.planning.setting import profile_budgets, usual_config, with_changes
 
     if options.config is None:
         directory = options.measure[0] if options.measure else Path()
@@ -214,7 +214,7 @@ def _rates(
     options: argparse.Namespace, profile: Profile | None, setting: Setting
 ) -> Callable[[Workload], Rates]:
     """The profile's rates, with what a file says in their place, then what is measured, then what is given."""
-    from tiering.rates import Rates
+    from tiering.planning.rates import Rates
 
     kept = Rates.load(options.rates) if options.rates is not None else Rates()
     given = Rates(**{field.name: getattr(options, field.name) for field in fields(Rates)})
@@ -270,7 +270,7 @@ def _written(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    from tiering.sizing import parse_count
+    from tiering.planning.sizing import parse_count
 
     count: int = _said(parse_count, text)
     return count

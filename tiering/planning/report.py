@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from tiering.budgets import resolve_budgets
 from tiering.config import TieringConfig, format_size
 from tiering.errors import ConfigError, PlacementError
-from tiering.fit import Remedy, remedies
-from tiering.forecast import HIDDEN, SECONDS_PER_DAY, Forecast, Part, forecast
 from tiering.placement import make_plan
 from tiering.plan import Budgets, Plan, Tier, Workload
-from tiering.plan_setting import RatesOf, Setting
-from tiering.rates import Rates
+from tiering.planning.fit import Remedy, remedies
+from tiering.planning.forecast import HIDDEN, SECONDS_PER_DAY, Forecast, Part, forecast
+from tiering.planning.rates import Rates
+from tiering.planning.setting import RatesOf, Setting
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

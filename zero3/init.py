@@ -21,7 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tiering.errors import ConfigError, EngineStateError
 from zero3 import resharded
-from zero3.tape import Slice, Tape
+from zero3.records import Slice
+from zero3.tape import Tape
 
 
 class Init:

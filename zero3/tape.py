@@ -20,25 +20,19 @@ Note [Values that come again]
 
 from __future__ import annotations
 
-import ctypes
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tiering.errors import ConfigError
 from zero3 import heap
+from zero3.records import Cell, Constant, Record, Slice, flat, has_memory, mapped
 
 LEAST = 64 << 10  # bytes of a storage that is worth freeing
 ROOM = 64 << 20  # bytes that may come up before what can be freed is
 
-_EMPTY = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like"}
 _OVERWRITES = {
     "zero_",
     "fill_",
@@ -70,155 +64,6 @@ _HANDS_OUT = {
     "storage",
     "untyped_storage",
 }
-
-
-class Cell:
-    """The memory of one storage, and the operations that wrote to it, as far back as anybody may need them."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.nbytes = storage.nbytes()
-        self.writes: list[_Record] = []
-        self.was_read = False  # by what other cells came from: then its past matters for ever
-        self.kept = False  # its memory never goes: the tape does not know how its values come about
-        self._living = StorageWeakRef(storage)  # also keeps the storage's identity from being used again
-
-    @property
-    def is_gone(self) -> bool:
-        return bool(self._living.expired())
-
-    def storage(self) -> torch.UntypedStorage | None:
-        """The storage, while anything refers to it."""
-        if self.is_gone:
-            return None
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._living.cdata)
-        return found
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A tensor as a range of a cell."""
-
-    cell: Cell
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    is_conj: bool
-    is_neg: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor, cell: Cell) -> Slice:
-        offset, shape = int(tensor.storage_offset()), tuple(tensor.size())
-        return cls(cell, tensor.dtype, shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
-
-    def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor, over a storage with the cell's bytes."""
-        made = torch.empty(0, dtype=self.dtype, device="cpu")
-        made.set_(storage, self.offset, self.shape, self.stride)
-        made = made.conj() if self.is_conj else made
-        return torch._neg_view(made) if self.is_neg else made
-
-    @property
-    def span(self) -> range:
-        """The bytes of the cell from its first element to its last."""
-        if 0 in self.shape:
-            return range(0)
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        itemsize = self.dtype.itemsize
-        return range(self.offset * itemsize, (self.offset + last + 1) * itemsize)
-
-    def covers_its_cell(self) -> bool:
-        numel, dense = 1, True
-        for size, stride in sorted(zip(self.shape, self.stride, strict=True), key=lambda axis: axis[1]):
-            dense = dense and (size == 1 or stride == numel)
-            numel *= size
-        return dense and numel * self.dtype.itemsize == self.cell.nbytes
-
-
-@dataclass(frozen=True)
-class _Constant:
-    """A tensor that the tape has not seen made."""
-
-    tensor: Tensor
-    mark: int  # other values have another one
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Constant:
-        tensor = tensor.detach()  # the values that it has now, whatever becomes of a parameter
-        if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= LEAST:
-            tensor = tensor.clone()
-        return cls(tensor, _mark(tensor))
-
-    def get(self) -> Tensor:
-        if _mark(self.tensor) != self.mark:
-            raise ConfigError(
-                f"a tensor of shape {tuple(self.tensor.shape)} from which parameters were computed under zero.Init was"
-                " changed before they were needed; copy it first, or build this model without zero.Init"
-            )
-        return self.tensor
-
-
-def _mark(tensor: Tensor) -> int:
-    """A checksum, for numpy and ``.data`` change values without another version; elsewhere than here the version."""
-    if not _has_memory(tensor) or tensor.is_conj() or tensor.is_neg():
-        return tensor._version
-    dense = tensor.contiguous()
-    nbytes = dense.numel() * dense.element_size()
-    return zlib.crc32((ctypes.c_char * nbytes).from_address(dense.data_ptr())) if nbytes else 0
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether the values of ``tensor`` are those in its storage, on the CPU."""
-    return (
-        tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not tensor.is_quantized
-        and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    )
-
-
-@dataclass(eq=False)
-class _Record:
-    """One operation that wrote to cells, or made them."""
-
-    number: int
-    func: Any
-    args: Any
-    kwargs: Any
-    reads: set[Cell]
-    writes: set[Cell]
-    made: list[Cell | None] = field(default_factory=list)  # by output; None: no new memory
-    overwritten: Cell | None = None  # what was in it before does not matter
-    default_dtype: torch.dtype = torch.float32
-    generator: torch.Generator | None = None
-    random_state: Tensor | None = None
-
-    @property
-    def makes_empty(self) -> bool:
-        """Whether this only made memory without values."""
-        return bool(self.made) and self.func.overloadpacket.__name__ in _EMPTY
-
-    def needs(self) -> Iterator[Cell]:
-        """The cells whose values from before it matter."""
-        if not self.makes_empty:
-            yield from (self.reads | self.writes) - set(self.made) - {self.overwritten}
-
-    def run(self, tensor_of: Callable[[Slice | _Constant], Tensor]) -> list[Tensor]:
-        """Do it again, as it was done then. Returns the outputs."""
-        args, kwargs = _mapped(self.args, tensor_of), _mapped(self.kwargs, tensor_of)
-        default_dtype = torch.get_default_dtype()
-        generator = self.generator if self.generator is not None else torch.default_generator
-        state = generator.get_state() if self.random_state is not None else None
-        try:
-            torch.set_default_dtype(self.default_dtype)
-            if self.random_state is not None:
-                generator.set_state(self.random_state)
-            out = self.func(*args, **kwargs)
-        finally:
-            torch.set_default_dtype(default_dtype)
-            if state is not None:
-                generator.set_state(state)
-        return [value for value in _flat(out) if isinstance(value, Tensor)]
 
 
 class Tape(TorchDispatchMode):
@@ -282,7 +127,7 @@ class Tape(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = [value for value in _flat((args, kwargs)) if isinstance(value, Tensor)]
+        tensors = [value for value in flat((args, kwargs)) if isinstance(value, Tensor)]
         cells = [self._cell_of(tensor) for tensor in tensors]
         written = _written(func, args, kwargs)
         overwritten = self._overwritten(func, tensors, cells)
@@ -315,33 +160,33 @@ class Tape(TorchDispatchMode):
         return wanted.on(_replay(wanted.cell, None))
 
     def _cell_of(self, tensor: Tensor) -> Cell | None:
-        if not _has_memory(tensor):
+        if not has_memory(tensor):
             return None
         with torch._C.DisableTorchFunction():
             return self._cells.get(tensor.untyped_storage()._cdata)
 
     def _note(
         self, func: Any, args: Any, kwargs: Any, written: list[Tensor], overwritten: Cell | None
-    ) -> _Record:
+    ) -> Record:
         """What is about to be done, before it changes what it reads."""
         random = torch.Tag.nondeterministic_seeded in func.tags
         generator = kwargs.get("generator") if random else None
         source = generator if generator is not None else torch.default_generator
         seen: set[Cell] = set()
 
-        def noted(tensor: Tensor) -> Slice | _Constant:
+        def noted(tensor: Tensor) -> Slice | Constant:
             cell = self._cell_of(tensor)
             if cell is None:
-                return _Constant.of(tensor)
+                return Constant.of(tensor)
             seen.add(cell)
             return Slice.of(tensor, cell)
 
         writes = {cell for tensor in written if (cell := self._cell_of(tensor)) is not None}
-        return _Record(
+        return Record(
             self._number,
             func,
-            _mapped(args, noted, Tensor),
-            _mapped(kwargs, noted, Tensor),
+            mapped(args, noted, Tensor),
+            mapped(kwargs, noted, Tensor),
             reads=seen,
             writes=writes,
             overwritten=overwritten,
@@ -350,14 +195,14 @@ class Tape(TorchDispatchMode):
             random_state=source.get_state() if random and source.device.type == "cpu" else None,
         )
 
-    def _note_made(self, record: _Record, out: Any, tensors: list[Tensor]) -> None:
+    def _note_made(self, record: Record, out: Any, tensors: list[Tensor]) -> None:
         """Cells for the memory that an operation made."""
-        known = {t.untyped_storage()._cdata for t in tensors if _has_memory(t)}
-        for value in _flat(out):
+        known = {t.untyped_storage()._cdata for t in tensors if has_memory(t)}
+        for value in flat(out):
             if not isinstance(value, Tensor):
                 continue
             made = None
-            if _has_memory(value):
+            if has_memory(value):
                 storage = value.untyped_storage()
                 if storage._cdata not in known:
                     made = self._cells[storage._cdata] = Cell(storage)
@@ -414,7 +259,7 @@ class _Looking(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _READS or name in _HANDS_OUT:
-            for value in _flat((args, kwargs)):
+            for value in flat((args, kwargs)):
                 if isinstance(value, Tensor):
                     self._tape.look(value, keep=name in _HANDS_OUT)
         return func(*args, **kwargs)
@@ -430,8 +275,8 @@ def _replay(wanted: Cell, into: torch.UntypedStorage | None) -> torch.UntypedSto
     if into is not None:
         storages[wanted] = into
 
-    def tensor_of(value: Slice | _Constant) -> Tensor:
-        if isinstance(value, _Constant):
+    def tensor_of(value: Slice | Constant) -> Tensor:
+        if isinstance(value, Constant):
             return value.get()
         if value.cell not in storages:  # memory that was made empty, and is overwritten now
             storages[value.cell] = torch.UntypedStorage(value.cell.nbytes)
@@ -456,9 +301,9 @@ def _replay(wanted: Cell, into: torch.UntypedStorage | None) -> torch.UntypedSto
     return storages[wanted]
 
 
-def _leading_to(wanted: Cell) -> list[_Record]:
+def _leading_to(wanted: Cell) -> list[Record]:
     """What has to be done again for the last values of ``wanted``, in order."""
-    needed: set[_Record] = set()
+    needed: set[Record] = set()
     open_: list[tuple[Cell, float]] = [(wanted, float("inf"))]
     while open_:
         cell, before = open_.pop()
@@ -475,25 +320,5 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [each for each in _flat((value,)) if isinstance(each, Tensor)]
+            found += [each for each in flat((value,)) if isinstance(each, Tensor)]
     return found
-
-
-def _flat(values: Any) -> Iterator[Any]:
-    """The leaves of nested arguments."""
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        yield values
-        return
-    for value in values:
-        yield from _flat(value)
-
-
-def _mapped(values: Any, leaf: Callable[[Any], Any], kinds: Any = (Slice, _Constant)) -> Any:
-    """Nested arguments with ``leaf`` in place of each leaf of ``kinds``."""
-    if isinstance(values, dict):
-        return {key: _mapped(value, leaf, kinds) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return [_mapped(value, leaf, kinds) for value in values]
-    return leaf(values) if isinstance(values, kinds) else values

@@ -123,12 +123,12 @@ class Fill:
                 for first, values in self._ranges(param, given.get(param), piece, mine):
                     home.put(piece.index, first, values)
                     state.put(piece.index, first, values, starts)
+            home.end()
+            state.end()
         except BaseException as error:
             home.abandon(error)
             state.abandon(error)
             raise
-        home.end()
-        state.end()
 
     def _ranges(
         self, param: nn.Parameter, given: Source | None, piece: Piece, mine: Piece | None

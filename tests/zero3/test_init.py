@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import tiering
 from tiering.errors import ConfigError, EngineStateError, PlacementError, ResidencyError
-from zero3 import tape
+from zero3 import init, tape
 from zero3.init import recipe_of
 
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
@@ -96,6 +96,9 @@ def test_same_seed_gives_the_weights_of_an_ordinary_build(start: Start, placemen
     masters = engine.master_state_dict()
     for name, parameter in ordinary.named_parameters():
         assert torch.equal(masters[name], parameter.detach()), name
+    assert not any(param in init._recipes for param in model.parameters()), (
+        "what was recorded stays in memory"
+    )
     engine.backward(engine(torch.tensor([[1, 2, 3]])))
 
 
@@ -137,6 +140,17 @@ class Unruly(nn.Module):
 def test_whatever_a_build_does_is_done_again() -> None:
     model = assert_built_as_ever(Unruly)
     assert torch.equal(model.view, values(model.layers[1].weight)[:2])
+
+
+def test_the_default_dtype_of_the_build_counts() -> None:
+    def build() -> nn.Module:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return nn.ParameterList([torch.ones(5), torch.randn(4), torch.linspace(0, 1, 7)])
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    assert {param.dtype for param in assert_built_as_ever(build)} == {torch.bfloat16}
 
 
 def test_parameters_made_in_another_order_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

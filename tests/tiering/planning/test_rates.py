@@ -178,7 +178,7 @@ def test_the_cpu_is_measured_in_each_format(
     class Batch(measure.StepBatch):
         def add(self, numel: int, rule: int, **segment: object) -> int:
             batches.append(segment)
-            return super().add(numel, rule, **segment)  # type: ignore[arg-type]
+            return super().add(numel, rule, **segment)
 
     monkeypatch.setattr(measure, "StepBatch", Batch)
     told = measure.measure(
@@ -188,8 +188,8 @@ def test_the_cpu_is_measured_in_each_format(
     (segment,) = batches
     assert bool(segment["remainder"]) is ("split" in state_format)
     assert bool(segment["out"]) is ("split" not in state_format)
-    assert len(segment["state"]) == state_tensors  # type: ignore[arg-type]
-    assert segment["state_format"].itemsize == (2 if "bf16" in state_format else 4)  # type: ignore[attr-defined]
+    assert len(segment["state"]) == state_tensors
+    assert segment["state_format"].itemsize == (2 if "bf16" in state_format else 4)
 
 
 def test_calls_per_second_leave_the_first_one_out(monkeypatch: pytest.MonkeyPatch) -> None:

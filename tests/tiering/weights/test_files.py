@@ -70,7 +70,7 @@ def test_a_file(file: Callable[..., Path]) -> None:
     assert (a.numel, a.itemsize, b.numel, b.itemsize) == (6, 4, 4, 2)
     assert files.metadata == {"format": "pt"} and files.path == path
     with pytest.raises(TypeError):
-        files.tensors["c"] = a  # type: ignore[index] # frozen
+        files.tensors["c"] = a
 
 
 def test_scalars_nothing_and_halves_of_bytes(file: Callable[..., Path]) -> None:
@@ -238,7 +238,7 @@ def test_a_header_that_is_none(file: Callable[..., Path], header: bytes, why: st
     [
         (entry("F33", [2], 0, 8), "'t' has a dtype that nobody knows, 'F33'"),
         (entry("F32" * 100_000, [2], 0, 8), "'t' has a dtype that nobody knows"),
-        (entry(["F32"], [2], 0, 8), "'t' has a dtype that nobody knows"),  # type: ignore[arg-type]
+        (entry(["F32"], [2], 0, 8), "'t' has a dtype that nobody knows"),
         (entry("F32", [True, 2], 0, 8), "not lists of whole numbers"),
         (entry("F32", ["2"], 0, 8), "not lists of whole numbers"),
         (entry("F32", [[2]], 0, 8), "not lists of whole numbers"),

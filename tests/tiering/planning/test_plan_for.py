@@ -1,0 +1,204 @@
+"""Plans of models: of one that is here, on meta, or described by transformers; the same as the engine makes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiering
+from tiering import ds_config
+from tiering.config import parse_size
+from tiering.errors import ConfigError
+from tiering.plan import Tier
+from tiering.planning.setting import Setting, usual_config, with_changes
+from tiering.planning.sizing import decoder, load_of
+from tiering.workload import configured_state
+from zero3 import rules
+
+from .asking import RATES, SMALL, Model, Plan, answered, configured
+
+WITH_TRANSFORMERS = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+
+@pytest.mark.parametrize("state", ["fp32", "split+bf16"])
+def test_the_plan_of_a_model_is_that_of_its_engine(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")
+    config = configured(tmp_path, fits=True, state=state)
+    with torch.device("meta"):
+        on_meta = tiering.plan_for(model=Model(), config=config)
+    with tiering.zero.Init():
+        built = Model()
+    in_init = tiering.plan_for(model=built, config=config)
+    model = Model()
+    report = tiering.plan_for(model=model, config=config)
+    assert all(param.data_ptr() for param in model.parameters())  # nothing was moved
+    engine, *_ = tiering.initialize(model=model, config=config)
+    with engine:
+        assert report.plan == engine.plan
+        assert on_meta.plan == engine.plan
+        assert in_init.plan == engine.plan
+        assert report.plan is not None and report.plan.total(Tier.NVME) > 0
+        tokens = torch.randint(0, 64, (2, 8))
+        for _ in range(4):
+            engine.backward(engine(tokens))
+            engine.step()
+        assert engine.plan.nvme_traffic() == report.plan.nvme_traffic()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_does_not_fit_is_no_error_and_the_least_budget_trains_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")
+    config = configured(tmp_path, fits=False)
+    report = tiering.plan_for(model=Model(), config=config)
+    assert not report.fits
+    assert "host needs at least" in report.refusal
+    budgets = [offer.change["tiering.host_budget"] for offer in report.remedies if len(offer.change) == 1]
+    (least,) = budgets
+    assert tiering.plan_for(model=Model(), config=configured(tmp_path, fits=True, host_budget=least)).fits
+    assert not tiering.plan_for(
+        model=Model(), config=configured(tmp_path, fits=True, host_budget=least - 4096)
+    ).fits
+    engine, *_ = tiering.initialize(model=Model(), config=configured(tmp_path, fits=True, host_budget=least))
+    with engine:
+        for _ in range(2):
+            engine.backward(engine(torch.randint(0, 64, (2, 8))))
+            engine.step()
+
+
+@WITH_TRANSFORMERS
+def test_a_llama_by_its_config_is_planned_as_a_decoder_of_its_size(plan: Plan, tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    shape = {"hidden_size": 640, "num_hidden_layers": 4, "num_attention_heads": 5, "intermediate_size": 1792}
+    LlamaConfig(**shape, vocab_size=32_000, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    by_size = answered(plan, *SMALL, *RATES)
+    by_config = answered(plan, "--model", tmp_path, *SMALL[2:], *RATES)
+    assert by_config.pop("model") == "LlamaForCausalLM of 61.28M parameters"
+    assert by_size.pop("model").startswith("a decoder of 61.28M parameters: 4 layers, hidden 640, 5 heads")
+    assert by_config == by_size
+    assert answered(plan, "--model", tmp_path / "config.json", *SMALL[2:], *RATES)["plan"] == by_size["plan"]
+
+
+@WITH_TRANSFORMERS
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("Mixtral", {"num_local_experts": 8}),
+        ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 96}),
+    ],
+)
+def test_a_token_computes_with_the_experts_that_it_is_sent_to(
+    architecture: str, options: dict[str, int], plan: Plan, tmp_path: Path
+) -> None:
+    """Two of eight experts: three quarters of what is in experts does not count for the time of a step."""
+    transformers: Any = importlib.import_module("transformers")
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = getattr(transformers, f"{architecture}Config")(
+        **shape, **options, num_experts_per_tok=2, intermediate_size=96, vocab_size=100
+    )
+    config.save_pretrained(tmp_path)
+    told = answered(plan, "--model", tmp_path, *SMALL[2:], *RATES, "--tokens", "1000", "--sequence", "1")
+    computed = sum(phase["busy"].get("compute", 0) for phase in told["forecast"]["phases"])
+    experts = 2 * 8 * 3 * 64 * 96
+    expected = (
+        6 * (told["parameters"] - 0.75 * experts) + 3 * 2 * 2 * 64
+    )  # attention, of sequences of one token
+    assert computed * 1e12 / 1000 == pytest.approx(expected, rel=0.02)  # padding of small groups
+
+
+@WITH_TRANSFORMERS
+@pytest.mark.parametrize("named", [None, ["pipeline"], ["GPT2Config"], ["NotOfTransformers"]])
+def test_a_config_that_names_no_model_gets_the_head_of_a_language_model(
+    named: list[str] | None, tmp_path: Path
+) -> None:
+    """Of all that transformers has, only a model is taken from what a file says."""
+    from transformers import GPT2Config
+
+    from zero3.planning import described
+
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 100, "n_positions": 16}
+    GPT2Config(**shape, architectures=named).save_pretrained(tmp_path)
+    model = described(tmp_path)
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    assert all(param.is_meta for param in model.parameters())
+
+
+@WITH_TRANSFORMERS
+@pytest.mark.parametrize(
+    "text", ["{}", "nonsense", '{"model_type": "nonesuch"}', '{"auto_map": {"AutoConfig": "evil.Config"}}']
+)
+def test_what_describes_no_model_is_refused(text: str, tmp_path: Path) -> None:
+    from zero3.planning import described
+
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "evil.py").write_text("raise SystemExit('code beside a configuration was run')")
+    with pytest.raises(ConfigError, match="describes no model that transformers"):
+        described(tmp_path)
+
+
+def test_without_transformers_there_is_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from zero3.planning import described
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"needs transformers.*--params"):
+        described(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("AdamW", {}),
+        ("Adam", {}),
+        ("Lion", {}),
+        ("Adagrad", {}),
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9}),
+    ],
+)
+def test_state_is_counted_as_the_update_rules_keep_it(
+    kind: str, params: dict[str, float], tmp_path: Path
+) -> None:
+    config, _ = ds_config.load(
+        {"train_batch_size": 1, "optimizer": {"type": kind, "params": {"lr": 0.1, **params}}}
+    )
+    assert config.optimizer is not None
+    rule, options = rules.from_config(config.optimizer)
+    assert configured_state(config).tensors == len(rule.state_names([options]))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_workload_knows_the_name_of_its_compute_dtype(precision: str) -> None:
+    sections = {"train_batch_size": 1} | ({precision: {"enabled": True}} if precision != "fp32" else {})
+    config, _ = ds_config.load(sections)
+    assert load_of(decoder(60_000_000), config, Setting()).compute_dtype == precision
+
+
+@pytest.mark.parametrize("state", ["fp32", "split", "bf16", "split+bf16"])
+def test_formats_of_state_are_those_of_the_engine(state: str) -> None:
+    config = with_changes(usual_config(Path()), tiers={"state": state})
+    kept, form = configured_state(config), rules.state_form(state)
+    assert (kept.split, kept.moment_itemsize) == (form.split, form.format.itemsize)
+
+
+def test_changes_of_a_configuration_are_checked() -> None:
+    config = usual_config(Path(), world_size=4)
+    more = with_changes(config, micro_batches=3, tiers={"host_budget": parse_size("1GiB")})
+    assert (more.gradient_accumulation_steps, more.train_batch_size, more.tiering.host_budget) == (
+        3,
+        12,
+        1 << 30,
+    )
+    with pytest.raises(ConfigError, match=r"tiering\.host_budget: .*unknown unit"):
+        with_changes(config, tiers={"host_budget": "1 bushel"})

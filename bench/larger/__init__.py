@@ -3,6 +3,6 @@
 shape.py    Llama's shapes by size; words.py  the text
 child.py    the process: builds or loads, trains, tells its phases; room.py  what it may take, and what it will need
 shards.py   weights as a Hugging Face style directory, written a parameter at a time
-watch.py    starts the process and samples its memory; story.py  what came of it
+watch.py    starts the process, samples its memory, and keeps what came of it
 tables.py, picture.py  the report
 """

@@ -136,6 +136,35 @@ def work(task: Task, tell: Tell) -> None:
     baseline = resident("VmRSS")
     tell("ready", baseline=baseline, used=words.used)
 
+    config = _planned(task, sketch, baseline, tell)
+    del sketch
+    doing = Work(tell)
+    batches = words.batches(task.sequence)
+    for _ in range(task.first):
+        next(batches)
+    torch.manual_seed(SEED)
+    # What is loaded needs no first values.
+    building = torch.device("meta") if task.load else tiering.zero.Init(config=config)
+    with doing.phase("build"), building:
+        model = LlamaForCausalLM(llama)
+    with doing.phase("load" if task.load else "fill"):
+        doing.engine = tiering.initialize(model=model, config=config, weights=task.load).engine
+    engine = doing.engine
+    try:
+        _train(doing, task, batches)
+        if task.write:
+            with doing.phase("write weights") as more:
+                more["files"] = shards.write(model, Path(task.write))
+        seen = engine.snapshot()
+        tell("result", activations=seen.activations.peak if seen.activations else 0)
+    finally:
+        engine.close()
+
+
+def _planned(task: Task, sketch: Any, baseline: int, tell: Tell) -> dict[str, Any]:
+    """The configuration that ``sketch`` trains with, which fits into memory and onto the disk."""
+    from tiering.plan import Tier
+
     device, host = room.budgets(task.memory, baseline, task.shape, task.sequence)
     config = room.configuration(task.directory, task.shape, device, max(host, 0))
     try:
@@ -145,9 +174,8 @@ def work(task: Task, tell: Tell) -> None:
             f"{task.memory / 1e9:g} GB are too few for this model; give it more by --memory, or take fewer parameters:"
             f" {refused}"
         ) from refused
-    del sketch
     read, written = plan.nvme_traffic()
-    on_nvme = plan.total(tiering.plan.Tier.NVME)
+    on_nvme = plan.total(Tier.NVME)
     tell(
         "plan",
         device=device,
@@ -163,44 +191,32 @@ def work(task: Task, tell: Tell) -> None:
             f"{on_nvme / 1e9:.1f} GB of state go to {task.directory}, where {task.disk / 1e9:.1f} GB may be taken; free"
             " some, or train fewer parameters"
         )
+    return config
 
-    doing = Work(tell)
-    batches = words.batches(task.sequence)
-    for _ in range(task.first):
-        next(batches)
-    torch.manual_seed(SEED)
-    # What is loaded needs no first values.
-    building = torch.device("meta") if task.load else tiering.zero.Init(config=config)
-    with doing.phase("build"), building:
-        model = LlamaForCausalLM(llama)
-    with doing.phase("load" if task.load else "fill"):
-        doing.engine = tiering.initialize(model=model, config=config, weights=task.load).engine
+
+def _train(doing: Work, task: Task, batches: Iterator[Any]) -> None:
+    """The steps, and where weights are written, the loss of the batch after them."""
+    import torch
+
     engine = doing.engine
-    try:
-        for step in range(task.steps):
+    for step in range(task.steps):
+        tokens = next(batches)
+        with doing.phase(f"step {step + 1}") as more:
+            began = time.perf_counter()
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            forwarded = time.perf_counter()
+            engine.backward(loss)
+            backwarded = time.perf_counter()
+            engine.step()
+            stepped = time.perf_counter()
+            more["loss"] = float(loss.detach())
+            more["forward"], more["backward"] = forwarded - began, backwarded - forwarded
+            more["update"] = stepped - backwarded
+        del loss
+    if task.write:
+        with doing.phase("next loss") as more, torch.no_grad():
             tokens = next(batches)
-            with doing.phase(f"step {step + 1}") as more:
-                began = time.perf_counter()
-                loss = engine(input_ids=tokens, labels=tokens).loss
-                forwarded = time.perf_counter()
-                engine.backward(loss)
-                backwarded = time.perf_counter()
-                engine.step()
-                stepped = time.perf_counter()
-                more["loss"] = float(loss.detach())
-                more["forward"], more["backward"] = forwarded - began, backwarded - forwarded
-                more["update"] = stepped - backwarded
-            del loss
-        if task.write:
-            with doing.phase("next loss") as more, torch.no_grad():
-                tokens = next(batches)
-                more["loss"] = float(engine(input_ids=tokens, labels=tokens).loss)
-            with doing.phase("write weights") as more:
-                more["files"] = shards.write(model, Path(task.write))
-        seen = engine.snapshot()
-        tell("result", activations=seen.activations.peak if seen.activations else 0)
-    finally:
-        engine.close()
+            more["loss"] = float(engine(input_ids=tokens, labels=tokens).loss)
 
 
 def main() -> int:

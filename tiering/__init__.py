@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tiering.errors import (
         ArenaError,
+        CheckpointError,
         ConfigError,
         EngineStateError,
         PlacementError,
@@ -48,10 +49,12 @@ _LAZY = {
     "EngineStateError": ("tiering.errors", "EngineStateError"),
     "ResidencyError": ("tiering.errors", "ResidencyError"),
     "WeightsError": ("tiering.errors", "WeightsError"),
+    "CheckpointError": ("tiering.errors", "CheckpointError"),
 }
 
 __all__ = [
     "ArenaError",
+    "CheckpointError",
     "ConfigError",
     "Engine",
     "EngineParts",

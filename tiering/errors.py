@@ -8,6 +8,7 @@
     |-- ArenaError                TIER-ARENA    the pinned arena cannot serve a lease it was planned for
     |-- TelemetryError            TIER-TELEMETRY  the run directory cannot hold pages
     |-- WeightsError              TIER-WEIGHTS  files of weights are damaged, or are not this model's
+    |-- CheckpointError           TIER-CHECKPOINT  a checkpoint cannot be written, is damaged, or is another model's
     |-- EngineStateError          TIER-STATE    a call came in an order the engine cannot honour
     |-- ResidencyError            TIER-RESIDENT state was touched where it does not live now
     `-- DistributedError          TIER-RANKS    the ranks of a run can go no further together
@@ -81,6 +82,12 @@ class WeightsError(TieringError):
     """Files of weights are not what they say they are, cannot be read, or do not belong to the model."""
 
     code = "TIER-WEIGHTS"
+
+
+class CheckpointError(TieringError):
+    """A checkpoint could not be written whole, is damaged or missing, or does not belong to the model."""
+
+    code = "TIER-CHECKPOINT"
 
 
 class EngineStateError(TieringError):

@@ -107,7 +107,10 @@ def test_a_forked_child_still_ends_when_it_is_told_to(start: Callable[..., Any])
     def sleep() -> None:
         faulthandler.dump_traceback_later(LONG / 2)  # if it does not end, where it is
         ready.set()
-        time.sleep(2 * LONG)
+        # The handler runs when the interpreter next looks: a signal between its last look and the system call does not
+        # cut a sleep short, and would go unheard for as long as that lasts.
+        while True:
+            time.sleep(0.05)
 
     child = forking.Process(target=sleep, daemon=True)
     child.start()

@@ -1,0 +1,468 @@
+"""A checkpoint directory: how a save becomes visible whole or not at all, and how it stays so when the power goes.
+
+    DIR/
+      global_step2000/                      a checkpoint, for it holds checkpoint.json
+      global_step3000/
+      .global_step4000.partial-5f0c11d2/    a save under way, or what a crash left of one
+      latest                                the tag to resume from: "global_step3000"
+      .lock                                 locked (flock) by the run that saves here
+
+**Order.** A power cut may keep any part of what was not fsynced, in any order. So each step is durable before the next
+one counts on it:
+
+1. The writers fsync their files; ``commit`` fsyncs the directory that lists them, and a new ``latest`` beside it.
+   What can fail for want of space has now happened, and nothing is visible yet.
+2. The directory is renamed to its tag, or exchanged with the one that has the tag; DIR is fsynced.
+3. ``latest`` is renamed into place; DIR is fsynced.
+4. What is to go is renamed to a partial name; DIR is fsynced; only then are its files removed. A tag therefore never
+   holds half a checkpoint.
+
+Partial directories are removed by the next run that locks DIR. Reading takes no lock and writes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import weakref
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tiering.errors import CheckpointError, ConfigError
+
+log = logging.getLogger(__name__)
+
+RECORD = "checkpoint.json"
+LATEST = "latest"
+LOCK = ".lock"
+
+_PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{8}", re.DOTALL)
+_LONGEST_TAG = 200  # bytes; a partial name adds 18, and 255 is what file systems take
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2  # <linux/fs.h>
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+_NO_LOCKS = (
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.ENOLCK,
+)  # Lustre without -o flock, NFS without a lock server
+
+_LOCKED: weakref.WeakSet[CheckpointDirectory] = weakref.WeakSet()
+
+
+class Saved(NamedTuple):
+    """A checkpoint that is there. ``time`` is when it was written, in seconds since the epoch."""
+
+    tag: str
+    time: float
+
+
+class CheckpointDirectory:
+    """The checkpoints under ``path``. One thread at a time may use it; it locks by itself before it writes.
+
+    Whatever the file system refuses is a CheckpointError.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()  # the program may change its directory before the next save
+        self._fd = -1
+        self._alone = False  # False where the file system has no locks
+
+    def lock(self) -> None:
+        """Make the directory if need be, take its lock, and remove what crashed saves left.
+
+        Does nothing when the lock is held already; takes it anew if the directory was removed meanwhile.
+        """
+        if self._fd >= 0 and self._is_lock(self._fd):
+            return
+        self.close()
+        with self._failing("cannot be saved to"):
+            _make_durably(self.path)
+            _LOCKED.add(self)
+            self._fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                self._alone = self._flock(self._fd)
+            except BaseException:
+                os.close(self._fd)
+                self._fd = -1
+                raise
+        with contextlib.suppress(OSError):  # who holds it is a courtesy; a full disk must not get in the way
+            os.truncate(self._fd, 0)
+            os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        if self._alone:
+            self._remove(self.partials())
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                fcntl.flock(
+                    self._fd, fcntl.LOCK_UN
+                )  # close() alone leaves it to a child between fork and exec
+            os.close(self._fd)
+            self._fd = -1
+
+    def begin(self, tag: str) -> Path:
+        """A new, empty directory for the files of ``tag``: hand it to ``commit`` or to ``discard``."""
+        check_tag(tag)
+        self.lock()
+        with self._failing(f"cannot take a checkpoint '{tag}'"):
+            replaces = self._replaces(tag)
+            if (self.path / LATEST).is_dir():
+                raise CheckpointError(
+                    f"{self.path / LATEST} is a directory, where a file with a tag belongs; move it"
+                )
+            partial = self._partial_name(tag)
+            partial.mkdir()
+            if replaces:
+                try:
+                    self._try_exchange(partial, tag)
+                except BaseException:
+                    self.discard(partial)
+                    raise
+        return partial
+
+    def commit(self, partial: Path, tag: str, *, latest: bool = True, keep: int | None = None) -> Path:
+        """Make the files in ``partial``, all of them fsynced, the checkpoint ``tag``; returns where it is now.
+
+        ``latest`` makes it the one to resume from. ``keep`` leaves that many checkpoints, the newest; the one that
+        ``latest`` names, and those that a symbolic link here points to, stay in any case. After an error the old state
+        stands, and ``partial`` is still to be discarded.
+        """
+        if keep is not None and keep < 1:
+            raise ConfigError(f"keep is {keep}: a save keeps at least 1 checkpoint, its own; None keeps all")
+        with self._failing(f"could not take checkpoint '{tag}'"):
+            (partial / RECORD).stat()  # without it nobody would find what is there
+            replaces = self._replaces(tag)
+            _fsync_directory(partial)
+            new_latest = self._write_latest(tag) if latest else None
+            try:
+                self._show(partial, tag, new_latest, replaces=replaces)
+            except BaseException:
+                if new_latest:
+                    new_latest.unlink(missing_ok=True)
+                raise
+            _fsync_directory(self.path)  # should this fail, the new state is in sight, and whole
+        if replaces:
+            self._remove([partial])
+        if keep is not None:
+            self._prune(tag, keep)
+        return self.path / tag
+
+    def discard(self, partial: Path) -> None:
+        """Remove what a save that failed has written; what cannot be removed goes when DIR is locked next."""
+        assert partial.parent == self.path and _PARTIAL.fullmatch(partial.name), partial
+        self._remove([partial] if partial.exists() else [])
+
+    def tags(self) -> list[Saved]:
+        """The checkpoints that are there, oldest first: by the time of their record, then as people count."""
+        found = []
+        for name in self._names():
+            if not name.startswith(".") and _why_not_a_tag(name) is None:
+                with contextlib.suppress(OSError):  # another user's, perhaps
+                    if self._holds(name):
+                        time = (self.path / name / RECORD).stat().st_mtime_ns
+                        found.append((time, _by_number(name), name))
+        return [Saved(name, time / 1e9) for time, _, name in sorted(found)]
+
+    def partials(self) -> list[Path]:
+        """What saves under way have written, or crashed ones have left."""
+        return [self.path / name for name in self._names() if _PARTIAL.fullmatch(name)]
+
+    def latest(self) -> str | None:
+        """The tag that the file ``latest`` names; None when there is no such file.
+
+        CheckpointError when it names none, or one that is gone.
+        """
+        file = self.path / LATEST
+        try:
+            with file.open("rb") as stream:
+                content = stream.read(4096)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}; name a tag instead") from error
+        tag = content.decode(errors="replace").removesuffix("\n")
+        if why := _why_not_a_tag(tag):
+            raise CheckpointError(f"{file} holds no tag, for it {why}; {self._there()}")
+        if not self._readable(tag):
+            raise CheckpointError(f"{file} names '{tag}', but there is no such checkpoint; {self._there()}")
+        return tag
+
+    def find(self, tag: str | None = None) -> Path | None:
+        """Where checkpoint ``tag`` is. CheckpointError when it is not there.
+
+        Without a tag: the one that ``latest`` names; where there is no ``latest`` (a crash in the very first save),
+        the newest; None where there is none.
+        """
+        if tag is not None:
+            check_tag(tag)
+            if not self._readable(tag):
+                raise CheckpointError(f"{self.path} holds no checkpoint '{tag}'; {self._there()}")
+            return self.path / tag
+        if self._readable("."):
+            raise CheckpointError(
+                f"{self.path} is itself a checkpoint; name the directory that holds it and its tag:"
+                f" {self.path.parent} and '{self.path.name}'"
+            )
+        found = self.latest()
+        if found is None and (tags := self.tags()):
+            found = tags[-1].tag
+            log.warning(
+                "%s has no file '%s'; '%s', the newest checkpoint there, is taken", self.path, LATEST, found
+            )
+        return None if found is None else self.path / found
+
+    def _holds(self, tag: str) -> bool:
+        return (self.path / tag / RECORD).is_file()
+
+    def _readable(self, tag: str) -> bool:
+        try:
+            return self._holds(tag)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint {self.path / tag} cannot be read: {error.strerror}; name another, or mend this one"
+            ) from error
+
+    def _flock(self, fd: int) -> bool:
+        """Whether the file system has locks at all; CheckpointError when another run holds this one."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 300, 0).decode(errors="replace").strip()
+            raise CheckpointError(
+                f"another run saves to {self.path}: {holder if holder.isprintable() and holder else 'unknown'};"
+                " let it end, close the engine that holds it, or save to another directory"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            log.warning(
+                "the file system of %s has no locks (%s): two runs that save there are not told apart, and what"
+                " crashed saves leave (.*.partial-*) stays",
+                self.path,
+                error.strerror,
+            )
+            return False
+        return True
+
+    def _is_lock(self, fd: int) -> bool:
+        """Whether ``fd`` is the lock file that others find."""
+        try:
+            return os.path.samestat(os.fstat(fd), (self.path / LOCK).stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _replaces(self, tag: str) -> bool:
+        """Whether there is a checkpoint ``tag`` already. CheckpointError when something else has that name."""
+        place = self.path / tag
+        if place.is_symlink():
+            raise CheckpointError(
+                f"{place} is a symbolic link, which is read but not replaced; choose another tag"
+            )
+        if self._holds(tag):
+            return True
+        if place.exists():
+            raise CheckpointError(
+                f"{place} is no checkpoint (it has no {RECORD}) and stays; choose another tag"
+            )
+        return False
+
+    def _try_exchange(self, partial: Path, tag: str) -> None:
+        """See, while both are empty, whether two directories can change places here."""
+        other = self._partial_name(tag)
+        other.mkdir()
+        try:
+            _exchange(partial, other)
+        except OSError as error:
+            if error.errno not in _NO_EXCHANGE:
+                raise
+            raise CheckpointError(
+                f"checkpoint '{tag}' is in {self.path} already, and this file system cannot replace a directory in"
+                " one step (renameat2 with RENAME_EXCHANGE); save under another tag, or remove the old one first"
+            ) from error
+        finally:
+            other.rmdir()
+
+    def _write_latest(self, tag: str) -> Path:
+        file = self._partial_name(LATEST)
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            os.write(fd, tag.encode())
+            os.fsync(fd)
+        except BaseException:
+            file.unlink()
+            raise
+        finally:
+            os.close(fd)
+        return file
+
+    def _show(self, partial: Path, tag: str, new_latest: Path | None, *, replaces: bool) -> None:
+        """Put ``partial`` in the place of ``tag``, and ``latest`` in its own: both, or neither."""
+        place = self.path / tag
+        swap = _exchange if replaces else Path.rename
+        swap(partial, place)
+        try:
+            _fsync_directory(self.path)
+            if new_latest:
+                new_latest.rename(self.path / LATEST)
+        except BaseException:
+            swap(place, partial)
+            raise
+
+    def _prune(self, tag: str, keep: int) -> None:
+        """Remove the oldest checkpoints beyond ``keep``. A failure is told, for the save has succeeded."""
+        try:
+            tags = [saved.tag for saved in self.tags()]
+            links = [name for name in tags if (self.path / name).is_symlink()]
+            stays = {(self.path / name).resolve() for name in (tag, self.latest() or tag, *links)}
+            real = [name for name in tags if name not in links]
+            old = [name for name in real[:-keep] if (self.path / name).resolve() not in stays]
+        except (OSError, CheckpointError) as error:
+            log.warning("old checkpoints of %s stay: %s", self.path, error)
+            return
+        hidden = []
+        for name in old:
+            try:
+                hidden.append((self.path / name).rename(self._partial_name(name)))
+            except OSError as error:
+                log.warning("old checkpoint %s stays: %s", self.path / name, error.strerror)
+        if hidden:
+            try:
+                _fsync_directory(self.path)
+            except OSError as error:
+                log.warning("old checkpoints of %s are not removed: %s", self.path, error.strerror)
+            else:
+                self._remove(hidden)
+
+    def _remove(self, partials: Collection[Path]) -> None:
+        for partial in partials:
+            try:
+                if partial.is_dir() and not partial.is_symlink():
+                    shutil.rmtree(partial)
+                else:
+                    partial.unlink()
+            except OSError as error:
+                log.warning("%s stays, and is of no use: %s", partial, error.strerror)
+
+    def _partial_name(self, tag: str) -> Path:
+        return self.path / f".{tag}.partial-{secrets.token_hex(4)}"
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(entry.name for entry in self.path.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint directory {self.path} cannot be read: {error.strerror}; name another, or mend this one"
+            ) from error
+
+    def _there(self) -> str:
+        """For a message: what is there instead."""
+        names = [f"'{saved.tag}'" for saved in self.tags()]
+        if not names:
+            return f"{self.path} holds no checkpoint at all"
+        newest = ", ".join(names[-5:])
+        return f"name one that is there: {newest}" + (
+            f" and {len(names) - 5} older" if len(names) > 5 else ""
+        )
+
+    @contextlib.contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint directory {self.path} {what}: {error.strerror or error}; {_remedy(error)}"
+            ) from error
+
+
+def check_tag(tag: str) -> None:
+    """CheckpointError when ``tag`` cannot name a directory of its own."""
+    if why := _why_not_a_tag(tag):
+        raise CheckpointError(
+            f"a checkpoint cannot be named {tag[:80]!r}, for it {why}; a tag is a plain name as 'global_step100'"
+        )
+
+
+def _why_not_a_tag(tag: str) -> str | None:
+    if not tag:
+        return "is empty"
+    if tag == LATEST:
+        return "is the name of the file that says which is the latest"
+    if tag.startswith("."):
+        return "begins with a dot"
+    if "/" in tag:
+        return "is a path"
+    if not tag.isprintable() or tag != tag.strip() or "\ufffd" in tag:  # U+FFFD: bytes that were no UTF-8
+        return "has characters that do not print"
+    if len(tag.encode()) > _LONGEST_TAG:
+        return f"is longer than {_LONGEST_TAG} bytes"
+    return None
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Sorts "step9" before "step10"."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _make_durably(path: Path) -> None:
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+    for directory in reversed(missing):
+        directory.mkdir(exist_ok=True)
+        _fsync_directory(directory.parent)
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "it is not a directory")
+
+
+def _fsync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system whose directories are not for the caller to sync
+            raise
+    finally:
+        os.close(fd)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Let two names change places in one step: renameat2(2), which Python does not have."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:  # a C library older than 2018
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "make room there, or save with keep=N so that old checkpoints go"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "save where you may write"
+    if error.errno == errno.EIO:
+        return "the disk failed, see dmesg; save to another one"
+    return "name a directory that can hold checkpoints"
+
+
+def _close_in_child() -> None:
+    """Or a child would hold the lock after its parent's death. It only closes: to unlock would unlock the parent."""
+    for directory in list(_LOCKED):
+        if directory._fd >= 0:
+            os.close(directory._fd)
+            directory._fd = -1
+
+
+os.register_at_fork(after_in_child=_close_in_child)

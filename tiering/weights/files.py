@@ -9,19 +9,18 @@ file's size before a byte of a tensor is read: https://github.com/huggingface/sa
 from __future__ import annotations
 
 import errno
-import json
 import os
-import reprlib
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from tiering.errors import WeightsError
 from tiering.storage import shorten
+from tiering.strict_json import FormatError, natural, parse, short, strings
 
 _MOST_HEADER = 100_000_000  # bytes; the format's own limit, which also holds for an index here
 _PIECE = 1 << 20  # bytes
@@ -37,8 +36,10 @@ _BITS = {
     "F4": 4,
 }
 
-_short = reprlib.Repr()  # what strangers wrote may be as long as they like
-_short.maxstring, _short.maxlist = 200, 8
+
+def nbytes_of(dtype: str, numel: int) -> int:
+    """Bytes of ``numel`` elements of ``dtype``, the format's word for it."""
+    return numel * _BITS[dtype] // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +82,31 @@ class FileVersion:
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
+class Sums(Protocol):
+    """What the pages of a file should be."""
+
+    def first_difference(self, address: int, page: int, pages: int) -> int | None:
+        """The first of ``pages`` pages in memory at ``address`` that is not page ``page + i`` of the file."""
+
+
 @dataclass(frozen=True)
 class WeightFiles:
-    """The tensors of one file, or of the shards that an index names. ``metadata`` are the files' own words."""
+    """The tensors of one file, or of the shards that an index names. ``metadata`` are the files' own words.
+
+    A tensor that lies in several places is the ``parts`` of its name, one after the other. Files with ``sums`` are
+    compared with them as they are read.
+    """
 
     path: Path
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
     versions: Mapping[Path, FileVersion]
+    parts: Mapping[str, tuple[StoredTensor, ...]] = field(default_factory=dict)
+    sums: Mapping[Path, Sums] = field(default_factory=dict)
+
+    def parts_of(self, tensor: StoredTensor) -> tuple[StoredTensor, ...]:
+        """Where the elements of ``tensor`` lie."""
+        return self.parts.get(tensor.name, (tensor,))
 
 
 def open_weights(path: Path | str) -> WeightFiles:
@@ -171,17 +189,13 @@ class _Header:
             text = _header_text(path, fd, version.nbytes)
         begin = 8 + len(text)
         try:
-            entries = _parse(text, _natural)
-            metadata = _strings(entries, "__metadata__")
+            entries = parse(text, natural)
+            metadata = strings(entries, "__metadata__")
             stored = [_stored(name, entry, path, begin) for name, entry in entries.items()]
             _check_layout(stored, begin, version.nbytes)
-        except _FormatError as wrong:
+        except FormatError as wrong:
             raise damaged(path, f"its header is damaged: {wrong}") from None
         return cls({tensor.name: tensor for tensor in stored}, metadata, version)
-
-
-class _FormatError(ValueError):
-    """What is wrong, in words that go into a sentence about the file."""
 
 
 def _header_text(path: Path, fd: int, size: int) -> bytes:
@@ -207,68 +221,24 @@ def _read(fd: int, path: Path, offset: int, nbytes: int) -> bytes:
     return content
 
 
-def _parse(text: bytes, number: Callable[[str], object] | None = None) -> dict[str, Any]:
-    """An object in JSON. Raises _FormatError for whatever is not one, and for what parsers disagree about."""
-    try:
-        content = json.loads(
-            text.decode(),
-            object_pairs_hook=_object,
-            parse_int=number,
-            parse_float=number,
-            parse_constant=_natural,
-        )
-    except RecursionError:
-        raise _FormatError("it is nested too deep") from None
-    except _FormatError:
-        raise
-    except ValueError as error:  # JSON and UTF-8 alike
-        raise _FormatError(f"it is no JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise _FormatError("it is not a JSON object")
-    return content
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in made:
-            raise _FormatError(f"{_short.repr(name)} appears twice")
-        name.encode()  # half of a surrogate pair, which JSON can escape, is no text
-        made[name] = value
-    return made
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal() or len(text) > 18:  # 63 bits
-        raise _FormatError(f"{_short.repr(text)} is not a whole number below 10**18")
-    return int(text)
-
-
-def _strings(entries: dict[str, Any], key: str) -> dict[str, str]:
-    value = entries.pop(key, {})
-    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-        raise _FormatError(f"{key!r} does not map strings to strings")
-    return value
-
-
 def _stored(name: str, entry: Any, file: Path, begin: int) -> StoredTensor:
-    called = _short.repr(name)
+    called = short.repr(name)
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        raise _FormatError(f"{called} does not have a dtype, a shape and data_offsets, and nothing else")
+        raise FormatError(f"{called} does not have a dtype, a shape and data_offsets, and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise _FormatError(f"{called} has a dtype that nobody knows, {_short.repr(dtype)}")
+        raise FormatError(f"{called} has a dtype that nobody knows, {short.repr(dtype)}")
     if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
-        raise _FormatError(f"{called} has a shape or data_offsets that are not lists of whole numbers")
+        raise FormatError(f"{called} has a shape or data_offsets that are not lists of whole numbers")
     numel = 1
     for size in shape:
         numel *= size
         if numel >= 1 << 63:
-            raise _FormatError(f"{called} has a shape of more elements than 63 bits can count")
+            raise FormatError(f"{called} has a shape of more elements than 63 bits can count")
     start, end = offsets
     if numel * _BITS[dtype] != (end - start) * 8:
-        length = f"{end - start} bytes for {dtype} {_short.repr(shape)}"
-        raise _FormatError(f"{called} has data_offsets {start} to {end}, {length}")
+        length = f"{end - start} bytes for {dtype} {short.repr(shape)}"
+        raise FormatError(f"{called} has data_offsets {start} to {end}, {length}")
     return StoredTensor(name, dtype, tuple(shape), file, begin + start, end - start)
 
 
@@ -283,11 +253,11 @@ def _check_layout(stored: list[StoredTensor], begin: int, size: int) -> None:
     for tensor in ordered:
         if tensor.offset != end:
             how = "leaves a hole after" if tensor.offset > end else "overlaps"
-            raise _FormatError(f"{_short.repr(tensor.name)} {how} {last}")
-        end, last = end + tensor.nbytes, _short.repr(tensor.name)
+            raise FormatError(f"{short.repr(tensor.name)} {how} {last}")
+        end, last = end + tensor.nbytes, short.repr(tensor.name)
     if end != size:
         how = "truncated" if size < end else "something was appended"
-        raise _FormatError(f"its tensors end at byte {end}, but the file at byte {size} ({how})")
+        raise FormatError(f"its tensors end at byte {end}, but the file at byte {size} ({how})")
 
 
 def _weights_in(directory: Path) -> Path:
@@ -329,8 +299,8 @@ def _open_shards(index: Path) -> WeightFiles:
             raise damaged(index, f"it is {size} bytes long, which no index is")
         text = _read(fd, index, 0, size)
     try:
-        weight_map = _weight_map(_parse(text))
-    except _FormatError as wrong:
+        weight_map = _weight_map(parse(text))
+    except FormatError as wrong:
         raise damaged(index, f"it is damaged: {wrong}") from None
     named: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
@@ -357,12 +327,12 @@ def _open_shards(index: Path) -> WeightFiles:
 def _weight_map(index: dict[str, Any]) -> dict[str, str]:
     """The shard of each tensor: a file beside the index, and nowhere else."""
     if "weight_map" not in index:
-        raise _FormatError("it has no 'weight_map'")
-    weight_map = _strings(index, "weight_map")
+        raise FormatError("it has no 'weight_map'")
+    weight_map = strings(index, "weight_map")
     for name, shard in weight_map.items():
         if not shard.endswith(".safetensors") or any(mark in shard for mark in "/\\\0"):
-            where = f"{_short.repr(name)} in {_short.repr(shard)}"
-            raise _FormatError(f"it keeps {where}, which is no .safetensors file beside it")
+            where = f"{short.repr(name)} in {short.repr(shard)}"
+            raise FormatError(f"it keeps {where}, which is no .safetensors file beside it")
     return weight_map
 
 
@@ -377,11 +347,11 @@ def _check_shard(
     elsewhere = tuple(sorted(set(stored) - set(promised)))
     twice = tuple(name for name in elsewhere if name in weight_map)
     if twice:
-        other = _short.repr(weight_map[twice[0]])
+        other = short.repr(weight_map[twice[0]])
         raise damaged(file, f"it has {_shorten(twice)}, which the index keeps in {other}", both)
     if elsewhere:
         raise damaged(file, f"it has {_shorten(elsewhere)}, which the index does not name", both)
 
 
 def _shorten(names: tuple[str, ...]) -> str:
-    return shorten(tuple(_short.repr(name) for name in names))
+    return shorten(tuple(short.repr(name) for name in names))

@@ -3,7 +3,8 @@
 Ranges are read into a few windows. Who goes on where the last range ended finds the next window on its way: at the end
 of a tensor that is the beginning of the next one in the order given, so the disk rests at no boundary. Who jumps gets
 what was asked for and no more, since read-ahead would mostly be in vain. Reads bypass the page cache where the file
-system lets them: caching files that are read once would take the memory that the tiers are for.
+system lets them: caching files that are read once would take the memory that the tiers are for. Of files with sums
+whole pages are read, and compared before anybody sees them.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from types import TracebackType
 from typing import Self
 
 from tiering.aio import AioContext, Ticket
-from tiering.arena import PAGE, Arena, Lease
+from tiering.arena import PAGE, Arena, Lease, round_up
 from tiering.config import IoConfig
 from tiering.errors import SwapError, WeightsError
 from tiering.interrupts import deferred_interrupts
 from tiering.io_stats import errno_text
 from tiering.storage import shorten
-from tiering.weights.files import FileVersion, StoredTensor, WeightFiles, damaged, unopened
+from tiering.weights.files import FileVersion, StoredTensor, Sums, WeightFiles, damaged, unopened
 
 WINDOWS = 3  # one being taken, two on their way
 WINDOW_BYTES = 4 << 20
@@ -46,23 +47,50 @@ class _Window:
         self._lease = lease
         self._ticket: Ticket | None = None
         self._skipped = 0  # bytes from the beginning of the page to that of the range
+        self._sums: Sums | None = None  # to be compared with once it is there
+        self._at = self._nbytes = 0  # what is read of the file
         self.tensor: StoredTensor
         self.start = self.end = 0
 
-    def fill(self, aio: AioContext, file: int, tensor: StoredTensor, start: int, end: int) -> None:
-        """Start reading [start, end), once what was under way has ended."""
+    def fill(
+        self,
+        aio: AioContext,
+        file: int,
+        tensor: StoredTensor,
+        start: int,
+        end: int,
+        sums: Sums | None,
+        size: int,
+    ) -> None:
+        """Start reading [start, end), once what was under way has ended; with ``sums`` the pages it lies in."""
         self.settle()
         self.tensor, self.start, self.end = tensor, start, end
         self._skipped = (tensor.offset + start) % PAGE
-        nbytes = self._skipped + end - start
-        self._ticket = aio.read(
-            file, self._lease, tensor.offset + start - self._skipped, nbytes, names=(tensor.name,)
-        )
+        self._sums = sums
+        self._at = tensor.offset + start - self._skipped
+        stop = tensor.offset + end if sums is None else min(round_up(tensor.offset + end), size)
+        self._nbytes = stop - self._at
+        self._ticket = aio.read(file, self._lease, self._at, self._nbytes, names=(tensor.name,))
 
     def wait(self) -> None:
-        """Raises SwapError if the range could not be read."""
+        """Raises SwapError if the range could not be read, WeightsError if it is not what was written."""
         if self._ticket is not None:
             self._ticket.wait()
+            if self._sums is not None:
+                self._compare(self._sums)
+                self._sums = None
+
+    def _compare(self, sums: Sums) -> None:
+        pages = round_up(self._nbytes) // PAGE
+        self._lease.view[self._nbytes : pages * PAGE] = bytes(pages * PAGE - self._nbytes)
+        bad = sums.first_difference(self._lease.address, self._at // PAGE, pages)
+        if bad is not None:
+            what = (
+                f"{self.tensor.name!r} is not what was written: bytes {bad * PAGE} to {(bad + 1) * PAGE} have"
+            )
+            raise damaged(
+                self.tensor.file, f"{what} another CRC32C", "the disk or the memory is bad: see dmesg"
+            )
 
     def drop(self) -> None:
         """Nobody wants it any more."""
@@ -71,8 +99,9 @@ class _Window:
 
     def settle(self) -> None:
         """Wait until the memory is nobody's, whatever became of the transfer."""
-        with contextlib.suppress(SwapError):
-            self.wait()
+        if self._ticket is not None:
+            with contextlib.suppress(SwapError):
+                self._ticket.wait()
         self._ticket = None
 
     def holds(self, tensor: StoredTensor, at: int) -> bool:
@@ -91,6 +120,8 @@ class WeightReader:
 
     def __init__(self, files: WeightFiles, io: IoConfig, order: Iterable[StoredTensor] = ()) -> None:
         room = WINDOW_BYTES + PAGE  # a range may begin in the middle of a page
+        if files.sums:
+            room += PAGE  # and end in one
         arena = Arena.map(WINDOWS * room, "weights")
         self._windows_nbytes = arena.nbytes
         self._files = files
@@ -196,7 +227,9 @@ class WeightReader:
         with deferred_interrupts():  # between the two, a window would be lost
             window = self._idle.popleft()
             try:
-                window.fill(self._aio, self._file(tensor.file), tensor, start, stop)
+                number, sums = self._file(tensor.file), self._files.sums.get(tensor.file)
+                size = self._files.versions[tensor.file].nbytes
+                window.fill(self._aio, number, tensor, start, stop, sums, size)
             except BaseException:
                 self._idle.append(window)
                 raise

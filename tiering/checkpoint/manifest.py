@@ -1,0 +1,214 @@
+"""What a checkpoint says of itself: checkpoint.json, the commit record, and a JSON file of each rank.
+
+Each is sealed: ``{"crc32": "<8 hex digits>", "content": {...}}``, the sum over the compact dump of the content with
+sorted keys. A checkpoint is a directory with
+
+    checkpoint.json                        written last: what there is, and the state that all ranks share
+    rank-00001-of-00002.json               a rank's own: random states, position in the data, client_state
+    rank-00001-of-00002.safetensors        the tensors of that, and the model's buffers as this rank has them
+    weights-00001-of-00002.safetensors     fp32 masters of trained parameters; others in the compute dtype
+    exp_avg-00001-of-00002.safetensors     ... a file for each kind of optimizer state
+    checksums-00001-of-00002.safetensors   CRC32C of every page of the rank's other safetensors files (U32, by file)
+
+Tensors have the parameters' names. With several ranks each has parts of parameters: flat, and the ``__metadata__`` of
+the file maps the name to the first element, as "4096".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tiering.errors import CheckpointError
+from tiering.strict_json import FormatError, parse, short
+from tiering.weights.files import opened
+
+FORMAT = "tiering-checkpoint"
+VERSION = 1
+MANIFEST = "checkpoint.json"
+WEIGHTS = "weights"  # the kind that every parameter has
+FLOATS = ("F64", "F32", "BF16", "F16")
+
+_MOST_BYTES = 1 << 30  # of a JSON file
+_KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+
+def file_name(kind: str, rank: int, world_size: int, suffix: str = "safetensors") -> str:
+    """The file of ``kind`` of ``rank``, counted from 0."""
+    return f"{kind}-{rank + 1:05d}-of-{world_size:05d}.{suffix}"
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter: ``dtype`` is that of its stored weight; ``steps`` counts the updates that used its state."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    trained: bool
+    steps: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What checkpoint.json says. ``kinds`` are the optimizer's state tensors, ``training`` what else ranks share."""
+
+    step: int
+    world_size: int
+    created: str  # ISO 8601
+    optimizer: str | None  # the update rule's name
+    precision: str
+    kinds: tuple[str, ...]
+    parameters: Mapping[str, StoredParameter]
+    files: Mapping[str, int]  # bytes
+    training: Mapping[str, Any]
+
+    def write(self, directory: Path) -> None:
+        """Write it into ``directory``, and wait until it is on the disk."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "world_size": self.world_size,
+            "created": self.created,
+            "optimizer": self.optimizer,
+            "precision": self.precision,
+            "kinds": list(self.kinds),
+            "parameters": {
+                name: {
+                    "shape": list(each.shape),
+                    "dtype": each.dtype,
+                    "trained": each.trained,
+                    "steps": each.steps,
+                }
+                for name, each in self.parameters.items()
+            },
+            "files": dict(self.files),
+            "training": dict(self.training),
+        }
+        write_sealed(directory / MANIFEST, content)
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """That of the checkpoint in ``directory``. Raises CheckpointError if there is none, or it is damaged."""
+        path = directory / MANIFEST
+        content = read_sealed(path)
+        if content.get("format") != FORMAT:
+            raise damaged(path, f"its format is {short.repr(content.get('format'))}, not {FORMAT!r}")
+        if content.get("version") != VERSION:
+            raise CheckpointError(
+                f"{path}: it is of version {short.repr(content.get('version'))}, and this program reads version"
+                f" {VERSION}; load it with the version of tiering that saved it"
+            )
+        try:
+            return _manifest(content)
+        except FormatError as wrong:
+            raise damaged(path, str(wrong)) from None
+
+
+def write_sealed(path: Path, content: Mapping[str, Any]) -> int:
+    """Write ``content`` to the new file ``path`` and wait until it is on the disk; returns its bytes."""
+    text = json.dumps({"crc32": _sum(content), "content": content}, indent=1, allow_nan=False).encode()
+    with path.open("xb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(text)
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """The content of ``path``. Raises CheckpointError unless it is what was written."""
+    with opened(path) as fd:
+        size = os.fstat(fd).st_size
+        if size > _MOST_BYTES:
+            raise damaged(path, f"it is {size} bytes long")
+        text = b""
+        while piece := os.pread(fd, 1 << 24, len(text)):
+            text += piece
+    try:
+        sealed = parse(text)
+        content = sealed.get("content")
+        if not isinstance(content, dict) or sealed.keys() != {"crc32", "content"}:
+            raise FormatError("it does not have a crc32 and a content, and nothing else")
+        if sealed["crc32"] != _sum(content):
+            raise FormatError("its content is not what its crc32 says")
+    except FormatError as wrong:
+        raise damaged(path, str(wrong)) from None
+    return content
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    """A file of a checkpoint is not what was saved."""
+    return CheckpointError(f"{path}: it is damaged: {what}; load another checkpoint (tag=)")
+
+
+def _sum(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _manifest(content: Mapping[str, Any]) -> Manifest:
+    parameters = _field(content, "parameters", dict)
+    files = _field(content, "files", dict)
+    kinds = _field(content, "kinds", list)
+    for name in files:
+        if not name or any(mark in name for mark in "/\\\0") or name.startswith("."):
+            raise FormatError(f"it names the file {short.repr(name)}, which is none beside it")
+    for kind in kinds:
+        if not isinstance(kind, str) or not _KIND.fullmatch(kind) or kind in (WEIGHTS, "rank", "checksums"):
+            raise FormatError(f"it has a kind of state {short.repr(kind)}")
+    optimizer = content.get("optimizer")
+    if optimizer is not None and not isinstance(optimizer, str):
+        raise FormatError("its 'optimizer' is no name")
+    world_size = _count(content, "world_size")
+    if not 1 <= world_size <= 99999:
+        raise FormatError(f"its 'world_size' is {world_size}")
+    return Manifest(
+        step=_count(content, "step"),
+        world_size=world_size,
+        created=_field(content, "created", str),
+        optimizer=optimizer,
+        precision=_field(content, "precision", str),
+        kinds=tuple(kinds),
+        parameters={name: _parameter(name, entry) for name, entry in parameters.items()},
+        files={name: _count(files, name) for name in files},
+        training=_field(content, "training", dict),
+    )
+
+
+def _parameter(name: str, entry: Any) -> StoredParameter:
+    called = short.repr(name)
+    if not isinstance(entry, dict) or entry.keys() != {"shape", "dtype", "trained", "steps"}:
+        raise FormatError(f"{called} does not have a shape, dtype, trained and steps, and nothing else")
+    shape, dtype, trained = entry["shape"], entry["dtype"], entry["trained"]
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise FormatError(f"{called} has the shape {short.repr(shape)}")
+    if prod(shape) >= 1 << 62:
+        raise FormatError(f"{called} has more elements than there can be")
+    if dtype not in FLOATS or not isinstance(trained, bool):
+        raise FormatError(f"{called} has the dtype {short.repr(dtype)} or a wrong 'trained'")
+    return StoredParameter(tuple(shape), dtype, trained, _count(entry, "steps"))
+
+
+def _field(content: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = content.get(key)
+    if not isinstance(value, kind):
+        raise FormatError(f"its {key!r} is {short.repr(value)}, no {kind.__name__}")
+    return value
+
+
+def _count(content: Mapping[str, Any], key: str) -> int:
+    value = content.get(key)
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise FormatError(f"its {short.repr(key)} is {short.repr(value)}, no count")
+    return value

@@ -1,0 +1,172 @@
+"""A checkpoint that is there: which file has which part of which parameter, and the sums to check them by.
+
+``open_checkpoint`` reads JSON and headers and compares them with each other, whole, before anything is done with what
+they say. Tensors are read by ``tiering.weights.reader``, which compares every page with its sum.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tiering.arena import PAGE, round_up
+from tiering.checkpoint.manifest import WEIGHTS, Manifest, damaged, file_name
+from tiering.checkpoint.pages import PageSums
+from tiering.errors import CheckpointError, WeightsError
+from tiering.strict_json import short
+from tiering.weights.files import FileVersion, StoredTensor, WeightFiles, open_weights
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """``weights`` and each of ``states`` (by kind) give parameters by name; their parts may lie in several files."""
+
+    path: Path
+    manifest: Manifest
+    weights: WeightFiles
+    states: Mapping[str, WeightFiles]
+
+    def rank(self, number: int) -> RankFiles:
+        """What rank ``number`` had of its own."""
+        return _open_rank(self.path, self.manifest, number)
+
+    @property
+    def files(self) -> Iterator[Path]:
+        """All safetensors files but those of sums."""
+        for name in self.manifest.files:
+            if name.endswith(".safetensors") and not name.startswith("checksums-"):
+                yield self.path / name
+
+    @property
+    def sums(self) -> Mapping[Path, PageSums]:
+        """The sums of ``files``."""
+        return {
+            path: sums for number in range(self.manifest.world_size) for path, sums in self._sums_of(number)
+        }
+
+    def _sums_of(self, number: int) -> Iterator[tuple[Path, PageSums]]:
+        yield from _sums(self.path, self.manifest, number).items()
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """A rank's own state: plain JSON, and the tensors that it refers to."""
+
+    content: Mapping[str, Any]
+    tensors: WeightFiles
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in the directory ``path``. Raises CheckpointError, which names the file, unless it is whole.
+
+    No tensor is read.
+    """
+    with _naming(path):
+        manifest = Manifest.read(path)
+        _check_files(path, manifest)
+        sums: dict[Path, PageSums] = {}
+        for number in range(manifest.world_size):
+            sums |= _sums(path, manifest, number)
+        kinds = {kind: _open_kind(path, manifest, kind, sums) for kind in (WEIGHTS, *manifest.kinds)}
+    return Checkpoint(path, manifest, kinds.pop(WEIGHTS), kinds, sums)
+
+
+class _naming:  # noqa: N801 # read as a function
+    """What the reader of weights raises inside becomes a CheckpointError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, WeightsError):
+            what = str(error).partition("] ")[2].rpartition("; ")[0]
+            raise CheckpointError(f"{what}; load another checkpoint than {self._path} (tag=)") from error
+
+
+def _check_files(path: Path, manifest: Manifest) -> None:
+    """Each file that belongs to it is there, with its bytes."""
+    for number in range(manifest.world_size):
+        for kind in (WEIGHTS, *manifest.kinds, "rank", "checksums"):
+            name = file_name(kind, number, manifest.world_size)
+            if name not in manifest.files:
+                raise damaged(path / "checkpoint.json", f"it does not name {name}")
+    for name, nbytes in manifest.files.items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError as error:
+            raise damaged(path, f"{name} cannot be read: {error.strerror}") from error
+        if size != nbytes:
+            raise damaged(path / name, f"it has {size} bytes and should have {nbytes}")
+
+
+def _open_kind(path: Path, manifest: Manifest, kind: str, sums: Mapping[Path, PageSums]) -> WeightFiles:
+    """Parameters by name, put together from all ranks' parts."""
+    found: dict[str, list[tuple[int, StoredTensor]]] = defaultdict(list)
+    versions: dict[Path, FileVersion] = {}
+    for number in range(manifest.world_size):
+        file = path / file_name(kind, number, manifest.world_size)
+        opened = open_weights(file)
+        versions |= opened.versions
+        for name, tensor in opened.tensors.items():
+            found[name].append((_first_element(file, name, opened.metadata), tensor))
+    tensors: dict[str, StoredTensor] = {}
+    parts: dict[str, tuple[StoredTensor, ...]] = {}
+    for name, stored in manifest.parameters.items():
+        if kind != WEIGHTS and not stored.trained:
+            continue
+        place = path / file_name(kind, 0, manifest.world_size)
+        mine = sorted(found.pop(name, []), key=lambda part: (part[0], part[1].numel))
+        dtypes = {tensor.dtype for _, tensor in mine}
+        if len(dtypes) > 1 or (kind == WEIGHTS and dtypes - {stored.dtype}):
+            raise damaged(place, f"{short.repr(name)} is {' and '.join(sorted(dtypes))}, not {stored.dtype}")
+        end = 0
+        for first, tensor in mine:
+            if first != end:
+                raise damaged(tensor.file, f"{short.repr(name)} begins at element {first}, not {end}")
+            end += tensor.numel
+        if end != stored.numel or not mine:
+            raise damaged(place, f"of {short.repr(name)} there are {end} elements, not {stored.numel}")
+        whole = mine[0][1]
+        tensors[name] = StoredTensor(
+            name, whole.dtype, stored.shape, whole.file, whole.offset, sum(part.nbytes for _, part in mine)
+        )
+        parts[name] = tuple(part for _, part in mine)
+    if found:
+        raise damaged(path, f"{kind} of {short.repr(next(iter(found)))}, which checkpoint.json does not name")
+    return WeightFiles(
+        path,
+        MappingProxyType(tensors),
+        MappingProxyType({}),
+        versions,
+        MappingProxyType(parts),
+        {file: sums[file] for file in versions},
+    )
+
+
+def _first_element(file: Path, name: str, metadata: Mapping[str, str]) -> int:
+    text = metadata.get(name, "0")
+    if not text.isdecimal() or len(text) > 18:
+        raise damaged(file, f"{short.repr(name)} begins at element {short.repr(text)}")
+    return int(text)
+
+
+def _sums(path: Path, manifest: Manifest, number: int) -> dict[Path, PageSums]:
+    """Those of a rank's files."""
+    file = path / file_name("checksums", number, manifest.world_size)
+    stored = open_weights(file).tensors
+    found = {}
+    for kind in (WEIGHTS, *manifest.kinds, "rank"):
+        name = file_name(kind, number, manifest.world_size)
+        pages = round_up(manifest.files[name]) // PAGE
+        tensor = stored.get(name)
+        if tensor is None or tensor.dtype != "U32" or tensor.numel != pages:
+            raise damaged(file, f"it does not have the {pages} sums of {name}")
+        found[path / name] = PageSums(tensor)
+    return found

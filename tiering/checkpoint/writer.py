@@ -1,0 +1,244 @@
+"""Writes safetensors files from their beginning to their end, around the page cache, through a few windows of memory.
+
+What a file will hold is known before its first byte: the header is written first, the space is reserved, and a disk
+that is full says so at once. Bytes are copied into windows; a full one goes to disk while the next is being filled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from tiering._aio import lib
+from tiering.aio import AioContext
+from tiering.arena import PAGE, Arena, Lease, round_up
+from tiering.checkpoint.pages import sums_of
+from tiering.config import IoConfig
+from tiering.errors import CheckpointError, SwapError
+from tiering.io_stats import errno_text
+from tiering.weights.files import nbytes_of
+
+WINDOW = 2 << 20
+"""Bytes that go to disk at once."""
+
+SumSink = Callable[[int, "np.ndarray"], None]
+"""Takes the sums of the pages of a file from one on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor to be written: ``dtype`` is the format's word for it, "F32", "BF16" and so on."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self.dtype, prod(self.shape))
+
+
+def header_of(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The beginning of a file with ``tensors`` one after the other; it fills whole pages."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for tensor in tensors:
+        end = at + tensor.nbytes
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (round_up(8 + len(text)) - 8 - len(text))
+    return len(text).to_bytes(8, "little") + text
+
+
+class Output:
+    """What files are written through: an I/O context, and the windows that they share. One thread writes."""
+
+    def __init__(self, io: IoConfig | None = None, *, windows: int = 4) -> None:
+        io = io or IoConfig()
+        self.windows = Arena.map(windows * WINDOW, "checkpoint")
+        self.aio = AioContext(
+            engine=io.engine,
+            block_size=io.block_size,
+            queue_depth=io.queue_depth,
+            registered=io.registered,
+        )
+        self.aio.register(self.windows)
+
+    def close(self) -> None:
+        """End the transfers under way."""
+        self.aio.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(SwapError):  # what failed was told to the file's writer
+            self.close()
+
+
+class TensorFileWriter:
+    """Writes the file ``path``, which must not exist, with ``tensors``: their bytes are appended in that order.
+
+    Between two calls it holds at most one window of ``output`` that is not on its way to disk. ``on_sums`` is told the
+    CRC32C of every page. Raises CheckpointError where the disk is full or fails: then ``abandon`` it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Sequence[TensorSpec],
+        metadata: Mapping[str, str] | None = None,
+        *,
+        output: Output,
+        on_sums: SumSink | None = None,
+    ) -> None:
+        self.path = path
+        header = header_of(tensors, metadata)
+        self.nbytes = len(header) + sum(tensor.nbytes for tensor in tensors)
+        self._output = output
+        self._on_sums = on_sums
+        self._window: Lease | None = None
+        self._filled = 0  # bytes in the window
+        self._at = 0  # where in the file the window begins
+        with _naming(path, self.nbytes):
+            self._fd, direct = _create(path)
+            try:
+                _reserve(self._fd, self.nbytes)
+                self._file = output.aio.add_file(self._fd, direct=direct, name=str(path))
+            except BaseException:
+                os.close(self._fd)
+                self._fd = -1
+                raise
+        self.append(header)
+
+    def append(self, content: bytes | bytearray | memoryview | np.ndarray) -> None:
+        """The next bytes, any number of them, contiguous; they are copied."""
+        source = np.frombuffer(content, dtype=np.uint8)
+        if self._at + self._filled + source.size > self.nbytes:
+            raise ValueError(f"{self.path} was to have {self.nbytes} bytes, and more were given")
+        taken = 0
+        while taken < source.size:
+            if self._window is None:
+                with _naming(self.path, self.nbytes):
+                    self._window = self._output.windows.lease(WINDOW, "window", alone=True)
+                self._filled = 0
+            count = min(source.size - taken, WINDOW - self._filled)
+            into = np.frombuffer(self._window.view, dtype=np.uint8)
+            into[self._filled : self._filled + count] = source[taken : taken + count]
+            self._filled += count
+            taken += count
+            if self._filled == WINDOW:
+                self._send()
+
+    def close(self) -> None:
+        """Write what is left, and wait until all is on the disk (fsync)."""
+        if self._at + self._filled != self.nbytes:
+            raise ValueError(f"{self.path} was to have {self.nbytes} bytes, not {self._at + self._filled}")
+        self._send()
+        with _naming(self.path, self.nbytes):
+            self._output.windows.drain()  # also those of other files: they are done soon
+            os.ftruncate(self._fd, self.nbytes)
+            os.fsync(self._fd)
+        self._give_up_file()
+
+    def abandon(self) -> None:
+        """Give the file up; what there is of it stays on disk."""
+        if self._window is not None:
+            self._window.release()
+            self._window = None
+        with contextlib.suppress(OSError):
+            self._output.windows.drain()
+        self._give_up_file()
+
+    def _give_up_file(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _send(self) -> None:
+        """The window goes to disk."""
+        window, filled = self._window, self._filled
+        if window is None or not filled:
+            return
+        padded = round_up(filled)
+        window.view[filled:padded] = bytes(padded - filled)
+        if self._on_sums is not None:
+            with _naming(self.path, self.nbytes):
+                self._on_sums(self._at // PAGE, sums_of(window.address, padded // PAGE))
+        self._window, self._filled = None, 0
+        try:
+            with _naming(self.path, self.nbytes):
+                ticket = self._output.aio.write(self._file, window, self._at, padded)
+        except BaseException:
+            window.release()
+            raise
+        window.retire(ticket)
+        self._at += filled
+
+
+class _naming:  # noqa: N801 # read as a function
+    """What the system or the I/O engine raises inside becomes a CheckpointError about the file ``path``."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._path = path
+        self._nbytes = nbytes
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, OSError):
+            return
+        code = error.errno or errno.EIO
+        path = Path(error.filename) if isinstance(error, SwapError) and error.filename else self._path
+        raise CheckpointError(
+            f"{path}: it cannot be written: {errno_text(code)}; {_remedy(code, self._nbytes)}"
+        ) from error
+
+
+def _remedy(code: int, nbytes: int) -> str:
+    return {
+        errno.ENOSPC: f"the file system is full, and this file needs {nbytes} bytes: free space there, keep fewer"
+        " checkpoints (keep=), or save elsewhere",
+        errno.EDQUOT: "the disk quota is used up: raise it, keep fewer checkpoints (keep=), or save elsewhere",
+        errno.EFBIG: "the file would pass the process's file size limit: raise it with `ulimit -f`",
+        errno.EEXIST: "somebody else writes there: give each run a directory of its own",
+        errno.ENOENT: "its directory is gone: somebody has removed it",
+        errno.EACCES: "change the mode of the directory, or save elsewhere",
+        errno.EROFS: "the file system is mounted read-only: remount it, or save elsewhere",
+    }.get(code, "see dmesg, and save elsewhere")
+
+
+def _create(path: Path) -> tuple[int, bool]:
+    """A new file, and whether it goes around the page cache."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o666), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    with contextlib.suppress(FileNotFoundError):  # some kernels have made it by then
+        path.unlink()
+    return os.open(path, flags, 0o666), False
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """The space for all of the file, where the file system can promise it."""
+    code = -int(lib.aio_reserve(fd, round_up(nbytes)))
+    if code not in (0, errno.EOPNOTSUPP, errno.ENOSYS):
+        raise OSError(code, os.strerror(code))

@@ -75,17 +75,24 @@ class TieredState:
 
     def weight(self, group: ParamGroup, piece: Piece) -> Tensor:
         """A copy, in host memory, of a parameter in the compute dtype."""
+        return self.weight_range(group, piece, 0, piece.numel).view(piece.shape)
+
+    def weight_range(self, group: ParamGroup, piece: Piece, first: int, numel: int) -> Tensor:
+        """A copy of ``numel`` elements of a parameter from its ``first`` on, flat, in host memory."""
         self._optimizer.release_read_ahead()
         itemsize = group.dtype.itemsize
         if not group.sharded:
-            raw = self._tiers.load(group.home, piece.start * itemsize, piece.numel * itemsize)
-            return raw.view(group.dtype).view(piece.shape)
-        whole = torch.empty(piece.numel, dtype=group.dtype, device="cpu")
+            raw = self._tiers.load(group.home, (piece.start + first) * itemsize, numel * itemsize)
+            return raw.view(group.dtype)
+        values = torch.empty(numel, dtype=group.dtype, device="cpu")
         for part in self._kept_of(group, piece):
-            raw = self._tiers.load(group.home, part.start * itemsize, part.numel * itemsize)
-            whole[part.first : part.first + part.numel] = raw.view(group.dtype)
-        self._assemble(group, piece, whole)
-        return whole.view(piece.shape)
+            begin, end = max(first, part.first), min(first + numel, part.first + part.numel)
+            if begin < end:
+                at = part.start + begin - part.first
+                raw = self._tiers.load(group.home, at * itemsize, (end - begin) * itemsize)
+                values[begin - first : end - first] = raw.view(group.dtype)
+        self._assemble(group, piece, values, first)
+        return values
 
     def master(self, group: ParamGroup, piece: Piece) -> Tensor:
         """A copy, in host memory, of a parameter's fp32 master; a frozen one has none but its value."""
@@ -261,17 +268,17 @@ class TieredState:
             here = values[part.first : part.first + part.numel]
             self._patch(group.home, part.start * group.dtype.itemsize, here)
 
-    def _assemble(self, group: ParamGroup, piece: Piece, whole: Tensor) -> None:
-        """Complete the flat ``whole``, of which each rank holds what its shard has of ``piece``."""
+    def _assemble(self, group: ParamGroup, piece: Piece, values: Tensor, start: int = 0) -> None:
+        """Complete the flat ``values``, elements of ``piece`` from ``start`` on: each rank holds those of its shard."""
         assert self._collectives is not None
         what, size = f"read {piece.name!r}", self._collectives.world.size
         self._collectives.agree(what)
+        begin = piece.start + start
         for rank in range(size):
             for share in shard_ranges(group.layout, size, rank):
-                first, end = max(share.start, piece.start), min(share.stop, piece.end)
+                first, end = max(share.start, begin), min(share.stop, begin + values.numel())
                 if first < end:
-                    theirs = whole[first - piece.start : end - piece.start]
-                    self._collectives.broadcast(theirs, rank, what)
+                    self._collectives.broadcast(values[first - begin : end - begin], rank, what)
 
     def _kept(self, tile: Tile, segment: Segment) -> tuple[int, int]:
         """Offset and length, in bytes, of what the state of ``tile`` holds of a segment's masters."""

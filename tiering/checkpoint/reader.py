@@ -23,33 +23,26 @@ from tiering.weights.files import FileVersion, StoredTensor, WeightFiles, open_w
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``weights`` and each of ``states`` (by kind) give parameters by name; their parts may lie in several files."""
+    """``weights`` and each of ``states`` (by kind) give parameters by name; their parts may lie in several files.
+
+    ``sums`` are those of all files that have some.
+    """
 
     path: Path
     manifest: Manifest
     weights: WeightFiles
     states: Mapping[str, WeightFiles]
+    sums: Mapping[Path, PageSums]
 
     def rank(self, number: int) -> RankFiles:
-        """What rank ``number`` had of its own."""
-        return _open_rank(self.path, self.manifest, number)
-
-    @property
-    def files(self) -> Iterator[Path]:
-        """All safetensors files but those of sums."""
-        for name in self.manifest.files:
-            if name.endswith(".safetensors") and not name.startswith("checksums-"):
-                yield self.path / name
-
-    @property
-    def sums(self) -> Mapping[Path, PageSums]:
-        """The sums of ``files``."""
-        return {
-            path: sums for number in range(self.manifest.world_size) for path, sums in self._sums_of(number)
-        }
-
-    def _sums_of(self, number: int) -> Iterator[tuple[Path, PageSums]]:
-        yield from _sums(self.path, self.manifest, number).items()
+        """What rank ``number`` had of its own. Raises CheckpointError if that is damaged."""
+        with _naming(self.path):
+            file = self.path / file_name("rank", number, self.manifest.world_size)
+            found = open_weights(file)
+            tensors = WeightFiles(
+                file, found.tensors, found.metadata, found.versions, sums={file: self.sums[file]}
+            )
+            return RankFiles(read_sealed(file.with_suffix(".json")), tensors)
 
 
 @dataclass(frozen=True)

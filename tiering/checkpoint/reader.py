@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tiering.arena import PAGE, round_up
-from tiering.checkpoint.manifest import WEIGHTS, Manifest, damaged, file_name
+from tiering.checkpoint.manifest import WEIGHTS, Manifest, damaged, file_name, read_sealed
 from tiering.checkpoint.pages import PageSums
 from tiering.errors import CheckpointError, WeightsError
 from tiering.strict_json import short

@@ -25,38 +25,28 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import logging
 import os
 import re
 import secrets
 import shutil
-import socket
-import weakref
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tiering.checkpoint.run_lock import RunLock
 from tiering.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
 
 RECORD = "checkpoint.json"
 LATEST = "latest"
-LOCK = ".lock"
 
 _PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{8}", re.DOTALL)
 _LONGEST_TAG = 200  # bytes; a partial name adds 18, and 255 is what file systems take
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # <linux/fs.h>
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-_NO_LOCKS = (
-    errno.ENOSYS,
-    errno.EOPNOTSUPP,
-    errno.ENOLCK,
-)  # Lustre without -o flock, NFS without a lock server
-
-_LOCKED: weakref.WeakSet[CheckpointDirectory] = weakref.WeakSet()
 
 
 class Saved(NamedTuple):
@@ -74,42 +64,24 @@ class CheckpointDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()  # the program may change its directory before the next save
-        self._fd = -1
-        self._alone = False  # False where the file system has no locks
+        self._lock = RunLock(self.path)
 
     def lock(self) -> None:
         """Make the directory if need be, take its lock, and remove what crashed saves left.
 
         Does nothing when the lock is held already; takes it anew if the directory was removed meanwhile.
         """
-        if self._fd >= 0 and self._is_lock(self._fd):
+        if self._lock.held:
             return
-        self.close()
         with self._failing("cannot be saved to"):
             _make_durably(self.path)
-            _LOCKED.add(self)
-            self._fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                self._alone = self._flock(self._fd)
-            except BaseException:
-                os.close(self._fd)
-                self._fd = -1
-                raise
-        with contextlib.suppress(OSError):  # who holds it is a courtesy; a full disk must not get in the way
-            os.truncate(self._fd, 0)
-            os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        if self._alone:
+            self._lock.take()
+        if self._lock.alone:
             self._remove(self.partials())
 
     def close(self) -> None:
         """Give the lock back."""
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                fcntl.flock(
-                    self._fd, fcntl.LOCK_UN
-                )  # close() alone leaves it to a child between fork and exec
-            os.close(self._fd)
-            self._fd = -1
+        self._lock.give_back()
 
     def begin(self, tag: str) -> Path:
         """A new, empty directory for the files of ``tag``: hand it to ``commit`` or to ``discard``."""
@@ -233,35 +205,6 @@ class CheckpointDirectory:
                 f"checkpoint {self.path / tag} cannot be read: {error.strerror}; name another, or mend this one"
             ) from error
 
-    def _flock(self, fd: int) -> bool:
-        """Whether the file system has locks at all; CheckpointError when another run holds this one."""
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 300, 0).decode(errors="replace").strip()
-            raise CheckpointError(
-                f"another run saves to {self.path}: {holder if holder.isprintable() and holder else 'unknown'};"
-                " let it end, close the engine that holds it, or save to another directory"
-            ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            log.warning(
-                "the file system of %s has no locks (%s): two runs that save there are not told apart, and what"
-                " crashed saves leave (.*.partial-*) stays",
-                self.path,
-                error.strerror,
-            )
-            return False
-        return True
-
-    def _is_lock(self, fd: int) -> bool:
-        """Whether ``fd`` is the lock file that others find."""
-        try:
-            return os.path.samestat(os.fstat(fd), (self.path / LOCK).stat())
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-
     def _replaces(self, tag: str) -> bool:
         """Whether there is a checkpoint ``tag`` already. CheckpointError when something else has that name."""
         place = self.path / tag
@@ -295,15 +238,14 @@ class CheckpointDirectory:
 
     def _write_latest(self, tag: str) -> Path:
         file = self._partial_name(LATEST)
-        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            os.write(fd, tag.encode())
-            os.fsync(fd)
+            with file.open("xb") as stream:
+                stream.write(tag.encode())
+                stream.flush()
+                os.fsync(stream.fileno())
         except BaseException:
-            file.unlink()
+            file.unlink(missing_ok=True)
             raise
-        finally:
-            os.close(fd)
         return file
 
     def _show(self, partial: Path, tag: str, new_latest: Path | None, *, replaces: bool) -> None:
@@ -372,10 +314,8 @@ class CheckpointDirectory:
         names = [f"'{saved.tag}'" for saved in self.tags()]
         if not names:
             return f"{self.path} holds no checkpoint at all"
-        newest = ", ".join(names[-5:])
-        return f"name one that is there: {newest}" + (
-            f" and {len(names) - 5} older" if len(names) > 5 else ""
-        )
+        older = f" and {len(names) - 5} older" if len(names) > 5 else ""
+        return f"name one that is there: {', '.join(names[-5:])}{older}"
 
     @contextlib.contextmanager
     def _failing(self, what: str) -> Iterator[None]:
@@ -455,14 +395,3 @@ def _remedy(error: OSError) -> str:
     if error.errno == errno.EIO:
         return "the disk failed, see dmesg; save to another one"
     return "name a directory that can hold checkpoints"
-
-
-def _close_in_child() -> None:
-    """Or a child would hold the lock after its parent's death. It only closes: to unlock would unlock the parent."""
-    for directory in list(_LOCKED):
-        if directory._fd >= 0:
-            os.close(directory._fd)
-            directory._fd = -1
-
-
-os.register_at_fork(after_in_child=_close_in_child)

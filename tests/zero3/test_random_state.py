@@ -1,0 +1,123 @@
+"""Random numbers go on where they were, to the bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tiering.errors import CheckpointError
+from zero3 import plain, random_state
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Any:
+    before = random_state.capture()
+    yield
+    random_state.restore(before)
+
+
+def drawn() -> list[Any]:
+    """Some of each kind; an odd number of normals, of which generators keep the other half of a pair."""
+    return [
+        torch.rand(3).tolist(),
+        torch.randn(1).tolist(),
+        random.random(),
+        random.gauss(0, 1),
+        np.random.random(),
+        np.random.standard_normal(),
+    ]
+
+
+def through_a_file(value: Any) -> Any:
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(plain.encode(value, tensors, "random"), allow_nan=False)
+    return plain.decode(json.loads(text), tensors, "random")
+
+
+def test_every_generator_goes_on_where_it_was() -> None:
+    drawn()  # to the middle of a pair of normals
+    state = random_state.capture()
+    expected = [drawn() for _ in range(3)]
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    random_state.restore(through_a_file(state))
+    assert [drawn() for _ in range(3)] == expected
+
+
+def test_a_state_is_that_of_its_moment() -> None:
+    state = random_state.capture()
+    expected = drawn()
+    for _ in range(2):
+        random_state.restore(state)
+        assert drawn() == expected
+
+
+def test_what_is_not_in_it_stays() -> None:
+    state = random_state.capture()
+    expected = drawn()
+    random_state.restore(state)
+    random_state.restore({})
+    assert drawn() == expected
+
+
+def test_numpy_is_asked_only_if_it_is_there() -> None:
+    """numpy loads its generators when they are first used: a checkpoint is not what makes it."""
+    script = (
+        "import sys; from zero3 import random_state;"
+        "assert 'numpy.random' not in sys.modules;"
+        "state = random_state.capture(); assert sorted(state) == ['python', 'torch'], state;"
+        "random_state.restore(state); assert 'numpy.random' not in sys.modules;"
+        "import numpy.random as n; n.seed(3); state = random_state.capture(); first = n.random();"
+        "random_state.restore(state); assert n.random() == first"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("torch", torch.zeros(3, dtype=torch.uint8)),
+        ("torch", 5),
+        ("python", (3, (1, 2), None)),
+        ("python", (3, (-1,) * 625, None)),
+        ("python", [5]),
+        ("numpy", {}),
+        ("numpy", {"bit_generator": "PCG64"}),
+        ("numpy", {"bit_generator": "MT19937", "state": {"key": np.zeros(624, np.uint32), "pos": 10**7}}),
+        ("cuda", 5),
+    ],
+)
+def test_what_is_no_state_is_an_error(name: str, broken: Any) -> None:
+    before = random_state.capture()
+    with pytest.raises(
+        CheckpointError, match=f"random state of '{name}' is refused: .+; the file is damaged"
+    ):
+        random_state.restore({name: broken})
+    expected = drawn()
+    random_state.restore(before)
+    assert drawn() == expected
+
+
+def test_other_gpus_are_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    given: dict[int, int] = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device: given.update({device: int(state[0])})
+    )
+    states = [torch.tensor([number], dtype=torch.uint8) for number in (7, 8, 9)]
+    with caplog.at_level(logging.WARNING):
+        random_state.restore({"cuda": states[:2]})
+        assert given == {0: 7, 1: 8} and not caplog.records
+        random_state.restore({"cuda": states})
+    assert given == {0: 7, 1: 8}
+    assert "has random states of 3 GPUs, and this process sees 2" in caplog.text

@@ -1,0 +1,292 @@
+"""Values of a training script as JSON and tensors, and back: client_state, schedulers, random states, data positions.
+
+JSON has no tuples, no NaN and no keys but strings. What it lacks is an object of one key that begins with "$":
+
+    (1, "a")             {"$tuple": [1, "a"]}
+    {3: "a", "$x": 1}    {"$dict": [[3, "a"], ["$x", 1]]}      where a key is no string, or begins with "$" itself
+    float("inf")         {"$float": "inf"}
+    torch.zeros(2)       {"$tensor": "client_state['x']"}      the name under which the tensor is kept beside the JSON
+
+so that nothing is guessed, whatever a user's own dict holds. Only values come back, never code: what is of a class that
+has no word here is refused when it is saved, with what to save in its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import dataclasses
+import enum
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path, PurePath
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tiering.errors import CheckpointError, ConfigError
+
+DEPTH = 100  # a level takes up to three of JSON, and Python's reader of that gives up before a thousand
+DTYPES = frozenset(  # what safetensors has a word for
+    {
+        *(
+            torch.float64,
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+        ),
+        *(torch.int64, torch.int32, torch.int16, torch.int8),
+        *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+        *(torch.bool, torch.complex64),
+    }
+)
+
+_DICTS = (dict, OrderedDict, defaultdict)
+_NOT_FINITE = {str(number): number for number in (math.nan, math.inf, -math.inf)}
+_CODES = ("f8", "f4", "f2", "?", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1")
+_SCALARS = {np.dtype(code).name: np.dtype(code).type for code in _CODES}
+_TORCH_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_T = TypeVar("_T")
+
+
+class _Place(NamedTuple):
+    """Where in a value we are: its text is made only for an error, or for a tensor's name."""
+
+    outer: _Place | None
+    key: Any
+    depth: int
+
+    def within(self, key: Any) -> _Place:
+        return _Place(self, key, self.depth + 1)
+
+    def __str__(self) -> str:
+        return str(self.key) if self.outer is None else f"{self.outer}[{_short(self.key)}]"
+
+
+def encode(value: Any, tensors: dict[str, Tensor], where: str = "value") -> Any:
+    """``value`` as what JSON can hold; each tensor and array in it is copied into ``tensors``, under a new name.
+
+    ``where`` is what errors and names call the value ("client_state"). All comes back as it was, but: an OrderedDict
+    or defaultdict as a dict, a Parameter as a tensor, tensors on the CPU, and what is in it twice as two.
+    Raises ConfigError for what has no plain form, naming its place.
+    """
+    return _encode(value, tensors, _Place(None, where, 0))
+
+
+def decode(value: Any, tensors: dict[str, Tensor], where: str = "value") -> Any:
+    """What ``encode`` was given, from what JSON gave; CheckpointError, naming the place, if it cannot be that."""
+    return _decode(value, tensors, _Place(None, where, 0))
+
+
+def _encode(value: Any, tensors: dict[str, Tensor], at: _Place) -> Any:
+    if at.depth > DEPTH:
+        raise ConfigError(
+            f"{_start(at)} is deeper than {DEPTH} levels: it contains itself, or is to be saved as a flatter value"
+        )
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int:
+        return value if -(2**63) <= value < 2**64 else {"$int": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if kind is list:
+        return _encode_items(value, tensors, at)
+    if kind is tuple:
+        return {"$tuple": _encode_items(value, tensors, at)}
+    if kind in _DICTS:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: _encode(item, tensors, at.within(key)) for key, item in value.items()}
+        return {"$dict": _encode_pairs(value, tensors, at)}
+    if kind is Counter:
+        return {"$counter": _encode_pairs(value, tensors, at)}
+    if kind is set or kind is frozenset:
+        items = [_encode(item, tensors, at.within(item)) for item in value]
+        return {f"${kind.__name__}": sorted(items, key=json.dumps)}  # in an order that no hash seed decides
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, PurePath):
+        return {"$path": str(value)}
+    if kind is torch.dtype:
+        return {"$dtype": str(value)}
+    if kind is torch.Size:
+        return {"$size": list(value)}
+    if isinstance(value, Tensor):
+        return {"$tensor": _keep(_copy_of_tensor(value, at), tensors, at)}
+    if kind is np.ndarray:
+        return {"$array": _keep(_copy_of_array(value, at), tensors, at)}
+    if isinstance(value, np.generic) and value.dtype.name in _SCALARS:
+        return {"$scalar": [value.dtype.name, _encode(value.item(), tensors, at)]}
+    raise ConfigError(
+        f"{_start(at)} is of class {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold;"
+        f" save {_instead(value, at)}"
+    )
+
+
+def _encode_items(value: list[Any] | tuple[Any, ...], tensors: dict[str, Tensor], at: _Place) -> list[Any]:
+    return [_encode(item, tensors, at.within(index)) for index, item in enumerate(value)]
+
+
+def _encode_pairs(value: dict[Any, Any], tensors: dict[str, Tensor], at: _Place) -> list[list[Any]]:
+    return [
+        [_encode(key, tensors, at.within(key)), _encode(item, tensors, at.within(key))]
+        for key, item in value.items()
+    ]
+
+
+def _keep(tensor: Tensor, tensors: dict[str, Tensor], at: _Place) -> str:
+    name = place = str(at)
+    while name in tensors:  # of keys that print alike
+        name = f"{place}#{len(tensors)}"
+    tensors[name] = tensor
+    return name
+
+
+def _copy_of_tensor(value: Tensor, at: _Place) -> Tensor:
+    """A copy, for a checkpoint may be written while training goes on; contiguous, whatever the strides were."""
+    if value.is_nested or value.is_meta or value.layout != torch.strided or value.dtype not in DTYPES:
+        raise ConfigError(
+            f"{_start(at)} is a tensor of {value.dtype} and {value.layout} on {value.device}; a checkpoint holds"
+            f" dense ones of {', '.join(sorted(map(str, DTYPES)))}"
+        )
+    copy = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    with torch.no_grad():
+        copy.copy_(value)
+    return copy
+
+
+def _copy_of_array(value: np.ndarray[Any, Any], at: _Place) -> Tensor:
+    if f"torch.{value.dtype.name}" not in map(str, DTYPES) or not value.dtype.isnative:
+        raise ConfigError(
+            f"{_start(at)} is an array of {value.dtype!r}; a checkpoint holds numbers in this machine's byte order:"
+            f" save {_start(at)}.astype(...), or {_start(at)}.tolist()"
+        )
+    return torch.from_numpy(np.array(value, order="C"))
+
+
+def _instead(value: Any, at: _Place) -> str:
+    """What a user would write to save ``value``."""
+    place = _start(at)
+    if isinstance(value, type):
+        return "its name"
+    if isinstance(value, enum.Enum):
+        return f"{place}.value"
+    if isinstance(value, argparse.Namespace | SimpleNamespace):
+        return f"vars({place})"
+    if dataclasses.is_dataclass(value):
+        return f"dataclasses.asdict({place})"
+    for method in ("_asdict", "state_dict", "get_state"):  # a named tuple's, a module's, a generator's
+        if hasattr(value, method):
+            return f"{place}.{method}()"
+    for plain in (dict, list, tuple, set, str, int, float):
+        if isinstance(value, plain):
+            return f"{plain.__name__}({place})"
+    if isinstance(value, bytearray | memoryview):
+        return f"bytes({place})"
+    return "the plain values that it can be made of again"
+
+
+def _decode(value: Any, tensors: dict[str, Tensor], at: _Place) -> Any:
+    if at.depth > DEPTH:
+        raise CheckpointError(f"{_start(at)} is deeper than {DEPTH} levels; the file is damaged, or not ours")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return _decode_items(value, tensors, at)
+    tag = next((key for key in value if key.startswith("$")), None)
+    if tag is None:
+        return {key: _decode(item, tensors, at.within(key)) for key, item in value.items()}
+    try:
+        if len(value) > 1:
+            raise ValueError("it has another key beside it")
+        return _decode_tagged(tag, value[tag], tensors, at)
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+    ) as error:  # of what follows the tag: those within have a place
+        raise CheckpointError(
+            f"{_start(at)} has {_short(tag)}, but {error}; the file is damaged, or from a newer version"
+        ) from error
+
+
+def _decode_tagged(tag: str, held: Any, tensors: dict[str, Tensor], at: _Place) -> Any:
+    """TypeError, ValueError or OverflowError if ``held`` is not what belongs to ``tag``."""
+    match tag:
+        case "$tensor":
+            return _one_of(tensors, held)
+        case "$array":
+            return _one_of(tensors, held).numpy()
+        case "$scalar":
+            name, item = held
+            return _one_of(_SCALARS, name)(_as(int | float, _decode(item, tensors, at)))
+        case "$int":
+            return int(_as(str, held), 16)
+        case "$float":
+            return _one_of(_NOT_FINITE, held)
+        case "$bytes":
+            return base64.b64decode(_as(str, held), validate=True)
+        case "$path":
+            return Path(_as(str, held))
+        case "$dtype":
+            return _one_of(_TORCH_DTYPES, held)
+        case "$size":
+            return torch.Size([_as_length(length) for length in _as(list, held)])
+        case "$tuple":
+            return tuple(_decode_items(_as(list, held), tensors, at))
+        case "$set" | "$frozenset":
+            items = _decode_items(_as(list, held), tensors, at)
+            return (set if tag == "$set" else frozenset)(_unique(items))
+        case "$dict" | "$counter":
+            pairs = _decode_pairs(_as(list, held), tensors, at)
+            return (dict if tag == "$dict" else Counter)(pairs)
+    raise ValueError("this version does not know what that is")
+
+
+def _decode_items(held: list[Any], tensors: dict[str, Tensor], at: _Place) -> list[Any]:
+    return [_decode(item, tensors, at.within(index)) for index, item in enumerate(held)]
+
+
+def _decode_pairs(held: list[Any], tensors: dict[str, Tensor], at: _Place) -> dict[Any, Any]:
+    keys = _unique([_decode(key, tensors, at.within(key)) for key, _ in held])
+    return {key: _decode(item, tensors, at.within(key)) for key, (_, item) in zip(keys, held, strict=True)}
+
+
+def _unique(items: list[Any]) -> list[Any]:
+    if len(set(items)) != len(items):
+        raise ValueError("something comes twice in it")
+    return items
+
+
+def _one_of(known: dict[str, _T], name: Any) -> _T:
+    if _as(str, name) not in known:
+        raise ValueError(f"there is no {_short(name)}")
+    return known[name]
+
+
+def _as(kind: Any, held: Any) -> Any:
+    if not isinstance(held, kind):
+        raise TypeError(f"{_short(held)} is not of its kind")
+    return held
+
+
+def _as_length(held: Any) -> int:
+    if abs(_as(int, held)) >= 2**63:  # torch takes it, and fails when it is asked for it
+        raise OverflowError(f"{_short(held)} is no length")
+    return int(held)
+
+
+def _short(key: Any) -> str:
+    text = repr(key)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _start(at: _Place) -> str:
+    text = str(at)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -15,6 +15,7 @@ from optim_cpu.formats import round_parameters
 from tiering.arena import PAGE, round_up
 from tiering.errors import EngineStateError
 from zero3.assembly import Assembly
+from zero3.collectives import Collectives
 from zero3.param_group import ParamGroup
 from zero3.partition import FlatLayout, Piece, Segment, shard_ranges
 from zero3.tiers import Home
@@ -45,13 +46,22 @@ class TieredState:
         """The optimizer's state tensors, in the order in which they lie."""
         return self._optimizer.state_names
 
-    def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """The model's ``state_dict`` with real values, in the compute dtype; tied parameters share their tensor."""
-        places = {
+    @property
+    def collectives(self) -> Collectives | None:
+        """What the ranks say to each other through; None without others."""
+        return self._collectives
+
+    def places(self) -> dict[Tensor, tuple[ParamGroup, Piece]]:
+        """The group and the piece of each parameter of the model."""
+        return {
             param: (group, piece)
             for group in self._groups
             for param, piece in zip(group.params, group.layout.pieces, strict=True)
         }
+
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """The model's ``state_dict`` with real values, in the compute dtype; tied parameters share their tensor."""
+        places = self.places()
         loaded: dict[int, Tensor] = {}
         result: dict[str, Tensor] = {}
         for name, value in model.state_dict(keep_vars=True).items():

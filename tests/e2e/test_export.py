@@ -1,0 +1,132 @@
+"""What the engine saves for others: transformers and peft load it, and have the weights that were trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+from torch import Tensor
+
+import tiering
+from tiering.errors import ConfigError
+from zero3.export import Export
+
+from .architectures import ARCHITECTURES, batches, build
+from .conftest import COMPUTE, Habit, settings
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
+
+ON_NVME = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
+HUB = [name for name in ARCHITECTURES if name not in ("lora", "mixture", "untied")]
+
+
+@pytest.fixture
+def trained(start: Callable[..., Any]) -> Callable[..., Any]:
+    """``trained(name, precision)`` is an engine after a step, all on NVMe."""
+
+    def train(name: str, precision: str = "bf16") -> Any:
+        engine = start(name, Habit(precision, 1), threshold=0, **ON_NVME)
+        engine.backward(engine(**next(batches(name, 1, COMPUTE[precision]))).loss)
+        engine.step()
+        return engine
+
+    return train
+
+
+def export(engine: Any) -> Export:
+    return Export(engine.module, engine.config, engine._state)
+
+
+def assert_same(loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert loaded.keys() == expected.keys()
+    for name, value in expected.items():
+        assert loaded[name].dtype == value.dtype and loaded[name].equal(value), name
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_from_pretrained_loads_the_trained_weights(
+    trained: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    engine = trained(name)
+    export(engine).save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    loaded = type(engine.module).from_pretrained(tmp_path / "saved")
+    assert_same(loaded.state_dict(), engine.state_dict())
+    assert loaded.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_files_are_those_that_transformers_would_write(
+    trained: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    engine = trained(name)
+    export(engine).save_pretrained(tmp_path / "ours")
+    plain = type(engine.module)(engine.module.config).to(torch.bfloat16)
+    plain.load_state_dict(engine.state_dict())
+    plain.save_pretrained(tmp_path / "theirs")
+    for file in ("config.json", "generation_config.json"):
+        ours, theirs = tmp_path / "ours" / file, tmp_path / "theirs" / file
+        assert ours.exists() == theirs.exists()
+        assert not ours.exists() or json.loads(ours.read_text()) == json.loads(theirs.read_text())
+    assert_same(
+        load_file(tmp_path / "ours" / "model.safetensors"),
+        load_file(tmp_path / "theirs" / "model.safetensors"),
+    )
+
+
+def test_shards_are_no_longer_than_asked_and_indexed(trained: Callable[..., Any], tmp_path: Path) -> None:
+    engine = trained("mixtral")
+    place = export(engine).save_pretrained(tmp_path / "saved", max_shard_size=20_000)
+    index = json.loads((place / "model.safetensors.index.json").read_text())
+    shards = sorted(place.glob("model-*.safetensors"))
+    assert len(shards) > 5 and {shard.name for shard in shards} == set(index["weight_map"].values())
+    stored = {shard: load_file(shard) for shard in shards}
+    sizes = [[value.nbytes for value in tensors.values()] for tensors in stored.values()]
+    assert all(sum(each) <= 20_000 or len(each) == 1 for each in sizes)
+    assert index["metadata"]["total_size"] == sum(map(sum, sizes))
+    for shard, tensors in stored.items():
+        assert all(index["weight_map"][tensor] == shard.name for tensor in tensors)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(place)
+    assert_same(loaded.state_dict(), engine.state_dict())
+
+
+def test_what_is_saved_starts_another_run(trained: Callable[..., Any], tmp_path: Path) -> None:
+    engine = trained("mixtral", "fp32")
+    place = export(engine).save_pretrained(tmp_path / "saved")
+    config = settings(tmp_path, Habit("fp32", 1))
+    other = tiering.initialize(model=build("mixtral", seed=4), config=config, weights=place).engine
+    with other:
+        assert_same(other.state_dict(), engine.state_dict())
+
+
+def test_an_adapter_is_saved_as_peft_saves_it(trained: Callable[..., Any], tmp_path: Path) -> None:
+    engine = trained("lora")
+    place = export(engine).save_pretrained(tmp_path / "ours")
+    plain = build("lora").to(torch.bfloat16)
+    plain.load_state_dict(engine.state_dict())
+    plain.save_pretrained(tmp_path / "theirs")
+    assert_same(
+        load_file(place / "adapter_model.safetensors"),
+        load_file(tmp_path / "theirs" / "adapter_model.safetensors"),
+    )
+    configs = [json.loads((tmp_path / of / "adapter_config.json").read_text()) for of in ("ours", "theirs")]
+    assert configs[0] == configs[1]
+    base = hf.LlamaForCausalLM(plain.get_base_model().config).to(torch.bfloat16)
+    loaded = peft.PeftModel.from_pretrained(base, place)
+    adapters = {name: value for name, value in engine.state_dict().items() if "lora_" in name}
+    assert len(adapters) == 8
+    in_fp32 = loaded.state_dict()  # as peft takes what is to be trained
+    assert_same({name: in_fp32[name].bfloat16() for name in adapters}, adapters)
+
+
+@pytest.mark.parametrize("name", ["mixture", "untied"])
+def test_other_models_are_told_what_to_do(trained: Callable[..., Any], tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"needs a model of transformers or peft.*save_16bit_model"):
+        export(trained(name)).save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()

@@ -1,0 +1,193 @@
+"""Writes weights as Hugging Face keeps them: one safetensors file, or shards with an index.
+
+All is written into a directory of its own within the one that was named, and moved out of it in the end: first what
+nobody looks for, and last the file that a loader begins with. So there is a whole set of weights or none, also where
+an earlier one is replaced, and never a mixture of two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from tiering.checkpoint.writer import Output, TensorFileWriter, TensorSpec
+from tiering.config import IoConfig
+from tiering.errors import CheckpointError, SwapError
+from tiering.io_stats import errno_text
+
+SUFFIX = ".safetensors"
+
+
+class WeightWriter:
+    """Writes ``tensors``, in their order, as STEM.safetensors into ``directory``, which is made if it is not there.
+
+    With ``most_bytes``, tensors of more than that are written as shards, each of them as long as that at most, or one
+    tensor that is longer. What else belongs beside the weights is put into ``folder`` before ``finish``.
+
+    Raises CheckpointError if something cannot be written; then, and after ``abandon``, nothing of it is left.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        tensors: Sequence[TensorSpec],
+        *,
+        stem: str = "model",
+        most_bytes: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+        io: IoConfig | None = None,
+    ) -> None:
+        self._directory = directory
+        self._stem = stem
+        self._metadata = {"format": "pt"} | dict(metadata or {})
+        self._shards = _shards(tensors, most_bytes)
+        self._made = [path for path in (directory, *directory.parents) if not path.exists()]
+        self._output = Output(io)
+        self._number = -1  # of the shard that is being written
+        self._writer: TensorFileWriter | None = None
+        self._left = 0  # bytes of that shard which have not come yet
+        self.folder = directory / f".partial-{secrets.token_hex(4)}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir()
+        except OSError as error:
+            self.abandon()
+            raise self._unwritten(error) from error
+
+    @property
+    def files(self) -> list[str]:
+        """The names that it will have written, the one to begin with last."""
+        count = len(self._shards)
+        if count == 1:
+            return [self._stem + SUFFIX]
+        return [
+            *(f"{self._stem}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)),
+            f"{self._stem}{SUFFIX}.index.json",
+        ]
+
+    def append(self, content: bytes | bytearray | memoryview | np.ndarray) -> None:
+        """The next bytes of the tensors, one after the other."""
+        rest = np.frombuffer(content, dtype=np.uint8)
+        while rest.size:
+            while not self._left:
+                self._next_shard()
+            taken = rest[: self._left]
+            assert self._writer is not None
+            self._writer.append(taken)
+            self._left -= taken.size
+            rest = rest[taken.size :]
+
+    def finish(self) -> None:
+        """All bytes are there: let the files appear under their names."""
+        while self._number + 1 < len(self._shards):  # tensors without elements
+            self._next_shard()
+        self._close_shard()
+        try:
+            if len(self._shards) > 1:
+                self._write_index()
+            self._publish()
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def abandon(self) -> None:
+        """Leave nothing behind. Idempotent, and without effect after ``finish``."""
+        if self._writer is not None:
+            self._writer.abandon()
+            self._writer = None
+        with contextlib.suppress(SwapError):  # whoever wrote it was told
+            self._output.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for path in self._made:
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                path.rmdir()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.finish()
+        finally:
+            self.abandon()
+
+    def _next_shard(self) -> None:
+        self._close_shard()
+        self._number += 1
+        shard = self._shards[self._number]
+        path = self.folder / self.files[self._number]
+        self._writer = TensorFileWriter(path, shard, self._metadata, output=self._output)
+        self._left = sum(tensor.nbytes for tensor in shard)
+
+    def _close_shard(self) -> None:
+        assert not self._left, f"{self._left} bytes of {self.files[self._number]} did not come"
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write_index(self) -> None:
+        weight_map = {
+            tensor.name: file
+            for file, shard in zip(self.files, self._shards, strict=False)
+            for tensor in shard
+        }
+        total = sum(tensor.nbytes for shard in self._shards for tensor in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (self.folder / self.files[-1]).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _publish(self) -> None:
+        others = sorted(path.name for path in self.folder.iterdir() if path.name not in self.files)
+        for name in (*others, *self.files):
+            _sync(self.folder / name)
+        *shards, first = self.files
+        if shards:  # an older file to begin with would name shards of two kinds
+            for name in {first, self._stem + SUFFIX}:
+                (self._directory / name).unlink(missing_ok=True)
+        for name in (*others, *shards, first):
+            (self.folder / name).replace(self._directory / name)
+        ours = re.compile(re.escape(self._stem) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+        for path in self._directory.iterdir():
+            if ours.fullmatch(path.name) and path.name not in self.files:
+                path.unlink()
+        self.folder.rmdir()
+        self._made.clear()
+        _sync(self._directory)
+
+    def _unwritten(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{self._directory} cannot be written: {errno_text(error.errno or 0)}"
+            f" ({error.filename or self.folder}); make room there, or name another directory"
+        )
+
+
+def _shards(tensors: Sequence[TensorSpec], most_bytes: int | None) -> list[list[TensorSpec]]:
+    """Runs of ``tensors`` of at most ``most_bytes``, unless a single one is longer."""
+    shards: list[list[TensorSpec]] = [[]]
+    held = 0
+    for tensor in tensors:
+        if most_bytes is not None and shards[-1] and held + tensor.nbytes > most_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(tensor)
+        held += tensor.nbytes
+    return shards
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,251 @@
+"""Exports: files of a model's weights for others, streamed out of the tiers.
+
+Nobody holds more than a range of a parameter beside the tiers. Of several ranks the first one writes, and gets the
+others' shares range by range; if it cannot write, all of them are told, and training can go on.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from optim_cpu.formats import round_parameters
+from tiering import logs
+from tiering.checkpoint.writer import TensorSpec
+from tiering.config import TieringConfig, format_size, parse_size
+from tiering.errors import CheckpointError, ConfigError
+from tiering.weights.writer import SUFFIX, WeightWriter
+from zero3.collectives import Collectives
+from zero3.fill import RANGE
+from zero3.partition import tiles
+from zero3.precision import COMPUTE_DTYPES
+from zero3.saved_names import (
+    Saved,
+    adapter_names,
+    is_from_peft,
+    is_from_transformers,
+    own_names,
+    transformers_names,
+)
+from zero3.state import TieredState
+from zero3.weights import _DTYPES
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_WORDS = {dtype: word for word, dtype in _DTYPES.items()}
+
+
+class Export:
+    """Writes what ``state`` keeps of ``model``. Every rank makes the same calls.
+
+    Raises CheckpointError, on every rank, where files cannot be written; then there is nothing of them.
+    """
+
+    def __init__(self, model: nn.Module, config: TieringConfig, state: TieredState) -> None:
+        self._model = model
+        self._config = config
+        self._state = state
+        self._places = state.places()
+        self._collectives = state.collectives
+        self._writes = self._collectives is None or self._collectives.world.rank == 0
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "model.safetensors",
+        *,
+        exclude_frozen_parameters: bool = False,
+    ) -> Path:
+        """Write the model's ``state_dict`` as one safetensors file; returns its path.
+
+        Parameters have 16 bits: those that they compute in or, of a model in fp32, as bf16. Buffers are as they are.
+        """
+        stem = save_filename.removesuffix(SUFFIX)
+        if stem == save_filename or not stem or "/" in stem:
+            raise ConfigError(
+                f"save_filename {save_filename!r} is not the name of a {SUFFIX} file, and no other kind is written"
+                " (pickles run code when they are read): name it model.safetensors, and read it with"
+                " safetensors.torch.load_file"
+            )
+        tensors = own_names(self._model)
+        if exclude_frozen_parameters:
+            frozen = {param for param, (_, piece) in self._places.items() if not piece.trainable}
+            tensors = [saved for saved in tensors if saved.tensor not in frozen]
+        precision = self._config.precision
+        dtype = COMPUTE_DTYPES[(self._config.autocast or "bf16") if precision == "fp32" else precision]
+        self._write(Path(save_dir), tensors, dtype, stem=stem)
+        return Path(save_dir) / save_filename
+
+    def save_pretrained(self, save_dir: str | Path, max_shard_size: int | str = "5GB") -> Path:
+        """Write what ``from_pretrained`` loads, in the compute dtype; of a peft model its adapter. Returns where.
+
+        Raises ConfigError for models that are neither transformers' nor peft's.
+        """
+        try:
+            most_bytes = parse_size(max_shard_size)
+        except ValueError as error:
+            raise ConfigError(f"max_shard_size: {error}") from None
+        model, directory = self._model, Path(save_dir)
+        dtype = COMPUTE_DTYPES[self._config.precision]
+        if is_from_transformers(model):
+            files = partial(_write_transformers_config, model, dtype)
+            self._write(directory, transformers_names(model), dtype, most_bytes=most_bytes, files=files)
+        elif is_from_peft(model):
+            adapter = _only_adapter(model)
+            files = partial(_write_adapter_config, model, adapter)
+            self._write(directory, adapter_names(model, adapter), dtype, stem="adapter_model", files=files)
+        else:
+            raise ConfigError(
+                f"save_pretrained needs a model of transformers or peft, whose config says how to build it, not"
+                f" {type(model).__name__}; save its weights with save_16bit_model(DIR)"
+            )
+        return directory
+
+    def _write(
+        self,
+        directory: Path,
+        tensors: Sequence[Saved],
+        dtype: torch.dtype,
+        *,
+        stem: str = "model",
+        most_bytes: int | None = None,
+        files: Callable[[Path], None] | None = None,
+    ) -> None:
+        # The widest elements first, so that each tensor begins at a multiple of its own.
+        wanted = sorted(tensors, key=lambda saved: -self._stored_as(saved, dtype).itemsize)
+        specs = [
+            TensorSpec(saved.name, _word(saved, self._stored_as(saved, dtype)), saved.shape)
+            for saved in wanted
+        ]
+        leading = _Leading(self._collectives, f"save {directory}")
+        io = self._config.tiering.io
+        new = partial(WeightWriter, directory, specs, stem=stem, most_bytes=most_bytes, io=io)
+        writer = leading.attempt(new)
+        try:
+            if files is not None:
+                leading.attempt(lambda: files(_there(writer).folder))
+            for saved in wanted:
+                leading.settle()
+                for first, end in tiles(saved.numel, RANGE):
+                    values = self._values(saved, dtype, first, end - first)
+                    leading.attempt(partial(_append, writer, values))
+            leading.attempt(lambda: _there(writer).finish())
+            leading.settle()
+        finally:
+            if writer is not None:
+                writer.abandon()
+        total = sum(spec.nbytes for spec in specs)
+        log.log(
+            logs.once(logging.INFO), "saved %d tensors, %s, in %s", len(specs), format_size(total), directory
+        )
+
+    def _stored_as(self, saved: Saved, dtype: torch.dtype) -> torch.dtype:
+        return dtype if saved.tensor in self._places else saved.tensor.dtype
+
+    def _values(self, saved: Saved, dtype: torch.dtype, first: int, numel: int) -> Tensor | None:
+        """Elements of what is stored, flat, in host memory, on the rank that writes them."""
+        first += saved.first
+        if saved.tensor not in self._places:  # a buffer
+            return saved.tensor.detach().flatten()[first : first + numel].cpu()
+        group, piece = self._places[saved.tensor]
+        if not (group.sharded or self._writes):
+            return None
+        values = self._state.weight_range(group, piece, first, numel)
+        if values.dtype is dtype:
+            return values
+        rounded = torch.empty(numel, dtype=dtype, device="cpu")
+        round_parameters(values, rounded)
+        return rounded
+
+
+class _Leading:
+    """What the first of the ranks does for all. Its failure is theirs at the next ``settle``."""
+
+    def __init__(self, collectives: Collectives | None, what: str) -> None:
+        self._collectives = collectives
+        self._what = what
+        self._error: Exception | None = None
+
+    def attempt(self, action: Callable[[], T]) -> T | None:
+        """Do it, on the first rank, unless something has failed there."""
+        if self._error is None and (self._collectives is None or self._collectives.world.rank == 0):
+            try:
+                return action()
+            except Exception as error:
+                self._error = error
+        return None
+
+    def settle(self) -> None:
+        """Raise what has failed, on every rank."""
+        told = self._told_by_first() if self._collectives is not None else ""
+        if self._error is not None:
+            raise self._error
+        if told:
+            raise CheckpointError(f"rank 0, which writes for all, could not {self._what}: {told}")
+
+    def _told_by_first(self) -> str:
+        assert self._collectives is not None
+        text = str(self._error or "").encode()
+        lengths = self._collectives.table(torch.tensor([len(text)], device="cpu"), self._what)
+        words = torch.zeros(int(lengths[0]), dtype=torch.uint8, device="cpu")
+        if text:
+            words.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        self._collectives.broadcast(words, 0, self._what)
+        return bytes(words.tolist()).decode()
+
+
+def _there(writer: WeightWriter | None) -> WeightWriter:
+    assert writer is not None
+    return writer
+
+
+def _append(writer: WeightWriter | None, values: Tensor | None) -> None:
+    assert values is not None
+    _there(writer).append(values.contiguous().view(torch.uint8).numpy())
+
+
+def _word(saved: Saved, dtype: torch.dtype) -> str:
+    if dtype not in _WORDS:
+        raise ConfigError(
+            f"{saved.name!r} is {dtype}, which safetensors files cannot hold; register it with persistent=False, or"
+            " keep it in another dtype"
+        )
+    return _WORDS[dtype]
+
+
+def _write_transformers_config(model: Any, dtype: torch.dtype, folder: Path) -> None:
+    """What ``from_pretrained`` builds the model from, as transformers writes it."""
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _write_adapter_config(model: Any, adapter: str, folder: Path) -> None:
+    """What peft builds the adapter from, as it writes it."""
+    config = copy.deepcopy(model.peft_config[adapter])
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(model.get_base_model(), "name_or_path", None) or None
+    config.inference_mode = True
+    config.save_pretrained(folder)
+
+
+def _only_adapter(model: Any) -> str:
+    adapters = list(model.peft_config)
+    if len(adapters) > 1:
+        raise ConfigError(
+            f"save_pretrained writes one adapter, and the model has {', '.join(map(repr, adapters))}; delete others"
+            " before initialize, or save all of it with save_16bit_model(DIR)"
+        )
+    return str(adapters[0])

@@ -34,12 +34,12 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tiering.checkpoint.manifest import MANIFEST
 from tiering.checkpoint.run_lock import RunLock
 from tiering.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
 
-RECORD = "checkpoint.json"
 LATEST = "latest"
 
 _PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{8}", re.DOTALL)
@@ -113,7 +113,7 @@ class CheckpointDirectory:
         if keep is not None and keep < 1:
             raise ConfigError(f"keep is {keep}: a save keeps at least 1 checkpoint, its own; None keeps all")
         with self._failing(f"could not take checkpoint '{tag}'"):
-            (partial / RECORD).stat()  # without it nobody would find what is there
+            (partial / MANIFEST).stat()  # without it nobody would find what is there
             replaces = self._replaces(tag)
             _fsync_directory(partial)
             new_latest = self._write_latest(tag) if latest else None
@@ -142,7 +142,7 @@ class CheckpointDirectory:
             if not name.startswith(".") and _why_not_a_tag(name) is None:
                 with contextlib.suppress(OSError):  # another user's, perhaps
                     if self._holds(name):
-                        time = (self.path / name / RECORD).stat().st_mtime_ns
+                        time = (self.path / name / MANIFEST).stat().st_mtime_ns
                         found.append((time, _by_number(name), name))
         return [Saved(name, time / 1e9) for time, _, name in sorted(found)]
 
@@ -195,7 +195,7 @@ class CheckpointDirectory:
         return None if found is None else self.path / found
 
     def _holds(self, tag: str) -> bool:
-        return (self.path / tag / RECORD).is_file()
+        return (self.path / tag / MANIFEST).is_file()
 
     def _readable(self, tag: str) -> bool:
         try:
@@ -216,7 +216,7 @@ class CheckpointDirectory:
             return True
         if place.exists():
             raise CheckpointError(
-                f"{place} is no checkpoint (it has no {RECORD}) and stays; choose another tag"
+                f"{place} is no checkpoint (it has no {MANIFEST}) and stays; choose another tag"
             )
         return False
 

@@ -16,7 +16,8 @@ import pytest
 
 from tiering.checkpoint import directory as module
 from tiering.checkpoint import run_lock
-from tiering.checkpoint.directory import LATEST, RECORD, CheckpointDirectory
+from tiering.checkpoint.directory import LATEST, CheckpointDirectory
+from tiering.checkpoint.manifest import MANIFEST
 from tiering.errors import CheckpointError, ConfigError
 
 
@@ -36,7 +37,7 @@ def save(
     keep: int | None = None,
 ) -> Path:
     partial = directory.begin(tag)
-    (partial / RECORD).write_text(content or tag)
+    (partial / MANIFEST).write_text(content or tag)
     (partial / "weights").write_text(f"weights of {content or tag}")
     return directory.commit(partial, tag, latest=latest, keep=keep)
 
@@ -59,7 +60,7 @@ def test_a_save_leaves_the_checkpoint_its_name_and_the_lock(checkpoints: Checkpo
     assert names(checkpoints) == {"step1", LATEST, ".lock"}
     assert (checkpoints.path / LATEST).read_bytes() == b"step1"
     assert checkpoints.find() == checkpoints.find("step1") == path
-    assert {entry.name for entry in path.iterdir()} == {RECORD, "weights"}
+    assert {entry.name for entry in path.iterdir()} == {MANIFEST, "weights"}
 
 
 def test_what_was_made_has_the_users_modes_not_stricter_ones(checkpoints: CheckpointDirectory) -> None:
@@ -90,8 +91,8 @@ def test_a_tag_is_replaced_whole(checkpoints: CheckpointDirectory) -> None:
     path = save(checkpoints, "best", "old")
     (path / "of the old one only").touch()
     assert save(checkpoints, "best", "new") == path
-    assert (path / RECORD).read_text() == "new"
-    assert {entry.name for entry in path.iterdir()} == {RECORD, "weights"}
+    assert (path / MANIFEST).read_text() == "new"
+    assert {entry.name for entry in path.iterdir()} == {MANIFEST, "weights"}
     assert names(checkpoints) == {"best", LATEST, ".lock"}
 
 
@@ -135,7 +136,7 @@ def test_tags_that_are(checkpoints: CheckpointDirectory, tag: str) -> None:
     save(checkpoints, tag)
     save(checkpoints, "other")
     save(checkpoints, tag, "again")
-    assert (checkpoints.find(tag) or Path()).joinpath(RECORD).read_text() == "again"
+    assert (checkpoints.find(tag) or Path()).joinpath(MANIFEST).read_text() == "again"
     assert sorted(tags(checkpoints)) == sorted([tag, "other"])
     assert checkpoints.latest() == tag
 
@@ -163,7 +164,7 @@ def test_what_else_has_the_name_stays(checkpoints: CheckpointDirectory, tmp_path
 
 def test_a_name_that_was_taken_during_the_save(checkpoints: CheckpointDirectory) -> None:
     partial = checkpoints.begin("step1")
-    (partial / RECORD).touch()
+    (partial / MANIFEST).touch()
     (checkpoints.path / "step1").mkdir()
     with pytest.raises(CheckpointError, match=r"is no checkpoint .* and stays"):
         checkpoints.commit(partial, "step1")
@@ -175,7 +176,7 @@ def test_a_name_that_was_taken_during_the_save(checkpoints: CheckpointDirectory)
 
 
 def at(directory: CheckpointDirectory, tag: str, time: int) -> None:
-    os.utime(directory.path / tag / RECORD, (time, time))
+    os.utime(directory.path / tag / MANIFEST, (time, time))
 
 
 def test_tags_are_in_the_order_of_their_records(checkpoints: CheckpointDirectory) -> None:
@@ -237,7 +238,7 @@ def test_pruning_removes_nothing_but_checkpoints(checkpoints: CheckpointDirector
     (checkpoints.path / "notes" / "text").write_text("mine")
     (checkpoints.path / "file").touch()
     (checkpoints.path / ".hidden").mkdir()
-    (checkpoints.path / ".hidden" / RECORD).touch()
+    (checkpoints.path / ".hidden" / MANIFEST).touch()
     mine = names(checkpoints)
     for number in range(3):
         save(checkpoints, f"step{number}", keep=1)
@@ -377,7 +378,7 @@ def test_a_commit_that_fails_leaves_the_old_state(
     save(checkpoints, "old")
     before = content(checkpoints)
     partial = checkpoints.begin(tag)
-    (partial / RECORD).write_text("new")
+    (partial / MANIFEST).write_text("new")
     with (
         failing(monkeypatch, where, name, nth),
         pytest.raises(
@@ -398,11 +399,11 @@ def test_the_last_fsync_fails_when_all_is_in_sight(
 ) -> None:
     save(checkpoints, "step1", "old")
     partial = checkpoints.begin("step1")
-    (partial / RECORD).write_text("new")
+    (partial / MANIFEST).write_text("new")
     with failing(monkeypatch, os, "fsync", 3), pytest.raises(CheckpointError, match="Input/output error"):
         checkpoints.commit(partial, "step1")
     checkpoints.discard(partial)
-    assert content(checkpoints) == {LATEST: "step1", f"step1/{RECORD}": "new"}
+    assert content(checkpoints) == {LATEST: "step1", f"step1/{MANIFEST}": "new"}
 
 
 def test_a_file_system_that_cannot_exchange_says_so_before_anything_is_written(
@@ -417,7 +418,7 @@ def test_a_file_system_that_cannot_exchange_says_so_before_anything_is_written(
             checkpoints.begin("step1")
         save(checkpoints, "step2")
     assert names(checkpoints) == {"step1", "step2", LATEST, ".lock"}
-    assert (checkpoints.path / "step1" / RECORD).read_text() == "old"
+    assert (checkpoints.path / "step1" / MANIFEST).read_text() == "old"
 
 
 def test_a_directory_that_cannot_be_synced_is_none_of_ours(
@@ -442,7 +443,7 @@ def test_a_full_disk(small_disk: Callable[[int], Path]) -> None:
     directory = CheckpointDirectory(disk / "checkpoints")
     save(directory, "step1", "old")
     partial = directory.begin("step2")
-    (partial / RECORD).touch()
+    (partial / MANIFEST).touch()
     fill(disk / "ballast")
     try:
         with pytest.raises(CheckpointError, match="No space left on device; make room there"):
@@ -472,7 +473,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 directory = CheckpointDirectory({str(checkpoints.path)!r})
 partial = directory.begin("step1")
-(partial / "{RECORD}").touch()
+(partial / "{MANIFEST}").touch()
 try:
     directory.commit(partial, "step1")
 except CheckpointError as error:
@@ -502,7 +503,7 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
 def test_the_directory_is_removed_under_the_run(checkpoints: CheckpointDirectory) -> None:
     save(checkpoints, "step1")
     partial = checkpoints.begin("step2")
-    (partial / RECORD).touch()
+    (partial / MANIFEST).touch()
     module.shutil.rmtree(checkpoints.path)
     with pytest.raises(CheckpointError, match="could not take checkpoint 'step2': No such file or directory"):
         checkpoints.commit(partial, "step2")

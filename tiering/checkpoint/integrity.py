@@ -1,0 +1,105 @@
+"""Whether a checkpoint is whole: every page of every file compared with its sum, at the speed of the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tiering.arena import PAGE
+from tiering.checkpoint.pages import PageSums
+from tiering.checkpoint.reader import Checkpoint
+from tiering.config import IoConfig
+from tiering.errors import CheckpointError, WeightsError
+from tiering.weights.files import FileVersion, StoredTensor, WeightFiles, opened
+from tiering.weights.reader import WINDOW_BYTES, WeightReader
+
+
+@dataclass(frozen=True)
+class Damage:
+    """``what`` is wrong with ``file``, on its page number ``page`` (None: elsewhere), where tensors ``names`` lie."""
+
+    file: Path
+    what: str
+    page: int | None = None
+    names: tuple[str, ...] = ()
+
+
+def damages(checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda _: None) -> Iterator[Damage]:
+    """What of ``checkpoint`` is not as it was written. ``on_read`` is told bytes as they are read.
+
+    Takes the memory of a WeightReader.
+    """
+    stored = _stored(checkpoint)
+    for number in range(checkpoint.manifest.world_size):
+        try:
+            rank = checkpoint.rank(number)
+        except CheckpointError as error:
+            yield Damage(checkpoint.path, _words(error))
+        else:
+            stored[rank.tensors.path] = list(rank.tensors.tensors.values())
+    files = _as_bytes(checkpoint)
+    with WeightReader(files, IoConfig(), order=files.tensors.values()) as reader:
+        for file, whole in zip(checkpoint.sums, files.tensors.values(), strict=True):
+            for first in range(0, whole.nbytes, WINDOW_BYTES):
+                numel = min(WINDOW_BYTES, whole.nbytes - first)
+                try:
+                    view = reader.read(whole, first, numel)
+                    pages = list(_different(view, first // PAGE, checkpoint.sums[file]))
+                except (WeightsError, CheckpointError) as error:
+                    names = _between(stored.get(file, ()), first, first + numel)
+                    yield Damage(file, _words(error), first // PAGE, names)
+                else:
+                    for page in pages:
+                        names = _between(stored.get(file, ()), page * PAGE, (page + 1) * PAGE)
+                        yield Damage(file, "it is not what was written: another CRC32C", page, names)
+                on_read(numel)
+
+
+def _stored(checkpoint: Checkpoint) -> dict[Path, list[StoredTensor]]:
+    """What lies in each file."""
+    stored: dict[Path, list[StoredTensor]] = {}
+    for kind in (checkpoint.weights, *checkpoint.states.values()):
+        for tensor in kind.tensors.values():
+            for part in kind.parts_of(tensor):
+                stored.setdefault(part.file, []).append(part)
+    return stored
+
+
+def _as_bytes(checkpoint: Checkpoint) -> WeightFiles:
+    """The files of ``checkpoint``, each as one tensor of bytes."""
+    tensors, versions = {}, {}
+    for file in checkpoint.sums:
+        with opened(file) as fd:
+            versions[file] = FileVersion.of(fd)
+        nbytes = versions[file].nbytes
+        tensors[file.name] = StoredTensor(file.name, "U8", (nbytes,), file, 0, nbytes)
+    return WeightFiles(checkpoint.path, tensors, {}, versions)
+
+
+def _different(view: memoryview, page: int, sums: PageSums) -> Iterator[int]:
+    """The pages in ``view``, from number ``page`` of the file on, that are not what they should be."""
+    content = np.frombuffer(view, dtype=np.uint8)
+    if content.size % PAGE:
+        content = np.concatenate([content, np.zeros(-content.size % PAGE, dtype=np.uint8)])
+    address, end = content.ctypes.data, page + content.size // PAGE
+    while page < end:
+        bad = sums.first_difference(address, page, end - page)
+        if bad is None:
+            return
+        yield bad
+        address += (bad + 1 - page) * PAGE
+        page = bad + 1
+
+
+def _between(stored: Iterable[StoredTensor], begin: int, end: int) -> tuple[str, ...]:
+    return tuple(
+        tensor.name for tensor in stored if tensor.offset < end and begin < tensor.offset + tensor.nbytes
+    )
+
+
+def _words(error: Exception) -> str:
+    """A message without its code and its remedy, which are for those who load."""
+    return str(error).partition("] ")[2].rpartition("; ")[0]

@@ -1,28 +1,273 @@
-"""The loader that ``initialize(training_data=...)`` gives: shuffled micro-batches, of a rank's own share."""
+"""The loader that ``initialize(training_data=...)`` gives: shuffled micro-batches, of a rank's own share.
+
+Note [Where a run goes on in its data]
+    The order of a pass follows from one number: a draw from torch's generator, as everywhere in torch, or for several
+    ranks the number of the pass. So a pass, its seed and how many micro-batches were handed out say all. Behind those
+    the loader goes on without reading what it leaves out, and without drawing what an undisturbed run had not drawn
+    there. A position counts samples of the whole data set, in the order that ranks share: with another number of ranks,
+    or another batch size, the pass goes on.
+
+    A pass that was left by ``break`` goes on, too, if the state is taken before the next one begins: most scripts that
+    do so stop there. When all was handed out, and the script has not asked for more, what goes on is the end of the
+    pass, so that a script which counts its passes counts right; but if nobody can ask any more, it is over.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
+
+from tiering import logs
+from tiering.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 
-class RankSampler(DistributedSampler[int]):
+class _Passes:
+    """What both samplers do beside shuffling: they count passes, and may begin one in the middle."""
+
+    epoch: int = 0  # the number of the next pass, by torch's name
+    last_seed: int = 0  # where the order of the last one came from
+    resumed: tuple[int, int] | None = (
+        None  # of the next one: its seed, and how many samples of a rank to leave out
+    )
+
+    def _begin(self, draw_seed: Callable[[], int]) -> int:
+        self.last_seed, left_out = self.resumed or (draw_seed(), 0)
+        self.resumed = None
+        self.epoch += 1
+        return left_out
+
+
+class WholeSampler(_Passes, RandomSampler):
+    """All samples, as ``DataLoader(shuffle=True)`` has them: by the same draw, at the same moment."""
+
+    def __iter__(self) -> Iterator[int]:
+        left_out = self._begin(lambda: int(torch.empty((), dtype=torch.int64).random_().item()))
+        yield from _shuffled(len(self.data_source), self.last_seed)[left_out:]
+
+
+class RankSampler(_Passes, DistributedSampler[int]):
     """One rank's share of a data set, in an order that is new in every pass, as a loader of one process has it.
 
     The order follows from the number of the pass, so that ranks agree on it without a word. ``set_epoch`` says which
-    pass comes next, as in torch; only a run that is resumed has to. Shares are of one size: the first samples of the
-    pass come twice where the ranks do not divide it.
+    pass comes next, as in torch; no run has to. Shares are of one size: the first samples of the pass come twice where
+    the ranks do not divide it.
     """
 
     def __init__(self, data: Dataset[Any], rank: int, world_size: int) -> None:
         super().__init__(data, num_replicas=world_size, rank=rank)
 
     def __iter__(self) -> Iterator[int]:
-        indices = super().__iter__()
-        self.epoch += 1
-        return indices
+        left_out = self._begin(lambda: self.seed + self.epoch)
+        order = _shuffled(len(self.dataset), self.last_seed)  # type: ignore[arg-type]  # torch wants a length, too
+        for index in range(self.rank + left_out * self.num_replicas, self.total_size, self.num_replicas):
+            yield order[index % len(order)]
+
+
+def _shuffled(size: int, seed: int) -> list[int]:
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    order: list[int] = torch.randperm(size, generator=generator).tolist()
+    return order
+
+
+@dataclass
+class _Position:
+    """How far a pass is."""
+
+    pass_number: int = 0
+    begun: bool = False  # iter() was called, which draws a number
+    seed: int | None = None  # of its order; None until a micro-batch was asked for
+    micro_batches: int = 0  # that were handed out
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What micro-batches are of; ``samples`` are the data set's."""
+
+    samples: int
+    batch_size: int
+    world_size: int
+
+    def micro_batches(self) -> int:
+        """In a whole pass, for each rank."""
+        share = -(-self.samples // self.world_size)
+        return -(-share // self.batch_size)
+
+
+class TrainingLoader(DataLoader[Any]):
+    """A torch DataLoader that can say where it is, and go on there: see Note [Where a run goes on in its data].
+
+    ``save_checkpoint`` and ``load_checkpoint`` call its ``state_dict`` and ``load_state_dict``, which are about the
+    iterator that was made last; an older one goes on as it would in torch.
+    """
+
+    def __init__(
+        self,
+        data: Dataset[Any],
+        batch_size: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        sampler: WholeSampler | RankSampler,
+    ) -> None:
+        super().__init__(data, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn)
+        self.passes = sampler
+        self._position = _Position()
+        self._awaited = False  # whether the next iter() goes on at this position
+        self._made: Callable[[], _Pass | None] = lambda: None  # weak: whether anybody holds the last iterator
+
+    def __iter__(self) -> _Pass:  # type: ignore[override]  # torch's has only private things beside next() and len()
+        goes_on = (
+            self._awaited and self._position.pass_number == self.passes.epoch
+        )  # no set_epoch chose another one
+        if not goes_on:
+            self._position = _Position()
+        self._awaited = False
+        made = _Pass(self, self._position)
+        if not self._position.begun:
+            made.batches = self.begin(self._position)
+        self._made = weakref.ref(made)
+        return made
+
+    def begin(self, position: _Position) -> Iterator[Any]:
+        """torch's iterator, which is behind ``position`` when it is asked."""
+        self._awaited = False
+        if not position.begun:
+            position.begun = True
+            return super().__iter__()
+        if position.seed is not None:
+            assert self.batch_size is not None
+            self.passes.resumed = position.seed, position.micro_batches * self.batch_size
+        drawn = torch.get_rng_state()  # before the number that torch draws here, which this pass has had
+        try:
+            return super().__iter__()
+        finally:
+            torch.set_rng_state(drawn)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is, in values that JSON has: the same for every rank of a run."""
+        position = self._position
+        asked = self._awaited or self._made() is not None
+        between = position.seed is None or position.micro_batches >= len(self)
+        if not position.begun or (between and not asked):
+            position = _Position()
+        if position.seed is None:
+            position = replace(position, pass_number=self.passes.epoch)
+        return asdict(position) | asdict(self._layout())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next ``iter()`` goes on where ``state`` was taken, and so does the iterator that was made last.
+
+        Draws nothing. Raises CheckpointError for a data set of another length, or what is no state of a loader; of a
+        run with another batch size or number of ranks, the pass goes on at the last whole round of micro-batches.
+        """
+        position, layout = _read(state)
+        here = self._layout()
+        if layout.samples != here.samples:
+            raise CheckpointError(
+                f"the checkpoint is of a run on {layout.samples} samples, and training_data has {here.samples}: give"
+                " initialize the same data, or none and go through the new data with a loader of your own"
+            )
+        if position.seed is not None and layout != here:
+            position = _converted(position, layout, here)
+        self._position = position
+        self._awaited = True
+        self.passes.epoch = position.pass_number
+        made = self._made()
+        if made is not None:
+            made.position, made.batches = position, None
+        log.log(
+            logs.once(logging.INFO),
+            "the training data goes on behind micro-batch %d of %d of pass %d",
+            position.micro_batches,
+            len(self),
+            position.pass_number,
+        )
+
+    def _layout(self) -> _Layout:
+        assert self.batch_size is not None
+        world_size = self.passes.num_replicas if isinstance(self.passes, RankSampler) else 1
+        return _Layout(len(self.dataset), self.batch_size, world_size)  # type: ignore[arg-type]  # it has a length
+
+
+class _Pass(Iterator[Any]):
+    """One pass over the data, as ``iter(loader)`` gives it."""
+
+    def __init__(self, loader: TrainingLoader, position: _Position) -> None:
+        self._loader = loader
+        self.position = position
+        self.batches: Iterator[Any] | None = None  # torch's, once it is needed
+
+    def __next__(self) -> Any:
+        position, passes = self.position, self._loader.passes
+        if self.batches is None:
+            self.batches = self._loader.begin(position)
+        position.micro_batches += 1  # one that cannot be read counts, too: torch's iterator goes on behind it
+        try:
+            return next(self.batches)
+        except StopIteration:
+            position.begun = False
+            raise
+        finally:
+            if position.seed is None:
+                position.seed, position.pass_number = passes.last_seed, passes.epoch - 1
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+def _read(state: Mapping[str, Any]) -> tuple[_Position, _Layout]:
+    try:
+        position = _Position(*(state[field.name] for field in fields(_Position)))
+        layout = _Layout(*(state[field.name] for field in fields(_Layout)))
+    except (KeyError, TypeError):
+        possible = False
+    else:
+        possible = _is_possible(position, layout)
+    if not possible:
+        raise CheckpointError(
+            f"the place in the training data is {str(state)[:300]}, which is none; the file is damaged, or from a newer"
+            " version"
+        )
+    return position, layout
+
+
+def _is_possible(position: _Position, layout: _Layout) -> bool:
+    counts = (position.pass_number, position.micro_batches, *astuple(layout))
+    if not all(type(count) is int and 0 <= count < 2**62 for count in counts):
+        return False
+    if not (type(position.begun) is bool and layout.batch_size and layout.world_size):
+        return False
+    if position.seed is None:
+        return position.micro_batches == 0
+    return position.begun and type(position.seed) is int and 0 <= position.seed < 2**64
+
+
+def _converted(position: _Position, layout: _Layout, here: _Layout) -> _Position:
+    """The same place in a pass of other micro-batches, or rather before it, where every rank begins one."""
+    if position.micro_batches >= layout.micro_batches():
+        return replace(position, micro_batches=here.micro_batches())
+    done = position.micro_batches * layout.batch_size * layout.world_size
+    each = here.batch_size * here.world_size
+    log.log(
+        logs.once(logging.WARNING),
+        "the checkpoint was saved behind sample %d of %d of a pass, in micro-batches of %d on each of %d ranks; here %d"
+        " on each of %d go on behind sample %d",
+        done,
+        here.samples,
+        layout.batch_size,
+        layout.world_size,
+        here.batch_size,
+        here.world_size,
+        done // each * each,
+    )
+    return replace(position, micro_batches=done // each)
 
 
 def make_loader(
@@ -32,9 +277,11 @@ def make_loader(
     *,
     rank: int,
     world_size: int,
-) -> DataLoader[Any]:
+) -> TrainingLoader:
     """Shuffled batches of ``batch_size`` samples, over all of ``data`` or, of several ranks, over this one's share."""
-    if world_size == 1:
-        return DataLoader(data, batch_size=batch_size, shuffle=True, collate_fn=collate_fn)
-    sampler = RankSampler(data, rank, world_size)
-    return DataLoader(data, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn)
+    sampler = (
+        WholeSampler(data)  # type: ignore[arg-type]  # which asks for its length
+        if world_size == 1
+        else RankSampler(data, rank, world_size)
+    )
+    return TrainingLoader(data, batch_size, collate_fn, sampler)

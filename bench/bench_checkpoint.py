@@ -1,0 +1,149 @@
+"""Saving and loading a checkpoint beside dd, torch.save and torch.distributed.checkpoint, alternating in one run.
+
+    python bench/bench_checkpoint.py DIR [--cases foreground ranks background] [--rounds 5] [--save] [--quick]
+                                     [--json FILE] [--markdown FILE]
+
+DIR is a directory on the disk to measure, with 16 GB free; with all cases it takes 24 GB of memory and a quarter of an
+hour.
+
+**Model.** The demo's GPT of 24 blocks, width 1024 (303 M parameters), bf16, AdamW: fp32 masters and both moments are
+3.6 GB. Ours trains by the configuration of bench_step.py, once with everything on NVMe and nothing cached, once with
+everything in RAM. The peers hold the same tensors in memory, and only them.
+
+**Rounds.** Each side is a process that builds its state once, and then saves and loads it when told to. Everyone has a
+turn per round, who goes first rotates, and the first round is dropped. A save ends when its files are flushed to the
+disk. Before a load the page cache forgets them (posix_fadvise; the kernel's count of what the process read must agree),
+and the state is changed, so that a load that does nothing is seen: behind it, a fingerprint must be that of the save.
+Then the checkpoint is removed, and the disk synced.
+
+**dd** has three turns in the same rounds, on as many bytes: a write (of zeros; look whether your disk cuts them short),
+a read, and a copy, all with O_DIRECT, the faster of blocks of 4 and 16 MiB each time. Saving from NVMe reads the disk
+that it writes to, and loading writes the one that it reads: the copy is their bound and what the goals are about; the
+ratios to the plain write and read stand beside it. From memory, the plain ones are the bound.
+
+**Peers.** torch.save into a file, and fsync; torch.load, once as it comes and once with mmap, and its tensors copied
+into those that are there, as load_state_dict does; the faster one counts. torch.distributed.checkpoint in one process,
+with its FileSystemWriter and FileSystemReader as they come: it flushes its files and loads in place.
+
+**Memory.** RSS before, and VmHWM during. torch.save and torch.distributed.checkpoint write from the tensors into the
+page cache: their RSS hardly rises, but the whole checkpoint is in memory once more, and a container is charged for it.
+So the goal about extra memory takes anonymous memory and page cache together, sampled every 50 ms.
+
+**Cases.**
+
+- foreground: the above.
+- ranks: two ranks on NVMe, each with half of the threads, beside dd.
+- background: steps with a save in the background, beside steps without one and beside a save in the foreground.
+
+--save writes the report to bench/results/, --quick takes a tiny model and proves nothing. Speeds of shared machines
+swing within minutes; only ratios of one run mean anything. Exit status: 0 when all goals hold, 1 when one does not,
+2 when something failed or nothing was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from checkpoint import foreground
+from checkpoint.run import Run
+from checkpoint.scale import FULL, QUICK
+from figures import machine
+from figures.report import Report
+from ranks.side import Place
+from rich.console import Console
+from step.side import SideError
+
+CASES = {"foreground": foreground.case, "ranks": foreground.ranks}
+RESULTS = Path(__file__).parent / "results"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Saving and loading beside dd, torch.save and torch.distributed.checkpoint, alternating.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("dir", type=Path, help="a directory on the disk to measure")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rounds", type=int, help=f"rounds that are kept, instead of {FULL.rounds}")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side")
+    parser.add_argument(
+        "--patience", type=float, default=600, help="seconds after which a side that says nothing is ended"
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model, proves nothing")
+    parser.add_argument("--save", action="store_true", help=f"the report, to {RESULTS}")
+    parser.add_argument("--json", type=Path, help="every reading, for later")
+    parser.add_argument("--markdown", type=Path, help="the report")
+    arguments = parser.parse_args()
+    if arguments.rounds is not None and arguments.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    return arguments
+
+
+def prepared(options: argparse.Namespace, directory: Path) -> Run:
+    scale = QUICK if options.quick else FULL
+    if options.rounds:
+        scale = replace(scale, rounds=options.rounds)
+    facts = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", *sys.argv]),
+        **machine.describe("tiering", "torch", directory=options.dir),
+        "threads": f"{options.threads} for each side",
+        "model": str(scale.work.model),
+    }
+    report = Report("bench_checkpoint: saving and loading beside dd, torch.save and DCP", facts)
+    return Run(Place(directory, options.threads, options.patience, networks=False), scale, None, report)
+
+
+def keep(options: argparse.Namespace, run: Run) -> None:
+    """Write what was asked for."""
+    report = run.report
+    if options.json:
+        raw = {
+            "facts": report.facts,
+            "skipped": report.skipped,
+            "sides": [asdict(side) for side in run.sides],
+            "goals": [asdict(verdict) for verdict in report.verdicts],
+        }
+        options.json.write_text(json.dumps(raw, indent=1) + "\n")
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    for path in (options.markdown, RESULTS / f"{today}-checkpoint.md" if options.save else None):
+        if path is not None:
+            path.write_text(report.markdown())
+
+
+def main() -> int:
+    options = parse_arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends sides and clears up, as Ctrl-C does
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_checkpoint.") as directory:
+        run = prepared(options, Path(directory).resolve())
+        name = "none"
+        try:
+            for name in options.cases:
+                run.say(f"case {name}")
+                try:
+                    CASES[name](run)
+                except SideError as error:
+                    run.fail(name, error)
+        except KeyboardInterrupt:  # what was measured before it is worth a report
+            run.failed.append(name)
+            run.report.skipped.append(f"case {name}, and what comes after it: interrupted")
+    report = run.report
+    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
+    report.show(Console(width=None if sys.stdout.isatty() else 220))
+    keep(options, run)
+    if run.failed or not report.tables:
+        return 2
+    return 0 if all(verdict.holds for verdict in report.verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

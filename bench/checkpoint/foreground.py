@@ -1,0 +1,83 @@
+"""Saved and loaded by everyone in turn, beside dd on the same disk; ours from NVMe, and from memory as the peers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from . import sides, tables
+from .dd import Disk
+from .run import Run
+from .side import Spec
+from .tables import COPY, READ, WRITE, Measured
+
+BYTES_PER_PARAMETER = 12
+
+
+def alternated(run: Run, specs: Sequence[Spec]) -> tuple[dict[str, Measured], tables.Disk]:
+    """``specs`` and dd in turn: those that got through all rounds. Raises DdError."""
+    with (
+        TemporaryDirectory(dir=run.place.directory, prefix="dd.") as directory,
+        run.started(specs) as started,
+    ):
+        if not started:
+            return {}, {}
+        parameters = next(iter(started.values())).facts["parameters"]
+        disk = Disk(Path(directory), BYTES_PER_PARAMETER * parameters)
+        dd = {WRITE: disk.write, READ: disk.read, COPY: disk.copy}
+        trips = {name: side.trip for name, side in started.items()}
+        found = run.alternate(run.scale.rounds, {**trips, **dd})
+        flushed = disk.write(fsync=True)
+        run.report.facts["dd, write with conv=fsync, once"] = f"{flushed.rate / tables.GB:.2f} GB/s"
+        made = {name: Measured(name, started[name].facts, found[name]) for name in trips if name in found}
+    run.sides += made.values()
+    return made, {name: found[name] for name in dd if name in found}
+
+
+def case(run: Run) -> None:
+    scale, report = run.scale, run.report
+    specs = [
+        sides.on_nvme(scale),
+        sides.in_memory(scale),
+        sides.torch_save(scale),
+        sides.torch_dcp(scale),
+    ]
+    found, disk = alternated(run, specs)
+    show(run, "save and load", found, disk)
+    report.facts |= {f"about {name}": side.facts["about"] for name, side in found.items()}
+    for ours in (sides.NVME, sides.RAM):
+        for peer in (sides.TORCH, sides.DCP):
+            if ours in found and peer in found:
+                report.verdicts += tables.beside(found[ours], found[peer])
+            else:
+                run.without(f"{ours} beside {peer}", *{ours, peer} - set(found))
+
+
+def ranks(run: Run) -> None:
+    """The same state in two halves: each rank saves its own, with half of the threads."""
+    threads = max(1, run.place.threads // sides.RANKS)
+    narrow = replace(run, place=replace(run.place, threads=threads))
+    found, disk = alternated(narrow, [sides.on_nvme(run.scale, sides.RANKS)])
+    show(run, f"save and load, {sides.RANKS} ranks of {threads} threads", found, disk)
+
+
+def show(run: Run, title: str, found: dict[str, Measured], disk: tables.Disk) -> None:
+    """Tables, and the goals of ours beside dd and its own ceiling."""
+    if not found or len(disk) < 3:
+        run.without(title, "a side" if not found else "dd")
+        return
+    run.report.tables += [
+        tables.times(f"{title}: time", found, disk),
+        tables.memory(f"{title}: memory", found),
+    ]
+    for name, side in found.items():
+        if "ceiling" in side.facts:
+            on_disk = name != sides.RAM
+            write, read = (COPY, COPY) if on_disk else (WRITE, READ)
+            run.report.verdicts += [
+                tables.at_rate(f"saving, {name}", side.saved, write, disk[write]),
+                tables.at_rate(f"loading, {name}", side.best_loaded, read, disk[read]),
+                tables.below_ceiling(side),
+            ]

@@ -1,0 +1,38 @@
+"""How large and how often: the real sizes, and tiny ones that prove nothing but that everything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ranks.serve import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """``rounds`` are kept after a dropped first one. Steps are those behind which a background save is to be over."""
+
+    work: Work
+    rounds: int
+    host: str  # budgets of the side that has everything on NVMe; of all its ranks together
+    device: str
+    steps_on_nvme: int
+    steps_in_ram: int
+
+
+FULL = Scale(
+    work=Work(width=1024, layers=24, sequence=32, batch=1),
+    rounds=5,
+    host="1GiB",
+    device="128MiB",
+    steps_on_nvme=6,
+    steps_in_ram=20,
+)
+
+QUICK = Scale(
+    work=Work(width=256, layers=3, sequence=32, batch=1),
+    rounds=1,
+    host="20MiB",
+    device="8MiB",
+    steps_on_nvme=3,
+    steps_in_ram=3,
+)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from tiering.errors import CheckpointError, ConfigError
+from tiering.strict_json import short
 
 DEPTH = 100  # a level takes up to three of JSON, and Python's reader of that gives up before a thousand
 DTYPES = frozenset(  # what safetensors has a word for
@@ -66,7 +67,7 @@ class _Place(NamedTuple):
         return _Place(self, key, self.depth + 1)
 
     def __str__(self) -> str:
-        return str(self.key) if self.outer is None else f"{self.outer}[{_short(self.key)}]"
+        return str(self.key) if self.outer is None else f"{self.outer}[{short.repr(self.key)}]"
 
 
 def encode(value: Any, tensors: dict[str, Tensor], where: str = "value") -> Any:
@@ -101,7 +102,7 @@ def _encode(value: Any, tensors: dict[str, Tensor], at: _Place) -> Any:
     if kind is tuple:
         return {"$tuple": _encode_items(value, tensors, at)}
     if kind in _DICTS:
-        if all(type(key) is str and not key.startswith("$") for key in value):
+        if all(type(key) is str and _is_plain_key(key) for key in value):
             return {key: _encode(item, tensors, at.within(key)) for key, item in value.items()}
         return {"$dict": _encode_pairs(value, tensors, at)}
     if kind is Counter:
@@ -127,6 +128,11 @@ def _encode(value: Any, tensors: dict[str, Tensor], at: _Place) -> Any:
         f"{_start(at)} is of class {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold;"
         f" save {_instead(value, at)}"
     )
+
+
+def _is_plain_key(key: str) -> bool:
+    """Not one of ours, nor half of a surrogate pair (in a file name of other bytes), which a reader of JSON refuses."""
+    return not key.startswith("$") and key.encode(errors="replace").decode() == key
 
 
 def _encode_items(value: list[Any] | tuple[Any, ...], tensors: dict[str, Tensor], at: _Place) -> list[Any]:
@@ -212,7 +218,7 @@ def _decode(value: Any, tensors: dict[str, Tensor], at: _Place) -> Any:
         OverflowError,
     ) as error:  # of what follows the tag: those within have a place
         raise CheckpointError(
-            f"{_start(at)} has {_short(tag)}, but {error}; the file is damaged, or from a newer version"
+            f"{_start(at)} has {short.repr(tag)}, but {error}; the file is damaged, or from a newer version"
         ) from error
 
 
@@ -266,25 +272,20 @@ def _unique(items: list[Any]) -> list[Any]:
 
 def _one_of(known: dict[str, _T], name: Any) -> _T:
     if _as(str, name) not in known:
-        raise ValueError(f"there is no {_short(name)}")
+        raise ValueError(f"there is no {short.repr(name)}")
     return known[name]
 
 
 def _as(kind: Any, held: Any) -> Any:
     if not isinstance(held, kind):
-        raise TypeError(f"{_short(held)} is not of its kind")
+        raise TypeError(f"{short.repr(held)} is not of its kind")
     return held
 
 
 def _as_length(held: Any) -> int:
     if abs(_as(int, held)) >= 2**63:  # torch takes it, and fails when it is asked for it
-        raise OverflowError(f"{_short(held)} is no length")
+        raise OverflowError(f"{short.repr(held)} is no length")
     return int(held)
-
-
-def _short(key: Any) -> str:
-    text = repr(key)
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _start(at: _Place) -> str:

@@ -1,4 +1,4 @@
-"""Values of a training script as JSON and tensors, and back."""
+"""Values of a training script as JSON and tensors, and back, as the files of a checkpoint hold them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from tiering import strict_json
 from tiering.errors import CheckpointError, ConfigError
 from zero3 import plain
 
 
 def there_and_back(value: Any) -> Any:
     tensors: dict[str, Tensor] = {}
-    text = json.dumps(plain.encode(value, tensors, "client_state"), allow_nan=False)
+    text = json.dumps(
+        {"client_state": plain.encode(value, tensors, "client_state")}, indent=1, allow_nan=False
+    )
     for tensor in tensors.values():
         assert tensor.device.type == "cpu" and tensor.is_contiguous() and type(tensor) is Tensor
         assert tensor.dtype in plain.DTYPES
-    return plain.decode(json.loads(text), tensors, "client_state")
+    return plain.decode(strict_json.parse(text.encode())["client_state"], tensors, "client_state")
 
 
 def exact(value: Any) -> Any:
@@ -104,6 +107,7 @@ def test_what_comes_back_is_what_went_in(value: Any) -> None:
         *({}, [], (), set(), frozenset(), b"", "", "\0\ud800"),
         {"$tensor": "w"},
         {"$tensor": 1, "more": 2},
+        {"\udc80.bin": 1},
         {1: "int", "1": "str", (1, None): "tuple", None: 0, 1.5: math.nan},
         [
             torch.zeros(()),
@@ -153,7 +157,7 @@ def test_tensors_are_copies_under_names_of_their_own() -> None:
     ]
     weight += 10
     array += 10
-    assert len(tensors) == 4 and all(len(name) < 200 for name in tensors)
+    assert len(tensors) == 4 and all(len(name) < 300 for name in tensors)
     first, second = (plain.decode(value, tensors) for value in encoded)
     assert exact(first) == exact({long[0]: torch.zeros(2), long[1]: torch.ones(2), "array": np.zeros(2)})
     assert exact(second) == exact({long[0]: torch.full((2,), 2.0)})
@@ -235,6 +239,10 @@ def test_depth_has_a_limit_on_both_sides() -> None:
         deep = {"$tuple": [deep]}
     with pytest.raises(CheckpointError, match=r"client_state\[0\]\[0\].+ is deeper than 100 levels"):
         plain.decode(deep, {}, "client_state")
+    for _ in range(900):
+        deep = [deep]
+    with pytest.raises(CheckpointError, match=r"client_state has '\$int', but \[.+\] is not of its kind"):
+        plain.decode({"$int": deep}, {}, "client_state")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tiering.errors import ConfigError
 from tiering.planning import command
@@ -49,7 +50,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_arguments(plan)
     plan.set_defaults(run=command.run)
+    _add_convert(commands)
     return parser
+
+
+def _add_convert(commands: Any) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="make weights that anybody loads of a checkpoint, or a checkpoint of weights",
+        epilog="exit code: 0 converted, 1 SRC is damaged or DST cannot be written, 2 the question was wrong.",
+        description="From a checkpoint, or the latest of a directory: safetensors with an index. From a directory of"
+        " Hugging Face's, or a .safetensors file: a checkpoint that load_checkpoint takes.",
+    )
+    convert.add_argument("source", type=Path, metavar="SRC", help="a checkpoint, or weights")
+    convert.add_argument("into", type=Path, metavar="DST", help="a directory; for weights a new or empty one")
+    convert.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="of parameters (default: fp32; of weights their own)",
+    )
+    convert.add_argument("--max-shard-size", metavar="SIZE", help="of a file of weights (default: 5GB)")
+    convert.add_argument(
+        "--tag", help="which checkpoint (default: the latest), or what to call it (default: global_step0)"
+    )
+    convert.add_argument(
+        "--config", type=Path, metavar="PATH", help="a config.json, or its directory, to put beside weights"
+    )
+    convert.set_defaults(run=_convert)
 
 
 def _steps(text: str) -> int:
@@ -89,6 +116,12 @@ def _check(options: argparse.Namespace) -> int:
     for entry in report.refused:
         print(f"{entry.key}: {entry.note}", file=sys.stderr)
     return 1 if report.refused else 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from tiering.checkpoint import conversion_command
+
+    return conversion_command.run(options)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,381 @@
+"""``tiering convert``: what comes out is what went in, rounded once, and whole or not there."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from optim_cpu.formats import round_parameters
+from tiering.arena import PAGE
+from tiering.checkpoint import conversion
+from tiering.checkpoint.directory import CheckpointDirectory
+from tiering.checkpoint.integrity import damages
+from tiering.checkpoint.manifest import Manifest, StoredParameter, file_name, write_sealed
+from tiering.checkpoint.reader import open_checkpoint
+from tiering.checkpoint.writer import Output, TensorFileWriter, TensorSpec
+from tiering.cli import main
+from zero3.weights import _DTYPES
+
+WORDS = {dtype: word for word, dtype in _DTYPES.items()}
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def values() -> Tensors:
+    """Trained parameters, ties among them and what 16 bits cannot hold, and frozen ones in the compute dtype."""
+    generator = torch.Generator().manual_seed(1)
+    awkward = torch.tensor(
+        [0.0, -0.0, 1.00390625, 1.01171875, -1.00390625, 65519.0, 65520.0, 3e38, -1e30, 1e-40]
+    )
+    return {
+        "odd": torch.randn(7, generator=generator, dtype=torch.float32),
+        "layers.0.weight": torch.randn(3, 1000, generator=generator),
+        "awkward": torch.cat([awkward, torch.tensor([torch.inf, -torch.inf])]),
+        "scale": torch.tensor(0.5),
+        "none": torch.empty(0, 4),
+        "frozen": torch.randn(5, 3, generator=generator).bfloat16(),
+        "large": torch.randn(1300, 1000, generator=generator),  # more than a window
+    }
+
+
+BUFFERS: Tensors = {"counted": torch.tensor(12), "mask": torch.tensor([True, False, True])}
+
+
+def write(directory: Path, values: Mapping[str, torch.Tensor], *, ranks: int = 1) -> Path:
+    """A checkpoint of step 3 as ``ranks`` write it: each has a part of every tensor, the first perhaps none."""
+    directory.mkdir(parents=True)
+    with Output() as output:
+        for rank in range(ranks):
+            sums: dict[str, np.ndarray] = {}
+            parts, begins = {}, {}
+            for name, value in values.items():
+                cuts = [value.numel() * (each * each) // (ranks * ranks) for each in range(ranks + 1)]
+                first, end = cuts[rank], cuts[rank + 1]
+                begins[name] = str(first)
+                parts[name] = value.flatten()[first:end] if ranks > 1 else value
+            _write(
+                directory / file_name("weights", rank, ranks),
+                parts,
+                begins if ranks > 1 else {},
+                output,
+                sums,
+            )
+            kept = {f"{name} as kept": value for name, value in BUFFERS.items()}
+            _write(directory / file_name("rank", rank, ranks), kept, {}, output, sums)
+            write_sealed(
+                directory / file_name("rank", rank, ranks, "json"),
+                {"buffers": {name: f"{name} as kept" for name in BUFFERS}},
+            )
+            specs = [TensorSpec(name, "U32", (found.size,)) for name, found in sums.items()]
+            writer = TensorFileWriter(directory / file_name("checksums", rank, ranks), specs, output=output)
+            for found in sums.values():
+                writer.append(found)
+            writer.close()
+    Manifest(
+        step=3,
+        world_size=ranks,
+        created="2026-11-22T08:00:00+00:00",
+        optimizer="AdamW",
+        precision="bf16",
+        kinds=(),
+        parameters={
+            name: StoredParameter(tuple(value.shape), WORDS[value.dtype], value.dtype == torch.float32, 3)
+            for name, value in values.items()
+        },
+        files={file.name: file.stat().st_size for file in directory.iterdir()},
+        training={},
+    ).write(directory)
+    return directory
+
+
+def _write(
+    path: Path, tensors: Tensors, metadata: Mapping[str, str], output: Output, sums: dict[str, np.ndarray]
+) -> None:
+    specs = [TensorSpec(name, WORDS[value.dtype], tuple(value.shape)) for name, value in tensors.items()]
+    found: list[np.ndarray] = []
+    writer = TensorFileWriter(
+        path, specs, metadata, output=output, on_sums=lambda page, each: found.append(each.copy())
+    )
+    for value in tensors.values():
+        if value.numel():
+            writer.append(value.contiguous().flatten().view(torch.uint8).numpy())
+    writer.close()
+    sums[path.name] = np.concatenate(found)
+
+
+def same(one: Tensors, other: Tensors) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == value.dtype
+        and one[name].shape == value.shape
+        and one[name].flatten().view(torch.uint8).equal(value.flatten().view(torch.uint8))
+        for name, value in other.items()
+    )
+
+
+def rounded(values: Tensors, dtype: torch.dtype) -> Tensors:
+    made = {}
+    for name, value in values.items():
+        made[name] = torch.empty_like(value, dtype=dtype)
+        round_parameters(value, made[name])
+    return made | BUFFERS
+
+
+def convert(*arguments: Any) -> int:
+    return main(["convert", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, values: Tensors) -> Path:
+    return write(tmp_path_factory.mktemp("checkpoints") / "global_step3", values)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_masters_come_out_as_they_are(
+    tmp_path: Path, values: Tensors, ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "global_step3", values, ranks=ranks)
+    assert convert(source, tmp_path / "out") == 0
+    assert [each.name for each in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    expected = {name: value.float() for name, value in values.items()} | BUFFERS
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), expected)
+    numel = sum(value.numel() for value in expected.values())
+    assert capsys.readouterr().out.startswith(
+        f"{tmp_path / 'out'}: 9 tensors of {numel} elements, 4.97 MiB, from"
+    )
+
+
+@pytest.mark.parametrize(("word", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_masters_are_rounded_as_the_engine_rounds_them(
+    tmp_path: Path, checkpoint: Path, values: Tensors, word: str, dtype: torch.dtype,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """What is beyond the range of fp16 is counted."""
+    assert convert(checkpoint, tmp_path / "out", "--dtype", word) == 0
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), rounded(values, dtype))
+    told = capsys.readouterr().err
+    assert ("3 elements of 'awkward' are too large for fp16" in told) == (word == "fp16")
+
+
+def test_shards_are_those_that_an_index_names(tmp_path: Path, checkpoint: Path, values: Tensors) -> None:
+    assert convert(checkpoint, tmp_path / "out", "--max-shard-size", "12KB") == 0
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == {*values, *BUFFERS}
+    found = {}
+    for shard in set(index["weight_map"].values()):
+        loaded = load_file(tmp_path / "out" / shard)
+        assert {index["weight_map"][name] for name in loaded} == {shard}
+        found |= loaded
+    assert same(found, {name: value.float() for name, value in values.items()} | BUFFERS)
+
+
+def test_of_a_directory_the_latest_is_taken_or_the_one_named(tmp_path: Path) -> None:
+    for number in (1, 2):
+        write(tmp_path / "all" / f"step{number}", {"a": torch.full((5,), float(number))})
+    (tmp_path / "all" / "latest").write_text("step2")
+    assert convert(tmp_path / "all", tmp_path / "latest") == 0
+    assert convert(tmp_path / "all", tmp_path / "first", "--tag", "step1") == 0
+    for place, number in (("latest", 2), ("first", 1)):
+        assert load_file(tmp_path / place / "model.safetensors")["a"].tolist() == [number] * 5
+    assert convert(tmp_path / "all", tmp_path / "third", "--tag", "step3") == 1
+    assert convert(tmp_path / "all" / "step1", tmp_path / "third", "--tag", "step1") == 2
+    assert not (tmp_path / "third").exists()
+
+
+def test_a_config_is_told_the_dtype(tmp_path: Path, checkpoint: Path) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    config = {"model_type": "llama", "torch_dtype": "float32", "limit": float("inf")}
+    (source / "config.json").write_text(json.dumps(config))
+    for number, path in enumerate((source, source / "config.json")):
+        out = tmp_path / str(number)
+        assert convert(checkpoint, out, "--dtype", "bf16", "--config", path) == 0
+        written = json.loads((out / "config.json").read_text())
+        assert written == {"model_type": "llama", "dtype": "bfloat16", "limit": float("inf")}
+
+
+@pytest.mark.parametrize("what", ["a parameter", "a buffer"])
+def test_a_flipped_byte_is_found_and_nothing_is_left(
+    tmp_path: Path, values: Tensors, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "global_step3", values)
+    file = source / file_name({"a parameter": "weights", "a buffer": "rank"}[what], 0, 1)
+    content = bytearray(file.read_bytes())
+    content[PAGE + 1] ^= 4
+    file.write_bytes(content)
+    assert convert(source, tmp_path / "out") == 1
+    assert file.name in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow beyond 1 MiB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_full_disk_leaves_nothing(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(checkpoint, tmp_path / "out") == 1
+    assert "EFBIG" in capsys.readouterr().err
+    assert convert(checkpoint, tmp_path / "out", "--max-shard-size", "600KB") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["{checkpoint}", "{full}"], "is no empty directory; name a new one"),
+        (["{checkpoint}", "{file}"], "is no empty directory; name a new one"),
+        (["{checkpoint}", "{new}", "--max-shard-size", "5XB"], "--max-shard-size: unknown unit 'XB'"),
+        (["{checkpoint}", "{new}", "--config", "{file}"], "cannot be read: it is no JSON"),
+        (["{checkpoint}", "{new}", "--config", "{full}"], "config.json cannot be read: .*No such file"),
+        (["{new}", "{new}2"], "does not exist; name a checkpoint, or weights"),
+        (["{weights}", "{new}", "--max-shard-size", "1GB"], "--max-shard-size is for a checkpoint"),
+        (["{weights}", "{new}", "--config", "{full}"], "--config is for a checkpoint"),
+    ],
+)
+def test_wrong_questions_are_answered_in_a_line(
+    tmp_path: Path, checkpoint: Path, arguments: Sequence[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {name: tmp_path / name for name in ("full", "file", "new")} | {
+        "checkpoint": checkpoint,
+        "weights": tmp_path / "weights.safetensors",
+    }
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    save_file({"a": torch.ones(3)}, places["weights"])
+    assert convert(*(each.format(**places) for each in arguments)) == 2
+    error = capsys.readouterr().err.replace("\n", "")
+    assert error.startswith("tiering convert: [TIER-CONFIG]")
+    assert re.search(told, error)
+    assert not (tmp_path / "new").exists() and (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> tuple[Path, Tensors]:
+    """As transformers saves a model in bf16, in two shards."""
+    made = {
+        "embed.weight": torch.randn(900, 700).bfloat16(),
+        "norm.weight": torch.ones(7, dtype=torch.bfloat16),
+        "head.weight": torch.randn(3, 5),
+        "norm.num_batches": torch.tensor(4),
+    }
+    place = tmp_path / "weights"
+    place.mkdir()
+    (place / "config.json").write_text("{}")
+    shards = {"embed.weight": 1} | dict.fromkeys(["norm.weight", "head.weight", "norm.num_batches"], 2)
+    names = {name: f"model-{number:05}-of-00002.safetensors" for name, number in shards.items()}
+    for file in set(names.values()):
+        save_file({name: made[name] for name, where in names.items() if where == file}, place / file)
+    (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return place, made
+
+
+def test_weights_become_a_checkpoint_that_is_whole(tmp_path: Path, weights: tuple[Path, Tensors]) -> None:
+    source, made = weights
+    assert convert(source, tmp_path / "checkpoints") == 0
+    found = CheckpointDirectory(tmp_path / "checkpoints").find()
+    assert found == tmp_path / "checkpoints" / "global_step0"
+    checkpoint = open_checkpoint(found)
+    assert list(damages(checkpoint)) == []
+    manifest = checkpoint.manifest
+    assert (manifest.step, manifest.kinds, manifest.world_size) == (0, (), 1)
+    assert {name: each.dtype for name, each in manifest.parameters.items()} == {
+        "embed.weight": "BF16",
+        "norm.weight": "BF16",
+        "head.weight": "F32",
+    }
+    assert all(stored.offset % stored.itemsize == 0 for stored in checkpoint.weights.tensors.values())
+    assert checkpoint.rank(0).content["buffers"] == {"norm.num_batches": "norm.num_batches"}
+    assert convert(tmp_path / "checkpoints", tmp_path / "again") == 0
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert same(
+        again, {name: value.float() if value.is_floating_point() else value for name, value in made.items()}
+    )
+
+
+def test_a_single_file_becomes_a_checkpoint_beside_others(tmp_path: Path) -> None:
+    save_file({"a": torch.full((3,), 65520.0)}, tmp_path / "model.safetensors")
+    for tag in ("one", "two"):
+        arguments = (tmp_path / "model.safetensors", tmp_path / "all", "--tag", tag, "--dtype", "fp16")
+        assert convert(*arguments) == 0
+        assert convert(*arguments) == 1  # it is there
+    assert [each.tag for each in CheckpointDirectory(tmp_path / "all").tags()] == ["one", "two"]
+    found = open_checkpoint(tmp_path / "all" / "two")
+    assert load_file(found.path / file_name("weights", 0, 1))["a"].tolist() == [torch.inf] * 3
+
+
+def test_a_disk_too_full_for_a_checkpoint_keeps_none_of_it(
+    tmp_path: Path, weights: tuple[Path, Tensors], small_files: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _ = weights
+    assert convert(source, tmp_path / "all") == 1
+    assert "EFBIG" in capsys.readouterr().err
+    assert CheckpointDirectory(tmp_path / "all").tags() == []
+    assert [each.name for each in (tmp_path / "all").iterdir()] == [".lock"]
+
+
+def test_damaged_and_quantised_weights_are_refused(
+    tmp_path: Path, weights: tuple[Path, Tensors], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _ = weights
+    shard = source / "model-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert convert(source, tmp_path / "all") == 1
+    assert "truncated" in capsys.readouterr().err
+    save_file({"a": torch.ones(4).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    assert convert(tmp_path / "model.safetensors", tmp_path / "all") == 1
+    assert "'a' is F8_E4M3; quantised weights cannot be trained" in capsys.readouterr().err
+    assert not (tmp_path / "all").exists()
+
+
+def test_an_empty_directory_is_told_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert(tmp_path, tmp_path / "out") == 1
+    assert "there is no .safetensors file in it" in capsys.readouterr().err
+
+
+def test_neither_direction_loads_torch_and_progress_is_on_stderr(
+    tmp_path: Path, checkpoint: Path, weights: tuple[Path, Tensors]
+) -> None:
+    source, _ = weights
+    script = (
+        "import sys; from tiering.cli import main;"
+        f"codes = [main(['convert', {str(checkpoint)!r}, {str(tmp_path / 'out')!r}, '--dtype', 'bf16']),"
+        f" main(['convert', {str(source)!r}, {str(tmp_path / 'all')!r}])];"
+        "sys.exit('torch' in sys.modules or codes != [0, 0])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) == 2 and "MB" in done.stderr
+
+
+def test_windows_bound_what_is_in_memory(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    original = conversion._in_dtype
+
+    def record(raw: np.ndarray, stored: str, wanted: str) -> tuple[np.ndarray, int]:
+        taken.append(raw.size)
+        return original(raw, stored, wanted)
+
+    monkeypatch.setattr(conversion, "_in_dtype", record)
+    assert convert(checkpoint, tmp_path / "out", "--dtype", "bf16") == 0
+    assert max(taken) == conversion.WINDOW_BYTES < 1300 * 1000 * 4

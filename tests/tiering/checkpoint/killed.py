@@ -1,0 +1,160 @@
+"""Saves are killed (SIGKILL), and what they leave is read: a program, so that it can fork without torch and threads.
+
+    python killed.py operations DIR          before each operation of a save in turn, of a new tag and of one replaced
+    python killed.py moments DIR N SEED      N times, at any moment of one save after the other
+
+Prints {"kills": how many, "old": after how many the earlier checkpoint was found, "new": the one under way, "partials":
+how many left something half done}. Ends with a traceback if a checkpoint was lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.tiering.checkpoint.operations import intercepted
+from tests.tiering.checkpoint.saving import number_of, write_checkpoint
+from tiering.checkpoint.directory import LATEST, CheckpointDirectory
+from tiering.checkpoint.writer import Output
+from tiering.config import IoConfig
+
+KEEP = 2
+
+
+def tag_of(number: int) -> str:
+    """Each tag is saved twice: what is even is new, and has others pruned; what is odd is replaced."""
+    return f"step{number // 2}"
+
+
+def save(path: Path, number: int) -> None:
+    directory = CheckpointDirectory(path)
+    with Output(IoConfig(engine="threads"), windows=2) as output:
+        partial = directory.begin(tag_of(number))
+        write_checkpoint(partial, number, output)
+        directory.commit(partial, tag_of(number), keep=KEEP)
+    directory.close()
+
+
+def check(path: Path, saved: int) -> tuple[int, int]:
+    """The save that is found, and how many partial ones are there. Save ``saved`` had returned, perhaps none since."""
+    directory = CheckpointDirectory(path)
+    found = directory.find()
+    number = -1 if found is None else number_of(found)
+    assert number in (saved, saved + 1), f"save {number} is found, and {saved} had returned"
+    tags = [each.tag for each in directory.tags()]
+    for tag in tags:
+        assert tag_of(number_of(path / tag)) == tag
+    partials = directory.partials()
+    rest = {entry.name for entry in path.iterdir()} - {*tags, *(each.name for each in partials)}
+    assert rest <= {LATEST, ".lock"}
+    return number, len(partials)
+
+
+def forked(work: Callable[[], None]) -> int:
+    """A child that does this and nothing else; its pid."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return pid
+
+
+def died(pid: int) -> bool:
+    """Whether it was killed. It did its work otherwise."""
+    _, status = os.waitpid(pid, 0)
+    assert status in (0, signal.SIGKILL), status
+    return status == signal.SIGKILL
+
+
+@contextmanager
+def killed_before(nth: int) -> Iterator[None]:
+    """This process is killed before its operation number ``nth``."""
+    numbers = itertools.count()
+
+    def around(name: str, operation: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+        if next(numbers) == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return operation()
+
+    with intercepted(around):
+        yield
+
+
+def at_operations(path: Path) -> Counter[str]:
+    told: Counter[str] = Counter()
+    number = 0
+    for nth in itertools.count():
+        survived = 0
+        for _ in ("new", "replaced"):
+
+            def dies(number: int = number, nth: int = nth) -> None:
+                with killed_before(nth):
+                    save(path, number)
+
+            if died(forked(dies)):
+                note(told, path, number - 1)
+                assert not died(forked(lambda number=number: save(path, number)))
+            else:
+                survived += 1
+            assert check(path, number) == (number, 0)
+            assert len(CheckpointDirectory(path).tags()) <= KEEP
+            number += 1
+        if survived == 2:
+            return told
+    raise AssertionError
+
+
+def at_moments(path: Path, times: int, seed: int) -> Counter[str]:
+    told: Counter[str] = Counter()
+    choose = random.Random(seed)
+    saved = -1
+    for _ in range(times):
+        mine, its = os.pipe()
+
+        def work(first: int = saved + 1, its: int = its) -> None:
+            for number in itertools.count(first):
+                save(path, number)
+                os.write(its, b".")
+
+        pid = forked(work)
+        os.close(its)
+        time.sleep(choose.uniform(0, 0.02))
+        os.kill(pid, signal.SIGKILL)
+        assert died(pid)
+        saved += len(os.read(mine, 1 << 16))
+        os.close(mine)
+        saved = note(told, path, saved)
+    save(path, saved + 1)
+    assert check(path, saved + 1) == (saved + 1, 0)
+    return told
+
+
+def note(told: Counter[str], path: Path, saved: int) -> int:
+    """Check, and count what is found; returns it."""
+    number, partials = check(path, saved) if path.exists() else (-1, 0)
+    told.update({"kills": 1, "old": number == saved, "new": number != saved, "partials": partials > 0})
+    return number
+
+
+if __name__ == "__main__":
+    mode, where, *rest = sys.argv[1:]
+    print(
+        json.dumps(
+            at_operations(Path(where)) if mode == "operations" else at_moments(Path(where), *map(int, rest))
+        )
+    )

@@ -1,0 +1,67 @@
+"""Saves that are killed: the last checkpoint is found, whole, and the next save goes on from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tiering.checkpoint import killed
+
+SCRIPT = Path(killed.__file__)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    """In memory where there is some: SIGKILL takes nothing from the page cache, and a disk would only be slower."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as place:
+        yield Path(place) / "checkpoints"
+
+
+def told(*arguments: object) -> dict[str, int]:
+    """What the program counted. A checkpoint that was lost ends it."""
+    ran = subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(SCRIPT.parents[3])},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert ran.returncode == 0, ran.stderr
+    counted: dict[str, int] = json.loads(ran.stdout)
+    return counted
+
+
+def test_killed_before_each_operation(directory: Path) -> None:
+    counted = told("operations", directory)
+    assert counted["kills"] > 80
+    assert min(counted["old"], counted["new"], counted["partials"]) > 10
+
+
+def test_killed_at_any_moment(directory: Path) -> None:
+    counted = told("moments", directory, 220, 20261122)
+    assert counted["kills"] == 220
+    assert min(counted["old"], counted["new"], counted["partials"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_thousands_of_moments(directory: Path, seed: int) -> None:
+    assert told("moments", directory, 1000, seed)["kills"] == 1000
+
+
+def test_the_program_loads_no_torch() -> None:
+    """Or a fork would take ten times as long."""
+    code = "import sys, tests.tiering.checkpoint.killed; print('torch' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[3])}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == "False\n"

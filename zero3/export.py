@@ -29,6 +29,7 @@ from zero3.precision import COMPUTE_DTYPES
 from zero3.saved_names import (
     Saved,
     adapter_names,
+    has_adapter,
     is_from_peft,
     is_from_transformers,
     own_names,
@@ -86,9 +87,10 @@ class Export:
         return Path(save_dir) / save_filename
 
     def save_pretrained(self, save_dir: str | Path, max_shard_size: int | str = "5GB") -> Path:
-        """Write what ``from_pretrained`` loads, in the compute dtype; of a peft model its adapter. Returns where.
+        """Write what ``from_pretrained`` loads, in the compute dtype; returns the directory.
 
-        Raises ConfigError for models that are neither transformers' nor peft's.
+        Of a model with an adapter of peft's only that is written, as peft and transformers do. Raises ConfigError for models
+        that are neither transformers' nor peft's.
         """
         try:
             most_bytes = parse_size(max_shard_size)
@@ -96,13 +98,13 @@ class Export:
             raise ConfigError(f"max_shard_size: {error}") from None
         model, directory = self._model, Path(save_dir)
         dtype = COMPUTE_DTYPES[self._config.precision]
-        if is_from_transformers(model):
-            files = partial(_write_transformers_config, model, dtype)
-            self._write(directory, transformers_names(model), dtype, most_bytes=most_bytes, files=files)
-        elif is_from_peft(model):
+        if has_adapter(model):
             adapter = _only_adapter(model)
             files = partial(_write_adapter_config, model, adapter)
             self._write(directory, adapter_names(model, adapter), dtype, stem="adapter_model", files=files)
+        elif is_from_transformers(model):
+            files = partial(_write_transformers_config, model, dtype)
+            self._write(directory, transformers_names(model), dtype, most_bytes=most_bytes, files=files)
         else:
             raise ConfigError(
                 f"save_pretrained needs a model of transformers or peft, whose config says how to build it, not"
@@ -227,6 +229,10 @@ def _write_transformers_config(model: Any, dtype: torch.dtype, folder: Path) -> 
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, folder, config)
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
@@ -236,7 +242,8 @@ def _write_adapter_config(model: Any, adapter: str, folder: Path) -> None:
     """What peft builds the adapter from, as it writes it."""
     config = copy.deepcopy(model.peft_config[adapter])
     if config.base_model_name_or_path is None:
-        config.base_model_name_or_path = getattr(model.get_base_model(), "name_or_path", None) or None
+        base = model.get_base_model() if is_from_peft(model) else model
+        config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
     config.inference_mode = True
     config.save_pretrained(folder)
 

@@ -70,6 +70,11 @@ def is_from_peft(model: nn.Module) -> bool:
     return library is not None and isinstance(model, library.PeftModel)
 
 
+def has_adapter(model: nn.Module) -> bool:
+    """Whether peft's adapters are in ``model``, wrapped by peft or added to a model of transformers."""
+    return is_from_peft(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
 def transformers_names(model: Any) -> list[Saved]:
     """What ``model.save_pretrained`` would store of a transformers model, by its names.
 
@@ -99,20 +104,21 @@ def transformers_names(model: Any) -> list[Saved]:
 
 
 def adapter_names(model: Any, adapter: str) -> list[Saved]:
-    """What ``model.save_pretrained`` would store of ``adapter``, by its names. ``model`` is a PeftModel."""
+    """What peft, or transformers with an adapter of peft's, would store of ``adapter``, by its names."""
     from peft import get_peft_model_state_dict
 
-    places = {saved.name: torch.empty(saved.shape, device="meta") for saved in own_names(model)}
-    by_place = {id(places[saved.name]): saved for saved in own_names(model)}
+    values = {name: v for name, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
+    places = {name: torch.empty(value.shape, device="meta") for name, value in values.items()}
+    found = {id(place): values[name] for name, place in places.items()}
+    prefix = "" if is_from_peft(model) else "base_model.model."
     stored = []
     for name, place in get_peft_model_state_dict(model, places, adapter).items():
-        if id(place) not in by_place:
+        if id(place) not in found:
             raise ConfigError(
                 f"peft computes {name!r} of adapter {adapter!r} from other tensors when it saves, which a stream"
                 " cannot; save with save_16bit_model(DIR), whose names are the model's own"
             )
-        saved = by_place[id(place)]
-        stored.append(Saved(name, saved.tensor, saved.shape))
+        stored.append(Saved(prefix + name, found[id(place)], tuple(place.shape)))
     return stored
 
 

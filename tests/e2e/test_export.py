@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,19 @@ def trained(start: Callable[..., Any]) -> Callable[..., Any]:
         return engine
 
     return train
+
+
+@pytest.fixture
+def start_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """``start_model(model)`` is an engine of it."""
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")
+    with ExitStack() as engines:
+
+        def start(model: Any, **given: Any) -> Any:
+            config = settings(tmp_path, Habit("bf16", 1))
+            return engines.enter_context(tiering.initialize(model=model, config=config, **given).engine)
+
+        yield start
 
 
 def export(engine: Any) -> Export:
@@ -96,13 +110,13 @@ def test_shards_are_no_longer_than_asked_and_indexed(trained: Callable[..., Any]
     assert_same(loaded.state_dict(), engine.state_dict())
 
 
-def test_what_is_saved_starts_another_run(trained: Callable[..., Any], tmp_path: Path) -> None:
-    engine = trained("mixtral", "fp32")
+def test_what_is_saved_starts_another_run(
+    trained: Callable[..., Any], start_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    engine = trained("mixtral")
     place = export(engine).save_pretrained(tmp_path / "saved")
-    config = settings(tmp_path, Habit("fp32", 1))
-    other = tiering.initialize(model=build("mixtral", seed=4), config=config, weights=place).engine
-    with other:
-        assert_same(other.state_dict(), engine.state_dict())
+    other = start_model(build("mixtral", seed=4), weights=place)
+    assert_same(other.state_dict(), engine.state_dict())
 
 
 def test_an_adapter_is_saved_as_peft_saves_it(trained: Callable[..., Any], tmp_path: Path) -> None:
@@ -123,6 +137,53 @@ def test_an_adapter_is_saved_as_peft_saves_it(trained: Callable[..., Any], tmp_p
     assert len(adapters) == 8
     in_fp32 = loaded.state_dict()  # as peft takes what is to be trained
     assert_same({name: in_fp32[name].bfloat16() for name in adapters}, adapters)
+
+
+def test_an_adapter_of_a_transformers_model_is_saved_as_transformers_saves_it(
+    start_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = build("llama")
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    engine = start_model(model)
+    place = export(engine).save_pretrained(tmp_path / "ours")
+    plain = build("llama").to(torch.bfloat16)
+    plain.load_adapter(place)
+    plain.save_pretrained(tmp_path / "theirs")
+    stored = [load_file(tmp_path / of / "adapter_model.safetensors") for of in ("ours", "theirs")]
+    assert stored[0].keys() == stored[1].keys() and len(stored[0]) == 4
+    for name, value in stored[0].items():
+        assert value.equal(stored[1][name].to(torch.bfloat16)), name
+
+
+CODE = """
+import torch
+from transformers import PreTrainedModel, PretrainedConfig
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+class Own(PreTrainedModel):
+    config_class = OwnConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.up = torch.nn.Linear(4, 4)
+        self.post_init()
+"""
+
+
+def test_code_of_the_models_own_comes_along(
+    start_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_model.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    import own_model
+
+    own_model.OwnConfig.register_for_auto_class()
+    own_model.Own.register_for_auto_class("AutoModel")
+    engine = start_model(own_model.Own(own_model.OwnConfig()))
+    place = export(engine).save_pretrained(tmp_path / "saved")
+    assert (place / "own_model.py").read_text() == CODE
+    loaded = hf.AutoModel.from_pretrained(place, trust_remote_code=True)
+    assert_same(loaded.state_dict(), engine.state_dict())
 
 
 @pytest.mark.parametrize("name", ["mixture", "untied"])

@@ -89,8 +89,8 @@ class Export:
     def save_pretrained(self, save_dir: str | Path, max_shard_size: int | str = "5GB") -> Path:
         """Write what ``from_pretrained`` loads, in the compute dtype; returns the directory.
 
-        Of a model with an adapter of peft's only that is written, as peft and transformers do. Raises ConfigError for models
-        that are neither transformers' nor peft's.
+        Of a model with an adapter of peft's only that is written, as peft and transformers do. Raises ConfigError for
+        models that are neither transformers' nor peft's.
         """
         try:
             most_bytes = parse_size(max_shard_size)

@@ -40,8 +40,9 @@ class _Passes:
 
     def _begin(self, draw_seed: Callable[[], int]) -> int:
         self.last_seed, left_out = self.resumed or (draw_seed(), 0)
+        if self.resumed is None:
+            self.epoch += 1
         self.resumed = None
-        self.epoch += 1
         return left_out
 
 
@@ -123,12 +124,10 @@ class TrainingLoader(DataLoader[Any]):
         self._made: Callable[[], _Pass | None] = lambda: None  # weak: whether anybody holds the last iterator
 
     def __iter__(self) -> _Pass:  # type: ignore[override]  # torch's has only private things beside next() and len()
-        goes_on = (
-            self._awaited and self._position.pass_number == self.passes.epoch
-        )  # no set_epoch chose another one
-        if not goes_on:
-            self._position = _Position()
-        self._awaited = False
+        chosen_otherwise = self._position.pass_number != self.passes.epoch  # by set_epoch
+        if not self._awaited or chosen_otherwise:
+            self._position, self._awaited = _Position(), False
+        self._arrive()
         made = _Pass(self, self._position)
         if not self._position.begun:
             made.batches = self.begin(self._position)
@@ -137,7 +136,7 @@ class TrainingLoader(DataLoader[Any]):
 
     def begin(self, position: _Position) -> Iterator[Any]:
         """torch's iterator, which is behind ``position`` when it is asked."""
-        self._awaited = False
+        self._arrive()
         if not position.begun:
             position.begun = True
             return super().__iter__()
@@ -149,6 +148,12 @@ class TrainingLoader(DataLoader[Any]):
             return super().__iter__()
         finally:
             torch.set_rng_state(drawn)
+
+    def _arrive(self) -> None:
+        """Somebody goes on at the position that was loaded: the pass that comes next is another one."""
+        if self._awaited and self._position.seed is not None:
+            self.passes.epoch += 1
+        self._awaited = False
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, in values that JSON has: the same for every rank of a run."""

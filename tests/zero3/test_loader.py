@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
@@ -130,10 +130,6 @@ def test_one_rank_draws_as_a_loader_of_torch() -> None:
     assert passes(ours) == passes(DataLoader(Noisy(7), batch_size=2, shuffle=True))
 
 
-class Stopped(Exception):
-    """In place of kill -9."""
-
-
 class Run:
     """A training script of three passes: draws in the data set, dropout in the model, draws beside."""
 
@@ -201,3 +197,245 @@ def test_stopped_anywhere_is_as_straight(size: int, rank: int, world_size: int) 
         for name, value in second_end["model"].items():
             assert torch.equal(value, end["model"][name]), (stop_at, name)
         assert torch.equal(second_end["random"]["torch"], end["random"]["torch"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_stopped_at_every_step_is_as_straight(world_size: int) -> None:
+    straight = Run(7, 0, world_size)
+    straight.train()
+    history: list[Any] = []
+    checkpoint = Run(7, 0, world_size).checkpoint()
+    while checkpoint["epoch"] < 3:
+        run = Run(7, 0, world_size)
+        run.load(checkpoint)
+        checkpoint = run.train(run.steps + 1)
+        history += run.history
+    assert history == straight.history
+
+
+class Script:
+    """Any order of what a script can do with a loader; ``seen`` is all that it notices."""
+
+    def __init__(self, world_size: int) -> None:
+        self.loader = make_loader(Noisy(5), 2, None, rank=0, world_size=world_size)
+        self.iterator: Iterator[Any] | None = None
+        self.seen: list[Any] = []
+
+    def do(self, event: str) -> None:
+        if event == "draw":
+            self.seen.append(torch.rand(1).item())
+        elif event == "iter":
+            self.iterator = iter(self.loader)
+        elif event == "leave":
+            self.iterator = None
+        elif self.iterator is not None:
+            try:
+                indices, noisy = next(self.iterator)
+                self.seen.append((numbers(indices), noisy.tolist()))
+            except StopIteration:
+                self.seen.append("end")
+                self.iterator = None
+
+
+events = st.lists(st.sampled_from(["iter", "next", "next", "next", "draw", "leave"]), max_size=14)
+
+
+@given(events, events, st.sampled_from([1, 2]))
+@settings(max_examples=200, deadline=None)
+def test_every_order_of_events_goes_on_as_straight(
+    before: list[str], after: list[str], world_size: int
+) -> None:
+    seed_everything(1)
+    straight = Script(world_size)
+    for event in before:
+        straight.do(event)
+    state, drawn = saved([straight.loader.state_dict(), random_state.capture()])
+    holds = straight.iterator is not None
+    if state["begun"] and not holds:
+        return  # left in mid-pass: that goes on, as the next test says
+    straight.seen.clear()
+    for event in after:
+        straight.do(event)
+
+    seed_everything(2)
+    resumed = Script(world_size)
+    resumed.loader.load_state_dict(state)
+    random_state.restore(drawn)
+    assert resumed.loader.state_dict() == state
+    if holds:
+        resumed.do("iter")
+        assert resumed.loader.state_dict() == state
+    for event in after:
+        resumed.do(event)
+    assert resumed.seen == straight.seen
+
+
+def resumed_from(loader: TrainingLoader, **layout: Any) -> TrainingLoader:
+    """A loader of a new run over the same data, loaded."""
+    made = make_loader(
+        loader.dataset, **{"batch_size": 2, "collate_fn": None, "rank": 0, "world_size": 1} | layout
+    )
+    made.load_state_dict(saved(loader.state_dict()))
+    return made
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_pass_that_was_left_goes_on_unless_another_was_begun(world_size: int) -> None:
+    loader = make_loader(Numbers(12), 2, None, rank=0, world_size=world_size)
+    handed = [int(number) for batch in islice(loader, 2) for number in batch]
+    share = handed + read(resumed_from(loader, world_size=world_size))
+    assert len(share) == len({*share}) == 12 // world_size
+    next(iter(loader))
+    assert len(read(resumed_from(loader, world_size=world_size))) == 12 // world_size - 2
+
+
+def test_a_pass_whose_last_batch_was_handed_out_ends_before_the_next() -> None:
+    loader = make_loader(Numbers(4), 2, None, rank=0, world_size=1)
+    assert len([*islice(loader, 2)]) == 2
+    assert len(read(resumed_from(loader))) == 4  # nobody can ask for the end of it: it is over
+    iterator = iter(loader)
+    assert len([*islice(iterator, 2)]) == 2
+    resumed = resumed_from(loader)
+    assert read(resumed) == []
+    assert len(read(resumed)) == 4
+    assert next(iterator, "end") == "end"
+    assert len(read(resumed_from(loader))) == 4
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("taken", [0, 1])
+def test_an_iterator_that_is_in_use_goes_back_with_its_loader(taken: int, world_size: int) -> None:
+    seed_everything(3)
+    loader = make_loader(Numbers(20), 2, None, rank=0, world_size=world_size)
+    first = iter(loader)
+    next(first)
+    state, drawn = saved([loader.state_dict(), random_state.capture()])
+    expected = [*map(numbers, first), read(loader), read(loader)]
+    second = iter(loader)
+    assert len([*islice(second, taken)]) == taken
+    loader.load_state_dict(state)
+    random_state.restore(drawn)
+    assert [*map(numbers, second), read(loader), read(loader)] == expected
+
+
+def test_set_epoch_for_another_pass_begins_that() -> None:
+    loader = make_loader(Numbers(40), 2, None, rank=1, world_size=2)
+    whole = {}
+    for epoch in (3, 4):
+        loader.sampler.set_epoch(epoch)
+        whole[epoch] = read(loader)
+    loader.sampler.set_epoch(3)
+    next(iter(loader))
+    for epoch, left_out in ((3, 2), (4, 0)):
+        resumed = resumed_from(loader, rank=1, world_size=2)
+        resumed.sampler.set_epoch(epoch)
+        assert read(resumed) == whole[epoch][left_out:]
+
+
+class Torn(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            raise OSError("unreadable")
+        return index
+
+
+def test_a_batch_that_could_not_be_read_is_behind_the_loader_as_in_torch() -> None:
+    torch.manual_seed(0)
+    loader = make_loader(Torn(12), 2, None, rank=0, world_size=1)
+    iterator = iter(loader)
+    with pytest.raises(OSError, match="unreadable"):
+        deque(iterator)
+    resumed = resumed_from(loader)
+    expected = [*map(numbers, iterator)]
+    assert [*map(numbers, resumed)] == expected != []
+
+
+layouts = st.tuples(st.integers(1, 4), st.integers(1, 4))  # batch size, ranks
+
+
+@given(size=st.integers(1, 60), before=layouts, after=layouts, share=st.floats(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_another_layout_goes_on_in_the_same_pass(
+    size: int, before: tuple[int, int], after: tuple[int, int], share: float
+) -> None:
+    def ranks(batch_size: int, world_size: int) -> list[TrainingLoader]:
+        return [
+            make_loader(Numbers(size), batch_size, None, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+
+    seed_everything(size)
+    old, new = ranks(*before), ranks(*after)
+    iterators = [iter(loader) for loader in old]
+    rounds = int(share * len(old[0]))
+    done = [n for _ in range(rounds) for iterator in iterators for n in numbers(next(iterator))]
+    states = [loader.state_dict() for loader in old]
+    assert all(state == states[0] for state in states)
+    for loader in new:
+        loader.load_state_dict(saved(states[0]))
+    rest = [read(loader) for loader in new]
+
+    assert {*done, *chain(*rest)} == set(range(size))
+    if rounds == len(old[0]):
+        assert not any(rest)
+    elif rounds:
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(states[0]["seed"])).tolist()
+        assert {*done} == {*order[: len(done)]}
+        world_size, one_round = after[1], math.prod(after)
+        behind, end = len(done) // one_round * one_round, -(-size // world_size) * world_size
+        assert rest == [
+            [order[at % size] for at in range(behind + rank, end, world_size)] for rank in range(world_size)
+        ]
+
+
+def test_another_layout_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    loader = make_loader(Numbers(100), 4, None, rank=0, world_size=1)
+    assert len([*islice(loader, 5)]) == 5
+    with caplog.at_level(logging.WARNING):
+        resumed_from(loader, batch_size=4)
+        assert not caplog.records
+        resumed_from(loader, batch_size=3, world_size=2)
+    assert "behind sample 20 of 100 of a pass, in micro-batches of 4 on each of 1 ranks" in caplog.text
+    assert "here 3 on each of 2 go on behind sample 18" in caplog.text
+    with caplog.at_level(logging.INFO):
+        resumed_from(loader, batch_size=4)
+    assert "the training data goes on behind micro-batch 5 of 25 of pass 0" in caplog.text
+
+
+def test_other_data_is_an_error_with_both_lengths() -> None:
+    loader = make_loader(Numbers(100), 2, None, rank=0, world_size=1)
+    other = make_loader(Numbers(101), 2, None, rank=0, world_size=1)
+    before = other.state_dict()
+    with pytest.raises(CheckpointError, match="of a run on 100 samples, and training_data has 101: give"):
+        other.load_state_dict(loader.state_dict())
+    assert other.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pass_number": -1},
+        {"pass_number": 2**63},
+        {"pass_number": "1"},
+        {"begun": 1},
+        {"begun": False},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"seed": 0.5},
+        {"seed": None},
+        {"micro_batches": True},
+        {"batch_size": 0},
+        {"world_size": 0},
+        {"samples": None},
+    ],
+    ids=str,
+)
+def test_what_is_no_place_is_an_error(change: dict[str, Any]) -> None:
+    loader = make_loader(Numbers(10), 2, None, rank=0, world_size=1)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    for broken in (state | change, {key: value for key, value in state.items() if key not in change}):
+        with pytest.raises(CheckpointError, match=r"the place in the training data is \{.+which is none"):
+            loader.load_state_dict(broken)
+    assert loader.state_dict() == state

@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_arguments(plan)
     plan.set_defaults(run=command.run)
     _add_convert(commands)
+    _add_inspect(commands)
     return parser
 
 
@@ -77,6 +78,22 @@ def _add_convert(commands: Any) -> None:
         "--config", type=Path, metavar="PATH", help="a config.json, or its directory, to put beside weights"
     )
     convert.set_defaults(run=_convert)
+
+
+def _add_inspect(commands: Any) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        help="say what is in a checkpoint, whether it is whole, and what it takes to load it here",
+        epilog="exit code: 0 whole, 1 damaged (it, or what lies beside it in DIR), 2 there is no checkpoint.",
+    )
+    inspect.add_argument("path", type=Path, metavar="DIR", help="a directory of checkpoints, or one of them")
+    inspect.add_argument("--tag", help="which checkpoint of the directory (default: the latest)")
+    inspect.add_argument(
+        "--quick", action="store_true", help="look at sizes and headers, and read nothing else"
+    )
+    inspect.add_argument("--gpu", metavar="SIZE", help="memory of the GPU to load it on (default: no GPU)")
+    inspect.add_argument("--json", action="store_true", help="print JSON: bytes, and seconds since the epoch")
+    inspect.set_defaults(run=_inspect)
 
 
 def _steps(text: str) -> int:
@@ -122,6 +139,12 @@ def _convert(options: argparse.Namespace) -> int:
     from tiering.checkpoint import conversion_command
 
     return conversion_command.run(options)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from tiering.checkpoint import inspection_command
+
+    return inspection_command.run(options)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,12 @@ from tiering.weights.reader import WINDOW_BYTES, WeightReader
 
 @dataclass(frozen=True)
 class Damage:
-    """``what`` is wrong with ``file``, on its page number ``page`` (None: elsewhere), where tensors ``names`` lie."""
+    """``what`` is wrong with ``file``, on its page number ``page``, where tensors ``names`` lie.
 
-    file: Path
+    Without a file ``what`` says all.
+    """
+
+    file: Path | None
     what: str
     page: int | None = None
     names: tuple[str, ...] = ()
@@ -37,7 +40,7 @@ def damages(checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda _: N
         try:
             rank = checkpoint.rank(number)
         except CheckpointError as error:
-            yield Damage(checkpoint.path, _words(error))
+            yield Damage(None, without_code(error))
         else:
             stored[rank.tensors.path] = list(rank.tensors.tensors.values())
     files = _as_bytes(checkpoint)
@@ -50,7 +53,7 @@ def damages(checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda _: N
                     pages = list(_different(view, first // PAGE, checkpoint.sums[file]))
                 except (WeightsError, CheckpointError) as error:
                     names = _between(stored.get(file, ()), first, first + numel)
-                    yield Damage(file, _words(error), first // PAGE, names)
+                    yield Damage(None, without_code(error), first // PAGE, names)
                 else:
                     for page in pages:
                         names = _between(stored.get(file, ()), page * PAGE, (page + 1) * PAGE)
@@ -100,6 +103,6 @@ def _between(stored: Iterable[StoredTensor], begin: int, end: int) -> tuple[str,
     )
 
 
-def _words(error: Exception) -> str:
-    """A message without its code and its remedy, which are for those who load."""
-    return str(error).partition("] ")[2].rpartition("; ")[0]
+def without_code(error: Exception) -> str:
+    """A message without what stands before it: the code, which is that of all such errors."""
+    return str(error).partition("] ")[2]

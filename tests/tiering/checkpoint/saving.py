@@ -37,7 +37,7 @@ def write_checkpoint(
         step=number,
         world_size=ranks,
         created="2026-11-22T08:00:00+00:00",
-        optimizer="AdamW",
+        optimizer="Lion",
         precision="bf16",
         kinds=KINDS,
         parameters=parameters,

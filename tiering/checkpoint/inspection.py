@@ -1,0 +1,213 @@
+"""What a directory of checkpoints holds, what a checkpoint is made of, and whether it is whole. Loads no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import stat
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiering.checkpoint.directory import CheckpointDirectory
+from tiering.checkpoint.integrity import Damage, damages, without_code
+from tiering.checkpoint.manifest import WEIGHTS, Manifest
+from tiering.checkpoint.reader import Checkpoint, open_checkpoint
+from tiering.errors import CheckpointError
+
+Told = Callable[[int], None]
+"""Is told how many more bytes were read."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tag of a directory. Where sizes or headers are wrong ``step`` is None, and ``damage`` says what is."""
+
+    tag: str
+    time: float  # seconds since the epoch
+    nbytes: int
+    step: int | None
+    damage: str = ""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a directory holds. ``latest`` is the tag of that name, or ``lost`` says why there is none."""
+
+    path: Path
+    entries: tuple[Entry, ...]
+    latest: str | None
+    lost: str
+    partials: Mapping[str, int]  # bytes
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing was found to be damaged."""
+        return not self.lost and not any(entry.damage for entry in self.entries)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "path": str(self.path),
+            "latest": self.latest,
+            "lost": self.lost or None,
+            "checkpoints": [
+                {
+                    "tag": entry.tag,
+                    "time": entry.time,
+                    "bytes": entry.nbytes,
+                    "step": entry.step,
+                    "damage": entry.damage or None,
+                }
+                for entry in self.entries
+            ],
+            "partials": dict(self.partials),
+        }
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The tensors of one kind: their number, by dtype, and their bytes."""
+
+    dtypes: Mapping[str, int]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint is. Without a ``manifest`` nothing of it could be read; ``checked`` bytes had their sums."""
+
+    path: Path
+    manifest: Manifest | None
+    kinds: Mapping[str, Kind]
+    nbytes: int
+    checked: int
+    damage: tuple[Damage, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing was found to be damaged."""
+        return not self.damage
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        manifest = self.manifest
+        about = None if manifest is None else _about(manifest)
+        return {
+            "path": str(self.path),
+            "whole": self.whole,
+            "bytes": self.nbytes,
+            "bytes_checked": self.checked,
+            "damage": [
+                {
+                    "file": each.file and each.file.name,
+                    "page": each.page,
+                    "tensors": list(each.names),
+                    "what": each.what,
+                }
+                for each in self.damage
+            ],
+            "about": about,
+            "kinds": {
+                name: {"dtypes": dict(kind.dtypes), "bytes": kind.nbytes} for name, kind in self.kinds.items()
+            },
+        }
+
+
+def list_checkpoints(path: Path) -> Listing:
+    """The checkpoints in the directory ``path``; of each, sizes and headers are looked at."""
+    directory = CheckpointDirectory(path)
+    lost, latest = "", None
+    try:
+        latest = directory.latest()
+    except CheckpointError as error:
+        lost = without_code(error)
+    return Listing(
+        path,
+        tuple(_entry(path / saved.tag, saved.tag, saved.time) for saved in directory.tags()),
+        latest,
+        lost,
+        {partial.name: _bytes_below(partial) for partial in directory.partials()},
+    )
+
+
+def inspect(path: Path, *, quick: bool = False, on_read: Told = lambda _: None) -> Inspection:
+    """What the checkpoint in ``path`` is; unless it is to be ``quick``, all of it is read."""
+    nbytes = _bytes_below(path)
+    manifest: Manifest | None = None
+    found: list[Damage] = []
+    try:
+        manifest = Manifest.read(path)
+        found = _wrong_sizes(path, manifest)
+        checkpoint = open_checkpoint(path) if not found else None
+    except CheckpointError as error:
+        checkpoint, found = None, [Damage(None, without_code(error))]
+    if checkpoint is None:
+        return Inspection(path, manifest, {}, nbytes, 0, tuple(found))
+    checked = 0
+
+    def count(read: int) -> None:
+        nonlocal checked
+        checked += read
+        on_read(read)
+
+    if not quick:
+        found = list(damages(checkpoint, count))
+    return Inspection(path, manifest, _kinds(checkpoint), nbytes, checked, tuple(found))
+
+
+def _entry(path: Path, tag: str, time: float) -> Entry:
+    try:
+        step, damage = open_checkpoint(path).manifest.step, ""
+    except CheckpointError as error:
+        step, damage = None, without_code(error)
+    return Entry(tag, time, _bytes_below(path), step, damage)
+
+
+def _wrong_sizes(path: Path, manifest: Manifest) -> list[Damage]:
+    found = []
+    for name, nbytes in manifest.files.items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError as error:
+            found.append(Damage(path / name, f"it cannot be read: {error.strerror}"))
+        else:
+            if size != nbytes:
+                found.append(Damage(path / name, f"it has {size} bytes and should have {nbytes}"))
+    return found
+
+
+def _kinds(checkpoint: Checkpoint) -> dict[str, Kind]:
+    return {
+        name: Kind(
+            Counter(tensor.dtype for tensor in files.tensors.values()),
+            sum(tensor.nbytes for tensor in files.tensors.values()),
+        )
+        for name, files in {WEIGHTS: checkpoint.weights, **checkpoint.states}.items()
+    }
+
+
+def _about(manifest: Manifest) -> dict[str, Any]:
+    parameters = manifest.parameters.values()
+    return {
+        "step": manifest.step,
+        "created": manifest.created,
+        "world_size": manifest.world_size,
+        "optimizer": manifest.optimizer,
+        "precision": manifest.precision,
+        "parameters": len(parameters),
+        "elements": sum(each.numel for each in parameters),
+        "trained_elements": sum(each.numel for each in parameters if each.trained),
+        "files": dict(manifest.files),
+    }
+
+
+def _bytes_below(path: Path) -> int:
+    """What the files there have, as far as they can be seen: a save may be under way."""
+    total = 0
+    for file in (path, *path.rglob("*")):
+        with contextlib.suppress(OSError):
+            status = file.lstat()
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return total

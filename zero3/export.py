@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -137,9 +138,9 @@ class Export:
                 leading.attempt(lambda: files(_there(writer).folder))
             for saved in wanted:
                 leading.settle()
-                for first, end in tiles(saved.numel, RANGE):
-                    values = self._values(saved, dtype, first, end - first)
-                    leading.attempt(partial(_append, writer, values))
+                with closing(self._ranges(saved, dtype)) as values:
+                    for each in values:
+                        leading.attempt(partial(_append, writer, each))
             leading.attempt(lambda: _there(writer).finish())
             leading.settle()
         finally:
@@ -153,20 +154,24 @@ class Export:
     def _stored_as(self, saved: Saved, dtype: torch.dtype) -> torch.dtype:
         return dtype if saved.tensor in self._places else saved.tensor.dtype
 
-    def _values(self, saved: Saved, dtype: torch.dtype, first: int, numel: int) -> Tensor | None:
-        """Elements of what is stored, flat, in host memory, on the rank that writes them."""
-        first += saved.first
+    def _ranges(self, saved: Saved, dtype: torch.dtype) -> Generator[Tensor]:
+        """The elements of what is stored, flat, in host memory, a range after the other."""
         if saved.tensor not in self._places:  # a buffer
-            return saved.tensor.detach().flatten()[first : first + numel].cpu()
+            flat = saved.tensor.detach().flatten()[saved.first : saved.first + saved.numel]
+            for first, end in tiles(saved.numel, RANGE):
+                yield flat[first:end].cpu()
+            return
         group, piece = self._places[saved.tensor]
         if not (group.sharded or self._writes):
-            return None
-        values = self._state.weight_range(group, piece, first, numel)
-        if values.dtype is dtype:
-            return values
-        rounded = torch.empty(numel, dtype=dtype, device="cpu")
-        round_parameters(values, rounded)
-        return rounded
+            return
+        with closing(self._state.weight_ranges(group, piece, saved.first, saved.numel, RANGE)) as ranges:
+            for values in ranges:
+                if values.dtype is dtype:
+                    yield values
+                else:
+                    rounded = torch.empty(values.numel(), dtype=dtype, device="cpu")
+                    round_parameters(values, rounded)
+                    yield rounded
 
 
 class _Leading:
@@ -210,8 +215,7 @@ def _there(writer: WeightWriter | None) -> WeightWriter:
     return writer
 
 
-def _append(writer: WeightWriter | None, values: Tensor | None) -> None:
-    assert values is not None
+def _append(writer: WeightWriter | None, values: Tensor) -> None:
     _there(writer).append(values.contiguous().view(torch.uint8).numpy())
 
 

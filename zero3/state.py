@@ -6,7 +6,7 @@ Of what is sharded over ranks, each reads its part, and all of them get the whol
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from tiering.errors import EngineStateError
 from zero3.assembly import Assembly
 from zero3.collectives import Collectives
 from zero3.param_group import ParamGroup
-from zero3.partition import FlatLayout, Piece, Segment, shard_ranges
+from zero3.partition import FlatLayout, Piece, Segment, shard_ranges, tiles
+from zero3.read_ahead import ranges
 from zero3.tiers import Home
 from zero3.tiles import FP32, Tile
 
@@ -103,6 +104,23 @@ class TieredState:
                 values[begin - first : end - first] = raw.view(group.dtype)
         self._assemble(group, piece, values, first)
         return values
+
+    def weight_ranges(
+        self, group: ParamGroup, piece: Piece, first: int, numel: int, each: int
+    ) -> Generator[Tensor]:
+        """``numel`` elements of a parameter from its ``first`` on, ``each`` of them at a time at most, in host memory.
+
+        Each range is valid until the next one is asked for. All ranks take all of them; close what is not used up.
+        """
+        if group.sharded:
+            for start, end in tiles(numel, each):
+                yield self.weight_range(group, piece, first + start, end - start)
+            return
+        self._optimizer.release_read_ahead()
+        itemsize = group.dtype.itemsize
+        begin = (piece.start + first) * itemsize
+        for raw in ranges(self._tiers, group.home, begin, numel * itemsize, each * itemsize):
+            yield raw.view(group.dtype)
 
     def master(self, group: ParamGroup, piece: Piece) -> Tensor:
         """A copy, in host memory, of a parameter's fp32 master; a frozen one has none but its value."""

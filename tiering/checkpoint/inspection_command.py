@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     if path is not None:
         with _progress(path, quick=options.quick) as on_read:
             inspection = inspect(path, quick=options.quick, on_read=on_read)
-        if inspection.manifest is not None:
+        if inspection.whole and inspection.manifest is not None:
             loading = Loading.of(inspection.manifest, gpu_memory)
     if options.json:
         parts = {"directory": listing, "checkpoint": inspection, "loading": loading}
@@ -118,7 +118,8 @@ def _parts(
 
 
 def _listed(listing: Listing) -> Iterator[RenderableType]:
-    table = _table(f"Checkpoints in {listing.path}", "tag", "step", "saved", "size", "")
+    yield f"Checkpoints in {listing.path}"
+    table = _table("tag", "step", "saved", "size", "")
     for entry in listing.entries:
         saved = datetime.fromtimestamp(entry.time, UTC).astimezone()
         marks = ["latest"] * (entry.tag == listing.latest) + ["damaged"] * bool(entry.damage)
@@ -161,7 +162,7 @@ def _inspected(inspection: Inspection) -> Iterator[RenderableType]:
 
 
 def _contents(inspection: Inspection, manifest: Manifest) -> Table:
-    table = _table("", "kind", "tensors", "elements", "size")
+    table = _table("kind", "tensors", "elements", "size")
     parameters = manifest.parameters.values()
     elements = sum(each.numel for each in parameters)
     trained = sum(each.numel for each in parameters if each.trained)
@@ -195,8 +196,8 @@ def _loaded(loading: Loading) -> Iterator[RenderableType]:
     yield json.dumps(loading.config, indent=1)
 
 
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+def _table(*headings: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False)
     table.pad_edge, table.collapse_padding = False, True
     for heading in headings:
         right = heading in ("step", "size", "elements")

@@ -1,0 +1,427 @@
+"""``tiering inspect``: what it says of checkpoints that are whole, of damaged ones, and of what is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiering.checkpoint.saving import write_checkpoint
+from tiering import cli, ds_config
+from tiering.arena import PAGE
+from tiering.budgets import resolve_budgets
+from tiering.checkpoint.directory import LATEST, CheckpointDirectory
+from tiering.checkpoint.integrity import damages
+from tiering.checkpoint.load_plan import configuration, plan_to_load
+from tiering.checkpoint.manifest import MANIFEST, Manifest, StoredParameter
+from tiering.checkpoint.reader import open_checkpoint
+from tiering.checkpoint.writer import Output
+from tiering.config import IoConfig
+from tiering.weights.reader import WINDOW_BYTES
+
+Inspect = Callable[..., tuple[int, str, str]]
+
+SHAPES: Mapping[str, tuple[int, ...]] = {
+    "layers.0.weight": (3, 1000),
+    "layers.1.weight": (1500,),
+    "bias": (7,),
+}
+WEIGHTS_2 = "weights-00002-of-00002.safetensors"
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """global_step100 of one rank and global_step200, the latest, of two."""
+    directory = CheckpointDirectory(tmp_path_factory.mktemp("inspected") / "checkpoints")
+    with Output(IoConfig(engine="threads")) as output:
+        for number, ranks in ((100, 1), (200, 2)):
+            partial = directory.begin(f"global_step{number}")
+            write_checkpoint(partial, number, output, shapes=SHAPES, ranks=ranks)
+            directory.commit(partial, f"global_step{number}")
+    directory.close()
+    return directory.path
+
+
+@pytest.fixture
+def checkpoints(saved: Path, tmp_path: Path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+
+
+@pytest.fixture
+def inspect(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Inspect:
+    """``tiering inspect`` with arguments: (exit code, standard output, standard error), in 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        code = cli.main(["inspect", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def told(inspect: Inspect, *arguments: str | Path) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(inspect(*arguments, "--json")[1])
+    assert answer["schema"] == 1
+    return answer
+
+
+def flip(file: Path, *places: int) -> None:
+    content = bytearray(file.read_bytes())
+    for place in places:
+        content[place] ^= 1
+    file.write_bytes(content)
+
+
+# What is whole
+
+
+def test_a_directory_and_its_latest_checkpoint(checkpoints: Path, inspect: Inspect) -> None:
+    code, out, err = inspect(checkpoints)
+    assert (code, err) == (0, "")
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert lines[0] == f"Checkpoints in {checkpoints}"
+    rows = [line.split() for line in lines[3:5]]
+    assert [(row[0], row[1], row[6:]) for row in rows] == [
+        ("global_step100", "100", []),
+        ("global_step200", "200", ["latest"]),
+    ]
+    assert "global_step200: step 200, saved 2026-11-22T08:00:00+00:00 by 2 ranks, Lion in bf16" in lines
+    assert "weights  3 F32        4,507  17.61 KiB" in lines
+    assert "exp_avg  3 F32        4,507  17.61 KiB" in lines
+    assert any(
+        line.startswith("Whole: ") and "every page is what its checksum says" in line for line in lines
+    )
+    assert "To load it here, and train on (more choices: tiering plan):" in lines
+    config = json.loads(out[out.index("\n{") :])
+    assert config["optimizer"] == {"type": "Lion"}
+
+
+def test_all_that_is_known_as_json(checkpoints: Path, inspect: Inspect) -> None:
+    partial = CheckpointDirectory(checkpoints)
+    (partial.begin("global_step300") / "weights").write_bytes(bytes(5000))
+    partial.close()
+    answer = told(inspect, checkpoints)
+    listing = answer["directory"]
+    assert [(each["tag"], each["step"], each["damage"]) for each in listing["checkpoints"]] == [
+        ("global_step100", 100, None),
+        ("global_step200", 200, None),
+    ]
+    assert listing["latest"] == "global_step200" and listing["lost"] is None
+    assert [*listing["partials"].values()] == [5000]
+    sizes = {file.name: file.stat().st_size for file in (checkpoints / "global_step200").iterdir()}
+    found = answer["checkpoint"]
+    assert found["bytes"] == listing["checkpoints"][1]["bytes"] == sum(sizes.values())
+    checked = {
+        name: size for name, size in sizes.items() if name.endswith("tensors") and "checksums" not in name
+    }
+    assert found["bytes_checked"] == sum(checked.values())
+    assert found["whole"] is True and found["damage"] == []
+    assert found["kinds"] == {
+        "weights": {"dtypes": {"F32": 3}, "bytes": 4 * 4507},
+        "exp_avg": {"dtypes": {"F32": 3}, "bytes": 4 * 4507},
+    }
+    about = found["about"]
+    assert about.pop("files") == {name: size for name, size in sizes.items() if name != MANIFEST}
+    assert about == {
+        "step": 200,
+        "created": "2026-11-22T08:00:00+00:00",
+        "world_size": 2,
+        "optimizer": "Lion",
+        "precision": "bf16",
+        "parameters": 3,
+        "elements": 4507,
+        "trained_elements": 4507,
+    }
+
+
+@pytest.mark.parametrize("how", ["path", "tag"])
+def test_one_checkpoint_alone(checkpoints: Path, inspect: Inspect, how: str) -> None:
+    (checkpoints / LATEST).write_text("gone")  # which is none of its business
+    where = [checkpoints / "global_step100"] if how == "path" else [checkpoints, "--tag", "global_step100"]
+    code, out, _ = inspect(*where)
+    assert code == 0
+    assert out.startswith(
+        "global_step100: step 100, saved 2026-11-22T08:00:00+00:00 by 1 rank, Lion in bf16\n"
+    )
+    assert told(inspect, *where)["directory"] is None
+
+
+def test_without_latest_it_is_the_newest(checkpoints: Path, inspect: Inspect) -> None:
+    (checkpoints / LATEST).unlink()
+    answer = told(inspect, checkpoints)
+    assert answer["directory"]["latest"] is None
+    assert answer["checkpoint"]["about"]["step"] == 200
+
+
+def test_what_reads_a_checkpoint_leaves_it_alone(checkpoints: Path, inspect: Inspect) -> None:
+    (checkpoints / ".lock").unlink()
+    before = {file: file.stat().st_mtime_ns for file in checkpoints.rglob("*")}
+    inspect(checkpoints)
+    assert {file: file.stat().st_mtime_ns for file in checkpoints.rglob("*")} == before
+
+
+def test_it_answers_without_torch(saved: Path) -> None:
+    code = (
+        "import sys; from tiering.cli import main; code = main(['inspect', sys.argv[1]]);"
+        " print(code, 'torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, str(saved)], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "0 False"
+    assert ran.stderr == ""  # no progress where nobody looks
+    assert "\x1b" not in ran.stdout
+
+
+# What is damaged
+
+
+def test_each_flipped_byte_is_found_and_named(checkpoints: Path, inspect: Inspect) -> None:
+    path = checkpoints / "global_step200"
+    begins = {part.name: part.offset for part in open_checkpoint(path).weights.parts["layers.1.weight"]}
+    assert begins == {"layers.1.weight": PAGE + 4 * 1500}  # on the second page of both ranks
+    flip(path / WEIGHTS_2, PAGE, PAGE + 4 * 1500 + 1, 2 * PAGE)
+    flip(path / "rank-00001-of-00002.safetensors", PAGE + 3)
+    code, out, _ = inspect(checkpoints)
+    assert code == 1
+    assert "To load it" not in out
+    assert out.splitlines()[-4:] == [
+        "Damaged, in 3 places:",
+        "  rank-00001-of-00002.safetensors, page 1 (buffer): it is not what was written: another CRC32C",
+        f"  {WEIGHTS_2}, page 1 (layers.0.weight): it is not what was written: another CRC32C",
+        f"  {WEIGHTS_2}, page 2 (layers.0.weight, layers.1.weight): it is not what was written: another CRC32C",
+    ]
+    answer = told(inspect, checkpoints)
+    assert answer["loading"] is None
+    assert answer["checkpoint"]["damage"][1] == {
+        "file": WEIGHTS_2,
+        "page": 1,
+        "tensors": ["layers.0.weight"],
+        "what": "it is not what was written: another CRC32C",
+    }
+
+
+def test_a_quick_look_reads_no_page(checkpoints: Path, inspect: Inspect) -> None:
+    flip(checkpoints / "global_step200" / WEIGHTS_2, PAGE)
+    code, out, _ = inspect(checkpoints, "--quick")
+    assert code == 0
+    assert "Without --quick all checksums are compared, too." in out
+    assert told(inspect, checkpoints, "--quick")["checkpoint"]["bytes_checked"] == 0
+
+
+def test_a_file_of_many_windows(tmp_path: Path) -> None:
+    """Each page is compared with its own sum, also of what does not fill the last window, or the last page."""
+    with Output(IoConfig(engine="threads")) as output:
+        write_checkpoint(tmp_path, 7, output, shapes={"big": (2 * WINDOW_BYTES // 4 + 1500,)})
+    file = tmp_path / "exp_avg-00001-of-00001.safetensors"
+    size = file.stat().st_size
+    read: list[int] = []
+    assert list(damages(open_checkpoint(tmp_path), read.append)) == []
+    assert sum(read) == sum(each.stat().st_size for each in tmp_path.glob("[ewr]*.safetensors"))
+    places = [PAGE, WINDOW_BYTES - 1, WINDOW_BYTES, 2 * WINDOW_BYTES + PAGE, size - 1]
+    flip(file, *places)
+    assert [(each.file, each.page, each.names) for each in damages(open_checkpoint(tmp_path))] == [
+        (file, place // PAGE, ("big",)) for place in places
+    ]
+
+
+def test_a_damaged_file_of_checksums_is_no_good_either(checkpoints: Path, inspect: Inspect) -> None:
+    flip(checkpoints / "global_step200" / "checksums-00002-of-00002.safetensors", PAGE)
+    code, out, _ = inspect(checkpoints)
+    assert code == 1
+    assert "Damaged, in 1 place:" in out
+
+
+def test_what_is_missing_or_cut_off_is_named_file_by_file(checkpoints: Path, inspect: Inspect) -> None:
+    path = checkpoints / "global_step200"
+    size = (path / WEIGHTS_2).stat().st_size
+    os.truncate(path / WEIGHTS_2, size - 1)
+    (path / "exp_avg-00001-of-00002.safetensors").unlink()
+    code, out, _ = inspect(checkpoints, "--quick")
+    assert code == 1
+    assert "global_step200: step 200" in out
+    assert sorted(out.splitlines()[-2:]) == [
+        "  exp_avg-00001-of-00002.safetensors: it cannot be read: No such file or directory",
+        f"  {WEIGHTS_2}: it has {size - 1} bytes and should have {size}",
+    ]
+    answer = told(inspect, checkpoints)
+    assert [each["step"] for each in answer["directory"]["checkpoints"]] == [100, None]
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "rank-00002-of-00002.json"])
+def test_damaged_json(checkpoints: Path, inspect: Inspect, name: str) -> None:
+    file = checkpoints / "global_step200" / name
+    file.write_text(file.read_text().replace("200", "201", 1))
+    code, out, _ = inspect(checkpoints)
+    assert code == 1
+    assert f"{file}: it is damaged: its content is not what its crc32 says" in out
+
+
+def test_a_damaged_header(checkpoints: Path, inspect: Inspect) -> None:
+    flip(checkpoints / "global_step200" / WEIGHTS_2, 8)
+    code, out, _ = inspect(checkpoints)
+    assert code == 1
+    assert f"{WEIGHTS_2}: its header does not begin with '{{'" in out
+
+
+def test_a_damaged_tag_beside_a_whole_one(checkpoints: Path, inspect: Inspect) -> None:
+    (checkpoints / "global_step100" / "weights-00001-of-00001.safetensors").unlink()
+    code, out, _ = inspect(checkpoints)
+    assert code == 1
+    assert "Whole: " in out
+    assert out.count("damaged") >= 1 and "Damaged: " in out
+
+
+def test_a_latest_that_is_gone(checkpoints: Path, inspect: Inspect) -> None:
+    (checkpoints / LATEST).write_text("global_step300")
+    code, out, _ = inspect(checkpoints)
+    assert code == 1
+    assert f"Nothing to resume from: {checkpoints / LATEST} names 'global_step300'" in out
+    answer = told(inspect, checkpoints)
+    assert answer["checkpoint"] is None and "names 'global_step300'" in answer["directory"]["lost"]
+
+
+def test_what_strangers_wrote_does_not_reach_the_terminal(
+    checkpoints: Path, inspect: Inspect, tmp_path: Path
+) -> None:
+    path = tmp_path / "strange"
+    path.mkdir()
+    name = "layers.0.\x1b[2J"
+    with Output(IoConfig(engine="threads")) as output:
+        write_checkpoint(path, 7, output, shapes={name: (5,)})
+    flip(path / "weights-00001-of-00001.safetensors", PAGE)
+    code, out, _ = inspect(path)
+    assert code == 1
+    assert "page 1 ('layers.0.\\x1b[2J'): it is not what was written" in out
+    assert "\x1b" not in out
+
+
+# What is no checkpoint
+
+
+def test_what_is_no_checkpoint(checkpoints: Path, inspect: Inspect, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for arguments, why in [
+        ([tmp_path / "nowhere"], "is no directory; name one that holds checkpoints"),
+        ([checkpoints / LATEST], "is no directory"),
+        ([tmp_path / "empty"], "holds no checkpoint: no directory with a checkpoint.json"),
+        (
+            [checkpoints, "--tag", "no"],
+            "no checkpoint 'no'; name one that is there: 'global_step100', 'global_step200'",
+        ),
+        ([checkpoints, "--tag", "../x"], "a checkpoint cannot be named '../x'"),
+        (
+            [checkpoints / "global_step100", "--tag", "x"],
+            f"is a checkpoint itself; leave --tag out, or name {checkpoints}",
+        ),
+        ([checkpoints, "--gpu", "many"], "--gpu: "),
+    ]:
+        code, out, err = inspect(*arguments)
+        assert (code, out) == (2, "")
+        assert why in err
+
+
+# What it takes to load it
+
+
+def manifest(parameters: Mapping[str, StoredParameter], **changes: Any) -> Manifest:
+    usual: dict[str, Any] = {
+        "step": 1,
+        "world_size": 1,
+        "created": "",
+        "optimizer": "Adam",
+        "precision": "bf16",
+        "kinds": ("exp_avg", "exp_avg_sq"),
+        "files": {},
+        "training": {},
+    }
+    return Manifest(parameters=parameters, **(usual | changes))
+
+
+def blocks(count: int, *, trained: bool = True) -> dict[str, StoredParameter]:
+    """Of 1,000,000 elements each, with an embedding of 5,000,000."""
+    shapes = {f"model.layers.{index}.mlp.weight": (1000, 1000) for index in range(count)}
+    shapes |= {"model.embed.weight": (5000, 1000), "model.norm.weight": (1000,), "model.scale": (200_000,)}
+    return {name: StoredParameter(shape, "F32", trained, 1) for name, shape in shapes.items()}
+
+
+def test_the_plan_counts_what_training_needs(tmp_path: Path) -> None:
+    report = plan_to_load(manifest(blocks(8)), tmp_path)
+    assert report.plan is not None
+    names = [group.name for group in report.workload.groups]
+    assert names == [*(f"model.layers.{index}" for index in range(8)), "model.embed", "persistent", "root"]
+    numel = 8 * 10**6 + 5 * 10**6 + 200_000 + 1000
+    padding = 2048 * len(names)
+    for kinds, itemsize in ((report.plan.state_bytes(), 2 + 2 + 12),):
+        assert numel * itemsize <= kinds <= (numel + padding) * itemsize
+    frozen = plan_to_load(manifest(blocks(8, trained=False)), tmp_path)
+    assert frozen.plan is not None
+    assert numel * 2 <= frozen.plan.state_bytes() <= (numel + padding) * 2
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kinds", "precision", "itemsize"),
+    [
+        ("Adam", ("exp_avg", "exp_avg_sq"), "fp32", 4 + 4 + 8),
+        ("Adam", ("exp_avg", "exp_avg_sq"), "fp16", 2 + 2 + 12),
+        ("Lion", ("exp_avg",), "bf16", 2 + 2 + 8),
+        ("SGD", (), "bf16", 2 + 2 + 4),
+        ("SGD", ("momentum_buffer",), "bf16", 2 + 2 + 8),
+        ("Adafactor", ("a", "b", "c"), "bf16", 2 + 2 + 16),
+        (None, (), "fp32", 4 + 4 + 8),  # weights of somebody else, to be trained by AdamW
+    ],
+)
+def test_the_plan_is_of_the_optimizer_that_was_saved(
+    tmp_path: Path, optimizer: str | None, kinds: tuple[str, ...], precision: str, itemsize: int
+) -> None:
+    saved = manifest(
+        {"a.0.weight": StoredParameter((2048, 1000), "F32", True, 1)},
+        optimizer=optimizer,
+        kinds=kinds,
+        precision=precision,
+    )
+    report = plan_to_load(saved, tmp_path)
+    assert report.plan is not None
+    assert report.plan.state_bytes() == 2048 * 1000 * itemsize
+    config, _ = ds_config.load(configuration(saved, tmp_path))  # which loads as it is
+    assert config.precision == precision
+    assert config.zero.swap_directories == (tmp_path,)
+
+
+def test_budgets_are_this_machines(tmp_path: Path) -> None:
+    report = plan_to_load(manifest(blocks(2)), tmp_path, gpu_memory=8 << 30)
+    config, _ = ds_config.load(configuration(manifest(blocks(2)), tmp_path))
+    mine = resolve_budgets(config.tiering, device_memory=8 << 30, nvme_paths=[tmp_path])
+    assert report.budgets.device == mine.device == 4 << 30
+    assert abs(report.budgets.host / mine.host - 1) < 0.5
+
+
+def test_a_model_that_does_not_fit_gets_remedies(
+    inspect: Inspect, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiering.budgets.host_memory", lambda: (1 << 12, 0))
+    code, out, _ = inspect(checkpoints)
+    assert code == 0  # it is whole
+    assert "To load it here is not possible yet. [TIER-PLAN]" in out
+    assert "Any of these makes it fit:\n  - " in out
+    loading = told(inspect, checkpoints)["loading"]
+    assert loading["fits"] is False and loading["remedies"]
+
+
+def test_what_cannot_be_planned_says_why(
+    inspect: Inspect, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("there is no /dev/shm here")
+    monkeypatch.chdir("/dev/shm")
+    code, out, _ = inspect(checkpoints)
+    assert code == 0
+    assert "What it takes to load it here cannot be told: [TIER-SPACE] nvme_path /dev/shm is on tmpfs" in out
+    assert told(inspect, checkpoints)["loading"]["problem"].startswith("[TIER-SPACE]")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +21,9 @@ from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 import tiering.checkpoint.writer
 import zero3.export
 from optim_cpu.formats import round_parameters
-from tiering.errors import CheckpointError, ConfigError
+from tiering.errors import CheckpointError, ConfigError, SwapError
+from tiering.swap_space import SwapSpace
+from tiering.tickets import Transfer
 from tiering.weights.files import open_weights
 from zero3.export import Export
 from zero3.saved_names import own_names, transformers_names
@@ -174,6 +178,46 @@ def test_a_full_disk_leaves_nothing_behind_and_training_goes_on(
     }
     step(engine), step(other)
     assert same_bits(engine.master_state_dict(), other.master_state_dict()) == []
+
+
+class Failed:
+    """A read that ends with an error."""
+
+    def __init__(self, read: Transfer) -> None:
+        self._read = read
+
+    def done(self) -> bool:
+        return self._read.done()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._read.wait()
+        raise SwapError("a read failed", errno=errno.EIO, filename="swap", offset=0)
+
+
+@pytest.mark.parametrize("submitted", [True, False])
+def test_a_read_that_fails_ends_the_export_and_gives_all_room_back(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submitted: bool
+) -> None:
+    """The second of those that are on their way together."""
+    count = itertools.count(1)
+    swap_in = SwapSpace.swap_in
+
+    def fail_once(swap: SwapSpace, *arguments: Any, **options: Any) -> Any:
+        if next(count) != 4:
+            return swap_in(swap, *arguments, **options)
+        if not submitted:
+            raise SwapError("no read was begun", errno=errno.EIO, filename="swap", offset=0)
+        return Failed(swap_in(swap, *arguments, **options))
+
+    monkeypatch.setattr(zero3.export, "RANGE", 2048)
+    monkeypatch.setattr(SwapSpace, "swap_in", fail_once)
+    with pytest.raises(SwapError):
+        export(engine).save_16bit_model(tmp_path / "out")
+    assert next(count) > 4 and not (tmp_path / "out").exists()
+    engine._tiers.staging.drain()
+    assert not engine._tiers.staging.by_kind
+    saved = load_file(export(engine).save_16bit_model(tmp_path / "out"))
+    assert same_bits(saved, untied(engine.state_dict())) == []
 
 
 def llama(**options: Any) -> Any:

@@ -28,11 +28,13 @@ from tiering.checkpoint.manifest import (
     file_name,
     write_sealed,
 )
+from tiering.checkpoint.manifest import damaged as not_saved_so
 from tiering.checkpoint.pages import SumsFile
 from tiering.checkpoint.reader import Checkpoint
 from tiering.checkpoint.writer import Output, TensorFileWriter, TensorSpec, header_of
 from tiering.config import IoConfig
 from tiering.errors import CheckpointError
+from tiering.strict_json import short
 from tiering.weights.files import WeightFiles, damaged, nbytes_of
 from tiering.weights.reader import WINDOW_BYTES, WeightReader
 from tiering.weights.writer import WeightWriter
@@ -213,10 +215,16 @@ def _widest_first(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 def _with_buffers(checkpoint: Checkpoint) -> WeightFiles:
     """The parameters, and the buffers as the first rank had them."""
     weights, rank = checkpoint.weights, checkpoint.rank(0)
-    buffers = {
-        name: replace(rank.tensors.tensors[stored], name=name)
-        for name, stored in rank.content.get("buffers", {}).items()
-    }
+    named = rank.content.get("buffers", {})
+    if not isinstance(named, dict):
+        raise not_saved_so(rank.tensors.path.with_suffix(".json"), "its 'buffers' is no object")
+    buffers = {}
+    for name, kept in named.items():
+        if not isinstance(kept, str) or kept not in rank.tensors.tensors or name in weights.tensors:
+            raise not_saved_so(
+                rank.tensors.path, f"it has no tensor {short.repr(kept)} for the buffer {short.repr(name)}"
+            )
+        buffers[name] = replace(rank.tensors.tensors[kept], name=name)
     return WeightFiles(
         checkpoint.path,
         {**weights.tensors, **buffers},

@@ -52,7 +52,9 @@ def values() -> Tensors:
 BUFFERS: Tensors = {"counted": torch.tensor(12), "mask": torch.tensor([True, False, True])}
 
 
-def write(directory: Path, values: Mapping[str, torch.Tensor], *, ranks: int = 1) -> Path:
+def write(
+    directory: Path, values: Mapping[str, torch.Tensor], *, ranks: int = 1, buffers: Any = None
+) -> Path:
     """A checkpoint of step 3 as ``ranks`` write it: each has a part of every tensor, the first perhaps none."""
     directory.mkdir(parents=True)
     with Output() as output:
@@ -75,7 +77,7 @@ def write(directory: Path, values: Mapping[str, torch.Tensor], *, ranks: int = 1
             _write(directory / file_name("rank", rank, ranks), kept, {}, output, sums)
             write_sealed(
                 directory / file_name("rank", rank, ranks, "json"),
-                {"buffers": {name: f"{name} as kept" for name in BUFFERS}},
+                {"buffers": buffers or {name: f"{name} as kept" for name in BUFFERS}},
             )
             specs = [TensorSpec(name, "U32", (found.size,)) for name, found in sums.items()]
             writer = TensorFileWriter(directory / file_name("checksums", rank, ranks), specs, output=output)
@@ -215,6 +217,16 @@ def test_a_flipped_byte_is_found_and_nothing_is_left(
     file.write_bytes(content)
     assert convert(source, tmp_path / "out") == 1
     assert file.name in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("buffers", [["a"], {"b": "nowhere"}, {"b": 3}, {"a": "mask as kept"}])
+def test_buffers_that_are_not_there_are_damage(
+    tmp_path: Path, buffers: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "global_step3", {"a": torch.ones(3)}, buffers=buffers)
+    assert convert(source, tmp_path / "out") == 1
+    assert re.search(r"rank-00001-of-00001.*it is damaged: .*buffer", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
 

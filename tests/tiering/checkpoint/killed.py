@@ -9,6 +9,7 @@ how many left something half done}. Ends with a traceback if a checkpoint was lo
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -39,7 +40,7 @@ def tag_of(number: int) -> str:
 
 def save(path: Path, number: int) -> None:
     directory = CheckpointDirectory(path)
-    with Output(IoConfig(engine="threads"), windows=2) as output:
+    with Output(IoConfig(engine="threads"), windows=1) as output:
         partial = directory.begin(tag_of(number))
         write_checkpoint(partial, number, output)
         directory.commit(partial, tag_of(number), keep=KEEP)
@@ -152,6 +153,7 @@ def note(told: Counter[str], path: Path, saved: int) -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # forks share what is there for longer
     mode, where, *rest = sys.argv[1:]
     print(
         json.dumps(

@@ -34,9 +34,9 @@ class RunLock:
     """The lock of ``directory``. ``alone`` says that no other run can have it, too: some file systems know no locks."""
 
     def __init__(self, directory: Path) -> None:
+        self._fd = -1
         self.directory = directory
         self.alone = False
-        self._fd = -1
 
     @property
     def held(self) -> bool:
@@ -72,6 +72,10 @@ class RunLock:
                 )  # to close alone would leave it to a child that has not exec'ed yet
             os.close(self._fd)
             self._fd = -1
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def _flock(self) -> bool:
         try:

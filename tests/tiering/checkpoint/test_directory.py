@@ -666,6 +666,14 @@ def test_two_engines_of_one_process_exclude_each_other(checkpoints: CheckpointDi
     other.close()
 
 
+def test_what_nobody_has_any_more_holds_no_lock(checkpoints: CheckpointDirectory) -> None:
+    """A notebook makes its engine anew and forgets to close the old one."""
+    forgotten = CheckpointDirectory(checkpoints.path)
+    forgotten.lock()
+    del forgotten
+    checkpoints.lock()
+
+
 @pytest.mark.parametrize("text", [b"", b"\x1b[2J", b"\xff"])
 def test_a_holder_that_does_not_say_who_it_is(checkpoints: CheckpointDirectory, text: bytes) -> None:
     checkpoints.lock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import tiering
 from tiering.arena import PAGE
 from tiering.errors import PlacementError
+from tiering.placement import place
 from tiering.plan import Plan, Tier
 from tiering.telemetry import Snapshot
 from zero3.engine import Engine
@@ -106,6 +107,20 @@ def settings(
     }
 
 
+def fewest_and_plenty(plan: Plan, tier: Tier) -> tuple[int, int]:
+    """The fewest pages of ``tier`` that what was planned fits in, and how many it takes when there is plenty."""
+    refused, accepted = 0, (plenty := plan.total(tier) // PAGE)
+    while accepted - refused > 1:
+        middle = (refused + accepted) // 2
+        try:
+            place(plan.workload, replace(plan.budgets, **{tier.value: middle * PAGE}))
+        except PlacementError:
+            refused = middle
+        else:
+            accepted = middle
+    return accepted, plenty
+
+
 @pytest.fixture(scope="session")
 def _pages() -> dict[str, tuple[int, int]]:
     """What searches for budgets have found: the fewest pages that are accepted, and how many are plenty."""
@@ -130,25 +145,12 @@ def start(
         config = settings(tmp_path, habit, **options)
         return tiering.initialize(model=habit.build(name), config=config).engine
 
-    def plan(name: str, habit: Habit, options: dict[str, Any]) -> Plan:
-        engine = initialize(name, habit, options)
-        engine.close()
-        return engine.plan
-
     def pages(tier: Tier, name: str, habit: Habit, options: dict[str, Any]) -> tuple[int, int]:
         key = repr((tier, name, habit.precision, habit.accumulation, sorted(options.items())))
         if key not in _pages:
-            refused, accepted = 0, plan(name, habit, options).total(tier) // PAGE
-            plenty = accepted
-            while accepted - refused > 1:
-                middle = (refused + accepted) // 2
-                try:
-                    plan(name, habit, options | {f"{tier.value}_budget": middle * PAGE})
-                except PlacementError:
-                    refused = middle
-                else:
-                    accepted = middle
-            _pages[key] = accepted, plenty
+            engine = initialize(name, habit, options)
+            engine.close()
+            _pages[key] = fewest_and_plenty(engine.plan, tier)
         return _pages[key]
 
     def make(name: str, habit: Habit, **options: Any) -> Engine:

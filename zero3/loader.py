@@ -124,9 +124,15 @@ class TrainingLoader(DataLoader[Any]):
         self._made: Callable[[], _Pass | None] = lambda: None  # weak: whether anybody holds the last iterator
 
     def __iter__(self) -> _Pass:  # type: ignore[override]  # torch's has only private things beside next() and len()
-        chosen_otherwise = self._position.pass_number != self.passes.epoch  # by set_epoch
-        if not self._awaited or chosen_otherwise:
-            self._position, self._awaited = _Position(), False
+        if self._awaited and self._position.pass_number != self.passes.epoch:
+            log.warning(
+                "set_epoch(%d) begins that pass, in place of the rest of pass %d, in which the checkpoint was saved",
+                self.passes.epoch,
+                self._position.pass_number,
+            )
+            self._awaited = False
+        if not self._awaited:
+            self._position = _Position()
         self._arrive()
         made = _Pass(self, self._position)
         if not self._position.begun:

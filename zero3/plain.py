@@ -212,11 +212,7 @@ def _decode(value: Any, tensors: dict[str, Tensor], at: _Place) -> Any:
         if len(value) > 1:
             raise ValueError("it has another key beside it")
         return _decode_tagged(tag, value[tag], tensors, at)
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-    ) as error:  # of what follows the tag: those within have a place
+    except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(
             f"{_start(at)} has {short.repr(tag)}, but {error}; the file is damaged, or from a newer version"
         ) from error

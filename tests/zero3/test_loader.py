@@ -318,7 +318,7 @@ def test_an_iterator_that_is_in_use_goes_back_with_its_loader(taken: int, world_
     assert [*map(numbers, second), read(loader), read(loader)] == expected
 
 
-def test_set_epoch_for_another_pass_begins_that() -> None:
+def test_set_epoch_for_another_pass_begins_that(caplog: pytest.LogCaptureFixture) -> None:
     loader = make_loader(Numbers(40), 2, None, rank=1, world_size=2)
     whole = {}
     for epoch in (3, 4):
@@ -326,10 +326,12 @@ def test_set_epoch_for_another_pass_begins_that() -> None:
         whole[epoch] = read(loader)
     loader.sampler.set_epoch(3)
     next(iter(loader))
-    for epoch, left_out in ((3, 2), (4, 0)):
+    told = "set_epoch(4) begins that pass, in place of the rest of pass 3, in which the checkpoint was saved"
+    for epoch, left_out, warnings in ((3, 2, []), (4, 0, [told])):
         resumed = resumed_from(loader, rank=1, world_size=2)
         resumed.sampler.set_epoch(epoch)
         assert read(resumed) == whole[epoch][left_out:]
+        assert caplog.messages == warnings
 
 
 class Torn(Numbers):
@@ -353,7 +355,7 @@ def test_a_batch_that_could_not_be_read_is_behind_the_loader_as_in_torch() -> No
 layouts = st.tuples(st.integers(1, 4), st.integers(1, 4))  # batch size, ranks
 
 
-@given(size=st.integers(1, 60), before=layouts, after=layouts, share=st.floats(0, 1))
+@given(size=st.integers(1, 60), before=layouts, after=layouts, share=st.sampled_from([0.0, 0.3, 0.7, 1.0]))
 @settings(max_examples=100, deadline=None)
 def test_another_layout_goes_on_in_the_same_pass(
     size: int, before: tuple[int, int], after: tuple[int, int], share: float
@@ -390,8 +392,9 @@ def test_another_layout_goes_on_in_the_same_pass(
 
 def test_another_layout_is_told(caplog: pytest.LogCaptureFixture) -> None:
     loader = make_loader(Numbers(100), 4, None, rank=0, world_size=1)
-    assert len([*islice(loader, 5)]) == 5
     with caplog.at_level(logging.WARNING):
+        resumed_from(loader, batch_size=3)
+        assert len([*islice(loader, 5)]) == 5
         resumed_from(loader, batch_size=4)
         assert not caplog.records
         resumed_from(loader, batch_size=3, world_size=2)

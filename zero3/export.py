@@ -64,7 +64,6 @@ class Export:
         self,
         save_dir: str | Path,
         save_filename: str = "model.safetensors",
-        *,
         exclude_frozen_parameters: bool = False,
     ) -> Path:
         """Write the model's ``state_dict`` as one safetensors file; returns its path.

@@ -208,8 +208,7 @@ def _check_loads(model: Any, left: list[Saved]) -> None:
                 " save with save_16bit_model(DIR), whose names and tensors are the model's own"
             )
     log.warning(
-        "%r and what is like it are saved as the model has them (%d tensors): transformers computes its files' form,"
-        " and loads both",
+        "%r is saved as the model has it (%d tensors are): transformers computes its files' form of it, and loads both",
         left[0].name,
         len(left),
     )

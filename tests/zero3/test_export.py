@@ -285,7 +285,7 @@ def test_what_transformers_computes_stays_as_it_is_where_that_loads(caplog: pyte
     model._weight_conversions = [WeightConverter(["self_attn.qkv.weight"], parts, [Chunk(0)])]
     saved = {each.name for each in transformers_names(model)}
     assert saved == {each.name for each in own_names(model)}
-    assert "saved as the model has them (3 tensors)" in caplog.text
+    assert "is saved as the model has it (3 tensors are)" in caplog.text
 
 
 def test_what_would_not_load_as_it_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from tiering.checkpoint.writer import Output, TensorFileWriter, TensorSpec
 from tiering.config import IoConfig
 from tiering.errors import CheckpointError, SwapError
+from tiering.interrupts import deferred_interrupts
 from tiering.io_stats import errno_text
 
 SUFFIX = ".safetensors"
@@ -95,7 +96,8 @@ class WeightWriter:
         try:
             if len(self._shards) > 1:
                 self._write_index()
-            self._publish()
+            with deferred_interrupts():
+                self._publish()
         except OSError as error:
             raise self._unwritten(error) from error
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from optim_cpu.formats import round_parameters
 from tiering import arena
 from tiering.errors import PlacementError
+from tiering.placement import place
+from tiering.plan import Budgets, Plan
 
 WIDTH = 32
 STREAMED: dict[str, Any] = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
@@ -176,7 +178,7 @@ def run_engine(
     """Keyword arguments left over are the engine's configuration. ``smallest``: with the least budgets that work."""
     options = {"precision": "fp32", "accumulation": 1, "clip": CLIP, "threshold": 0} | options
 
-    def begin(**budgets: str) -> Any:
+    def begin(**budgets: int) -> Any:
         torch.manual_seed(11)
         model = build()
         given = groups(model) if groups else None
@@ -192,21 +194,27 @@ def run_engine(
 
 
 def _in_least_room(begin: Callable[..., Any]) -> Any:
-    """An engine with the least host budget, and then the least device budget, that a plan accepts (to 8 KiB)."""
-    budgets: dict[str, str] = {}
-    engine = None
-    for budget in ("host_budget", "device_budget"):
-        for kib in range(8, 4096, 8):
-            try:
-                accepted = begin(**budgets, **{budget: f"{kib}KiB"})
-            except PlacementError:
-                continue
-            if engine is not None:
-                engine.close()
-            engine, budgets[budget] = accepted, f"{kib}KiB"
-            break
-    assert engine is not None and len(budgets) == 2, f"only {budgets} were accepted"
-    return engine
+    engine = begin()
+    engine.close()
+    least = least_budgets(engine.plan)
+    return begin(host_budget=least.host, device_budget=least.device)
+
+
+def least_budgets(plan: Plan) -> Budgets:
+    """The least host budget, and then the least device budget, in which ``plan`` could be made (to 8 KiB)."""
+    budgets = plan.budgets
+    for tier in ("host", "device"):
+        sizes = (replace(budgets, **{tier: kib << 10}) for kib in range(8, 4096, 8))
+        budgets = next(smaller for smaller in sizes if _is_enough(plan, smaller))
+    return budgets
+
+
+def _is_enough(plan: Plan, budgets: Budgets) -> bool:
+    try:
+        place(plan.workload, budgets)
+    except PlacementError:
+        return False
+    return True
 
 
 def assert_nothing_held(engine: Any) -> None:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from optim_cpu import kernels
 from tiering import arena
-from tiering.errors import PlacementError
 from tiering.placement import FEWEST_SLOTS
 from tiering.plan import Tier
 from zero3 import flat_storage, workload
+
+from .plain import least_budgets
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "host": {"offload_param": "cpu", "offload_optimizer": "cpu"},
@@ -100,18 +101,8 @@ def test_the_smallest_budgets_give_the_same_bits(
     reference = train(**habit)
     streamed = {**habit, **PLACEMENTS["all on nvme"]}
 
-    def smallest(budget: str, **options: Any) -> str:
-        for kib in range(16, 4096, 16):
-            try:
-                train(0, **streamed, **options, **{budget: f"{kib}KiB"})
-            except PlacementError:
-                continue
-            return f"{kib}KiB"
-        raise AssertionError(f"no {budget} is accepted")
-
-    host = smallest("host_budget")
-    device = smallest("device_budget", host_budget=host)
-    run = train(**streamed, host_budget=host, device_budget=device)
+    least = least_budgets(train(0, **streamed).engine.plan)
+    run = train(**streamed, host_budget=least.host, device_budget=least.device)
     plan = run.engine.plan
     assert Tier.NVME in plan.grad_tiers
     assert plan.staging.slots == FEWEST_SLOTS

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+import tiering
 from tiering import strict_json
-from tiering.errors import CheckpointError, ConfigError
+from tiering.errors import CheckpointError, ConfigError, ResidencyError
 from zero3 import plain
 
 
@@ -224,6 +225,23 @@ def test_a_nested_tensor_is_refused() -> None:
     value = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])
     with pytest.raises(ConfigError, match=r"value is a tensor of .+ a checkpoint holds dense ones"):
         plain.encode(value, {})
+
+
+def test_a_parameter_that_is_elsewhere_is_not_saved_as_what_stands_for_it(
+    start: Callable[..., Any],
+) -> None:
+    engine = start(
+        offload_param="nvme", offload_optimizer="nvme", cache_in_host=False, threshold=0, prefetch=0
+    )
+    weight = engine.module.blocks[0].up.weight
+    assert type(weight) is not nn.Parameter
+    with pytest.raises(ResidencyError, match=r"copy of 'blocks\.0\.up\.weight', whose bytes are on NVMe"):
+        plain.encode({"up": weight}, {})
+    with tiering.gathered(weight):
+        expected = weight.detach().clone()
+        kept: dict[str, Tensor] = {}
+        plain.encode({"up": weight}, kept)
+    assert torch.equal(kept["value['up']"], expected)
 
 
 def nested(levels: int) -> Any:

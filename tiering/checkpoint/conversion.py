@@ -6,19 +6,16 @@ Tensors are streamed in windows, and compared with their sums as they are read.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial as bound
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from optim_cpu import kernels
-from tiering.arena import PAGE, round_up
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.manifest import (
     FLOATS,
@@ -28,13 +25,11 @@ from tiering.checkpoint.manifest import (
     file_name,
     write_sealed,
 )
-from tiering.checkpoint.manifest import damaged as not_saved_so
-from tiering.checkpoint.pages import SumsFile
 from tiering.checkpoint.reader import Checkpoint
-from tiering.checkpoint.writer import Output, TensorFileWriter, TensorSpec, header_of
+from tiering.checkpoint.sums_file import SumsFile
+from tiering.checkpoint.writer import Output, TensorFileWriter, TensorSpec, pages_of
 from tiering.config import IoConfig
 from tiering.errors import CheckpointError
-from tiering.strict_json import short
 from tiering.weights.files import WeightFiles, damaged, nbytes_of
 from tiering.weights.reader import WINDOW_BYTES, WeightReader
 from tiering.weights.writer import WeightWriter
@@ -76,7 +71,7 @@ def to_weights(
     They are rounded as the engine rounds: what it trains in 16 bits is what comes out. ``config``, a model's
     config.json, is put beside them, and told the dtype. Raises CheckpointError or WeightsError.
     """
-    files = _with_buffers(checkpoint)
+    files = checkpoint.with_buffers(0)
     wanted = {
         name: DTYPES[dtype] if name in checkpoint.manifest.parameters else stored.dtype
         for name, stored in files.tensors.items()
@@ -154,16 +149,14 @@ def _write_checkpoint(
         file_name("rank", 0, 1): _widest_first(buffers),
     }
     order = [files.tensors[spec.name] for specs in contents.values() for spec in specs]
-    sums = directory / file_name("checksums", 0, 1)
+    pages = {name: pages_of(specs) for name, specs in contents.items()}
     with (
         Output() as output,
         WeightReader(files, IoConfig(), order) as reader,
-        _keeping_sums(sums, contents) as keeping,
+        closing(SumsFile(directory / file_name("checksums", 0, 1), pages)) as sums,
     ):
         for name, specs in contents.items():
-            writer = TensorFileWriter(
-                directory / name, specs, output=output, on_sums=bound(keeping.put, name)
-            )
+            writer = TensorFileWriter(directory / name, specs, output=output, on_sums=sums.of(name))
             try:
                 for spec in specs:
                     for values in _converted(reader, files, spec, converted, on_read):
@@ -172,9 +165,7 @@ def _write_checkpoint(
             except BaseException:
                 writer.abandon()
                 raise
-    write_sealed(
-        directory / file_name("rank", 0, 1, "json"), {"buffers": {each.name: each.name for each in buffers}}
-    )
+    write_sealed(directory / file_name("rank", 0, 1, "json"), {"buffers": [each.name for each in buffers]})
     Manifest(
         step=0,
         world_size=1,
@@ -189,50 +180,9 @@ def _write_checkpoint(
     return converted
 
 
-@contextmanager
-def _keeping_sums(path: Path, contents: Mapping[str, list[TensorSpec]]) -> Iterator[SumsFile]:
-    """The file of the sums of ``contents``, to be filled as these are written."""
-    specs = []
-    for name, tensors in contents.items():
-        nbytes = len(header_of(tensors)) + sum(tensor.nbytes for tensor in tensors)
-        specs.append(TensorSpec(name, "U32", (round_up(nbytes) // PAGE,)))
-    header = header_of(specs)
-    begins, end = {}, len(header)
-    for spec in specs:
-        begins[spec.name], end = end, end + spec.nbytes
-    with path.open("xb", buffering=0) as file:
-        file.write(header)
-        file.truncate(end)
-        yield SumsFile(path, file.fileno(), begins)
-        os.fsync(file.fileno())
-
-
 def _widest_first(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """In an order in which each tensor begins at a multiple of its element's size."""
     return sorted(specs, key=lambda spec: -nbytes_of(spec.dtype, 1))
-
-
-def _with_buffers(checkpoint: Checkpoint) -> WeightFiles:
-    """The parameters, and the buffers as the first rank had them."""
-    weights, rank = checkpoint.weights, checkpoint.rank(0)
-    named = rank.content.get("buffers", {})
-    if not isinstance(named, dict):
-        raise not_saved_so(rank.tensors.path.with_suffix(".json"), "its 'buffers' is no object")
-    buffers = {}
-    for name, kept in named.items():
-        if not isinstance(kept, str) or kept not in rank.tensors.tensors or name in weights.tensors:
-            raise not_saved_so(
-                rank.tensors.path, f"it has no tensor {short.repr(kept)} for the buffer {short.repr(name)}"
-            )
-        buffers[name] = replace(rank.tensors.tensors[kept], name=name)
-    return WeightFiles(
-        checkpoint.path,
-        {**weights.tensors, **buffers},
-        {},
-        {**weights.versions, **rank.tensors.versions},
-        weights.parts,
-        {**weights.sums, **rank.tensors.sums},
-    )
 
 
 def _converted(

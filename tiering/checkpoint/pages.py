@@ -7,7 +7,6 @@ A last page that is not whole counts as filled up with zeros.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import numpy as np
 
@@ -59,16 +58,3 @@ class PageSums:
         if len(content) != pages * SUM:
             raise CheckpointError(f"{self._stored.file}: it is cut short; load an earlier checkpoint")
         return np.frombuffer(content, dtype="<u4")
-
-
-class SumsFile:
-    """Where the sums of files are written as they come: an open file, and where in it those of each file begin."""
-
-    def __init__(self, path: Path, fd: int, begins: dict[str, int]) -> None:
-        self._path = path
-        self._fd = fd
-        self._begins = begins
-
-    def put(self, name: str, page: int, sums: np.ndarray) -> None:
-        """Keep the sums of the pages of file ``name`` from ``page`` on."""
-        os.pwrite(self._fd, sums.tobytes(), self._begins[name] + page * SUM)

@@ -44,13 +44,35 @@ class Checkpoint:
             )
             return RankFiles(read_sealed(file.with_suffix(".json")), tensors)
 
+    def with_buffers(self, number: int) -> WeightFiles:
+        """Parameters, and the buffers that rank ``number`` had, or rank 0 if there was none of that number."""
+        rank, weights = self.rank(number if number < self.manifest.world_size else 0), self.weights
+        return WeightFiles(
+            self.path,
+            {**{name: rank.tensors.tensors[name] for name in rank.buffers}, **weights.tensors},
+            {},
+            {**weights.versions, **rank.tensors.versions},
+            weights.parts,
+            {**weights.sums, **rank.tensors.sums},
+        )
+
 
 @dataclass(frozen=True)
 class RankFiles:
-    """A rank's own state: plain JSON, and the tensors that it refers to."""
+    """A rank's own state: plain JSON, and the tensors that it refers to. ``buffers`` are the names of the model's."""
 
     content: Mapping[str, Any]
     tensors: WeightFiles
+
+    @property
+    def buffers(self) -> list[str]:
+        names = self.content.get("buffers")
+        if not isinstance(names, list):
+            raise damaged(self.tensors.path.with_suffix(".json"), "its 'buffers' is no list")
+        for name in names:
+            if not isinstance(name, str) or name not in self.tensors.tensors:
+                raise damaged(self.tensors.path, f"it has no buffer {short.repr(name)}, which the JSON beside it names")
+        return names
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

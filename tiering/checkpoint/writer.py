@@ -61,6 +61,12 @@ def header_of(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None 
     return len(text).to_bytes(8, "little") + text
 
 
+def pages_of(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> int:
+    """Pages of a file with ``tensors``, the last one perhaps not whole."""
+    nbytes = len(header_of(tensors, metadata)) + sum(tensor.nbytes for tensor in tensors)
+    return round_up(nbytes) // PAGE
+
+
 class Output:
     """What files are written through: an I/O context, and the windows that they share. One thread writes."""
 
@@ -113,7 +119,7 @@ class TensorFileWriter:
         self._window: Lease | None = None
         self._filled = 0  # bytes in the window
         self._at = 0  # where in the file the window begins
-        with _naming(path, self.nbytes):
+        with naming(path, self.nbytes):
             self._fd, direct = _create(path)
             try:
                 _reserve(self._fd, self.nbytes)
@@ -132,7 +138,7 @@ class TensorFileWriter:
         taken = 0
         while taken < source.size:
             if self._window is None:
-                with _naming(self.path, self.nbytes):
+                with naming(self.path, self.nbytes):
                     self._window = self._output.windows.lease(WINDOW, "window", alone=True)
                 self._filled = 0
             count = min(source.size - taken, WINDOW - self._filled)
@@ -148,7 +154,7 @@ class TensorFileWriter:
         if self._at + self._filled != self.nbytes:
             raise ValueError(f"{self.path} was to have {self.nbytes} bytes, not {self._at + self._filled}")
         self._send()
-        with _naming(self.path, self.nbytes):
+        with naming(self.path, self.nbytes):
             self._output.windows.drain()  # also those of other files: they are done soon
             os.ftruncate(self._fd, self.nbytes)
             os.fsync(self._fd)
@@ -176,11 +182,11 @@ class TensorFileWriter:
         padded = round_up(filled)
         window.view[filled:padded] = bytes(padded - filled)
         if self._on_sums is not None:
-            with _naming(self.path, self.nbytes):
+            with naming(self.path, self.nbytes):
                 self._on_sums(self._at // PAGE, sums_of(window.address, padded // PAGE))
         self._window, self._filled = None, 0
         try:
-            with _naming(self.path, self.nbytes):
+            with naming(self.path, self.nbytes):
                 ticket = self._output.aio.write(self._file, window, self._at, padded)
         except BaseException:
             window.release()
@@ -189,7 +195,7 @@ class TensorFileWriter:
         self._at += filled
 
 
-class _naming:  # noqa: N801 # read as a function
+class naming:  # noqa: N801 # read as a function
     """What the system or the I/O engine raises inside becomes a CheckpointError about the file ``path``."""
 
     def __init__(self, path: Path, nbytes: int) -> None:

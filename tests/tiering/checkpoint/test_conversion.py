@@ -73,11 +73,10 @@ def write(
                 output,
                 sums,
             )
-            kept = {f"{name} as kept": value for name, value in BUFFERS.items()}
-            _write(directory / file_name("rank", rank, ranks), kept, {}, output, sums)
+            _write(directory / file_name("rank", rank, ranks), BUFFERS, {}, output, sums)
             write_sealed(
                 directory / file_name("rank", rank, ranks, "json"),
-                {"buffers": buffers or {name: f"{name} as kept" for name in BUFFERS}},
+                {"buffers": list(BUFFERS) if buffers is None else buffers},
             )
             specs = [TensorSpec(name, "U32", (found.size,)) for name, found in sums.items()]
             writer = TensorFileWriter(directory / file_name("checksums", rank, ranks), specs, output=output)
@@ -315,7 +314,7 @@ def test_weights_become_a_checkpoint_that_is_whole(tmp_path: Path, weights: tupl
         "head.weight": "F32",
     }
     assert all(stored.offset % stored.itemsize == 0 for stored in checkpoint.weights.tensors.values())
-    assert checkpoint.rank(0).content["buffers"] == {"norm.num_batches": "norm.num_batches"}
+    assert checkpoint.rank(0).content["buffers"] == ["norm.num_batches"]
     assert convert(tmp_path / "checkpoints", tmp_path / "again") == 0
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert same(

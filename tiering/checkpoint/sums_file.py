@@ -1,0 +1,58 @@
+"""Where the sums of a rank's files are kept: a file of their own, written beside them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from tiering.checkpoint.pages import SUM
+from tiering.checkpoint.writer import SumSink, TensorSpec, header_of, naming
+
+
+class SumsFile:
+    """Where the sums of files are written as they come: the new file ``path``, with room for ``pages`` of each file."""
+
+    def __init__(self, path: Path, pages: Mapping[str, int]) -> None:
+        self.path = path
+        tensors = [TensorSpec(name, "U32", (count,)) for name, count in pages.items()]
+        header = header_of(tensors)
+        self._begins: dict[str, int] = {}
+        self._fd = -1
+        at = len(header)
+        for tensor in tensors:
+            self._begins[tensor.name] = at
+            at += tensor.nbytes
+        self.nbytes = at
+        with naming(path, at):
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                os.truncate(self._fd, at)
+                os.pwrite(self._fd, header, 0)
+            except BaseException:
+                self.abandon()
+                raise
+
+    def of(self, name: str) -> SumSink:
+        """Takes the sums of the pages of file ``name`` from one on."""
+        begin = self._begins[name]
+
+        def put(page: int, sums: np.ndarray) -> None:
+            with naming(self.path, self.nbytes):
+                os.pwrite(self._fd, sums.tobytes(), begin + page * SUM)
+
+        return put
+
+    def close(self) -> None:
+        """Wait until all is on the disk."""
+        with naming(self.path, self.nbytes):
+            os.fsync(self._fd)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the file as it is. A second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -23,7 +23,7 @@ from tiering.plan import Budgets, Plan, Tier
 from tiering.weights.files import open_weights
 from zero3.client_optimizer import ClientOptimizer
 from zero3.collectives import ALONE, Collectives, World, join
-from zero3.fill import Fill
+from zero3.fill import Fill, Given
 from zero3.flat_storage import Streams
 from zero3.grads import GradientStore
 from zero3.groups import GroupMembers
@@ -54,7 +54,7 @@ class Assembly:
     """The parts of one rank's engine. ``tiers`` and ``collectives`` own what has to be closed.
 
     ``sink`` takes gradients from autograd: ``gradients`` itself, or what reduces them over ranks first. ``replicas``
-    are the parameters that every rank keeps whole though each steps a shard.
+    are the parameters that every rank keeps whole though each steps a shard. ``fill`` has filled the tiers.
     """
 
     world: World
@@ -69,6 +69,7 @@ class Assembly:
     sink: GradientStore | GradientReducer
     collectives: Collectives | None
     replicas: Replicas | None
+    fill: Fill
 
 
 class Weights(NamedTuple):
@@ -155,7 +156,9 @@ def _assemble(
             if loaded is not None:
                 loaded.fill_buffers()
             _move_buffers(model, device, compute, collectives)
-            fill.run(groups, {} if loaded is None else loaded.sources)
+            fill.run(
+                groups, {} if loaded is None else {param: Given(s) for param, s in loaded.sources.items()}
+            )
         stepper = _stepper(chosen, tiles, gradients, tiers, streams, layout)
         sink: GradientStore | GradientReducer = gradients
         replicas = None
@@ -180,6 +183,7 @@ def _assemble(
         sink=sink,
         collectives=collectives,
         replicas=replicas,
+        fill=fill,
     )
 
 

@@ -26,6 +26,9 @@ from zero3.partition import QUANTUM, Piece, tiles
 from zero3.tiers import Home, Tiers
 from zero3.tiles import StateLayout, Tile
 
+Start = Tensor | float
+"""The first values of a moment: flat, on the CPU, or all of them one number."""
+
 RANGE = 1 << 20
 """Elements of a parameter that are taken from a source at once: a window of a file that is read."""
 
@@ -72,6 +75,14 @@ class Replayed:
         self._flat = None
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a parameter is filled with: its values, and those of each of its moments (None: what they start from)."""
+
+    values: Source
+    moments: tuple[Source | None, ...] = ()
+
+
 class Fill:
     """Fills the tiers of one rank: parameters, and masters and moments in the state of ``optimizer_tiles``.
 
@@ -94,7 +105,7 @@ class Fill:
         for tile in optimizer_tiles:
             self._tiles.setdefault(tile.group, []).append(tile)
 
-    def run(self, groups: Sequence[ParamGroup], given: Mapping[nn.Parameter, Source]) -> None:
+    def run(self, groups: Sequence[ParamGroup], given: Mapping[nn.Parameter, Given]) -> None:
         """Fill all of it. Afterwards the model's parameters belong to their groups.
 
         Every rank reads for itself what is in ``given``. Other parameters have their values in memory, or were built
@@ -110,7 +121,13 @@ class Fill:
         for group in groups:
             forget(group.params)
 
-    def _fill(self, group: ParamGroup, given: Mapping[nn.Parameter, Source]) -> None:
+    def again(self, groups: Sequence[ParamGroup], given: Mapping[nn.Parameter, Given]) -> None:
+        """Fill groups that have their parameters, all of which are ``given``, anew."""
+        for group in groups:
+            self._fill(group, given)
+        self._tiers.staging.drain()
+
+    def _fill(self, group: ParamGroup, given: Mapping[nn.Parameter, Given]) -> None:
         kept = group.shard if group.sharded else group.layout
         params = dict(zip((piece.index for piece in group.layout.pieces), group.params, strict=True))
         home = _Home(self._tiers, group, kept.numel, {piece.index: piece for piece in kept.pieces})
@@ -118,11 +135,13 @@ class Fill:
         try:
             for piece in group.layout.pieces:
                 param = params[piece.index]
-                starts = self._initial_state.get(param) or 0.0
-                mine = home.pieces.get(piece.index)
-                for first, values in self._ranges(param, given.get(param), piece, mine):
+                if param in given:
+                    ranges = self._own(param, given[param], home.pieces.get(piece.index), state)
+                else:
+                    ranges = self._shared(param, piece, home.pieces.get(piece.index))
+                for first, values, moments in ranges:
                     home.put(piece.index, first, values)
-                    state.put(piece.index, first, values, starts)
+                    state.put(piece.index, first, values, moments)
             home.end()
             state.end()
         except BaseException as error:
@@ -130,22 +149,41 @@ class Fill:
             state.abandon(error)
             raise
 
-    def _ranges(
-        self, param: nn.Parameter, given: Source | None, piece: Piece, mine: Piece | None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """(first element, values) of all ranges of the parameter that this rank needs, or has to send."""
+    def _own(
+        self, param: nn.Parameter, given: Given, mine: Piece | None, state: _State
+    ) -> Iterator[tuple[int, Tensor, list[Start]]]:
+        """(first element, values, moments) of the ranges that this rank keeps; none is in two tiles."""
+        if mine is None:
+            return
+        starts = self._initial_state.get(param) or 0.0
+        sources = given.moments or (None,) * self._layout.moments
+        for start, end in state.cut(mine):
+            stepped = state.has(mine.index, start)
+            for begin, stop in tiles(end - start, RANGE):
+                first, numel = start + begin, stop - begin
+                moments: list[Start] = [
+                    starts if source is None or not stepped else source.read(first, numel)
+                    for source in sources
+                ]
+                yield first, given.values.read(first, numel), moments
+        given.values.release()
+
+    def _shared(
+        self, param: nn.Parameter, piece: Piece, mine: Piece | None
+    ) -> Iterator[tuple[int, Tensor, list[Start]]]:
+        """(first element, values, moments) of what rank 0 has: all of the parameter, if there are others."""
         recipe = recipe_of(param)
-        source = given or (InMemory(param) if recipe is None else Replayed(recipe))
-        shared = given is None and self._collectives is not None
-        wanted = piece if shared else mine
+        source = InMemory(param) if recipe is None else Replayed(recipe)
+        wanted = piece if self._collectives is not None else mine
         if wanted is None:
             return
+        starts: list[Start] = [self._initial_state.get(param) or 0.0] * self._layout.moments
         for start, end in tiles(wanted.numel, RANGE):
             first, numel = wanted.first + start, end - start
-            if shared:
-                yield first, self._from_first_rank(source, param.dtype, first, numel, piece.name)
+            if self._collectives is not None:
+                yield first, self._from_first_rank(source, param.dtype, first, numel, piece.name), starts
             else:
-                yield first, source.read(first, numel)
+                yield first, source.read(first, numel), starts
         source.release()
 
     def _from_first_rank(
@@ -256,15 +294,34 @@ class _State:
                 place = _Place(number, segment.first, segment.numel, segment.start - tile.start)
                 self._places.setdefault(segment.piece.index, []).append(place)
 
-    def put(self, index: int, first: int, values: Tensor, starts: float) -> None:
-        """Set the masters of a parameter's elements from ``first`` on, and begin their moments at ``starts``."""
+    def put(self, index: int, first: int, values: Tensor, moments: Sequence[Start]) -> None:
+        """Set the masters of a parameter's elements from ``first`` on, and their moments."""
         for place in self._places.get(index, ()):
             begin = max(first, place.first)
             numel = min(first + values.numel(), place.first + place.numel) - begin
             if numel > 0:
                 self._advance(place.tile)
+                here = slice(begin - first, begin - first + numel)
                 inside = place.inside + begin - place.first
-                self._set(inside, values[begin - first :][:numel], starts)
+                self._set_master(inside, values[here])
+                for number, start in enumerate(moments):
+                    self._set_moment(
+                        number, inside, numel, start[here] if isinstance(start, Tensor) else start
+                    )
+
+    def cut(self, mine: Piece) -> Iterator[tuple[int, int]]:
+        """The elements of a parameter, or of a part of one, cut where a tile begins or ends."""
+        places = self._places.get(mine.index, ())
+        ends = {place.first for place in places} | {place.first + place.numel for place in places}
+        start, last = mine.first, mine.first + mine.numel
+        for end in (*sorted(end for end in ends if start < end < last), last):
+            if start < end:
+                yield start, end
+            start = end
+
+    def has(self, index: int, first: int) -> bool:
+        """Whether element ``first`` of a parameter is in one of the tiles."""
+        return any(place.first <= first < place.first + place.numel for place in self._places.get(index, ()))
 
     def end(self) -> None:
         self._advance(len(self._tiles) - 1)
@@ -276,14 +333,20 @@ class _State:
             tile = self._tiles[self._open]
             self._window.move(tile.state, 0, tile.numel * self._layout.itemsize)
 
-    def _set(self, inside: int, values: Tensor, starts: float) -> None:
-        """Elements of the open tile from ``inside`` on."""
-        layout, raw, numel = self._layout, self._window.bytes, values.numel()
-        if layout.master_itemsize:
-            kept = raw[inside * layout.master_itemsize :][: numel * layout.master_itemsize]
-            layout.store_master(values.float(), kept)
-        if starts:
-            start = torch.full((numel,), starts, device="cpu")
-            for moment in range(layout.moments):
-                at = layout.moment_at(moment, self._tiles[self._open].numel, inside)
-                layout.store_moment(start, raw[at : at + numel * layout.moment_format.itemsize])
+    def _set_master(self, inside: int, values: Tensor) -> None:
+        """Of elements of the open tile from ``inside`` on."""
+        itemsize = self._layout.master_itemsize
+        if itemsize:
+            kept = self._window.bytes[inside * itemsize :][: values.numel() * itemsize]
+            self._layout.store_master(values.float(), kept)
+
+    def _set_moment(self, number: int, inside: int, numel: int, start: Start) -> None:
+        """Of elements of the open tile from ``inside`` on; they are zero before."""
+        if not isinstance(start, Tensor):
+            if not start:
+                return
+            start = torch.full((numel,), start, device="cpu")
+        at = self._layout.moment_at(number, self._tiles[self._open].numel, inside)
+        self._layout.store_moment(
+            start, self._window.bytes[at : at + numel * self._layout.moment_format.itemsize]
+        )

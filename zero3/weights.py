@@ -37,24 +37,35 @@ _OTHERS = {
     "C64": torch.complex64,
 }
 _DTYPES = _FLOATS | _OTHERS
+STORED_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""The format's word for each dtype."""
 
 _TOLD = 10  # names in a message
 _COMPARED = 300  # names among which the nearest is looked for, which takes a while
 
 
 @dataclass
-class _Open:
-    """The reader of a match's files, while they are open."""
+class OpenFiles:
+    """The reader of some files, while they are open."""
 
     reader: WeightReader | None = None
+
+    @contextmanager
+    def reading(self, files: WeightFiles, io: IoConfig, order: Iterable[StoredTensor]) -> Iterator[None]:
+        """Open ``files``; in ``order``, and from their first elements on, tensors are read fastest."""
+        with WeightReader(files, io, order) as self.reader:
+            try:
+                yield
+            finally:
+                self.reader = None
 
 
 class FileSource:
     """The values of a parameter, in files, in the precision that they were saved in (``dtype``)."""
 
-    def __init__(self, values: Values, files: _Open) -> None:
-        self.parts = values.parts
-        self.dtype = _DTYPES[values.dtype]
+    def __init__(self, parts: Iterable[StoredTensor], files: OpenFiles) -> None:
+        self.parts = tuple(parts)
+        self.dtype = _DTYPES[self.parts[0].dtype]
         self._files = files
         self._ends = list(itertools.accumulate(part.numel for part in self.parts))
 
@@ -109,24 +120,21 @@ class Matched:
     buffers: list[tuple[nn.Module, str, StoredTensor]]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    _open: _Open = field(repr=False)
+    opened: OpenFiles = field(repr=False)
 
     @contextmanager
     def reading(self, io: IoConfig) -> Iterator[Self]:
         """Open the files; in the order of ``sources``, and from their first elements on, they are read fastest."""
         order = [part for source in self.sources.values() for part in source.parts]
-        with WeightReader(self.files, io, order) as self._open.reader:
-            try:
-                yield self
-            finally:
-                self._open.reader = None
+        with self.opened.reading(self.files, io, order):
+            yield self
 
     def fill_buffers(self) -> None:
         """Give buffers their stored values, in the buffers' own dtypes; those on meta get memory on the CPU."""
         for module, name, tensor in self.buffers:
             buffer = module._buffers[name]
             assert buffer is not None
-            source = FileSource(Values((tensor,), tensor.shape), self._open)
+            source = FileSource(self.files.parts_of(tensor), self.opened)
             stored = source.read(0, tensor.numel).view(tensor.shape)
             if buffer.is_meta:
                 module._buffers[name] = stored.to(buffer.dtype, copy=True)
@@ -156,11 +164,13 @@ def match(model: nn.Module, files: WeightFiles, *, strict: bool = True) -> Match
             )
         outcome = "what is missing keeps the model's values" if missing else "they are not loaded"
         log.warning("%s; %s", difference, outcome)
-    opened = _Open()
+    opened = OpenFiles()
     return Matched(
         files=files,
         sources={
-            target.tensor: FileSource(values[0], opened)
+            target.tensor: FileSource(
+                itertools.chain.from_iterable(map(files.parts_of, values[0].parts)), opened
+            )
             for target, values in partners.items()
             if isinstance(target.tensor, nn.Parameter)
         },
@@ -172,7 +182,7 @@ def match(model: nn.Module, files: WeightFiles, *, strict: bool = True) -> Match
         ],
         missing=missing,
         unexpected=unexpected,
-        _open=opened,
+        opened=opened,
     )
 
 

@@ -49,7 +49,10 @@ class ClientOptimizer(torch.optim.Optimizer):
         super().__init__(client.param_groups, client.defaults)
         self.client = client
         self.steps: dict[int, int] = {}
+        # Called when a tile is about to be stepped.
+        self.before_change: Callable[[Tile], None] = lambda tile: None
         self._gradients = gradients
+        self._tiles = tiles
         self._share()
         self._trained = [trained for tile in tiles for trained in _trained(tile, gradients)]
 
@@ -76,6 +79,8 @@ class ClientOptimizer(torch.optim.Optimizer):
             raise EngineStateError(
                 "optimizer.step() would neither clip nor count this step; call engine.step()"
             )
+        for tile in self._tiles:
+            self.before_change(tile)
         received = [each for each in self._trained if self._gradients.received(each.piece)]
         with self._on_masters():
             try:

@@ -265,13 +265,18 @@ class Collectives:
     def of_node(self, mine: T) -> list[T]:
         """What each rank of this node says, in their order there: objects that can be pickled."""
         self.agree("find the ranks of this node")
-        of_all: list[Any] = [None] * self.world.size
-        dist.all_gather_object(
-            of_all, (socket.gethostname(), self.world.local_rank, mine), group=self._control
-        )
+        of_all = self._exchanged((socket.gethostname(), self.world.local_rank, mine))
         here = of_all[self.world.rank][0]
         found = sorted((place, said) for host, place, said in of_all if host == here)
         return [said for _, said in found[: self.world.local_size]]
+
+    def say(self, mine: T, what: str) -> list[T]:
+        """What each rank says when it comes to ``what``, in their order: objects that can be pickled.
+
+        However long another rank takes to come to it, as long as it gives signs of life.
+        """
+        self.table(torch.zeros(1, dtype=torch.uint8, device="cpu"), what)
+        return self._exchanged(mine)
 
     def agree(self, what: str) -> None:
         """All ranks are about to do ``what``, which nobody has foreseen; an error on every rank if one is not."""
@@ -304,8 +309,7 @@ class Collectives:
         rows = self.table(torch.frombuffer(bytearray(digest), dtype=torch.uint8), f"compare the {kind}")
         if all(torch.equal(row, rows[0]) for row in rows):
             return
-        of_all: list[Any] = [None] * self.world.size
-        dist.all_gather_object(of_all, mine, group=self._control)
+        of_all = self._exchanged(mine)
         for rank, theirs in enumerate(of_all):
             if theirs == of_all[0]:
                 continue
@@ -324,6 +328,17 @@ class Collectives:
             for group in (self._gathers, self._reductions, self._control):
                 sever(group)
         self._leave()
+
+    def _exchanged(self, mine: T) -> list[T]:
+        """What each rank says here, where all of them are."""
+        of_all: list[Any] = [None] * self.world.size
+        dist.all_gather_object(of_all, mine, group=self._control)
+        return of_all
+
+    @property
+    def failed(self) -> DistributedError | None:
+        """What has ended this engine, as far as is known."""
+        return self._failure
 
     def _wait(self, work: dist.Work, what: str, group: str, *, blocking: bool = True) -> None:
         with self._failing():

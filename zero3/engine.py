@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,7 +24,10 @@ from tiering.telemetry.snapshot import Phase
 from zero3 import hooks
 from zero3.access import Access
 from zero3.assembly import Assembly, Weights, assemble
+from zero3.checkpoint import Checkpoints, Saving
 from zero3.eager import eager
+from zero3.export import Export
+from zero3.loader import TrainingLoader
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
@@ -56,6 +60,7 @@ class Engine:
         self.module = model
         self.config = config
         self.lr_scheduler: LRScheduler | None = None
+        self.training_dataloader: TrainingLoader | None = None
         self.micro_steps = 0
         self._closed = False
         self._loss: Tensor | None = None
@@ -83,6 +88,8 @@ class Engine:
         self._tiers, self._groups, self._gradients = parts.tiers, parts.groups, parts.gradients
         self._updates = Update(config, parts)
         self._state = TieredState(parts)
+        self._checkpoints = Checkpoints(self, parts, self._updates)
+        self._state.before_write = self._checkpoints.before_write
         self._prefetcher = Prefetcher(self._collectives.agree) if self._collectives else Prefetcher()
         self._schedule = PassSchedule(
             self._groups,
@@ -203,6 +210,7 @@ class Engine:
             if boundary:
                 with self._phase("step"):
                     self._update()
+                self._checkpoints.after_step(all_written=self._updates.saving == 2)
                 self._record.loss = self._updates.loss
                 self._record.end_step()
                 if self._trace is not None and self._trace.end_step(self.global_steps):
@@ -212,14 +220,29 @@ class Engine:
         if boundary and self.stop_requested and self._save is not None:
             self._save_and_exit(self._save)
 
-    def save_and_exit_on(self, *signals: str, save: Callable[[], object] | None = None) -> None:
+    def save_and_exit_on(
+        self,
+        *signals: str,
+        save: Callable[[], object] | None = None,
+        save_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
         """Take ``signals`` (default SIGTERM and SIGUSR1) as the request to stop after the step that is under way.
 
-        That step then ends by calling ``save``, closing the engine and raising SystemExit(75), whose code says "try
-        again later" (EX_TEMPFAIL). Without ``save`` only ``stop_requested`` tells, for a loop that ends by itself. From
-        the main thread only; until ``close``. A second signal changes nothing.
+        That step then ends by saving a checkpoint to ``save_dir`` or calling ``save``, closing the engine and raising
+        SystemExit(75), whose code says "try again later" (EX_TEMPFAIL). Without either only ``stop_requested`` tells,
+        for a loop that ends by itself. From the main thread only; until ``close``. A second signal changes nothing.
         """
         self._check_open("save_and_exit_on")
+        if save_dir is not None:
+            if save is not None:
+                raise ConfigError(
+                    "save_and_exit_on got both save and save_dir; give it the one that is meant"
+                )
+            directory = Path(save_dir)
+
+            def save() -> object:
+                return self.save_checkpoint(directory)
+
         if self._stop is not None:
             self._stop.restore()
         self._stop = StopRequest(signals or ("SIGTERM", "SIGUSR1"))
@@ -348,6 +371,87 @@ class Engine:
         """The optimizer's state tensors, beside the master."""
         return self._state.state_names
 
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        save_latest: bool = True,
+        keep: int | None = None,
+        background: bool = False,
+    ) -> Saving:
+        """Save all that the run needs to go on, as the checkpoint ``tag`` (default "global_step<N>") in ``save_dir``.
+
+        That is parameters, optimizer state, learning rate schedule, loss scale, the place in ``training_data``, random
+        states and ``client_state``: plain values, tensors and arrays, each rank its own. It is there whole or not at
+        all, whatever ends the process or the machine. ``save_latest`` makes it what ``load_checkpoint`` takes; ``keep``
+        leaves that many checkpoints in the directory, the newest.
+
+        In the ``background`` training goes on meanwhile: a step waits for what it is about to change to be copied. The
+        checkpoint is there when the returned Saving is ``done``; an error is logged, and raised by its ``wait``, by the
+        next save or by ``close``, whichever comes first.
+
+        Between steps, by all ranks together. CheckpointError, on all ranks, if one cannot save: training can go on.
+        """
+        self._check_saved("save_checkpoint")
+        if self._pending_backward or self.micro_steps % self.config.gradient_accumulation_steps:
+            raise EngineStateError(
+                "save_checkpoint was called with gradients that no step has used, and a checkpoint holds none; call it"
+                " after the step() that uses them"
+            )
+        self._access.store_edits_of_residents()
+        return self._checkpoints.save(
+            Path(save_dir), tag, client_state or {}, latest=save_latest, keep=keep, background=background
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from the checkpoint ``tag`` in ``load_dir``, or from the latest; returns its path and client_state.
+
+        The run that saved it may have had other ranks, another stage, placement or format of optimizer state. Without
+        ``load_optimizer_states`` parameters alone are taken, and schedule; with ``load_module_only`` nothing else.
+        Gradients are dropped. Where ``load_dir`` has no checkpoint and no ``tag`` is given: a warning, and (None, {}).
+
+        Between steps, by all ranks together. CheckpointError if it is damaged, or another model's: mostly before
+        anything has changed; what is found while tensors are read leaves an engine that can load another one, or close.
+        """
+        self._check_saved("load_checkpoint", loads=True)
+        states = load_optimizer_states and not load_module_only
+        self._prefetcher.forget()
+        self.optimizer.release_read_ahead()
+        path, client_state = self._checkpoints.load(
+            Path(load_dir), tag, states=states, scheduler=load_lr_scheduler_states and not load_module_only
+        )
+        self._access.note_versions()
+        return None if path is None else str(path), client_state
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        *,
+        exclude_frozen_parameters: bool = False,
+    ) -> Path:
+        """Write the model's ``state_dict`` in 16 bits as one safetensors file; returns its path. See export.py."""
+        self._check_saved("save_16bit_model")
+        export = Export(self.module, self.config, self._state)
+        return export.save_16bit_model(
+            Path(save_dir), save_filename, exclude_frozen_parameters=exclude_frozen_parameters
+        )
+
+    def save_pretrained(self, save_dir: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> Path:
+        """Write a directory that transformers' (or peft's) ``from_pretrained`` loads; returns it. See export.py."""
+        self._check_saved("save_pretrained")
+        return Export(self.module, self.config, self._state).save_pretrained(Path(save_dir), max_shard_size)
+
     def snapshot(self) -> Snapshot:
         """What telemetry publishes, as of now."""
         return self._record.snapshot()
@@ -390,7 +494,8 @@ class Engine:
                 closing.callback(self._collectives.close)
             closing.callback(self._tiers.close)
             closing.callback(self._access.close)
-            self._schedule.close()
+            closing.callback(self._schedule.close)
+            self._checkpoints.close()
 
     def __reduce__(self) -> Any:
         raise EngineStateError(
@@ -438,7 +543,8 @@ class Engine:
         try:
             loss = float(self._loss) if self._loss is not None else None
             asked = self._stop.received if self._stop is not None else ""
-            stepped = self._updates.run(loss, stop=signal.Signals[asked].value if asked else 0)
+            number = signal.Signals[asked].value if asked else 0
+            stepped = self._updates.run(loss, stop=number, saving=self._checkpoints.progress)
         finally:
             self._access.note_versions()
         if stepped and self.lr_scheduler is not None:
@@ -518,6 +624,15 @@ class Engine:
             self._updates.give_up()
             self._pending_backward = False
             self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
+
+    def _check_saved(self, what: str, *, loads: bool = False) -> None:
+        """Nothing is running that a save, or a load, would cut in two."""
+        if not loads or not self._updates.torn:
+            self._check_open(what)
+        self._check_whole()
+        self._access.check_idle(what)
+        if self._access.lending:
+            raise EngineStateError(f"{what} was called inside tiering.gathered(); end that block first")
 
     def _check_gradients_kept(self, what: str) -> None:
         if self._sink.unreduced:

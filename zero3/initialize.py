@@ -91,6 +91,7 @@ def initialize(
         if training_data is not None:
             micro_batch = settings.micro_batch_size
             loader = make_loader(training_data, micro_batch, collate_fn, rank=rank, world_size=world_size)
+            engine.training_dataloader = loader
     except BaseException:
         engine.close()
         raise

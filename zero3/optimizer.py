@@ -98,6 +98,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._begun: dict[ParamGroup, None] = {}  # groups whose tiles were due in this backward, in order
         self._usual_order: list[ParamGroup] = list(reversed(self._tiles_of))
         gradients.make_room = self._make_room
+        # Called when a tile is about to be stepped.
+        self.before_change: Callable[[Tile], None] = lambda tile: None
         # Told when all that is due of a group was stepped.
         self.on_stepped: Callable[[ParamGroup], None] = lambda group: None
 
@@ -341,6 +343,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _add_to_batch(self, tile: Tile, staged: Staged | None) -> None:
         """Add the tile's segments that got gradients."""
+        self.before_change(tile)
         layout, itemsize = self._layout, tile.group.dtype.itemsize
         state = tile.state.address
         if not state and staged is not None:
@@ -388,6 +391,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _step_on_device(self, tile: Tile) -> None:
         """Step a tile whose state is in a GPU's memory, by torch operations."""
+        self.before_change(tile)
         layout, raw = self._layout, tile.state.tensor
         param, grads = tile.group.shard_home.tensor, self._gradients.homes[tile.group.index].tensor
         assert raw is not None and param is not None and grads is not None

@@ -6,7 +6,7 @@ Of what is sharded over ranks, each reads its part, and all of them get the whol
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ class TieredState:
         self._collectives = parts.collectives
         self._sharded_state = parts.plan.workload.world_size > 1 and parts.plan.workload.stage >= 1
         self._told_of_halves = False
+        self.before_write: Callable[[], None] = lambda: None  # called when something is about to change
         self._tiles_of: dict[int, list[tuple[Tile, Segment]]] = {}  # piece index -> where its state is
         for tile in parts.tiles:
             for segment in tile.segments:
@@ -321,6 +322,7 @@ class TieredState:
 
     def _patch(self, home: Home, offset: int, values: Tensor) -> None:
         """Write the bytes of the flat ``values`` at ``offset`` of ``home``; on NVMe whole pages around them, too."""
+        self.before_write()
         raw = values.contiguous().view(torch.uint8)
         if home.tensor is not None:
             home.tensor[offset : offset + raw.numel()] = raw

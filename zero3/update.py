@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,19 +45,22 @@ class _Told(NamedTuple):
     loss: float
     stop: float
     steps: float
+    saving: float
 
 
 @dataclass(frozen=True)
 class _Sums:
     """What one step's gradients come to on all ranks: their norm, and ``bad``, the first that is not finite, if any.
 
-    Beside them what else all ranks have to know: the mean loss, and the signal by which one was asked to ``stop``.
+    Beside them what else all ranks have to know: the mean loss, the signal by which one was asked to ``stop``, and how
+    far the slowest is with a save.
     """
 
     norm: float
     bad: str
     loss: float | None
     stop: int
+    saving: int
 
 
 def _root(squares: float) -> float:
@@ -78,6 +81,7 @@ class Update:
         self.torn = ""  # why parameters and optimizer state are no longer of one step
         self.loss: float | None = None  # of the last update, the mean over the ranks
         self.stop = 0  # the signal by which a rank was asked to stop before the last update
+        self.saving = 0  # how far the slowest rank was with a save then
         self._clip = config.gradient_clipping
         self._groups = parts.groups
         self._gradients = parts.gradients
@@ -89,9 +93,18 @@ class Update:
         self._timeline = parts.tiers.timeline
         self._backward = _Backward.NOTHING
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the next update depends on, beside the optimizer."""
+        return {"steps": self.steps, "skipped": self.skipped, "loss_scale": self.loss_scale.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from ``state_dict``."""
+        self.steps, self.skipped = state_dict["steps"], state_dict["skipped"]
+        self.loss_scale.load_state_dict(state_dict["loss_scale"])
+
     def waiting_norm(self) -> float:
         """The norm of the gradients that wait for an update, unscaled."""
-        return self._sum_up("tell the norm", None, stop=0).norm / self.loss_scale.value
+        return self._sum_up("tell the norm", None, stop=0, saving=0).norm / self.loss_scale.value
 
     def expect(self, *, last: bool) -> None:
         """A backward begins; the ``last`` one before an update may read ahead for it."""
@@ -149,16 +162,18 @@ class Update:
             self.torn = self.torn or f"the backward of step {self.steps + 1} was ended by an exception"
             self._backward = _Backward.NOTHING
 
-    def run(self, loss: float | None, *, stop: int) -> bool:
+    def run(self, loss: float | None, *, stop: int, saving: int) -> bool:
         """Use the gradients that are there, and forget them; False if the update was skipped.
 
-        ``loss`` is this rank's; ``stop`` the number of the signal by which it was asked to, 0 if it was not.
+        ``loss`` is this rank's; ``stop`` the number of the signal by which it was asked to, 0 if it was not; ``saving``
+        how far it is with a checkpoint (Checkpoints.progress).
         """
         try:
             scale = self.loss_scale.value
             with self._timeline.span("compute", "norm"):
-                sums = self._sum_up("step", loss, stop=stop)
-            self.norm, self.loss, self.stop = sums.norm / scale, sums.loss, sums.stop
+                sums = self._sum_up("step", loss, stop=stop, saving=saving)
+            self.norm, self.loss = sums.norm / scale, sums.loss
+            self.stop, self.saving = sums.stop, sums.saving
             finite = math.isfinite(self.norm)
             if self.waits_for_step:
                 self._backward = _Backward.NOTHING
@@ -175,15 +190,14 @@ class Update:
         finally:
             self._sink.reset()
 
-    def _sum_up(self, what: str, loss: float | None, *, stop: int) -> _Sums:
+    def _sum_up(self, what: str, loss: float | None, *, stop: int, saving: int) -> _Sums:
         """What the gradients come to, over all ranks: in one exchange of a few numbers, which all add up alike."""
         squares = self._gradients.sum_of_squares()
         bad = None if math.isfinite(squares) else self._gradients.first_not_finite()
         if self._collectives is None:
-            return _Sums(_root(squares), bad.name if bad is not None else "", loss, stop)
-        mine = _Told(
-            squares, -1 if bad is None else bad.index, math.nan if loss is None else loss, stop, self.steps
-        )
+            return _Sums(_root(squares), bad.name if bad is not None else "", loss, stop, saving)
+        index, mean = -1 if bad is None else bad.index, math.nan if loss is None else loss
+        mine = _Told(squares, index, mean, stop, self.steps, saving)
         rows = self._collectives.table(torch.tensor(mine, dtype=torch.float64, device="cpu"), what)
         told = [_Told(*row) for row in rows.tolist()]
         total = 0.0
@@ -195,9 +209,15 @@ class Update:
                     f" {theirs.steps + 1:.0f}: call step() equally often on all ranks"
                 )
         first = min((each.bad for each in told if each.bad >= 0), default=-1)
-        mean = None if loss is None else sum(each.loss for each in told) / len(told)
+        average = None if loss is None else sum(each.loss for each in told) / len(told)
         asked = next((int(each.stop) for each in told if each.stop), 0)
-        return _Sums(_root(total), self._names.get(int(first), ""), mean, asked)
+        return _Sums(
+            _root(total),
+            self._names.get(int(first), ""),
+            average,
+            asked,
+            int(min(each.saving for each in told)),
+        )
 
     def _apply(self, norm: float, scale: float) -> None:
         self._optimizer.prepare()

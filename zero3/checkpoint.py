@@ -1,0 +1,439 @@
+"""Checkpoints of an engine: saved by all ranks or by none, in the foreground or while training goes on, and loaded.
+
+Each rank's saver writes its own files (saver.py); ranks send each other only what they have to agree on. A save is in
+sight once rank 0 has renamed its directory (tiering/checkpoint/directory.py), after all ranks' bytes are on the disk.
+With several ranks that is agreed on together: at the end of a save in the foreground; else in the step after the last
+rank has written, which is known because steps exchange a few numbers anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from tiering import logs
+from tiering.checkpoint.directory import CheckpointDirectory
+from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest, StoredParameter, file_name
+from tiering.checkpoint.reader import open_checkpoint
+from tiering.checkpoint.writer import naming
+from tiering.config import format_size
+from tiering.errors import CheckpointError, TieringError, WeightsError
+from zero3.assembly import Assembly
+from zero3.restore import Restore, optimizer_name, rank_state
+from zero3.run_state import RankState, RunState
+from zero3.saver import Saver
+from zero3.share import Share
+from zero3.tiles import Tile
+from zero3.weights import STORED_NAMES
+
+if TYPE_CHECKING:
+    from zero3.engine import Engine
+    from zero3.update import Update
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SLICE = 0.1  # seconds after which a wait listens for Ctrl-C
+
+
+class Saving:
+    """A save: ``path`` is where the checkpoint is once it is ``done``, unless there was an ``error``.
+
+    ``nbytes`` are those of this rank's files, ``seconds`` passed from the call until the checkpoint was there, and in
+    ``stalled`` of them training stood still.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, path: Path, tag: str) -> None:
+        self.path = path
+        self.tag = tag
+        self.done = False
+        self.error: TieringError | None = None
+        self.nbytes = 0
+        self.seconds = 0.0
+        self.stalled = 0.0
+        self._checkpoints = checkpoints
+        self._told = False
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is there; all ranks call it together. CheckpointError if it could not be saved."""
+        if not self.done:
+            self._checkpoints.finish()
+        self._told = self._told or self.error is not None
+        if self.error is not None:
+            raise self.error
+
+    def tell(self) -> None:
+        """Raise the error if nobody has been told of it."""
+        if not self._told:
+            self.wait()
+
+    def __repr__(self) -> str:
+        state = "failed" if self.error else "done" if self.done else "under way"
+        return f"<Saving {self.path}, {state}>"
+
+
+class _UnderWay(NamedTuple):
+    """A save under way: ``partial`` becomes the checkpoint. ``manifest`` is as of its beginning, and lacks files."""
+
+    saving: Saving
+    saver: Saver
+    manifest: Manifest
+    partial: Path
+    latest: bool
+    keep: int | None
+    began: float
+    background: bool
+
+
+class Checkpoints:
+    """Saves and loads the state of ``engine``, which is made of ``parts``."""
+
+    def __init__(self, engine: Engine, parts: Assembly, updates: Update) -> None:
+        self._engine = engine
+        self._parts = parts
+        self._updates = updates
+        self._stalls = parts.tiers.stalls
+        self._collectives = parts.collectives
+        self._share = Share(parts)
+        self._run = RunState(engine, updates)
+        self._io = engine.config.tiering.io
+        self._directory: CheckpointDirectory | None = None
+        self._under_way: _UnderWay | None = None
+        self._last: Saving | None = None
+        self._stalled = 0.0
+
+    def save(
+        self,
+        save_dir: Path,
+        tag: str | None,
+        client_state: Mapping[str, Any],
+        *,
+        latest: bool,
+        keep: int | None,
+        background: bool,
+    ) -> Saving:
+        """See Engine.save_checkpoint. The engine is idle, and its masters are up to date."""
+        self._end_earlier()
+        began, self._stalled = time.monotonic(), 0.0
+        tag = tag if tag is not None else f"global_step{self._updates.steps}"
+        with self._standing_still():
+            under_way = self._begin(save_dir, tag, client_state, latest, keep, began, background=background)
+            self._under_way = under_way
+            self._parts.optimizer.before_change = self._before_change
+            under_way.saver.start()
+        if not background:
+            self.finish()
+            under_way.saving.wait()
+        return under_way.saving
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, and make it a checkpoint. All ranks together."""
+        if self._under_way is None:
+            return
+        saver = self._under_way.saver
+        try:
+            with self._standing_still():
+                while not saver.over:
+                    saver.join(_SLICE)
+                    if self._collectives is not None:
+                        self._collectives.check()
+                        self._collectives.peers.note("a save")
+                saver.join()
+        except BaseException as error:  # Ctrl-C, or another rank is lost
+            self._give_up(error)
+            raise
+        self._conclude()
+
+    @property
+    def progress(self) -> int:
+        """How far a save in the background is on this rank: 0 there is none, 1 under way, 2 at its end."""
+        return 0 if self._under_way is None else 1 + self._under_way.saver.over
+
+    def after_step(self, *, all_written: bool) -> None:
+        """A step has ended, in which ranks have told each other their ``progress``."""
+        if self._under_way is not None and all_written:
+            self._conclude()
+
+    def before_write(self) -> None:
+        """Somebody is about to change what lives on the tiers: wait until it was copied."""
+        if self._under_way is not None:
+            with self._standing_still():
+                self._under_way.saver.wait_for_copies()
+
+    def close(self) -> None:
+        """End what is under way, and let others save where this engine did. Raises the error that nobody was told."""
+        try:
+            if self._collectives is not None and self._collectives.failed is not None and self._under_way:
+                self._give_up(self._collectives.failed)
+            else:
+                self._end_earlier()
+        finally:
+            if self._directory is not None:
+                self._directory.close()
+                self._directory = None
+
+    def load(
+        self, load_dir: Path, tag: str | None, *, states: bool, scheduler: bool
+    ) -> tuple[Path | None, dict[str, Any]]:
+        """See Engine.load_checkpoint. The engine is idle; afterwards it has no gradients."""
+        self._end_earlier()
+        places = self._together("find the checkpoint", lambda: CheckpointDirectory(load_dir).find(tag))
+        path = places[0]
+        if any(place != path for place in places):
+            told = ", ".join(f"rank {rank} {place}" for rank, place in enumerate(places))
+            raise CheckpointError(
+                f"ranks find different checkpoints: {told}; load from a directory that all of them share"
+            )
+        if path is None:
+            log.log(logs.once(logging.WARNING), "%s holds no checkpoint: training begins anew", load_dir)
+            return None, {}
+        prepared: list[tuple[Restore, RankState, RankState | None]] = []
+
+        def prepare() -> str:
+            checkpoint = open_checkpoint(path)
+            restore = Restore(checkpoint, self._engine.module, self._parts, self._io, states=states)
+            rank = self._rank
+            shared = rank_state(checkpoint.rank(0), self._io) if restore.of_run else RankState({}, {})
+            has_own = rank < checkpoint.manifest.world_size
+            own = shared if rank == 0 else rank_state(checkpoint.rank(rank), self._io) if has_own else None
+            if restore.of_run:
+                self._run.check(shared, optimizer=states)
+            prepared.append((restore, shared, own))
+            return f"{checkpoint.manifest.step} {checkpoint.manifest.created}"
+
+        saves = self._together("open the checkpoint", prepare)
+        if any(save != saves[0] for save in saves):
+            raise CheckpointError(
+                f"ranks find different saves in {path}: wait until nobody saves there, and load it again"
+            )
+        restore, shared, own = prepared[0]
+        began = time.monotonic()
+        self._updates.torn = "load_checkpoint did not end"
+        self._together("load the checkpoint", restore.run)
+        restore.count_steps()
+        client_state = {}
+        if restore.of_run:
+            client_state = self._run.restore(shared, own, optimizer=states, scheduler=scheduler)
+        self._updates.torn = ""
+        log.log(logs.once(logging.INFO), "checkpoint %s loaded in %.1f s", path, time.monotonic() - began)
+        return path, client_state
+
+    @property
+    def _rank(self) -> int:
+        return self._parts.world.rank
+
+    def _begin(
+        self,
+        save_dir: Path,
+        tag: str,
+        client_state: Mapping[str, Any],
+        latest: bool,
+        keep: int | None,
+        began: float,
+        *,
+        background: bool,
+    ) -> _UnderWay:
+        collected: list[RankState] = []
+        made: list[Path] = []
+
+        def prepare() -> Path | None:
+            collected.append(self._run.collect(client_state))
+            if self._rank == 0:
+                made.append(self._opened(save_dir).begin(tag))
+                return made[0]
+            return None
+
+        try:
+            partial = self._together("begin a checkpoint", prepare)[0]
+            assert partial is not None
+            if self._collectives is not None:
+                self._together("find the directory that rank 0 has made", lambda: _check_shared(partial))
+            saver = Saver(
+                self._share,
+                collected[0],
+                self._parts.tiers,
+                partial,
+                self._rank,
+                self._parts.world.size,
+                self._io,
+                self._commit_alone,
+            )
+        except BaseException:
+            self._discard(made)
+            raise
+        saving = Saving(self, partial.parent / tag, tag)
+        return _UnderWay(saving, saver, self._manifest(), partial, latest, keep, began, background)
+
+    def _opened(self, save_dir: Path) -> CheckpointDirectory:
+        """The directory ``save_dir``, which is this engine's until it saves elsewhere."""
+        wanted = CheckpointDirectory(save_dir)
+        if self._directory is None or self._directory.path != wanted.path:
+            if self._directory is not None:
+                self._directory.close()
+            self._directory = wanted
+        return self._directory
+
+    def _commit_alone(self) -> None:
+        """All is written, and there is nobody to agree with."""
+        if self._collectives is None:
+            self._commit()
+
+    def _commit(self) -> None:
+        """All ranks have written their files: rank 0 makes them a checkpoint."""
+        under_way = self._under_way
+        assert under_way is not None and self._directory is not None
+        with naming(under_way.partial / MANIFEST, 0):
+            files = self._files(under_way.partial)
+            replace(under_way.manifest, files=files).write(under_way.partial)
+        self._directory.commit(
+            under_way.partial, under_way.saving.tag, latest=under_way.latest, keep=under_way.keep
+        )
+
+    def _conclude(self) -> None:
+        """The saver of this rank has ended, and those of the others have, or soon will."""
+        under_way = self._under_way
+        assert under_way is not None
+        saving, saver = under_way.saving, under_way.saver
+        saver.join()
+        try:
+            self._together("save its part of the checkpoint", saver.result)
+            if self._collectives is not None:
+                self._together("commit the checkpoint", self._commit if self._rank == 0 else lambda: None)
+        except TieringError as error:
+            self._end(under_way, error)
+            if not isinstance(error, CheckpointError):
+                raise
+        except BaseException as error:
+            self._end(under_way, CheckpointError(f"{saving.path}: the save was ended by {error!r}"))
+            raise
+        else:
+            self._end(under_way, None)
+
+    def _end(self, under_way: _UnderWay, error: TieringError | None) -> None:
+        """The save is over."""
+        self._under_way = None
+        self._parts.optimizer.before_change = _nothing_is_saved
+        saving, saver = under_way.saving, under_way.saver
+        saving.done, saving.error, saving.nbytes = True, error, saver.nbytes
+        saving.seconds, saving.stalled = time.monotonic() - under_way.began, self._stalled
+        self._last = saving
+        if error is not None:
+            self._discard([under_way.partial])
+            if under_way.background:
+                log.error("the checkpoint %s was not saved: %s", saving.path, error)
+            return
+        log.log(
+            logs.once(logging.INFO),
+            "checkpoint %s saved: %s in %.1f s, of which training waited %.2f s",
+            *(saving.path, format_size(saver.nbytes), saving.seconds, saving.stalled),
+        )
+
+    def _end_earlier(self) -> None:
+        """Another save, or a load, or the end: the one before is over first, and its error is told."""
+        self.finish()
+        if self._last is not None:
+            self._last.tell()
+
+    def _give_up(self, error: BaseException) -> None:
+        under_way = self._under_way
+        assert under_way is not None
+        under_way.saver.cancel()
+        self._end(under_way, CheckpointError(f"{under_way.saving.path}: the save was ended by {error!r}"))
+
+    def _discard(self, partials: list[Path]) -> None:
+        if self._rank == 0 and self._directory is not None:
+            for partial in partials:
+                self._directory.discard(partial)
+
+    def _before_change(self, tile: Tile) -> None:
+        if self._under_way is not None and not self._under_way.saver.has_copied(tile):
+            with self._standing_still():
+                self._under_way.saver.wait_for_copy(tile)
+
+    @contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            with self._stalls.waiting_for("checkpoint"):
+                yield
+        finally:
+            self._stalled += time.monotonic() - began
+
+    def _files(self, partial: Path) -> dict[str, int]:
+        """The files of all ranks, with their bytes."""
+        world_size = self._parts.world.size
+        names = [
+            file_name(kind, rank, world_size)
+            for rank in range(world_size)
+            for kind in (*self._share.kinds, "rank", "checksums")
+        ]
+        return {name: (partial / name).stat().st_size for name in names}
+
+    def _manifest(self) -> Manifest:
+        """What the checkpoint says of itself, but for its files."""
+        optimizer = self._parts.optimizer
+        parameters = {
+            piece.name: StoredParameter(
+                piece.shape,
+                "F32" if piece.trainable else STORED_NAMES[group.dtype],
+                piece.trainable,
+                optimizer.steps.get(piece.index, 0) if piece.trainable else 0,
+            )
+            for group in self._parts.groups
+            for piece in group.layout.pieces
+        }
+        return Manifest(
+            step=self._updates.steps,
+            world_size=self._parts.world.size,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            optimizer=optimizer_name(optimizer),
+            precision=self._engine.config.precision,
+            kinds=tuple(kind for kind in self._share.kinds if kind != WEIGHTS),
+            parameters=parameters,
+            files={},
+            training={"micro_steps": self._engine.micro_steps, **self._updates.state_dict()},
+        )
+
+    def _together(self, what: str, work: Callable[[], T]) -> list[T]:
+        """What ``work`` gives on each rank. An error on one is one on all of them."""
+        value: T | None = None
+        error: TieringError | None = None
+        try:
+            value = work()
+        except WeightsError as caught:
+            error = CheckpointError(str(caught).partition("] ")[2])
+            error.__cause__ = caught
+        except TieringError as caught:
+            error = caught
+        except OSError as caught:
+            error = CheckpointError(f"{caught.filename or 'a file'}: {caught.strerror or caught}; see dmesg")
+            error.__cause__ = caught
+        if self._collectives is None:
+            if error is not None:
+                raise error
+            return [value]  # type: ignore[list-item] # no error: it is there
+        said = self._collectives.say((value, None if error is None else str(error)), what)
+        if error is not None:
+            raise error
+        for rank, (_, message) in enumerate(said):
+            if message is not None:
+                raise CheckpointError(f"rank {rank} could not {what}: {message}")
+        return [theirs for theirs, _ in said]  # type: ignore[misc] # no rank had an error: it is there
+
+
+def _check_shared(partial: Path) -> None:
+    if not partial.is_dir():
+        raise CheckpointError(
+            f"{partial}, which rank 0 has made, is not there on this node: save to a file system that all nodes share"
+        )
+
+
+def _nothing_is_saved(tile: Tile) -> None:
+    """No save is under way."""

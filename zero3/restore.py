@@ -1,0 +1,197 @@
+"""What a checkpoint holds, back on the tiers: each rank reads what it keeps, whoever wrote it.
+
+Names and element ranges decide, so the run may have had other ranks, another stage, placement, grouping or format of
+state. Every page is compared with its sum as it is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+from torch import Tensor, nn
+
+from tiering import logs
+from tiering.checkpoint.reader import Checkpoint, RankFiles
+from tiering.config import IoConfig
+from tiering.errors import CheckpointError, WeightsError
+from tiering.weights.files import StoredTensor, WeightFiles
+from zero3.assembly import Assembly
+from zero3.client_optimizer import ClientOptimizer
+from zero3.fill import Given
+from zero3.optimizer import TieredOptimizer
+from zero3.param_group import ParamGroup
+from zero3.partition import Piece
+from zero3.run_state import RankState
+from zero3.weights import STORED_NAMES, FileSource, OpenFiles, match
+
+log = logging.getLogger(__name__)
+
+
+class Restore:
+    """Fills the tiers of ``parts`` from ``checkpoint``; ``states`` says whether optimizer state is taken from there.
+
+    To make one checks that the checkpoint is this model's, and changes nothing: CheckpointError if it is not.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, model: nn.Module, parts: Assembly, io: IoConfig, *, states: bool
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._model = model
+        self._parts = parts
+        self._io = io
+        try:
+            self._matched = match(model, checkpoint.with_buffers(parts.world.rank))
+        except WeightsError as error:
+            what = str(error).partition("] ")[2].rpartition("; ")[0]
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} is of another model: {what}; build the model that was saved"
+            ) from error
+        self._names = {param: source.parts[0].name for param, source in self._matched.sources.items()}
+        self._states = self._kinds() if states else {}
+
+    @property
+    def of_run(self) -> bool:
+        """Whether the checkpoint is of a run, and not made of files of weights."""
+        return self._checkpoint.manifest.optimizer is not None
+
+    def run(self) -> None:
+        """Fill the tiers. WeightsError in mid-way if a file is not what was written, or cannot be read."""
+        given = {
+            param: Given(
+                source, tuple(self._moment(kind, param) for kind in self._parts.optimizer.state_names)
+            )
+            for param, source in self._matched.sources.items()
+        }
+        groups = self._parts.groups
+        with ExitStack() as reading:
+            reading.enter_context(
+                self._matched.opened.reading(
+                    self._matched.files, self._io, _order(groups, self._matched.sources)
+                )
+            )
+            self._matched.fill_buffers()
+            for files, opened, sources in self._states.values():
+                reading.enter_context(opened.reading(files, self._io, _order(groups, sources)))
+            self._parts.fill.again(groups, given)
+
+    def count_steps(self) -> None:
+        """Let the optimizer know how many updates have used each parameter's state."""
+        optimizer, parameters = self._parts.optimizer, self._checkpoint.manifest.parameters
+        optimizer.steps.clear()
+        if not self._states:
+            return
+        for group in self._parts.groups:
+            for piece, param in zip(group.layout.pieces, group.params, strict=True):
+                stored = parameters[self._names[param]]
+                if piece.trainable and stored.steps:
+                    optimizer.steps[piece.index] = stored.steps
+
+    def _kinds(self) -> dict[str, tuple[WeightFiles, OpenFiles, dict[nn.Parameter, FileSource]]]:
+        """The files, and their parameters' sources, of each kind of state that the optimizer has."""
+        manifest, optimizer = self._checkpoint.manifest, self._parts.optimizer
+        if not self.of_run:
+            log.log(
+                logs.once(logging.WARNING),
+                "%s has weights alone: the optimizer starts anew",
+                self._checkpoint.path,
+            )
+            return {}
+        wanted = optimizer_name(optimizer)
+        if set(manifest.kinds) != set(optimizer.state_names) or (
+            not optimizer.state_names and manifest.optimizer != wanted
+        ):
+            raise CheckpointError(
+                f"checkpoint {self._checkpoint.path} has the state of {manifest.optimizer}"
+                f" ({', '.join(manifest.kinds) or 'none'}), and this engine trains with {wanted}"
+                f" ({', '.join(optimizer.state_names) or 'none'}): choose the optimizer that was saved, or"
+                " load_optimizer_states=False to start it anew"
+            )
+        if manifest.optimizer != wanted:
+            log.log(
+                logs.once(logging.WARNING),
+                "the state of %s goes on as that of %s, which keeps the same",
+                *(manifest.optimizer, wanted),
+            )
+        found = {}
+        for kind in optimizer.state_names:
+            files, opened = self._checkpoint.states[kind], OpenFiles()
+            sources = {
+                param: FileSource(files.parts_of(files.tensors[name]), opened)
+                for param, name in self._names.items()
+                if name in files.tensors
+            }
+            found[kind] = files, opened, sources
+        self._tell_conversions()
+        return found
+
+    def _tell_conversions(self) -> None:
+        """What is not as it was saved."""
+        manifest, parts = self._checkpoint.manifest, self._parts
+        if manifest.world_size != parts.world.size:
+            self._tell(f"saved by {manifest.world_size} ranks, loaded by {parts.world.size}")
+        wanted = STORED_NAMES[parts.layout.moment_dtype()]
+        stored = {
+            tensor.dtype
+            for kind in manifest.kinds
+            for tensor in self._checkpoint.states[kind].tensors.values()
+        }
+        for dtype in stored - {wanted}:
+            loss = ", which rounds them" if dtype == "F32" else ""
+            self._tell(f"moments saved as {dtype} are kept as {wanted} here{loss}")
+        trained = {piece.name for group in parts.groups for piece in group.layout.pieces if piece.trainable}
+        new = [name for name in sorted(trained) if not self._had_state(name)]
+        if new and manifest.kinds:
+            self._tell(
+                f"{len(new)} parameters were frozen then and are trained now ({new[0]!r}): their state starts anew"
+            )
+
+    def _had_state(self, name: str) -> bool:
+        stored = self._checkpoint.manifest.parameters.get(name)
+        return stored is None or stored.trained
+
+    def _tell(self, what: str) -> None:
+        log.log(logs.once(logging.INFO), "checkpoint %s: %s", self._checkpoint.path, what)
+
+    def _moment(self, kind: str, param: nn.Parameter) -> FileSource | None:
+        if kind not in self._states:
+            return None
+        return self._states[kind][2].get(param)
+
+
+def rank_state(files: RankFiles, io: IoConfig) -> RankState:
+    """What a rank had beside the tiers, in memory. WeightsError if a tensor is not what was written."""
+    opened, tensors = OpenFiles(), dict[str, Tensor]()
+    with opened.reading(files.tensors, io, files.tensors.tensors.values()):
+        for name, stored in files.tensors.tensors.items():
+            source = FileSource((stored,), opened)
+            tensors[name] = source.read(0, stored.numel).clone().view(stored.shape)
+    return RankState(files.content, tensors)
+
+
+def optimizer_name(optimizer: TieredOptimizer | ClientOptimizer) -> str:
+    """What messages and checkpoints call it."""
+    if isinstance(optimizer, ClientOptimizer):
+        return type(optimizer.client).__name__
+    return optimizer.rule.name
+
+
+def _order(groups: Sequence[ParamGroup], sources: Mapping[nn.Parameter, FileSource]) -> list[StoredTensor]:
+    """The parts in which this rank reads, in its order."""
+    order = []
+    for group in groups:
+        kept: dict[int, Piece] = {
+            piece.index: piece for piece in (group.shard if group.sharded else group.layout).pieces
+        }
+        for piece, param in zip(group.layout.pieces, group.params, strict=True):
+            mine = kept.get(piece.index)
+            if mine is None or param not in sources:
+                continue
+            begin = 0
+            for part in sources[param].parts:
+                if begin < mine.first + mine.numel and mine.first < begin + part.numel:
+                    order.append(part)
+                begin += part.numel
+    return order

@@ -1,0 +1,260 @@
+"""The saver: a thread that streams a rank's share of all state, from wherever it lives, into files.
+
+It has windows of its own, so a save takes no room from the tiers, and training may go on meanwhile: what was copied may
+change, and ``before_change`` holds the update of a tile back until it was. The order is that in which steps come to
+tiles, so an update during a save follows close behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from optim_cpu import kernels
+from tiering.arena import Arena, Lease
+from tiering.checkpoint.manifest import file_name, write_sealed
+from tiering.checkpoint.sums_file import SumsFile
+from tiering.checkpoint.writer import WINDOW, Output, TensorFileWriter, TensorSpec, naming, pages_of
+from tiering.config import IoConfig
+from tiering.errors import CheckpointError, SwapError, TieringError
+from tiering.tickets import Transfer
+from zero3.run_state import RankState
+from zero3.share import Chunk, Range, Share
+from zero3.tiers import Tiers, as_tensor
+from zero3.tiles import Tile
+from zero3.weights import STORED_NAMES
+
+AHEAD = 4  # chunks that are being read
+WRITING = 4  # windows on their way to disk, beside one for each file
+
+
+@dataclass
+class _Reading:
+    """A chunk, and where its bytes are on their way to, if they are: the source's first."""
+
+    chunk: Chunk
+    leases: list[Lease]
+    tickets: list[Transfer]
+
+    def settle(self) -> None:
+        """Wait until the memory is nobody's, whatever became of the transfers."""
+        for ticket in self.tickets:
+            with contextlib.suppress(SwapError):
+                ticket.wait()
+
+
+class Saver(threading.Thread):
+    """Writes ``share`` and ``state`` into ``directory``, as the files of rank ``rank`` of ``world_size``.
+
+    ``written`` runs at the end, in the thread, if all went well; ``error`` is what ended it otherwise.
+    """
+
+    def __init__(
+        self,
+        share: Share,
+        state: RankState,
+        tiers: Tiers,
+        directory: Path,
+        rank: int,
+        world_size: int,
+        io: IoConfig,
+        written: Callable[[], None],
+    ) -> None:
+        super().__init__(name="checkpoint")
+        self.error: BaseException | None = None
+        self.nbytes = 0  # in all files, once they are written
+        self._share = share
+        self._state = state
+        self._tiers = tiers
+        self._directory = directory
+        self._standing = rank, world_size
+        self._io = io
+        self._written = written
+        self._progress = threading.Condition()
+        self._copied: set[Tile] = set()
+        self._copied_all = False
+        self._over = False
+        self._cancelled = False
+        self._ready = _mark(tiers.device)
+        self._reads = Arena.map(AHEAD * WINDOW, "checkpoint")
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._over
+
+    def result(self) -> None:
+        """Raise what has ended it before its time."""
+        if isinstance(self.error, TieringError | OSError):
+            raise self.error
+        if self.error is not None:
+            raise CheckpointError(f"{self._directory}: the save was ended by {self.error!r}") from self.error
+
+    def has_copied(self, tile: Tile) -> bool:
+        """Whether ``tile`` may change."""
+        return self._copied_all or tile in self._copied
+
+    def wait_for_copy(self, tile: Tile) -> None:
+        """Wait until ``tile`` may change."""
+        with self._progress:
+            self._progress.wait_for(lambda: self.has_copied(tile))
+
+    def wait_for_copies(self) -> None:
+        """Wait until all state may change."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._copied_all)
+
+    def cancel(self) -> None:
+        """End it soon, and wait for that."""
+        self._cancelled = True
+        self.join()
+
+    def run(self) -> None:
+        try:
+            with Output(self._io, windows=len(self._share.kinds) + 1 + WRITING) as output:
+                self._save(output)
+            self._written()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._reads.forget_memory()
+            self._over = True
+            self._let_all_change()
+
+    def _save(self, output: Output) -> None:
+        files = {kind: self._share.tensors(kind) for kind in self._share.kinds}
+        own = self._state.tensors
+        files["rank"] = (
+            [TensorSpec(name, STORED_NAMES[own[name].dtype], tuple(own[name].shape)) for name in own],
+            {},
+        )
+        writers: dict[str, TensorFileWriter] = {}
+        sums: SumsFile | None = None
+        try:
+            sums = SumsFile(
+                self._path("checksums"),
+                {self._path(kind).name: pages_of(specs, firsts) for kind, (specs, firsts) in files.items()},
+            )
+            for kind, (specs, firsts) in files.items():
+                path = self._path(kind)
+                sink = sums.of(path.name)
+                writers[kind] = TensorFileWriter(path, specs, firsts, output=output, on_sums=sink)
+            for tensor in self._state.tensors.values():
+                writers["rank"].append(_bytes(tensor))
+            self._copy(writers)
+            self._let_all_change()
+            for writer in writers.values():
+                writer.close()
+            sums.close()
+        except BaseException:
+            for writer in writers.values():
+                writer.abandon()
+            if sums is not None:
+                sums.abandon()
+            raise
+        with naming(self._path("rank", "json"), 0):
+            plain = write_sealed(self._path("rank", "json"), self._state.content)
+        self.nbytes = sums.nbytes + plain + sum(writer.nbytes for writer in writers.values())
+
+    def _copy(self, writers: Mapping[str, TensorFileWriter]) -> None:
+        """All chunks, each to its file, while the next ones are being read."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        reading: deque[_Reading] = deque()
+        try:
+            for chunk in self._share.chunks():
+                reading.append(self._read(chunk))
+                if len(reading) == AHEAD:
+                    self._finish(reading.popleft(), writers)
+            while reading:
+                self._finish(reading.popleft(), writers)
+        finally:
+            for each in reading:
+                each.settle()
+
+    def _read(self, chunk: Chunk) -> _Reading:
+        if self._cancelled:
+            raise CheckpointError(
+                "the save was given up, because the engine is being closed; save before close()"
+            )
+        reading = _Reading(chunk, [], [])
+        try:
+            for source in (chunk.source, chunk.upper):
+                if source is not None and source.home.extent is not None:
+                    assert self._tiers.swap is not None
+                    lease = self._reads.lease(source.nbytes, "state", alone=True)
+                    reading.leases.append(lease)
+                    swap_in = self._tiers.swap.swap_in
+                    part = lease.part(0, source.nbytes)
+                    reading.tickets.append(swap_in(source.home.extent, part, offset=source.offset))
+        except BaseException:
+            reading.settle()
+            raise
+        return reading
+
+    def _finish(self, reading: _Reading, writers: Mapping[str, TensorFileWriter]) -> None:
+        """The chunk's elements, without what only pads them, go to its file."""
+        chunk = reading.chunk
+        try:
+            for ticket in reading.tickets:
+                ticket.wait()
+        except BaseException:
+            reading.settle()
+            raise
+        leases = iter(reading.leases)
+        content = _content(chunk.source, leases)
+        if chunk.upper is not None:
+            content = _joined(_content(chunk.upper, leases), content)
+        elements = content.view(chunk.dtype)
+        for first, numel in chunk.parts:
+            writers[chunk.kind].append(_bytes(elements[first : first + numel]))
+        for lease in reading.leases:
+            lease.release()
+        if chunk.tile is not None:
+            with self._progress:
+                self._copied.add(chunk.tile)
+                self._progress.notify_all()
+
+    def _let_all_change(self) -> None:
+        with self._progress:
+            self._copied_all = True
+            self._progress.notify_all()
+
+    def _path(self, kind: str, suffix: str = "safetensors") -> Path:
+        return self._directory / file_name(kind, *self._standing, suffix)
+
+
+def _content(source: Range, leases: Any) -> Tensor:
+    """The bytes of ``source``, on the CPU."""
+    if source.home.tensor is None:
+        return as_tensor(next(leases))[: source.nbytes]
+    return source.home.tensor[source.offset : source.offset + source.nbytes].cpu()
+
+
+def _joined(upper: Tensor, lower: Tensor) -> Tensor:
+    """fp32 masters, as bytes, of their halves."""
+    masters = torch.empty(upper.numel() // 2, device="cpu")
+    kernels.join(masters.data_ptr(), upper.data_ptr(), lower.data_ptr(), masters.numel())
+    return masters.view(torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """What a GPU has been told so far: its end can be waited for."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -71,7 +71,9 @@ class RankFiles:
             raise damaged(self.tensors.path.with_suffix(".json"), "its 'buffers' is no list")
         for name in names:
             if not isinstance(name, str) or name not in self.tensors.tensors:
-                raise damaged(self.tensors.path, f"it has no buffer {short.repr(name)}, which the JSON beside it names")
+                raise damaged(
+                    self.tensors.path, f"it has no buffer {short.repr(name)}, which the JSON beside it names"
+                )
         return names
 
 

@@ -2,9 +2,10 @@
 
     python killed.py operations DIR          before each operation of a save in turn, of a new tag and of one replaced
     python killed.py moments DIR N SEED      N times, at any moment of one save after the other
+    python killed.py stops DIR N SYNCED      not at all: N saves stop before each operation, for others to look
 
-Prints {"kills": how many, "old": after how many the earlier checkpoint was found, "new": the one under way, "partials":
-how many left something half done}. Ends with a traceback if a checkpoint was lost.
+The first two print {"kills": how many, "old": after how many the earlier checkpoint was found, "new": the one under
+way, "partials": how many left something half done}, and end with a traceback if a checkpoint was lost.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import random
 import signal
+import stat
 import sys
 import time
 import traceback
@@ -145,6 +147,29 @@ def at_moments(path: Path, times: int, seed: int) -> Counter[str]:
     return told
 
 
+def stops(path: Path, saves: int, synced: bool) -> None:
+    """Prints the number of the last save that returned, and stops (SIGSTOP): before each operation, and in the end.
+
+    Files are not ``synced`` where this shall do harm; directories are, always.
+    """
+    saved = -1
+
+    def around(name: str, operation: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+        stop()
+        is_file = name == "fsync" and stat.S_ISREG(os.fstat(arguments[0]).st_mode)
+        return operation() if synced or not is_file else None
+
+    def stop() -> None:
+        print(saved, flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    with intercepted(around):
+        for number in range(saves):
+            save(path, number)
+            saved = number
+    stop()
+
+
 def note(told: Counter[str], path: Path, saved: int) -> int:
     """Check, and count what is found; returns it."""
     number, partials = check(path, saved) if path.exists() else (-1, 0)
@@ -155,8 +180,9 @@ def note(told: Counter[str], path: Path, saved: int) -> int:
 if __name__ == "__main__":
     gc.freeze()  # forks share what is there for longer
     mode, where, *rest = sys.argv[1:]
-    print(
-        json.dumps(
-            at_operations(Path(where)) if mode == "operations" else at_moments(Path(where), *map(int, rest))
-        )
-    )
+    if mode == "stops":
+        stops(Path(where), int(rest[0]), rest[1] == "True")
+    elif mode == "operations":
+        print(json.dumps(at_operations(Path(where))))
+    else:
+        print(json.dumps(at_moments(Path(where), *map(int, rest))))

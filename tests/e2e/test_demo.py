@@ -12,16 +12,19 @@ import sys
 import sysconfig
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+import tiering.demo.run
 from tiering.cli import main
 from tiering.config import TieringConfig
 from tiering.demo.children import ChildError, Sidecar, Worker
@@ -31,8 +34,9 @@ from tiering.demo.plain import PlainLoop
 from tiering.demo.report import judge, memory_table, verdict_table
 from tiering.demo.run import FAILED, FAULT_MISSED, GOOD, UNUSABLE, demo, judge_fault
 from tiering.demo.settings import Settings, Way
-from tiering.demo.worker import digest
+from tiering.demo.worker import digest, train
 from tiering.ds_config import load
+from tiering.errors import TieringError
 
 TINY = Settings(steps=4, sequence=32, width=64, layers=2, heads=2, sample_bytes=4)
 
@@ -267,8 +271,30 @@ def run_tiny(directory: Path, **options: Any) -> tuple[int, str]:
     return code, console.export_text()
 
 
+class Here(Worker):
+    """A worker's work without a process of its own, which would import torch for it."""
+
+    def __init__(self, way: Way, settings: Settings, directory: Path, **options: Any) -> None:
+        told: list[dict[str, Any]] = []
+        given = Namespace(way=way, settings=settings.to_json(), dir=directory, **options)
+        try:
+            train(given, lambda event, **fields: told.append({"event": event, **fields}))
+        except TieringError as error:
+            told.append({"event": "error", "message": str(error)})
+        self.way = way
+        self.pipe = io.StringIO("".join(f"{json.dumps(event)}\n" for event in told))
+        self.process: Any = SimpleNamespace(poll=lambda: 0, wait=lambda *_: 0, stdout=None)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")
+    monkeypatch.setattr(tiering.demo.run, "Worker", Here)
+
+
+@pytest.mark.usefixtures("here")
 def test_a_plain_worker_tells_each_step(tmp_path: Path) -> None:
-    with Worker(Way.PLAIN, TINY, tmp_path, run_name="r", columns=80, plant_fault=False) as worker:
+    with Here(Way.PLAIN, TINY, tmp_path, run_name="r", columns=80, plant_fault=False) as worker:
         events = list(worker.events())
     assert [event["event"] for event in events] == ["step"] * 4 + ["result"]
     assert events[-1]["losses"] == [event["loss"] for event in events[:-1]]
@@ -324,6 +350,7 @@ def test_the_demo_succeeds(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("here")
 def test_a_planted_fault_is_found(tmp_path: Path) -> None:
     code, text = run_tiny(tmp_path, plant_fault=True)
     assert code == FAILED, text
@@ -338,6 +365,7 @@ def test_a_fault_that_goes_unnoticed_is_a_failure_of_its_own() -> None:
     assert "THE PLANTED FAULT WAS NOT FOUND" in console.export_text()
 
 
+@pytest.mark.usefixtures("here")
 def test_a_missing_directory_is_refused_before_training(tmp_path: Path) -> None:
     code, text = run_tiny(tmp_path / "missing")
     assert code == UNUSABLE
@@ -346,6 +374,7 @@ def test_a_missing_directory_is_refused_before_training(tmp_path: Path) -> None:
     assert "loss" not in text
 
 
+@pytest.mark.usefixtures("here")
 def test_a_budget_too_small_is_refused_before_training(tmp_path: Path) -> None:
     console = Console(width=140, record=True, file=io.StringIO())
     small = replace(TINY, host_budget="64K", device_budget="64K")

@@ -125,7 +125,10 @@ def at_operations(path: Path) -> Counter[str]:
 def at_moments(path: Path, times: int, seed: int) -> Counter[str]:
     told: Counter[str] = Counter()
     choose = random.Random(seed)
-    saved = -1
+    before = time.perf_counter()
+    assert not died(forked(lambda: save(path, 0)))
+    seconds = time.perf_counter() - before  # on this machine, with all that it does besides
+    saved = 0
     for _ in range(times):
         mine, its = os.pipe()
 
@@ -136,7 +139,7 @@ def at_moments(path: Path, times: int, seed: int) -> Counter[str]:
 
         pid = forked(work)
         os.close(its)
-        time.sleep(choose.uniform(0, 0.02))
+        time.sleep(choose.uniform(0, 1.5 * seconds))
         os.kill(pid, signal.SIGKILL)
         assert died(pid)
         saved += len(os.read(mine, 1 << 16))

@@ -178,13 +178,8 @@ class TrainingLoader(DataLoader[Any]):
         Draws nothing. Raises CheckpointError for a data set of another length, or what is no state of a loader; of a
         run with another batch size or number of ranks, the pass goes on at the last whole round of micro-batches.
         """
-        position, layout = _read(state)
-        here = self._layout()
-        if layout.samples != here.samples:
-            raise CheckpointError(
-                f"the checkpoint is of a run on {layout.samples} samples, and training_data has {here.samples}: give"
-                " initialize the same data, or none and go through the new data with a loader of your own"
-            )
+        self.check_state_dict(state)
+        (position, layout), here = _read(state), self._layout()
         if position.seed is not None and layout != here:
             position = _converted(position, layout, here)
         self._position = position
@@ -200,6 +195,15 @@ class TrainingLoader(DataLoader[Any]):
             len(self),
             position.pass_number,
         )
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """CheckpointError if ``load_state_dict`` would not take ``state``; changes nothing."""
+        (_, layout), here = _read(state), self._layout()
+        if layout.samples != here.samples:
+            raise CheckpointError(
+                f"the checkpoint is of a run on {layout.samples} samples, and training_data has {here.samples}: give"
+                " initialize the same data, or none and go through the new data with a loader of your own"
+            )
 
     def _layout(self) -> _Layout:
         assert self.batch_size is not None

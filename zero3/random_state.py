@@ -36,8 +36,10 @@ def capture() -> dict[str, Any]:
     return state
 
 
-def restore(state: dict[str, Any]) -> None:
+def restore(state: Any) -> None:
     """Go on where ``capture`` was called. CheckpointError for a state that is none."""
+    if not isinstance(state, dict):
+        raise CheckpointError(f"the random states are a {type(state).__name__}; the file is damaged")
     _restore("torch", torch.set_rng_state, state)
     _restore("python", random.setstate, state)
     _restore("numpy", _set_numpy, state)

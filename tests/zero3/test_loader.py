@@ -409,8 +409,10 @@ def test_other_data_is_an_error_with_both_lengths() -> None:
     loader = make_loader(Numbers(100), 2, None, rank=0, world_size=1)
     other = make_loader(Numbers(101), 2, None, rank=0, world_size=1)
     before = other.state_dict()
-    with pytest.raises(CheckpointError, match="of a run on 100 samples, and training_data has 101: give"):
-        other.load_state_dict(loader.state_dict())
+    for refuse in (other.check_state_dict, other.load_state_dict):
+        with pytest.raises(CheckpointError, match="of a run on 100 samples, and training_data has 101: give"):
+            refuse(loader.state_dict())
+    other.check_state_dict(before | {"begun": True, "seed": 1, "micro_batches": 1})
     assert other.state_dict() == before
 
 

@@ -117,3 +117,8 @@ def test_other_gpus_are_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
         random_state.restore({"cuda": states})
     assert given == {0: 7, 1: 8}
     assert "has random states of 3 GPUs, and this process sees 2" in caplog.text
+
+
+def test_no_states_at_all_are_an_error() -> None:
+    with pytest.raises(CheckpointError, match="the random states are a list; the file is damaged"):
+        random_state.restore([])

@@ -37,13 +37,11 @@ from zero3.saved_names import (
     transformers_names,
 )
 from zero3.state import TieredState
-from zero3.weights import _DTYPES
+from zero3.weights import STORED_NAMES
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_WORDS = {dtype: word for word, dtype in _DTYPES.items()}
 
 
 class Export:
@@ -219,12 +217,12 @@ def _append(writer: WeightWriter | None, values: Tensor) -> None:
 
 
 def _word(saved: Saved, dtype: torch.dtype) -> str:
-    if dtype not in _WORDS:
+    if dtype not in STORED_NAMES:
         raise ConfigError(
             f"{saved.name!r} is {dtype}, which safetensors files cannot hold; register it with persistent=False, or"
             " keep it in another dtype"
         )
-    return _WORDS[dtype]
+    return STORED_NAMES[dtype]
 
 
 def _write_transformers_config(model: Any, dtype: torch.dtype, folder: Path) -> None:

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiering
+from tiering.cli import main
 from tiering.errors import ConfigError
-from zero3.export import Export
 
 from .architectures import ARCHITECTURES, batches, build
 from .conftest import COMPUTE, Habit, settings
@@ -54,10 +54,6 @@ def start_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
         yield start
 
 
-def export(engine: Any) -> Export:
-    return Export(engine.module, engine.config, engine._state)
-
-
 def assert_same(loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert loaded.keys() == expected.keys()
     for name, value in expected.items():
@@ -69,7 +65,7 @@ def test_files_are_those_that_transformers_writes_and_it_loads_them(
     trained: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:
     engine = trained(name)
-    ours, theirs = export(engine).save_pretrained(tmp_path / "ours"), tmp_path / "theirs"
+    ours, theirs = engine.save_pretrained(tmp_path / "ours"), tmp_path / "theirs"
     loaded = type(engine.module).from_pretrained(ours)
     assert_same(loaded.state_dict(), engine.state_dict())
     assert loaded.dtype == torch.bfloat16
@@ -82,7 +78,7 @@ def test_files_are_those_that_transformers_writes_and_it_loads_them(
 
 def test_shards_are_no_longer_than_asked_and_indexed(trained: Callable[..., Any], tmp_path: Path) -> None:
     engine = trained("mixtral")
-    place = export(engine).save_pretrained(tmp_path / "saved", max_shard_size=20_000)
+    place = engine.save_pretrained(tmp_path / "saved", max_shard_size=20_000)
     index = json.loads((place / "model.safetensors.index.json").read_text())
     shards = sorted(place.glob("model-*.safetensors"))
     assert len(shards) > 5 and {shard.name for shard in shards} == set(index["weight_map"].values())
@@ -96,18 +92,59 @@ def test_shards_are_no_longer_than_asked_and_indexed(trained: Callable[..., Any]
     assert_same(loaded.state_dict(), engine.state_dict())
 
 
+def convert(*arguments: Any) -> None:
+    assert main(["convert", *map(str, arguments)]) == 0
+
+
 def test_what_is_saved_starts_another_run(
     trained: Callable[..., Any], start_model: Callable[..., Any], tmp_path: Path
 ) -> None:
+    """As its weights, and as a checkpoint; experts are stored one by one."""
     engine = trained("mixtral")
-    place = export(engine).save_pretrained(tmp_path / "saved")
+    place = engine.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     other = start_model(build("mixtral", seed=4), weights=place)
     assert_same(other.state_dict(), engine.state_dict())
+    convert(place, tmp_path / "checkpoints")
+    third = start_model(build("mixtral", seed=5))
+    path, client_state = third.load_checkpoint(tmp_path / "checkpoints")
+    assert (path, client_state) == (str(tmp_path / "checkpoints" / "global_step0"), {})
+    assert_same(third.state_dict(), engine.state_dict())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "bert", "lora", "mixture"])
+def test_a_checkpoint_is_converted_to_what_the_engine_has(
+    trained: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    """In fp32 its masters, in bf16 what it computes with; frozen parameters, too."""
+    engine = trained(name)
+    engine.save_checkpoint(tmp_path / "checkpoints")
+    convert(tmp_path / "checkpoints", tmp_path / "fp32")
+    convert(tmp_path / "checkpoints", tmp_path / "bf16", "--dtype", "bf16")
+    names = dict(engine.module.named_parameters())
+    weights = {key: value for key, value in engine.state_dict().items() if key in names}
+    masters = {key: value.float() for key, value in weights.items()} | engine.master_state_dict()
+    assert_same(load_file(tmp_path / "fp32" / "model.safetensors"), masters)
+    assert_same(load_file(tmp_path / "bf16" / "model.safetensors"), weights)
+    assert any(not value.float().equal(masters[key]) for key, value in weights.items())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "bert"])
+def test_with_its_config_a_converted_checkpoint_is_loaded_by_transformers(
+    trained: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    engine = trained(name)
+    engine.save_checkpoint(tmp_path / "checkpoints")
+    engine.module.config.save_pretrained(tmp_path / "config")
+    out = tmp_path / "out"
+    convert(tmp_path / "checkpoints", out, "--dtype", "bf16", "--config", tmp_path / "config")
+    loaded = type(engine.module).from_pretrained(out)
+    assert loaded.dtype == torch.bfloat16
+    assert_same(loaded.state_dict(), engine.state_dict())
 
 
 def test_an_adapter_is_saved_as_peft_saves_it(trained: Callable[..., Any], tmp_path: Path) -> None:
     engine = trained("lora")
-    place = export(engine).save_pretrained(tmp_path / "ours")
+    place = engine.save_pretrained(tmp_path / "ours")
     plain = build("lora").to(torch.bfloat16)
     plain.load_state_dict(engine.state_dict())
     plain.save_pretrained(tmp_path / "theirs")
@@ -131,7 +168,7 @@ def test_an_adapter_of_a_transformers_model_is_saved_as_transformers_saves_it(
     model = build("llama")
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     engine = start_model(model)
-    place = export(engine).save_pretrained(tmp_path / "ours")
+    place = engine.save_pretrained(tmp_path / "ours")
     plain = build("llama").to(torch.bfloat16)
     plain.load_adapter(place)
     plain.save_pretrained(tmp_path / "theirs")
@@ -166,7 +203,7 @@ def test_code_of_the_models_own_comes_along(
     own_model.OwnConfig.register_for_auto_class()
     own_model.Own.register_for_auto_class("AutoModel")
     engine = start_model(own_model.Own(own_model.OwnConfig()))
-    place = export(engine).save_pretrained(tmp_path / "saved")
+    place = engine.save_pretrained(tmp_path / "saved")
     assert (place / "own_model.py").read_text() == CODE
     loaded = hf.AutoModel.from_pretrained(place, trust_remote_code=True)
     assert_same(loaded.state_dict(), engine.state_dict())
@@ -175,5 +212,5 @@ def test_code_of_the_models_own_comes_along(
 @pytest.mark.parametrize("name", ["mixture", "untied"])
 def test_other_models_are_told_what_to_do(trained: Callable[..., Any], tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"needs a model of transformers or peft.*save_16bit_model"):
-        export(trained(name)).save_pretrained(tmp_path / "saved")
+        trained(name).save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()

@@ -25,17 +25,12 @@ from tiering.errors import CheckpointError, ConfigError, SwapError
 from tiering.swap_space import SwapSpace
 from tiering.tickets import Transfer
 from tiering.weights.files import open_weights
-from zero3.export import Export
 from zero3.saved_names import own_names, transformers_names
 from zero3.state import TieredState
 
 from .conftest import NVME_STATE, SmallModel, batches, same_bits
 
 STREAMED = {**NVME_STATE, "cache_in_host": False}
-
-
-def export(engine: Any) -> Export:
-    return Export(engine.module, engine.config, engine._state)
 
 
 def step(engine: Any, count: int = 1) -> None:
@@ -67,7 +62,7 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
 
 
 def test_a_model_of_16_bits_is_saved_as_it_computes(engine: Any, tmp_path: Path) -> None:
-    path = export(engine).save_16bit_model(tmp_path / "out")
+    path = engine.save_16bit_model(tmp_path / "out")
     assert path == tmp_path / "out" / "model.safetensors"
     assert same_bits(load_file(path), untied(engine.state_dict())) == []
     assert [each.name for each in path.parent.iterdir()] == [path.name]
@@ -83,7 +78,7 @@ def test_a_model_in_fp32_is_rounded_to_16_bits(
     engine = start(precision="fp32", **STREAMED)
     if fp16:
         engine.config = engine.config.model_copy(update={"autocast": "fp16"})
-    saved = load_file(export(engine).save_16bit_model(tmp_path))
+    saved = load_file(engine.save_16bit_model(tmp_path))
     expected = {}
     for name, value in untied(engine.state_dict()).items():
         expected[name] = torch.empty_like(value, dtype=dtype)
@@ -95,8 +90,8 @@ def test_frozen_parameters_may_be_left_out(start: Callable[..., Any], tmp_path: 
     model = SmallModel()
     model.position.requires_grad_(False)
     engine = start(model)
-    everything = load_file(export(engine).save_16bit_model(tmp_path / "all"))
-    trained = load_file(export(engine).save_16bit_model(tmp_path / "trained", exclude_frozen_parameters=True))
+    everything = load_file(engine.save_16bit_model(tmp_path / "all"))
+    trained = load_file(engine.save_16bit_model(tmp_path / "trained", exclude_frozen_parameters=True))
     assert everything.keys() - trained.keys() == {"position.weight"}
     assert same_bits(trained, {name: everything[name] for name in trained}) == []
 
@@ -108,7 +103,7 @@ def test_pickles_are_not_written(engine: Any, tmp_path: Path, name: str) -> None
     with pytest.raises(
         ConfigError, match=r"not the name of a \.safetensors file.*name it model\.safetensors"
     ):
-        export(engine).save_16bit_model(tmp_path / "out", name)
+        engine.save_16bit_model(tmp_path / "out", name)
     assert not (tmp_path / "out").exists()
 
 
@@ -127,7 +122,7 @@ class WithBuffers(nn.Module):
 
 def test_buffers_are_saved_as_they_are(start: Callable[..., Any], tmp_path: Path) -> None:
     engine = start(WithBuffers())
-    path = export(engine).save_16bit_model(tmp_path)
+    path = engine.save_16bit_model(tmp_path)
     expected = engine.state_dict()
     del expected["same"]
     assert same_bits(load_file(path), expected) == []
@@ -150,7 +145,7 @@ def test_no_more_than_a_range_is_in_memory(
 
     monkeypatch.setattr(zero3.export, "RANGE", 5000)
     monkeypatch.setattr(TieredState, "weight_ranges", record)
-    saved = load_file(export(engine).save_16bit_model(tmp_path))
+    saved = load_file(engine.save_16bit_model(tmp_path))
     assert 2048 <= max(asked) <= 5000 and sum(asked) == sum(value.numel() for value in saved.values())
     monkeypatch.undo()
     assert same_bits(saved, untied(engine.state_dict())) == []
@@ -165,7 +160,7 @@ def test_a_full_disk_leaves_nothing_behind_and_training_goes_on(
         monkeypatch.setattr(tiering.checkpoint.writer, "_reserve", lambda fd, nbytes: None)
     engine, other = start(**STREAMED), start(**STREAMED)
     step(engine), step(other)
-    kept = export(engine).save_16bit_model(tmp_path / "out").read_bytes()
+    kept = engine.save_16bit_model(tmp_path / "out").read_bytes()
     step(engine), step(other)
     (
         engine.state_dict(),
@@ -173,7 +168,7 @@ def test_a_full_disk_leaves_nothing_behind_and_training_goes_on(
     )  # these reads wait for all writes, which the limit would refuse
     for where in ("out", "new/deep"):
         with files_of_at_most(64 << 10), pytest.raises(CheckpointError, match=r"EFBIG.*ulimit"):
-            export(engine).save_16bit_model(tmp_path / where)
+            engine.save_16bit_model(tmp_path / where)
         engine._tiers.staging.drain()
         assert not engine._tiers.staging.by_kind
     assert not (tmp_path / "new").exists()
@@ -216,11 +211,11 @@ def test_a_read_that_fails_ends_the_export_and_gives_all_room_back(
     monkeypatch.setattr(zero3.export, "RANGE", 2048)
     monkeypatch.setattr(SwapSpace, "swap_in", fail_once)
     with pytest.raises(SwapError):
-        export(engine).save_16bit_model(tmp_path / "out")
+        engine.save_16bit_model(tmp_path / "out")
     assert next(count) > 4 and not (tmp_path / "out").exists()
     engine._tiers.staging.drain()
     assert not engine._tiers.staging.by_kind
-    saved = load_file(export(engine).save_16bit_model(tmp_path / "out"))
+    saved = load_file(engine.save_16bit_model(tmp_path / "out"))
     assert same_bits(saved, untied(engine.state_dict())) == []
 
 
@@ -237,13 +232,13 @@ def names(directory: Path) -> set[str]:
 def test_a_later_save_replaces_what_an_earlier_one_left(start: Callable[..., Any], tmp_path: Path) -> None:
     engine = start(llama())
     (tmp_path / "tokenizer.json").write_text("{}")
-    export(engine).save_pretrained(tmp_path, max_shard_size="4KB")
+    engine.save_pretrained(tmp_path, max_shard_size="4KB")
     many = names(tmp_path)
     assert len(many) > 5
-    export(engine).save_pretrained(tmp_path)
+    engine.save_pretrained(tmp_path)
     whole = {"tokenizer.json", "config.json", "generation_config.json", "model.safetensors"}
     assert names(tmp_path) - {"nvme"} == whole
-    export(engine).save_pretrained(tmp_path, max_shard_size="4KB")
+    engine.save_pretrained(tmp_path, max_shard_size="4KB")
     assert names(tmp_path) == many
 
 
@@ -254,7 +249,7 @@ def test_what_is_killed_between_two_renames_is_no_mixture(
     """After each of them there is nothing to begin with, or all of it is of one save."""
     engine = start(llama())
     place = tmp_path / "out"
-    export(engine).save_pretrained(place, max_shard_size=first)
+    engine.save_pretrained(place, max_shard_size=first)
     old = engine.state_dict()
     engine.set_fp32_parameter("lm_head.weight", torch.ones(100, 32))
     engine.set_fp32_parameter("model.embed_tokens.weight", torch.ones(100, 32))
@@ -273,13 +268,13 @@ def test_what_is_killed_between_two_renames_is_no_mixture(
         return result
 
     monkeypatch.setattr(Path, "replace", look)
-    export(engine).save_pretrained(place, max_shard_size="4KB")
+    engine.save_pretrained(place, max_shard_size="4KB")
     assert seen[-1] == "new" and set(seen[:-1]) == {"nothing"}
 
 
 def test_a_bad_size_is_refused(engine: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_shard_size: unknown unit 'XB'"):
-        export(engine).save_pretrained(tmp_path, max_shard_size="5XB")
+        engine.save_pretrained(tmp_path, max_shard_size="5XB")
 
 
 def test_what_transformers_computes_stays_as_it_is_where_that_loads(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,9 +25,8 @@ from tiering.checkpoint.manifest import Manifest, StoredParameter, file_name, wr
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.checkpoint.writer import Output, TensorFileWriter, TensorSpec
 from tiering.cli import main
-from zero3.weights import _DTYPES
+from zero3.weights import STORED_NAMES
 
-WORDS = {dtype: word for word, dtype in _DTYPES.items()}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -91,7 +90,9 @@ def write(
         precision="bf16",
         kinds=(),
         parameters={
-            name: StoredParameter(tuple(value.shape), WORDS[value.dtype], value.dtype == torch.float32, 3)
+            name: StoredParameter(
+                tuple(value.shape), STORED_NAMES[value.dtype], value.dtype == torch.float32, 3
+            )
             for name, value in values.items()
         },
         files={file.name: file.stat().st_size for file in directory.iterdir()},
@@ -103,7 +104,9 @@ def write(
 def _write(
     path: Path, tensors: Tensors, metadata: Mapping[str, str], output: Output, sums: dict[str, np.ndarray]
 ) -> None:
-    specs = [TensorSpec(name, WORDS[value.dtype], tuple(value.shape)) for name, value in tensors.items()]
+    specs = [
+        TensorSpec(name, STORED_NAMES[value.dtype], tuple(value.shape)) for name, value in tensors.items()
+    ]
     found: list[np.ndarray] = []
     writer = TensorFileWriter(
         path, specs, metadata, output=output, on_sums=lambda page, each: found.append(each.copy())

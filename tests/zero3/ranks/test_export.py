@@ -14,8 +14,8 @@ from torch import Tensor
 
 import zero3.export
 from tests.zero3.plain import differing
+from tiering.cli import main
 from tiering.errors import CheckpointError
-from zero3.export import Export
 
 from .pool import Pool
 from .training import start, tokens
@@ -33,29 +33,31 @@ def step(engine: Any, rank: int) -> None:
     engine.step()
 
 
-def save(rank: int, nvme: Path, out: Path, **options: Any) -> dict[str, Tensor]:
+def save(rank: int, nvme: Path, out: Path, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """After a step, in ranges that end neither with a shard nor with a parameter."""
     usual, zero3.export.RANGE = zero3.export.RANGE, 777
     try:
         with start(nvme, precision="bf16", **options) as engine:
             step(engine, rank)
-            Export(engine.module, engine.config, engine._state).save_16bit_model(out)
+            engine.save_16bit_model(out)
             step(engine, rank)
-            Export(engine.module, engine.config, engine._state).save_16bit_model(out, "later.safetensors")
-            weights: dict[str, Tensor] = engine.state_dict()
-            return weights
+            engine.save_16bit_model(out, "later.safetensors")
+            engine.save_checkpoint(out.parent / "checkpoints")
+            return engine.state_dict(), engine.master_state_dict()
     finally:
         zero3.export.RANGE = usual
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_first_rank_writes_what_all_have(ranks: Ranks, nvme: Path, tmp_path: Path, place: str) -> None:
+def test_one_file_has_what_all_ranks_have(ranks: Ranks, nvme: Path, tmp_path: Path, place: str) -> None:
     out = tmp_path / "out"
-    weights = ranks(2).run(save, nvme, out, **PLACES[place])[0]
+    weights, masters = ranks(2).run(save, nvme, out, **PLACES[place])[0]
     del weights["head.weight"]
     assert {each.name for each in out.iterdir()} == {"model.safetensors", "later.safetensors"}
     assert differing(load_file(out / "later.safetensors"), weights) == []
     assert differing(load_file(out / "model.safetensors"), weights) != []
+    assert main(["convert", str(tmp_path / "checkpoints"), str(tmp_path / "converted")]) == 0
+    assert differing(load_file(tmp_path / "converted" / "model.safetensors"), masters) == []
 
 
 def fail(rank: int, nvme: Path, out: Path) -> tuple[str, float]:
@@ -66,7 +68,7 @@ def fail(rank: int, nvme: Path, out: Path) -> tuple[str, float]:
         if rank == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
         try:
-            Export(engine.module, engine.config, engine._state).save_16bit_model(out)
+            engine.save_16bit_model(out)
         except CheckpointError as error:
             told = str(error)
         finally:

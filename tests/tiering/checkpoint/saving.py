@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from tiering.arena import PAGE, round_up
+from tiering.arena import PAGE
 from tiering.checkpoint.manifest import WEIGHTS, Manifest, StoredParameter, file_name, write_sealed
 from tiering.checkpoint.reader import open_checkpoint
-from tiering.checkpoint.writer import Output, TensorFileWriter, TensorSpec
+from tiering.checkpoint.sums_file import SumsFile
+from tiering.checkpoint.writer import Output, TensorFileWriter, TensorSpec, pages_of
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
     "layers.0.weight": (3, 1000),
@@ -67,24 +68,18 @@ def number_of(path: Path) -> int:
 def _write_rank(
     directory: Path, number: int, output: Output, shapes: Mapping[str, tuple[int, ...]], rank: int, ranks: int
 ) -> None:
-    sums: dict[str, np.ndarray] = {}
     mine, begins = _parts(shapes, rank, ranks)
-    for kind in (WEIGHTS, *KINDS):
-        _write(directory / file_name(kind, rank, ranks), mine, begins, number, output, sums)
-    _write(
-        directory / file_name("rank", rank, ranks),
-        [TensorSpec("buffer", "F32", (5,))],
-        {},
-        number,
-        output,
-        sums,
-    )
+    files = {file_name(kind, rank, ranks): (mine, begins) for kind in (WEIGHTS, *KINDS)}
+    files[file_name("rank", rank, ranks)] = [TensorSpec("buffer", "F32", (5,))], {}
+    pages = {name: pages_of(specs, metadata) for name, (specs, metadata) in files.items()}
+    sums = SumsFile(directory / file_name("checksums", rank, ranks), pages)
+    for name, (specs, metadata) in files.items():
+        writer = TensorFileWriter(directory / name, specs, metadata, output=output, on_sums=sums.of(name))
+        for spec in specs:
+            writer.append(np.full(spec.nbytes // 4, number, dtype="<f4"))
+        writer.close()
+    sums.close()
     write_sealed(directory / file_name("rank", rank, ranks, "json"), {"number": number})
-    specs = [TensorSpec(name, "U32", (found.size,)) for name, found in sums.items()]
-    writer = TensorFileWriter(directory / file_name("checksums", rank, ranks), specs, output=output)
-    for found in sums.values():
-        writer.append(found)
-    writer.close()
 
 
 def _parts(
@@ -99,23 +94,3 @@ def _parts(
         specs.append(TensorSpec(name, "F32", (end - first,)))
         begins[name] = str(first)
     return specs, begins
-
-
-def _write(
-    path: Path,
-    specs: Sequence[TensorSpec],
-    metadata: Mapping[str, str],
-    number: int,
-    output: Output,
-    sums: dict[str, np.ndarray],
-) -> None:
-    pieces: list[tuple[int, np.ndarray]] = []
-    writer = TensorFileWriter(
-        path, specs, metadata, output=output, on_sums=lambda page, found: pieces.append((page, found.copy()))
-    )
-    for spec in specs:
-        writer.append(np.full(spec.nbytes // 4, number, dtype="<f4"))
-    writer.close()
-    sums[path.name] = np.empty(round_up(writer.nbytes) // PAGE, dtype="<u4")
-    for page, found in pieces:
-        sums[path.name][page : page + found.size] = found

@@ -414,15 +414,14 @@ class TestPeer:
         with pytest.raises(PeerError, match="ended with status"):
             Peer(Path("/bin/false"), steps.Model(1000), 1)
 
-    def test_an_end_in_mid_work_says_what_was_said(self, peers: Path, tmp_path: Path) -> None:
-        adam = tmp_path / "site/deepspeed/ops/adam.py"
-        adam.write_text(
-            adam.read_text() + "    def step(self):\n"
-            "        if self.state: raise SystemExit('out of luck')\n"
-            "        return super().step()\n"
+    def test_an_end_in_mid_work_says_what_was_said(self, tmp_path: Path) -> None:
+        program = tmp_path / "python"
+        program.write_text(
+            '#!/bin/sh\nread model; echo \'{"about": "known"}\'\nread job; echo out of luck >&2; exit 1\n'
         )
+        program.chmod(0o700)
         with (
-            Peer(peers, steps.Model(1000), 1) as peer,
+            Peer(program, steps.Model(1000), 1) as peer,
             pytest.raises(PeerError, match=r"status 1; .*out of luck"),
         ):
             peer.run("step")
@@ -456,14 +455,29 @@ class TestStart:
     def test_a_first_step_is_timed(self) -> None:
         assert 0 < start.first_step(Path(sys.executable), start.IMPORTS["torch fused"], os.environ) < 60_000
 
-    def test_what_cannot_be_imported_is_an_error(self) -> None:
-        with pytest.raises(PeerError, match=r"No module named 'deepspeed'.*pip install torch deepspeed"):
-            start.first_step(Path(sys.executable), start.IMPORTS["DeepSpeedCPUAdam"], os.environ)
+    @pytest.fixture
+    def without_torch(self, tmp_path: Path) -> dict[str, str]:
+        """Variables of processes for which a few lines pass for torch, which takes seconds to import."""
+        (tmp_path / "torch.py").write_text(
+            "class nn:\n"
+            "    class Parameter:\n"
+            "        def __init__(self, values): pass\n"
+            "        def detach(self): return self\n"
+            "        def clone(self): return self\n"
+            "def randn(*shape): pass\n"
+            "def randn_like(parameter): pass\n"
+            "def equal(one, other): return one is other\n"
+        )
+        return os.environ | {"PYTHONPATH": str(tmp_path)}
 
-    def test_a_step_that_does_nothing_is_an_error(self) -> None:
+    def test_what_cannot_be_imported_is_an_error(self, without_torch: dict[str, str]) -> None:
+        with pytest.raises(PeerError, match=r"No module named 'deepspeed'.*pip install torch deepspeed"):
+            start.first_step(Path(sys.executable), start.IMPORTS["DeepSpeedCPUAdam"], without_torch)
+
+    def test_a_step_that_does_nothing_is_an_error(self, without_torch: dict[str, str]) -> None:
         idle = "class AdamW:\n    def __init__(self, *a, **k): pass\n    def step(self): pass"
         with pytest.raises(PeerError, match="the step changed nothing"):
-            start.first_step(Path(sys.executable), idle, os.environ)
+            start.first_step(Path(sys.executable), idle, without_torch)
 
     def test_sides(self, tmp_path: Path) -> None:
         assert [one.name for one in start.rows(None, 2)] == ["ours", "torch fused"]

@@ -14,7 +14,7 @@ from torch.distributed.run import parse_args
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ranks_train_and_one_of_them_prints(tmp_path: Path, ranks: int) -> None:
     weights = tmp_path / "weights.pt"
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

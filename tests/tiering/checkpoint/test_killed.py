@@ -46,8 +46,8 @@ def test_killed_before_each_operation(directory: Path) -> None:
 
 
 def test_killed_at_any_moment(directory: Path) -> None:
-    counted = told("moments", directory, 220, 20261122)
-    assert counted["kills"] == 220
+    counted = told("moments", directory, 200, 20261122)
+    assert counted["kills"] == 200
     assert min(counted["old"], counted["new"], counted["partials"]) > 0
 
 

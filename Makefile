@@ -37,7 +37,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: $(STAMP) sanitize emulator
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q --hypothesis-profile=thorough $(PYTEST_ARGS)
 
 # Both C libraries with threads, forks, faults and wild arguments, without an interpreter in between: for memory, then
 # for races.

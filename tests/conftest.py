@@ -17,8 +17,9 @@ from hypothesis import settings
 from tiering.aio import ENGINES, AioContext
 from tiering.errors import SwapError
 
-# An example takes as long as the machine lets it: no test is about that.
-settings.register_profile("tiering", deadline=None)
+# An example takes as long as the machine lets it: no test is about that. Examples differ from run to run.
+settings.register_profile("tiering", deadline=None, max_examples=50)
+settings.register_profile("thorough", deadline=None, max_examples=200)  # of `make test-all`
 settings.load_profile("tiering")
 
 

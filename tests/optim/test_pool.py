@@ -172,7 +172,7 @@ def test_forking_while_other_threads_are_inside_the_pool() -> None:
     for thread in busy:
         thread.start()
     try:
-        for _ in range(20):
+        for _ in range(8):  # each time both threads are inside, nearly always
             child = os.fork()
             if child == 0:
                 os._exit(0 if norm_of(x) == expected else 1)

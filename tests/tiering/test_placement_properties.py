@@ -17,7 +17,6 @@ from tiering.plan import Budgets, Plan, Staging, Tier, Workload
 from .workloads import DEVICE, HOST, MIB, NVME, PLENTY, budgets, followed, planned, workloads
 
 
-@settings(deadline=None, max_examples=150)
 @given(load=workloads(), limits=budgets)
 def test_no_tier_exceeds_its_budget(load: Workload, limits: Budgets) -> None:
     plan = planned(load, limits)
@@ -26,7 +25,6 @@ def test_no_tier_exceeds_its_budget(load: Workload, limits: Budgets) -> None:
         assert all(nbytes > 0 for nbytes in plan.contents(tier).values())
 
 
-@settings(deadline=None, max_examples=150)
 @given(load=workloads(), limits=budgets)
 def test_everything_is_placed_exactly_once(load: Workload, limits: Budgets) -> None:
     plan = planned(load, limits)
@@ -42,7 +40,6 @@ def test_everything_is_placed_exactly_once(load: Workload, limits: Budgets) -> N
     assert plan.state_bytes() == sum(group.param_bytes for group in load.groups) + trained * per_element
 
 
-@settings(deadline=None, max_examples=150)
 @given(load=workloads(), limits=budgets)
 def test_nothing_is_placed_where_the_configuration_does_not_allow_it(load: Workload, limits: Budgets) -> None:
     plan = planned(load, limits)
@@ -62,7 +59,6 @@ def test_nothing_is_placed_where_the_configuration_does_not_allow_it(load: Workl
             assert tier is not NVME  # it would hold the window open for the whole pass
 
 
-@settings(deadline=None, max_examples=150)
 @given(load=workloads())
 def test_the_share_that_leaves_the_device_is_as_configured_but_for_whole_groups(load: Workload) -> None:
     sizes = [group.trainable_numel for group in load.groups]
@@ -86,7 +82,6 @@ def test_the_share_that_leaves_the_device_is_as_configured_but_for_whole_groups(
         assert not size or bool(stays[index]) == (before + size <= allowed)
 
 
-@settings(deadline=None, max_examples=150)
 @given(load=workloads(), limits=budgets)
 def test_the_windows_suffice(load: Workload, limits: Budgets) -> None:
     plan = planned(load, limits)
@@ -116,7 +111,6 @@ def test_the_windows_suffice(load: Workload, limits: Budgets) -> None:
         assert plan.fetch_window_bytes >= 2 * max(group.param_bytes for group in load.groups)
 
 
-@settings(deadline=None, max_examples=150)
 @given(load=workloads(), limits=budgets)
 def test_tiles_are_even_and_slots_hold_what_streams_and_no_more(load: Workload, limits: Budgets) -> None:
     plan = planned(load, limits)
@@ -137,7 +131,6 @@ def test_tiles_are_even_and_slots_hold_what_streams_and_no_more(load: Workload, 
         assert (staging.param_offset, staging.grad_offset, staging.slot_bytes) == offsets
 
 
-@settings(deadline=None, max_examples=150)
 @given(load=workloads(), limits=budgets)
 def test_the_number_that_a_refusal_names_suffices(load: Workload, limits: Budgets) -> None:
     followed(load, limits)
@@ -159,7 +152,6 @@ def test_steps_in_backward_fit_into_the_same_host_budget(load: Workload, device:
         assert sum(during.nvme_traffic()) <= spared
 
 
-@settings(deadline=None, max_examples=150)
 @given(load=workloads(), limits=budgets)
 def test_each_format_moves_what_its_own_plan_says(load: Workload, limits: Budgets) -> None:
     plan = planned(load, limits)
@@ -199,7 +191,6 @@ def test_80_columns_hold_the_table_and_its_formats(load: Workload, limits: Budge
         assert f" {name} {moved / trained:.1f}{mark}" in shown
 
 
-@settings(deadline=None, max_examples=150)
 @given(load=workloads(), limits=budgets)
 def test_the_device_holds_the_deepest_chain(load: Workload, limits: Budgets) -> None:
     plan = planned(load, limits)
@@ -219,7 +210,6 @@ def test_the_device_holds_the_deepest_chain(load: Workload, limits: Budgets) -> 
     assert plan.working_bytes <= max(chains) + load.prefetch_bytes + PAGE
 
 
-@settings(deadline=None, max_examples=150)
 @given(load=workloads(), limits=budgets, more=st.integers(1, 4 * MIB))
 def test_more_memory_moves_no_more_bytes_but_for_whole_pieces(
     load: Workload, limits: Budgets, more: int
@@ -248,7 +238,6 @@ def dearest_piece(load: Workload, plan: Plan) -> int:
     return max(parameters + gradients + [2 * tile.numel * load.state_itemsize for tile in plan.sub_groups])
 
 
-@settings(deadline=None, max_examples=150)
 @given(load=workloads(), limits=budgets, files=st.integers(1, 3))
 def test_checksums_never_break_a_plan_that_has_room_for_them(
     load: Workload, limits: Budgets, files: int

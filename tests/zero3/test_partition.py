@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zero3.partition import QUANTUM, FlatLayout, Piece, lay_out, product, segments, shard, shard_ranges, tiles
@@ -19,7 +19,6 @@ def laid_out(params: list[tuple[tuple[int, ...], bool]], itemsize: int, world_si
     return lay_out(named, itemsize, world_size)
 
 
-@settings(deadline=None)
 @given(params=flags, itemsize=st.sampled_from([2, 4]), world_size=st.integers(1, 5))
 def test_the_layout_keeps_its_promises(
     params: list[tuple[tuple[int, ...], bool]], itemsize: int, world_size: int
@@ -51,7 +50,6 @@ def test_the_layout_keeps_its_promises(
         assert numel < used + QUANTUM * world_size  # and no more padding than that
 
 
-@settings(deadline=None)
 @given(params=flags, world_size=st.integers(1, 4), tile=st.integers(1, 9).map(lambda n: n * 512))
 def test_tiles_and_segments_cover_every_parameter_once(
     params: list[tuple[tuple[int, ...], bool]], world_size: int, tile: int
@@ -77,7 +75,6 @@ def test_tiles_and_segments_cover_every_parameter_once(
         assert all(before[1] == after[0] for before, after in pairwise(parts))
 
 
-@settings(deadline=None)
 @given(params=flags, world_size=st.integers(1, 6))
 def test_shards_are_equal_and_cover_everything(
     params: list[tuple[tuple[int, ...], bool]], world_size: int
@@ -93,7 +90,6 @@ def test_shards_are_equal_and_cover_everything(
         assert len(mine[0]) * 2 % 4096 == 0
 
 
-@settings(deadline=None)
 @given(params=flags, world_size=st.integers(1, 6), trainable_only=st.booleans())
 def test_shards_hold_every_element_of_every_parameter_once(
     params: list[tuple[tuple[int, ...], bool]], world_size: int, trainable_only: bool

@@ -110,8 +110,7 @@ class CheckpointDirectory:
         ``latest`` names, and those that a symbolic link here points to, stay in any case. After an error the old state
         stands, and ``partial`` is still to be discarded.
         """
-        if keep is not None and keep < 1:
-            raise ConfigError(f"keep is {keep}: a save keeps at least 1 checkpoint, its own; None keeps all")
+        check_keep(keep)
         with self._failing(f"could not take checkpoint '{tag}'"):
             (partial / MANIFEST).stat()  # without it nobody would find what is there
             replaces = self._replaces(tag)
@@ -333,6 +332,12 @@ def check_tag(tag: str) -> None:
         raise CheckpointError(
             f"a checkpoint cannot be named {tag[:80]!r}, for it {why}; a tag is a plain name as 'global_step100'"
         )
+
+
+def check_keep(keep: int | None) -> None:
+    """ConfigError when that many checkpoints cannot be kept."""
+    if keep is not None and keep < 1:
+        raise ConfigError(f"keep is {keep}: a save keeps at least 1 checkpoint, its own; None keeps all")
 
 
 def _why_not_a_tag(tag: str) -> str | None:

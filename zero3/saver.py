@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,10 +38,10 @@ WRITING = 4  # windows on their way to disk, beside one for each file
 
 @dataclass
 class _Reading:
-    """A chunk, and where its bytes are on their way to, if they are: the source's first."""
+    """A chunk, and the window in which its bytes arrive, if they are on NVMe: the source's first."""
 
     chunk: Chunk
-    leases: list[Lease]
+    window: Lease | None
     tickets: list[Transfer]
 
     def settle(self) -> None:
@@ -186,16 +185,20 @@ class Saver(threading.Thread):
             raise CheckpointError(
                 "the save was given up, because the engine is being closed; save before close()"
             )
-        reading = _Reading(chunk, [], [])
+        sources = [
+            source for source in (chunk.source, chunk.upper) if source and source.home.extent is not None
+        ]
+        # Of one size each: whatever order they come free in, the next one fits.
+        window = self._reads.lease(WINDOW, "state", alone=True) if sources else None
+        reading, at = _Reading(chunk, window, []), 0
         try:
-            for source in (chunk.source, chunk.upper):
-                if source is not None and source.home.extent is not None:
-                    assert self._tiers.swap is not None
-                    lease = self._reads.lease(source.nbytes, "state", alone=True)
-                    reading.leases.append(lease)
-                    swap_in = self._tiers.swap.swap_in
-                    part = lease.part(0, source.nbytes)
-                    reading.tickets.append(swap_in(source.home.extent, part, offset=source.offset))
+            for source in sources:
+                assert self._tiers.swap is not None and window is not None and source.home.extent is not None
+                part = window.part(at, source.nbytes)
+                at += source.nbytes
+                reading.tickets.append(
+                    self._tiers.swap.swap_in(source.home.extent, part, offset=source.offset)
+                )
         except BaseException:
             reading.settle()
             raise
@@ -210,15 +213,15 @@ class Saver(threading.Thread):
         except BaseException:
             reading.settle()
             raise
-        leases = iter(reading.leases)
-        content = _content(chunk.source, leases)
+        content = _content(chunk.source, reading.window, 0)
         if chunk.upper is not None:
-            content = _joined(_content(chunk.upper, leases), content)
+            at = chunk.source.nbytes if chunk.source.home.extent is not None else 0
+            content = _joined(_content(chunk.upper, reading.window, at), content)
         elements = content.view(chunk.dtype)
         for first, numel in chunk.parts:
             writers[chunk.kind].append(_bytes(elements[first : first + numel]))
-        for lease in reading.leases:
-            lease.release()
+        if reading.window is not None:
+            reading.window.release()
         if chunk.tile is not None:
             with self._progress:
                 self._copied.add(chunk.tile)
@@ -233,10 +236,11 @@ class Saver(threading.Thread):
         return self._directory / file_name(kind, *self._standing, suffix)
 
 
-def _content(source: Range, leases: Any) -> Tensor:
-    """The bytes of ``source``, on the CPU."""
+def _content(source: Range, window: Lease | None, at: int) -> Tensor:
+    """The bytes of ``source``, on the CPU: in memory, or at ``at`` of the window."""
     if source.home.tensor is None:
-        return as_tensor(next(leases))[: source.nbytes]
+        assert window is not None
+        return as_tensor(window)[at : at + source.nbytes]
     return source.home.tensor[source.offset : source.offset + source.nbytes].cpu()
 
 

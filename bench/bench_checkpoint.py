@@ -33,7 +33,8 @@ So the goal about extra memory takes anonymous memory and page cache together, s
 
 - foreground: the above.
 - ranks: two ranks on NVMe, each with half of the threads, beside dd.
-- background: steps with a save in the background, beside steps without one and beside a save in the foreground.
+- background: steps during a save in the background, beside steps without one, and behind one in the foreground; from
+  NVMe, where steps and save share a disk, and in RAM, where the disk has nothing else to do.
 
 --save writes the report to bench/results/, --quick takes a tiny model and proves nothing. Speeds of shared machines
 swing within minutes; only ratios of one run mean anything. Exit status: 0 when all goals hold, 1 when one does not,
@@ -53,7 +54,7 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from checkpoint import foreground
+from checkpoint import background, foreground
 from checkpoint.run import Run
 from checkpoint.scale import FULL, QUICK
 from figures import machine
@@ -62,7 +63,7 @@ from ranks.side import Place
 from rich.console import Console
 from step.side import SideError
 
-CASES = {"foreground": foreground.case, "ranks": foreground.ranks}
+CASES = {"foreground": foreground.case, "ranks": foreground.ranks, "background": background.case}
 RESULTS = Path(__file__).parent / "results"
 
 

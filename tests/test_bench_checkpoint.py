@@ -16,7 +16,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
-from checkpoint import dd, sides, tables, watch
+from checkpoint import background, dd, sides, tables, watch
+from checkpoint.background import Trained
 from checkpoint.dd import DdError, Disk, Moved
 from checkpoint.scale import QUICK
 from checkpoint.serve import Answers
@@ -248,7 +249,7 @@ class TestSide:
 
         def ask(self: Side, question: dict[str, Any]) -> list[dict[str, Any]]:
             match question:
-                case {"save": path} | {"background": path}:
+                case {"train": _, "directory": path} | {"save": path}:
                     (Path(path) / "folder").mkdir(parents=True)
                     (Path(path) / "folder" / "file").write_bytes(bytes(10))
                 case {"load": path}:
@@ -269,7 +270,7 @@ class TestSide:
     def test_the_slowest_and_the_largest_rank_count(self, place: Place, ranks: list[dict[str, Any]]) -> None:
         with Side(sides.on_nvme(QUICK, 2), place) as side:
             trip = side.trip()
-            assert side.background(3) == trip.saved
+            assert side.train(3, "background") == trip.saved
         assert trip.saved == Reading(
             seconds=2.0, nbytes=10, before=10, rise=15, spare=5, charged=7, disk=(10, 10), told={}
         )
@@ -304,8 +305,7 @@ class TestSide:
 
 
 def measured(name: str, saved: Reading, loaded: Reading, rounds: int = 3, **ways: Reading) -> Measured:
-    facts = {"ceiling": 1} if saved.spare is not None else {}
-    return Measured(name, facts, [Trip(saved, {"": loaded, **ways})] * rounds)
+    return Measured(name, {}, [Trip(saved, {"": loaded, **ways})] * rounds)
 
 
 class TestTables:
@@ -364,6 +364,40 @@ class TestTables:
         assert not tables.below_ceiling(ours).holds
 
 
+class TestBackground:
+    @pytest.fixture
+    def side(self) -> Trained:
+        """A save adds 3 s in the foreground and 1 s in the background, where two steps take 1.5 s each."""
+        told = {"called": 0.1, "saved": 2.5, "stalled": 0.5, "steps": 2, "meanwhile": 3.0}
+        rounds = {
+            background.WITHOUT: [a_reading(4.0), a_reading(5.0, spare=4 * MB)],
+            background.BEHIND: [a_reading(7.0), a_reading(8.0)],
+            background.DURING: [a_reading(5.0, told=told), a_reading(6.0, told=told)],
+        }
+        return Trained(sides.RAM, {}, 4, rounds)
+
+    def test_what_a_save_adds_is_by_round(self, side: Trained) -> None:
+        (row,) = background.table([side]).rows
+        assert row == (
+            *(sides.RAM, "4", "1.125 (1.000-1.250)", "3.00 (3.00-3.00)", "1.00 (1.00-1.00)", "0.33"),
+            *(
+                "0.50 (0.50-0.50)",
+                "0.100 (0.100-0.100)",
+                "2.50 (2.50-2.50)",
+                "2 (2-2)",
+                "1.500 (1.500-1.500)",
+            ),
+        )
+        assert background.cheaper(side).holds
+
+    def test_in_the_background_it_must_cost_less(self, side: Trained) -> None:
+        side.rounds[background.DURING] = side.rounds[background.BEHIND]
+        assert not background.cheaper(side).holds
+
+    def test_the_ceiling_is_that_of_all_rounds(self, side: Trained) -> None:
+        assert side.spare == 4 * MB
+
+
 @pytest.mark.slow
 def test_everything_runs(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
@@ -377,6 +411,7 @@ def test_everything_runs(tmp_path: Path) -> None:
     what = " / ".join(goal["what"] for goal in raw["goals"])
     for expected in (COPY, "peak RSS", sides.TORCH, sides.DCP):
         assert expected in what
-    assert what.count("peak RSS") == 3
+    assert what.count("peak RSS of saving and loading") == 3
+    assert what.count("peak RSS of training and saving") == 2
     assert "save and load, 2 ranks" in (tmp_path / "all.md").read_text()
     assert list(disk.iterdir()) == []

@@ -73,9 +73,8 @@ def show(run: Run, title: str, found: dict[str, Measured], disk: tables.Disk) ->
         tables.memory(f"{title}: memory", found),
     ]
     for name, side in found.items():
-        if "ceiling" in side.facts:
-            on_disk = name != sides.RAM
-            write, read = (COPY, COPY) if on_disk else (WRITE, READ)
+        if side.has_ceiling:
+            write, read = (WRITE, READ) if name == sides.RAM else (COPY, COPY)
             run.report.verdicts += [
                 tables.at_rate(f"saving, {name}", side.saved, write, disk[write]),
                 tables.at_rate(f"loading, {name}", side.best_loaded, read, disk[read]),

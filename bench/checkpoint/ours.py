@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from ranks.serve import Work
@@ -41,6 +42,35 @@ class Ours(ours.Ours):
 
     def load(self, directory: str) -> None:
         self.engine.load_checkpoint(directory, TAG)
+
+    def train(self, batches: Any, steps: int, directory: str, how: str) -> dict[str, float]:
+        """``steps`` steps, with a save before them that is in the foreground, in the background, or left out ("").
+
+        Until all is written and nothing is in flight any more. What the save says of itself; ``called``: seconds until
+        the first step could begin; ``meanwhile``: seconds of the ``steps`` that began before the save was over.
+        """
+        began = time.perf_counter()
+        saving = self.engine.save_checkpoint(directory, TAG, background=how == "background") if how else None
+        called = time.perf_counter() - began
+        meanwhile: list[float] = []
+        for _ in range(steps):
+            under_way = saving is not None and not saving.done
+            at = time.perf_counter()
+            self.step(batches)
+            if under_way:
+                meanwhile.append(time.perf_counter() - at)
+        if saving is None:
+            self.settle()
+            return {}
+        saving.wait()
+        self.settle()
+        return {
+            "called": called,
+            "saved": saving.seconds,
+            "stalled": saving.stalled,
+            "steps": len(meanwhile),
+            "meanwhile": sum(meanwhile),
+        }
 
     def fingerprint(self) -> list[float]:
         """Its count of steps, and a parameter, as bytes come and go with its moments."""

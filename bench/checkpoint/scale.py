@@ -32,7 +32,7 @@ QUICK = Scale(
     work=Work(width=256, layers=3, sequence=32, batch=1),
     rounds=1,
     host="20MiB",
-    device="8MiB",
+    device="12MiB",
     steps_on_nvme=3,
     steps_in_ram=3,
 )

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ranks.serve import Work
-from step.serve import SETTLE, disk_traffic, forget_peak, resident, train
+from step.serve import SETTLE, disk_traffic, forget_peak, resident
 
 
 class Saver(Protocol):
@@ -47,7 +47,7 @@ class Saver(Protocol):
 
 
 def give_back() -> None:
-    """What malloc keeps of earlier answers: a peak that reuses it would not be seen."""
+    """What malloc keeps of an answer: the next peak would hide in it."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
@@ -55,7 +55,6 @@ def give_back() -> None:
 def clocked(saver: Saver, baseline: int, act: Callable[[], Any]) -> dict[str, Any]:
     """Seconds, memory and bytes of ``act``; what that returns, if anything, as ``told``."""
     saver.settle()
-    give_back()
     time.sleep(SETTLE)
     forget_peak()
     before, moved = resident("VmRSS"), disk_traffic()
@@ -83,6 +82,10 @@ class Answers:
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         saver: Any = self._saver
         match question:
+            case {"train": steps, "save": how, "directory": directory}:
+                return clocked(
+                    saver, self._baseline, lambda: saver.train(self._batches, steps, directory, how)
+                )
             case {"save": directory}:
                 told = clocked(saver, self._baseline, lambda: saver.save(directory))
                 self._saved = saver.fingerprint()
@@ -97,12 +100,6 @@ class Answers:
                 if (loaded := saver.fingerprint()) != self._saved:
                     raise RuntimeError(f"what was loaded ({loaded}) is not what was saved ({self._saved})")
                 return told
-            case {"background": directory, "steps": steps}:
-                return clocked(
-                    saver, self._baseline, lambda: saver.background(self._batches, steps, directory)
-                )
-            case {"steps": steps}:
-                return train(saver, self._batches, steps)
         raise ValueError(f"{question} is no question")
 
 
@@ -131,11 +128,14 @@ def serve(build: Callable[[Work, dict[str, Any]], Saver]) -> None:
     work = Work(**asked["work"])
     saver = build(work, json.loads(next(lines))["build"])
     try:
+        give_back()
         say({**saver.facts(), "peak": resident("VmHWM")})
         batches = work.tokens(dist.get_rank() if ranks > 1 else 0)
         told = Answers(saver, baseline, batches)
         for line in lines:
-            say(told.answer(json.loads(line)))
+            answered = told.answer(json.loads(line))
+            give_back()
+            say(answered)
     finally:
         saver.close()
     if ranks > 1:

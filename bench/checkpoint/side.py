@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -85,17 +84,15 @@ class Side(ranks.Ranks):
                         f"{self.name} loaded {reading.nbytes:,} bytes, of which {reading.disk[0]:,} came from a disk:"
                         f" {path} is not on one, or the page cache kept them"
                     )
-            shutil.rmtree(path)
-            os.sync()
+        os.sync()
         return Trip(saved, loaded)
 
-    def background(self, steps: int) -> Reading:
-        """Train ``steps`` steps with a save in the background from their beginning, until both are over."""
+    def train(self, steps: int, save: str = "") -> Reading:
+        """``steps`` steps behind a save in the "foreground", during one in the "background", or without."""
         with tempfile.TemporaryDirectory(dir=self._place, prefix="saved.") as directory:
             path = Path(directory) / "checkpoint"
-            reading = self._read({"background": str(path), "steps": steps}, path)
-            shutil.rmtree(path)
-            os.sync()
+            reading = self._read({"train": steps, "save": save, "directory": str(path)}, path)
+        os.sync()
         return reading
 
     def _read(self, question: dict[str, Any], path: Path) -> Reading:

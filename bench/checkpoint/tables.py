@@ -29,6 +29,11 @@ class Measured:
     trips: list[Trip]
 
     @property
+    def has_ceiling(self) -> bool:
+        """Ours have one."""
+        return self.trips[0].saved.spare is not None
+
+    @property
     def saved(self) -> list[Reading]:
         return [trip.saved for trip in self.trips]
 
@@ -164,9 +169,10 @@ def below_ceiling(side: Measured) -> Verdict:
     """In every round, on every rank."""
     rounds = [*side.saved, *(one for rounds in side.loaded.values() for one in rounds)]
     spare = min(one.spare for one in rounds if one.spare is not None)
-    return Verdict(
-        f"peak RSS of saving and loading: {side.name}",
-        f"{spare / MB:.0f} MB below the ceiling" if spare >= 0 else f"{-spare / MB:.0f} MB above the ceiling",
-        "at most the ceiling",
-        spare >= 0,
-    )
+    return within("saving and loading", side.name, spare)
+
+
+def within(what: str, name: str, spare: int) -> Verdict:
+    """``spare`` bytes below the ceiling."""
+    found = f"{abs(spare) / MB:.0f} MB {'below' if spare >= 0 else 'above'} the ceiling"
+    return Verdict(f"peak RSS of {what}: {name}", found, "at most the ceiling", spare >= 0)

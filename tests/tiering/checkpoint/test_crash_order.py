@@ -62,10 +62,8 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch, recording: Recording, another: Pat
 
 
 @pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[Path]:
-    """In memory if there is room: a file system on a disk has a mind of its own when to write."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as directory:
+def scratch(memory: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=memory) as directory:
         yield Path(directory)
 
 

@@ -8,11 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tiering.checkpoint import directory as module
 from tiering.checkpoint import run_lock
@@ -200,6 +203,34 @@ def test_replacing_a_tag_makes_it_the_newest(checkpoints: CheckpointDirectory) -
         at(checkpoints, tag, number)
     save(checkpoints, "d", keep=2)
     assert tags(checkpoints) == ["a", "d"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.booleans(), st.sampled_from([None, 1, 2, 3])),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_what_stays_after_any_saves(memory: Path, saves: list[tuple[str, bool, int | None]]) -> None:
+    stays: list[str] = []  # oldest first
+    named = None
+    with tempfile.TemporaryDirectory(dir=memory) as place:
+        directory = CheckpointDirectory(place)
+        for number, (tag, latest, keep) in enumerate(saves):
+            partial = directory.begin(tag)
+            (partial / MANIFEST).write_text(str(number))
+            os.utime(partial / MANIFEST, (number, number))
+            directory.commit(partial, tag, latest=latest, keep=keep)
+            stays = [other for other in stays if other != tag] + [tag]
+            named = tag if latest else named
+            if keep is not None:
+                stays = [other for other in stays[:-keep] if other == named] + stays[-keep:]
+            assert tags(directory) == stays
+            assert directory.latest() == named
+            assert names(directory) == {*stays, ".lock"} | ({LATEST} if named else set())
+            assert (directory.path / tag / MANIFEST).read_text() == str(number)
+        directory.close()
 
 
 @pytest.mark.parametrize("keep", [0, -1])

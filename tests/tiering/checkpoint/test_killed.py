@@ -18,10 +18,9 @@ SCRIPT = Path(killed.__file__)
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
-    """In memory where there is some: SIGKILL takes nothing from the page cache, and a disk would only be slower."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as place:
+def directory(memory: Path) -> Iterator[Path]:
+    """SIGKILL takes nothing from the page cache, so a disk would only be slower."""
+    with tempfile.TemporaryDirectory(dir=memory) as place:
         yield Path(place) / "checkpoints"
 
 

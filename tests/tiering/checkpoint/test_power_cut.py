@@ -41,12 +41,11 @@ def mounted(image: Path, *, options: str = "") -> Iterator[Path]:
 
 
 @pytest.fixture
-def image(tmp_path: Path) -> Iterator[Path]:
-    """ext4 with a journal, in memory where there is some: it is copied hundreds of times."""
+def image(memory: Path) -> Iterator[Path]:
+    """ext4 with a journal, in memory, for it is copied hundreds of times."""
     if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
         pytest.skip("mounting a file system takes root and mkfs.ext4")
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as directory:
+    with tempfile.TemporaryDirectory(dir=memory) as directory:
         image = Path(directory) / "image"
         image.touch()
         os.truncate(image, 24 << 20)

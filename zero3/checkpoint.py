@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tiering import logs
-from tiering.checkpoint.directory import CheckpointDirectory
+from tiering.checkpoint.directory import CheckpointDirectory, check_keep
 from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest, StoredParameter, file_name
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.checkpoint.writer import naming
 from tiering.config import format_size
-from tiering.errors import CheckpointError, TieringError, WeightsError
+from tiering.errors import CheckpointError, SwapError, TieringError, WeightsError
 from zero3.assembly import Assembly
 from zero3.restore import Restore, optimizer_name, rank_state
 from zero3.run_state import RankState, RunState
@@ -92,6 +92,20 @@ class _UnderWay(NamedTuple):
     background: bool
 
 
+class _Asked(NamedTuple):
+    """What a save was called with, and all ranks have to want."""
+
+    save_dir: str
+    tag: str
+    latest: bool
+    keep: int | None
+    background: bool
+
+    def __str__(self) -> str:
+        how = f"save_latest={self.latest}, keep={self.keep}, background={self.background}"
+        return f"'{self.tag}' to {self.save_dir} ({how})"
+
+
 class Checkpoints:
     """Saves and loads the state of ``engine``, which is made of ``parts``."""
 
@@ -120,7 +134,8 @@ class Checkpoints:
         background: bool,
     ) -> Saving:
         """See Engine.save_checkpoint. The engine is idle, and its masters are up to date."""
-        self._end_earlier()
+        self.finish()
+        earlier = self._last
         began, self._stalled = time.monotonic(), 0.0
         tag = tag if tag is not None else f"global_step{self._updates.steps}"
         with self._standing_still():
@@ -131,6 +146,8 @@ class Checkpoints:
         if not background:
             self.finish()
             under_way.saving.wait()
+        elif earlier is not None:  # not before: what has failed then may go well now
+            earlier.tell()
         return under_way.saving
 
     def finish(self) -> None:
@@ -139,13 +156,7 @@ class Checkpoints:
             return
         saver = self._under_way.saver
         try:
-            with self._standing_still():
-                while not saver.over:
-                    saver.join(_SLICE)
-                    if self._collectives is not None:
-                        self._collectives.check()
-                        self._collectives.peers.note("a save")
-                saver.join()
+            self._wait_for(saver, saver.ended)
         except BaseException as error:  # Ctrl-C, or another rank is lost
             self._give_up(error)
             raise
@@ -163,15 +174,14 @@ class Checkpoints:
 
     def before_write(self) -> None:
         """Somebody is about to change what lives on the tiers: wait until it was copied."""
-        if self._under_way is not None:
-            with self._standing_still():
-                self._under_way.saver.wait_for_copies()
+        self._wait_for_copy(None)
 
     def close(self) -> None:
         """End what is under way, and let others save where this engine did. Raises the error that nobody was told."""
         try:
-            if self._collectives is not None and self._collectives.failed is not None and self._under_way:
-                self._give_up(self._collectives.failed)
+            failure = self._collectives.failure if self._collectives is not None else None
+            if failure is not None and self._under_way is not None:
+                self._give_up(failure)
             else:
                 self._end_earlier()
         finally:
@@ -218,9 +228,13 @@ class Checkpoints:
         self._updates.torn = "load_checkpoint did not end"
         self._together("load the checkpoint", restore.run)
         restore.count_steps()
-        client_state = {}
-        if restore.of_run:
-            client_state = self._run.restore(shared, own, optimizer=states, scheduler=scheduler)
+        client_state: dict[str, Any] = {}
+
+        def go_on() -> None:
+            if restore.of_run:
+                client_state.update(self._run.restore(shared, own, optimizer=states, scheduler=scheduler))
+
+        self._together("go on from the checkpoint", go_on)
         self._updates.torn = ""
         log.log(logs.once(logging.INFO), "checkpoint %s loaded in %.1f s", path, time.monotonic() - began)
         return path, client_state
@@ -240,36 +254,44 @@ class Checkpoints:
         *,
         background: bool,
     ) -> _UnderWay:
+        asked = _Asked(str(save_dir), tag, latest, keep, background)
         collected: list[RankState] = []
         made: list[Path] = []
+        savers: list[Saver] = []
 
-        def prepare() -> Path | None:
+        def prepare() -> tuple[_Asked, Path | None]:
+            check_keep(keep)
             collected.append(self._run.collect(client_state))
             if self._rank == 0:
                 made.append(self._opened(save_dir).begin(tag))
-                return made[0]
-            return None
+            return asked, made[0] if made else None
+
+        def join(partial: Path) -> None:
+            _check_shared(partial)
+            savers.append(
+                Saver(
+                    self._share,
+                    collected[0],
+                    self._parts.tiers,
+                    partial,
+                    self._rank,
+                    self._parts.world.size,
+                    self._io,
+                    self._commit_alone,
+                )
+            )
 
         try:
-            partial = self._together("begin a checkpoint", prepare)[0]
+            said = self._together("begin a checkpoint", prepare)
+            _check_asked([theirs for theirs, _ in said])
+            partial = said[0][1]
             assert partial is not None
-            if self._collectives is not None:
-                self._together("find the directory that rank 0 has made", lambda: _check_shared(partial))
-            saver = Saver(
-                self._share,
-                collected[0],
-                self._parts.tiers,
-                partial,
-                self._rank,
-                self._parts.world.size,
-                self._io,
-                self._commit_alone,
-            )
+            self._together("write to the directory that rank 0 has made", lambda: join(partial))
         except BaseException:
             self._discard(made)
             raise
         saving = Saving(self, partial.parent / tag, tag)
-        return _UnderWay(saving, saver, self._manifest(), partial, latest, keep, began, background)
+        return _UnderWay(saving, savers[0], self._manifest(), partial, latest, keep, began, background)
 
     def _opened(self, save_dir: Path) -> CheckpointDirectory:
         """The directory ``save_dir``, which is this engine's until it saves elsewhere."""
@@ -306,11 +328,9 @@ class Checkpoints:
             self._together("save its part of the checkpoint", saver.result)
             if self._collectives is not None:
                 self._together("commit the checkpoint", self._commit if self._rank == 0 else lambda: None)
-        except TieringError as error:
+        except CheckpointError as error:
             self._end(under_way, error)
-            if not isinstance(error, CheckpointError):
-                raise
-        except BaseException as error:
+        except BaseException as error:  # a rank is lost, Ctrl-C
             self._end(under_way, CheckpointError(f"{saving.path}: the save was ended by {error!r}"))
             raise
         else:
@@ -354,8 +374,26 @@ class Checkpoints:
 
     def _before_change(self, tile: Tile) -> None:
         if self._under_way is not None and not self._under_way.saver.has_copied(tile):
-            with self._standing_still():
-                self._under_way.saver.wait_for_copy(tile)
+            self._wait_for_copy(tile)
+
+    def _wait_for_copy(self, tile: Tile | None) -> None:
+        """Wait until ``tile``, or all state, may change."""
+        if self._under_way is not None:
+            saver = self._under_way.saver
+            self._wait_for(saver, lambda within: saver.let_change(tile, within))
+
+    def _wait_for(self, saver: Saver, over: Callable[[float], bool]) -> None:
+        """Wait until it is ``over``, which waits for some seconds and says so.
+
+        Meanwhile this rank hears of others that are lost, and they see that it moves, as long as its saver does.
+        """
+        with self._standing_still():
+            while not over(_SLICE):
+                if self._collectives is not None:
+                    self._collectives.check()
+                    self._collectives.peers.note(f"a save, of which {saver.progress} chunks are copied")
+        if self._collectives is not None:
+            self._collectives.peers.note("")
 
     @contextmanager
     def _standing_still(self) -> Iterator[None]:
@@ -404,22 +442,22 @@ class Checkpoints:
     def _together(self, what: str, work: Callable[[], T]) -> list[T]:
         """What ``work`` gives on each rank. An error on one is one on all of them."""
         value: T | None = None
-        error: TieringError | None = None
+        error: Exception | None = None
         try:
             value = work()
-        except WeightsError as caught:
+        except (WeightsError, SwapError) as caught:
             error = CheckpointError(str(caught).partition("] ")[2])
             error.__cause__ = caught
-        except TieringError as caught:
-            error = caught
         except OSError as caught:
             error = CheckpointError(f"{caught.filename or 'a file'}: {caught.strerror or caught}; see dmesg")
             error.__cause__ = caught
+        except Exception as caught:  # also of the user's: nobody may wait for this rank
+            error = caught
         if self._collectives is None:
             if error is not None:
                 raise error
             return [value]  # type: ignore[list-item] # no error: it is there
-        said = self._collectives.say((value, None if error is None else str(error)), what)
+        said = self._collectives.say((value, None if error is None else _in_words(error)), what)
         if error is not None:
             raise error
         for rank, (_, message) in enumerate(said):
@@ -433,6 +471,20 @@ def _check_shared(partial: Path) -> None:
         raise CheckpointError(
             f"{partial}, which rank 0 has made, is not there on this node: save to a file system that all nodes share"
         )
+
+
+def _check_asked(of_all: list[_Asked]) -> None:
+    """CheckpointError, on all ranks alike, unless they want the same."""
+    for rank, theirs in enumerate(of_all):
+        if theirs != of_all[0]:
+            raise CheckpointError(
+                f"rank {rank} is to save {theirs}, and rank 0 {of_all[0]}: all ranks save one checkpoint together, each"
+                " its part; call save_checkpoint with the same arguments, but for client_state"
+            )
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, TieringError) else f"{type(error).__name__}: {error}"
 
 
 def _nothing_is_saved(tile: Tile) -> None:

@@ -21,6 +21,7 @@ import hashlib
 import itertools
 import logging
 import os
+import pickle
 import socket
 import uuid
 import weakref
@@ -29,7 +30,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -237,11 +238,7 @@ class Collectives:
         row[: len(title)] = torch.frombuffer(bytearray(title), dtype=torch.uint8)
         row[TITLE : TITLE + payload.numel()] = payload
         rows = torch.empty(self.world.size, row.numel(), dtype=torch.uint8, device="cpu")
-        self._count("control", row.numel() * (self.world.size - 1))
-        self.peers.issued(what, group="control")
-        work = _all_gather(rows.view(-1), row, self._control)
-        with self._stalls.waiting_for("agreement"):
-            self._wait(work, what, "control")
+        self._gather_rows(rows, row, what)
         titles = [bytes(each[:TITLE].tolist()).rstrip(b"\0").decode() for each in rows]
         if len(set(titles)) > 1:
             told = ", ".join(f"rank {rank} in {each!r}" for rank, each in enumerate(titles))
@@ -264,19 +261,21 @@ class Collectives:
 
     def of_node(self, mine: T) -> list[T]:
         """What each rank of this node says, in their order there: objects that can be pickled."""
-        self.agree("find the ranks of this node")
-        of_all = self._exchanged((socket.gethostname(), self.world.local_rank, mine))
+        of_all = self.say((socket.gethostname(), self.world.local_rank, mine), "find the ranks of this node")
         here = of_all[self.world.rank][0]
         found = sorted((place, said) for host, place, said in of_all if host == here)
         return [said for _, said in found[: self.world.local_size]]
 
     def say(self, mine: T, what: str) -> list[T]:
-        """What each rank says when it comes to ``what``, in their order: objects that can be pickled.
-
-        However long another rank takes to come to it, as long as it gives signs of life.
-        """
-        self.table(torch.zeros(1, dtype=torch.uint8, device="cpu"), what)
-        return self._exchanged(mine)
+        """What each rank says when it comes to ``what``, in their order: objects that can be pickled."""
+        words = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        lengths = [int(row[0]) for row in self.table(torch.tensor([words.numel()], device="cpu"), what)]
+        row = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+        row[: words.numel()] = words
+        rows = torch.empty(self.world.size, row.numel(), dtype=torch.uint8, device="cpu")
+        self._gather_rows(rows, row, what)
+        told = [theirs[:length].numpy().tobytes() for theirs, length in zip(rows, lengths, strict=True)]
+        return [pickle.loads(theirs) for theirs in told]  # noqa: S301 # from ranks of this run
 
     def agree(self, what: str) -> None:
         """All ranks are about to do ``what``, which nobody has foreseen; an error on every rank if one is not."""
@@ -309,7 +308,7 @@ class Collectives:
         rows = self.table(torch.frombuffer(bytearray(digest), dtype=torch.uint8), f"compare the {kind}")
         if all(torch.equal(row, rows[0]) for row in rows):
             return
-        of_all = self._exchanged(mine)
+        of_all = self.say(mine, f"tell the {kind}")
         for rank, theirs in enumerate(of_all):
             if theirs == of_all[0]:
                 continue
@@ -329,15 +328,19 @@ class Collectives:
                 sever(group)
         self._leave()
 
-    def _exchanged(self, mine: T) -> list[T]:
-        """What each rank says here, where all of them are."""
-        of_all: list[Any] = [None] * self.world.size
-        dist.all_gather_object(of_all, mine, group=self._control)
-        return of_all
+    def _gather_rows(self, rows: Tensor, row: Tensor, what: str) -> None:
+        """Fill ``rows`` with the ``row`` of each rank, all of one size."""
+        self._count("control", row.numel() * (self.world.size - 1))
+        self.peers.issued(what, group="control")
+        work = _all_gather(rows.view(-1), row, self._control)
+        with self._stalls.waiting_for("agreement"):
+            self._wait(work, what, "control")
 
     @property
-    def failed(self) -> DistributedError | None:
-        """What has ended this engine, as far as is known."""
+    def failure(self) -> DistributedError | None:
+        """What has ended this engine, here or on another rank, as far as is known."""
+        with contextlib.suppress(DistributedError):
+            self.check()
         return self._failure
 
     def _wait(self, work: dist.Work, what: str, group: str, *, blocking: bool = True) -> None:

@@ -24,7 +24,7 @@ from tiering.checkpoint.manifest import file_name, write_sealed
 from tiering.checkpoint.sums_file import SumsFile
 from tiering.checkpoint.writer import WINDOW, Output, TensorFileWriter, TensorSpec, naming, pages_of
 from tiering.config import IoConfig
-from tiering.errors import CheckpointError, SwapError, TieringError
+from tiering.errors import CheckpointError, SwapError
 from tiering.tickets import Transfer
 from zero3.run_state import RankState
 from zero3.share import Chunk, Range, Share
@@ -71,6 +71,7 @@ class Saver(threading.Thread):
         super().__init__(name="checkpoint")
         self.error: BaseException | None = None
         self.nbytes = 0  # in all files, once they are written
+        self.progress = 0  # chunks that were copied, and files that were closed since
         self._share = share
         self._state = state
         self._tiers = tiers
@@ -78,7 +79,7 @@ class Saver(threading.Thread):
         self._standing = rank, world_size
         self._io = io
         self._written = written
-        self._progress = threading.Condition()
+        self._change = threading.Condition()
         self._copied: set[Tile] = set()
         self._copied_all = False
         self._over = False
@@ -91,9 +92,14 @@ class Saver(threading.Thread):
         """Whether it has ended, well or not."""
         return self._over
 
+    def ended(self, within: float) -> bool:
+        """Wait that many seconds for its end; says whether it has come."""
+        self.join(within)
+        return not self.is_alive()
+
     def result(self) -> None:
         """Raise what has ended it before its time."""
-        if isinstance(self.error, TieringError | OSError):
+        if isinstance(self.error, CheckpointError | OSError):
             raise self.error
         if self.error is not None:
             raise CheckpointError(f"{self._directory}: the save was ended by {self.error!r}") from self.error
@@ -102,15 +108,12 @@ class Saver(threading.Thread):
         """Whether ``tile`` may change."""
         return self._copied_all or tile in self._copied
 
-    def wait_for_copy(self, tile: Tile) -> None:
-        """Wait until ``tile`` may change."""
-        with self._progress:
-            self._progress.wait_for(lambda: self.has_copied(tile))
-
-    def wait_for_copies(self) -> None:
-        """Wait until all state may change."""
-        with self._progress:
-            self._progress.wait_for(lambda: self._copied_all)
+    def let_change(self, tile: Tile | None, within: float) -> bool:
+        """Wait that many seconds until ``tile``, or all state, may change; says whether it may."""
+        with self._change:
+            return self._change.wait_for(
+                lambda: self._copied_all if tile is None else self.has_copied(tile), within
+            )
 
     def cancel(self) -> None:
         """End it soon, and wait for that."""
@@ -153,6 +156,7 @@ class Saver(threading.Thread):
             self._let_all_change()
             for writer in writers.values():
                 writer.close()
+                self.progress += 1
             sums.close()
         except BaseException:
             for writer in writers.values():
@@ -222,15 +226,16 @@ class Saver(threading.Thread):
             writers[chunk.kind].append(_bytes(elements[first : first + numel]))
         if reading.window is not None:
             reading.window.release()
+        self.progress += 1
         if chunk.tile is not None:
-            with self._progress:
+            with self._change:
                 self._copied.add(chunk.tile)
-                self._progress.notify_all()
+                self._change.notify_all()
 
     def _let_all_change(self) -> None:
-        with self._progress:
+        with self._change:
             self._copied_all = True
-            self._progress.notify_all()
+            self._change.notify_all()
 
     def _path(self, kind: str, suffix: str = "safetensors") -> Path:
         return self._directory / file_name(kind, *self._standing, suffix)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from optim_cpu.formats import split
+from tests.crossed import crossed
 from tiering.arena import PAGE
 from tiering.plan import Tier
 
@@ -125,8 +126,10 @@ def test_accumulation_in_fp32_gives_the_same_bits(
     assert_same_bits(run, reference(name, habit))
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING[1:])
-@pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.checkpoints])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    crossed([name for name, each in ARCHITECTURES.items() if each.checkpoints], CHECKPOINTING[1:]),
+)
 def test_activation_checkpointing_gives_the_same_bits(
     train: Callable[..., Any], reference: Callable[..., Any], name: str, checkpointing: str
 ) -> None:
@@ -167,8 +170,7 @@ def test_fractions_are_fractions(start: Callable[..., Any], placement: str, kind
     assert Tier.NVME in holding and len(holding) > 1
 
 
-@pytest.mark.parametrize("placement", ["cpu", "nvme", SMALLEST])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(("name", "placement"), crossed(DECODERS, ["cpu", "nvme", SMALLEST]))
 def test_generate_gives_the_plain_models_tokens_and_disturbs_nothing(
     train: Callable[..., Any], reference: Callable[..., Any], name: str, placement: str
 ) -> None:

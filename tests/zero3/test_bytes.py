@@ -18,11 +18,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.crossed import crossed
 from tiering import striping, swap_space
 from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.arena import PAGE
 from tiering.errors import PlacementError
-from tiering.placement import make_plan
+from tiering.placement import place
 from tiering.plan import Tier
 from tiering.swap_file import memory_file_system
 from zero3 import tiers
@@ -77,7 +78,7 @@ def begin(start: Callable[..., Any]) -> Callable[..., Any]:
         while host - refused > 1:
             middle = (refused + host) // 2
             try:
-                least = make_plan(load, replace(budgets, host=middle))
+                least = place(load, replace(budgets, host=middle))
                 host = middle
             except PlacementError:
                 refused = middle
@@ -134,8 +135,7 @@ def check_window(engine: Any, batches: Iterator[Any], steps: int = 3, repeated: 
             assert planned <= of_kernel <= planned + METADATA
 
 
-@pytest.mark.parametrize(("precision", "accumulation"), [("bf16", 1), ("bf16", 3), ("fp32", 1), ("fp32", 3)])
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize(("name", "precision", "accumulation"), crossed(PLACEMENTS, ["bf16", "fp32"], [1, 3]))
 def test_a_steady_step_moves_the_planned_bytes(
     begin: Callable[..., Any], micro_batches: Any, name: str, precision: str, accumulation: int
 ) -> None:
@@ -158,21 +158,18 @@ def test_every_state_format_moves_the_planned_bytes(
     check_window(engine, micro_batches(100))
 
 
-@pytest.mark.parametrize(("precision", "state"), [("bf16", "fp32"), ("bf16", "split+bf16"), ("fp32", "fp32")])
 @pytest.mark.parametrize(
-    ("name", "accumulation"),
-    [
-        ("all", 1),
-        ("all", 3),
-        ("part cached", 1),
-        ("part cached", 3),
-        ("gradients too", 1),
-        ("gradients too", 3),
-    ],
+    ("name", "formats", "accumulation"),
+    crossed(
+        ["all", "part cached", "gradients too"],
+        [("bf16", "fp32"), ("bf16", "split+bf16"), ("fp32", "fp32")],
+        [1, 3],
+    ),
 )
 def test_steps_in_backward_move_the_planned_bytes(
-    begin: Callable[..., Any], micro_batches: Any, name: str, precision: str, state: str, accumulation: int
+    begin: Callable[..., Any], micro_batches: Any, name: str, formats: tuple[str, str], accumulation: int
 ) -> None:
+    precision, state = formats
     habit = {"precision": precision, "accumulation": accumulation, "state": state, "clip": 0.0}
     engine = begin(**habit, step_in_backward=True, **PLACEMENTS[name])
     check_window(engine, micro_batches(100))

@@ -24,7 +24,8 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+# Before it they are compiled in test_everywhere.py, too.
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_compiled_blocks_give_the_same_bits_wherever_they_live(
     start: Callable[..., Any], small_model: type[nn.Module], micro_batches: Any, differing: Any, when: str
 ) -> None:

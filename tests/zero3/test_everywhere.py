@@ -127,10 +127,10 @@ class Doubling(nn.Module):
             result: Tensor = x + self.down(functional.gelu(self.up(x)))
             return result
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 3) -> None:
         super().__init__()
         self.into = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+        self.blocks = nn.ModuleList(self.Block() for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.into(x.to(self.into.weight.dtype))
@@ -158,7 +158,7 @@ def test_compiled_blocks(start: Start) -> None:
     def build() -> nn.Module:
         torch.compiler.reset()
         compiled.clear()
-        model = Doubling()
+        model = Doubling(layers=2)  # what takes long is to compile, each of them
         for block in model.blocks:
             block.compile(backend=backend)
         return model

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from tests.crossed import crossed
+
 from .plain import WIDTH, Loop, assert_same_everywhere, inputs, update
 
 Start = Callable[..., Any]
@@ -341,8 +343,10 @@ class Checkpointed(nn.Module):
 
 # Nested in a reentrant one, a checkpoint first runs without gradients; it is recomputed with them.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("way", ["each", "nested", "whole and inner", "sequential", "the root's layers too"])
+@pytest.mark.parametrize(
+    ("way", "reentrant"),
+    crossed(["each", "nested", "whole and inner", "sequential", "the root's layers too"], [False, True]),
+)
 def test_activation_checkpointing(start: Start, way: str, reentrant: bool) -> None:
     def script(loop: Loop) -> list[float]:
         return [update(loop, x.to(torch.bfloat16).requires_grad_()) for x in inputs(4)]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import optim_cpu
+from tests.crossed import crossed
 from tiering.arena import PAGE
 from tiering.errors import ConfigError, EngineStateError, PlacementError
 from tiering.placement import make_plan
@@ -72,16 +73,15 @@ def mixed_budgets(plan: Plan) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("rule", "precision", "accumulation"), crossed(CASES, PRECISIONS, [1, 2]))
 def test_every_rule_gives_the_bits_of_a_plain_loop_wherever_its_state_lives(
-    case: Case,
+    rule: str,
     precision: str,
     accumulation: int,
     run: Callable[..., Run],
     differing: Callable[..., list[str]],
 ) -> None:
+    case = CASES[rule]
     reference = run(case, precision, accumulation)
     assert reference.optimizer.state_names == case.state
     assert max(reference.norms) > CLIP

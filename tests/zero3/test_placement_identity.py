@@ -68,8 +68,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 HABITS = [
     pytest.param("bf16", 2, id="bf16-2"),
-    pytest.param("bf16", 1, id="bf16-1"),
-    pytest.param("fp32", 2, id="fp32-2"),
+    pytest.param("bf16", 1, id="bf16-1", marks=pytest.mark.slow),
+    pytest.param("fp32", 2, id="fp32-2", marks=pytest.mark.slow),
     pytest.param("fp32", 1, id="fp32-1"),
 ]
 

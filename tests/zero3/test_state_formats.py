@@ -14,6 +14,7 @@ import optim_cpu
 import tiering
 from optim_cpu import formats, kernels
 from optim_cpu.formats import round_parameters
+from tests.crossed import crossed
 from tiering.plan import Tier
 from zero3 import device_kernels
 from zero3.optimizer import TieredOptimizer
@@ -92,8 +93,12 @@ def test_split_state_is_fp32_state_to_the_bit_wherever_it_lives(
 
 
 @pytest.mark.parametrize(
-    ("name", "accumulation"), [("AdamW", 1), ("AdamW", 2), ("Lion", 1), ("Adagrad", 2), ("SGD, Nesterov", 1)]
-)
+    ("name", "accumulation"),
+    [
+        pytest.param("AdamW", 1, marks=pytest.mark.slow), ("AdamW", 2), ("Lion", 1), ("Adagrad", 2),
+        pytest.param("SGD, Nesterov", 1, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_bf16_moments_are_the_same_wherever_they_live(
     name: str, accumulation: int, run: Callable[..., Run], differing: Differing
 ) -> None:
@@ -176,8 +181,10 @@ def adamw(groups: Any, **options: Any) -> torch.optim.Optimizer:
     return optim_cpu.AdamW(groups, LR, (0.8, 0.9), 1e-6, 0.1, **options)
 
 
-@pytest.mark.parametrize("options", [{"stochastic_rounding": False}, {"seed": 5}, {"seed": (1 << 64) - 1}])
-@pytest.mark.parametrize("state_format", ["bf16", "split+bf16"])
+@pytest.mark.parametrize(
+    ("state_format", "options"),
+    crossed(["bf16", "split+bf16"], [{"stochastic_rounding": False}, {"seed": 5}, {"seed": (1 << 64) - 1}]),
+)
 def test_an_optimizer_that_is_taken_over_decides_the_format(
     start: Start, state_format: str, options: dict[str, Any], differing: Differing, run: Callable[..., Run]
 ) -> None:

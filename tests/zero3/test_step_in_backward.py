@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from optim_cpu.kernels import StepBatch
+from tests.crossed import crossed
 from tiering.errors import ConfigError, EngineStateError
 
 from .plain import (
@@ -163,11 +164,11 @@ def assert_same(run: Outcome, expected: Outcome, where: str) -> None:
     assert differing(run.state, expected.state) == [], where
 
 
-@pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 1), ("bf16", 1), ("bf16", 3)])
-@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(("model", "habit"), crossed(MODELS, [("bf16", 3), ("fp32", 1), ("bf16", 1)]))
 def test_steps_in_backward_give_the_bits_of_steps_after_it(
-    start: Start, build: Build, precision: str, accumulation: int
+    start: Start, model: str, habit: tuple[str, int]
 ) -> None:
+    build, (precision, accumulation) = MODELS[model], habit
     script = partial(turns, passes=accumulation)
     options: dict[str, Any] = {"precision": precision, "accumulation": accumulation}
     after = run_engine(start, build, script, **options, clip=0.0)

@@ -9,11 +9,12 @@ Ranks take rank 0's values, range by range; from files each of them reads its ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ from zero3 import heap
 from zero3.collectives import Collectives
 from zero3.init import Recipe, forget, recipe_of
 from zero3.param_group import ParamGroup
-from zero3.partition import QUANTUM, Piece, tiles
+from zero3.partition import QUANTUM, Piece, segments, tiles
 from zero3.tiers import Home, Tiers
 from zero3.tiles import StateLayout, Tile
 
@@ -198,21 +199,33 @@ class Fill:
         return values
 
 
+def copy_values(values: Tensor, into: Tensor) -> None:
+    """``into`` = ``values``, rounded as optimizers round; bytes are moved by this thread alone.
+
+    A copy of a few MiB gains nothing by torch's threads, and waits for them where other work has the cores.
+    """
+    if values.dtype is into.dtype:
+        np.copyto(into.view(torch.uint8).numpy(), values.contiguous().view(torch.uint8).numpy())
+    else:
+        round_parameters(values, into)
+
+
 class _Window:
-    """The one range of a home that is being written; what comes must come in order, and between is zero."""
+    """The one range of a home that is being written; what comes must come in order, and ``gaps`` are zero."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
         self._writing: AbstractContextManager[Tensor] | None = None
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def move(self, home: Home, offset: int, nbytes: int) -> None:
-        """End this range, and begin another."""
+    def move(self, home: Home, offset: int, nbytes: int, gaps: Iterable[range]) -> None:
+        """End this range, and begin another, in which nothing will be put into ``gaps``."""
         self.end()
         writing = self._tiers.writing(home, offset, nbytes)
         self.bytes = writing.__enter__()
         self._writing = writing
-        self.bytes.zero_()
+        for gap in gaps:
+            self.bytes[gap.start : gap.stop].zero_()
 
     def end(self) -> None:
         writing, self._writing = self._writing, None
@@ -235,6 +248,7 @@ class _Home:
         self._numel = numel
         most = tiers.chunk_bytes // group.dtype.itemsize // QUANTUM * QUANTUM
         self._chunk = (most if group.home.extent is not None else numel) or QUANTUM
+        self._pieces = sorted(pieces.values(), key=lambda piece: piece.start)
         self._window = _Window(tiers)
         self._at = range(0)
         self.abandon = self._window.abandon
@@ -251,7 +265,7 @@ class _Home:
             self._advance(at)
             numel = min(end - begin, self._at.stop - at)
             into = self._window.bytes.view(self._group.dtype)[at - self._at.start :][:numel]
-            round_parameters(values[begin - first :][:numel], into)
+            copy_values(values[begin - first :][:numel], into)
             begin += numel
 
     def end(self) -> None:
@@ -266,7 +280,19 @@ class _Home:
             start = self._at.stop
             self._at = range(start, min(start + self._chunk, self._numel))
             itemsize = self._group.dtype.itemsize
-            self._window.move(self._group.home, start * itemsize, len(self._at) * itemsize)
+            held = segments(self._pieces, self._at.start, self._at.stop)
+            filled = ((each.start - start, each.start - start + each.numel) for each in held)
+            gaps = _between(filled, len(self._at), itemsize)
+            self._window.move(self._group.home, start * itemsize, len(self._at) * itemsize, gaps)
+
+
+def _between(filled: Iterable[tuple[int, int]], end: int, itemsize: int, base: int = 0) -> Iterator[range]:
+    """The bytes, from ``base`` on, of those of ``end`` elements that are not in the ranges ``filled``, in order."""
+    at = 0
+    for start, stop in (*filled, (end, end)):
+        if at < start:
+            yield range(base + at * itemsize, base + start * itemsize)
+        at = stop
 
 
 @dataclass
@@ -331,22 +357,33 @@ class _State:
         while self._open < number:
             self._open += 1
             tile = self._tiles[self._open]
-            self._window.move(tile.state, 0, tile.numel * self._layout.itemsize)
+            self._window.move(tile.state, 0, tile.numel * self._layout.itemsize, self._gaps(tile))
+
+    def _gaps(self, tile: Tile) -> Iterator[range]:
+        """What of the bytes of ``tile`` only pads, in its masters and in each moment."""
+        layout = self._layout
+        held = [(each.start - tile.start, each.start - tile.start + each.numel) for each in tile.segments]
+        if layout.master_itemsize:
+            yield from _between(held, tile.numel, layout.master_itemsize)
+        for moment in range(layout.moments):
+            base = layout.moment_at(moment, tile.numel, 0)
+            yield from _between(held, tile.numel, layout.moment_format.itemsize, base)
 
     def _set_master(self, inside: int, values: Tensor) -> None:
         """Of elements of the open tile from ``inside`` on."""
         itemsize = self._layout.master_itemsize
         if itemsize:
             kept = self._window.bytes[inside * itemsize :][: values.numel() * itemsize]
-            self._layout.store_master(values.float(), kept)
+            if self._layout.splits:
+                self._layout.store_master(values.float(), kept)
+            else:
+                copy_values(values, kept.view(torch.float32))
 
     def _set_moment(self, number: int, inside: int, numel: int, start: Start) -> None:
-        """Of elements of the open tile from ``inside`` on; they are zero before."""
-        if not isinstance(start, Tensor):
-            if not start:
-                return
-            start = torch.full((numel,), start, device="cpu")
+        """Of elements of the open tile from ``inside`` on."""
         at = self._layout.moment_at(number, self._tiles[self._open].numel, inside)
-        self._layout.store_moment(
-            start, self._window.bytes[at : at + numel * self._layout.moment_format.itemsize]
-        )
+        kept = self._window.bytes[at : at + numel * self._layout.moment_format.itemsize]
+        if isinstance(start, Tensor):
+            copy_values(start, kept.view(self._layout.moment_dtype()))
+        else:
+            kept.view(self._layout.moment_dtype()).fill_(start)

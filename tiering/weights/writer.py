@@ -157,8 +157,11 @@ class WeightWriter:
         if shards:  # an older file to begin with would name shards of two kinds
             for name in {first, self._stem + SUFFIX}:
                 (self._directory / name).unlink(missing_ok=True)
-        for name in (*others, *shards, first):
+            _sync(self._directory)
+        for name in (*others, *shards):
             (self.folder / name).replace(self._directory / name)
+        _sync(self._directory)
+        (self.folder / first).replace(self._directory / first)
         ours = re.compile(re.escape(self._stem) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
         for path in self._directory.iterdir():
             if ours.fullmatch(path.name) and path.name not in self.files:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import peft
 import torch
 import transformers as hf
 from torch import Tensor, nn
@@ -102,8 +101,12 @@ _DECODER = {
 }
 
 
-def _decoder(model: Any, config: Any, **more: Any) -> Architecture:
-    return Architecture(lambda: model(config(**(_DECODER | more))), _causal, generates=True)
+def _decoder(name: str, **more: Any) -> Architecture:
+    def build() -> Any:
+        config = getattr(hf, f"{name}Config")(**(_DECODER | more))
+        return getattr(hf, f"{name}ForCausalLM")(config)
+
+    return Architecture(build, _causal, generates=True)
 
 
 def _gpt2() -> nn.Module:
@@ -194,6 +197,8 @@ def _mamba() -> nn.Module:
 
 def _lora() -> nn.Module:
     """A frozen Llama with adapters of rank 2 on its attention: what is trained is far less than what is read."""
+    import peft  # seconds, which whoever collects tests would wait for
+
     base = hf.LlamaForCausalLM(hf.LlamaConfig(**(_DECODER | {"intermediate_size": 8 * WIDTH})))
     adapters = peft.LoraConfig(
         r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM"
@@ -255,13 +260,11 @@ class Untied(nn.Module):
 
 ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": Architecture(_gpt2, _causal, generates=True),
-    "llama": _decoder(hf.LlamaForCausalLM, hf.LlamaConfig),
-    "qwen3": _decoder(hf.Qwen3ForCausalLM, hf.Qwen3Config, tie_word_embeddings=True),
-    "mistral": _decoder(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=SEQUENCE // 2),
-    "gemma": _decoder(hf.GemmaForCausalLM, hf.GemmaConfig),
-    "mixtral": _decoder(
-        hf.MixtralForCausalLM, hf.MixtralConfig, num_local_experts=4, output_router_logits=True
-    ),
+    "llama": _decoder("Llama"),
+    "qwen3": _decoder("Qwen3", tie_word_embeddings=True),
+    "mistral": _decoder("Mistral", sliding_window=SEQUENCE // 2),
+    "gemma": _decoder("Gemma"),
+    "mixtral": _decoder("Mixtral", num_local_experts=4, output_router_logits=True),
     "bert": Architecture(_bert, _masked),
     "t5": Architecture(_t5, _translation, generates=True),
     "vit": Architecture(_vit, _images),

@@ -53,7 +53,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
 def test_a_run_that_is_told_to_end_saves_after_its_step_and_exits_with_75(nvme: Path, name: str) -> None:
     saved = nvme / "saved.pt"
     run = subprocess.run(

@@ -57,6 +57,12 @@ def same_everywhere(pool: Pool, nvme: Path, cases: dict[str, dict[str, Any]], **
     return reference
 
 
+def test_every_second_placement_gives_the_same_bits(ranks: Ranks, nvme: Path) -> None:
+    second = {name: PLACEMENTS[name] for name in list(PLACEMENTS)[1::2]}
+    same_everywhere(ranks(2), nvme, second, precision="bf16", accumulation=2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "accumulation"), HABITS)
 def test_every_placement_gives_the_same_bits(
     ranks: Ranks, nvme: Path, precision: str, accumulation: int

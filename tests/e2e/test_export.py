@@ -78,13 +78,13 @@ def test_files_are_those_that_transformers_writes_and_it_loads_them(
 
 def test_shards_are_no_longer_than_asked_and_indexed(trained: Callable[..., Any], tmp_path: Path) -> None:
     engine = trained("mixtral")
-    place = engine.save_pretrained(tmp_path / "saved", max_shard_size=20_000)
+    place = engine.save_pretrained(tmp_path / "saved", max_shard_size=40_000)
     index = json.loads((place / "model.safetensors.index.json").read_text())
     shards = sorted(place.glob("model-*.safetensors"))
-    assert len(shards) > 5 and {shard.name for shard in shards} == set(index["weight_map"].values())
+    assert len(shards) > 2 and {shard.name for shard in shards} == set(index["weight_map"].values())
     stored = {shard: load_file(shard) for shard in shards}
     sizes = [[value.nbytes for value in tensors.values()] for tensors in stored.values()]
-    assert all(sum(each) <= 20_000 or len(each) == 1 for each in sizes)
+    assert all(sum(each) <= 40_000 or len(each) == 1 for each in sizes)
     assert index["metadata"]["total_size"] == sum(map(sum, sizes))
     for shard, tensors in stored.items():
         assert all(index["weight_map"][tensor] == shard.name for tensor in tensors)
@@ -101,7 +101,7 @@ def test_what_is_saved_starts_another_run(
 ) -> None:
     """As its weights, and as a checkpoint; experts are stored one by one."""
     engine = trained("mixtral")
-    place = engine.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    place = engine.save_pretrained(tmp_path / "saved", max_shard_size="100KB")
     other = start_model(build("mixtral", seed=4), weights=place)
     assert_same(other.state_dict(), engine.state_dict())
     convert(place, tmp_path / "checkpoints")

@@ -232,17 +232,17 @@ def names(directory: Path) -> set[str]:
 def test_a_later_save_replaces_what_an_earlier_one_left(start: Callable[..., Any], tmp_path: Path) -> None:
     engine = start(llama())
     (tmp_path / "tokenizer.json").write_text("{}")
-    engine.save_pretrained(tmp_path, max_shard_size="4KB")
+    engine.save_pretrained(tmp_path, max_shard_size="16KB")
     many = names(tmp_path)
     assert len(many) > 5
     engine.save_pretrained(tmp_path)
     whole = {"tokenizer.json", "config.json", "generation_config.json", "model.safetensors"}
     assert names(tmp_path) - {"nvme"} == whole
-    engine.save_pretrained(tmp_path, max_shard_size="4KB")
+    engine.save_pretrained(tmp_path, max_shard_size="16KB")
     assert names(tmp_path) == many
 
 
-@pytest.mark.parametrize("first", ["4KB", "1GB"])
+@pytest.mark.parametrize("first", ["16KB", "1GB"])
 def test_what_is_killed_between_two_renames_is_no_mixture(
     start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
@@ -268,7 +268,7 @@ def test_what_is_killed_between_two_renames_is_no_mixture(
         return result
 
     monkeypatch.setattr(Path, "replace", look)
-    engine.save_pretrained(place, max_shard_size="4KB")
+    engine.save_pretrained(place, max_shard_size="16KB")
     assert seen[-1] == "new" and set(seen[:-1]) == {"nothing"}
 
 

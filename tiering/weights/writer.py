@@ -151,9 +151,9 @@ class WeightWriter:
 
     def _publish(self) -> None:
         others = sorted(path.name for path in self.folder.iterdir() if path.name not in self.files)
-        for name in (*others, *self.files):
-            _sync(self.folder / name)
         *shards, first = self.files
+        for name in (*others, first) if shards else others:  # shards are on the disk since they were closed
+            _sync(self.folder / name)
         if shards:  # an older file to begin with would name shards of two kinds
             for name in {first, self._stem + SUFFIX}:
                 (self._directory / name).unlink(missing_ok=True)

@@ -91,12 +91,12 @@ def test_each_step_is_on_the_disk_before_the_next(tmp_path: Path, monkeypatch: p
         done.append(f"unlink {path.name}")
         unlink(path, missing_ok=missing_ok)
 
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "replace", record_replace)
+    monkeypatch.setattr(Path, "unlink", record_unlink)
     with WeightWriter(out, SPECS, most_bytes=70) as writer:
         writer.append(CONTENT)
         (writer.folder / "config.json").write_text("{}")
-        monkeypatch.setattr(os, "fsync", record_fsync)
-        monkeypatch.setattr(Path, "replace", record_replace)
-        monkeypatch.setattr(Path, "unlink", record_unlink)
     *shards, index = writer.files
     seen = next(number for number, what in enumerate(done) if not what.startswith("fsync"))
     assert set(done[:seen]) == {f"fsync {name}" for name in ("config.json", *writer.files)}

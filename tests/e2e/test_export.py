@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers as hf
@@ -143,6 +142,8 @@ def test_with_its_config_a_converted_checkpoint_is_loaded_by_transformers(
 
 
 def test_an_adapter_is_saved_as_peft_saves_it(trained: Callable[..., Any], tmp_path: Path) -> None:
+    import peft  # takes seconds, which only those pay who run this
+
     engine = trained("lora")
     place = engine.save_pretrained(tmp_path / "ours")
     plain = build("lora").to(torch.bfloat16)
@@ -165,6 +166,8 @@ def test_an_adapter_is_saved_as_peft_saves_it(trained: Callable[..., Any], tmp_p
 def test_an_adapter_of_a_transformers_model_is_saved_as_transformers_saves_it(
     start_model: Callable[..., Any], tmp_path: Path
 ) -> None:
+    import peft  # as above
+
     model = build("llama")
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     engine = start_model(model)

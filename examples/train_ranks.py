@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 examples/train_ranks.py --stage 3
     torchrun --standalone --nproc-per-node=2 examples/train_ranks.py --stage 3 --nvme DIRECTORY
+    torchrun --standalone --nproc-per-node=2 examples/train_ranks.py --checkpoints DIRECTORY  # goes on where it stopped
 
 What is special about ranks here: one of them prints, all of them call what is collective (``state_dict``), and data is
 shared out. The rest is the script of one process, and `python examples/train_ranks.py` runs it as such.
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, choices=range(4), default=3)
     parser.add_argument("--nvme", type=Path, metavar="DIRECTORY", help="swap there what may leave the device")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--checkpoints", type=Path, metavar="DIRECTORY", help="save there, and go on from there")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="where to save them at the end")
     options = parser.parse_args()
 
@@ -70,13 +72,18 @@ def main() -> None:
     engine, _, loader, _ = tiering.initialize(model=model, config=configuration(options), training_data=data)
     if RANK == 0:
         print(engine.plan)
+    if options.checkpoints is not None:
+        engine.load_checkpoint(options.checkpoints)
+        engine.save_and_exit_on(save_dir=options.checkpoints)  # SIGTERM, SIGUSR1: exit code 75
     for inputs, targets in loader:
         loss = engine(inputs.to(engine.device), targets.to(engine.device))
         engine.backward(loss)
         engine.step()
         if RANK == 0:
             print(f"step {engine.global_steps}: loss {loss.item():.3f}")
-        if engine.global_steps == options.steps:
+        if options.checkpoints is not None and engine.global_steps % 10 == 0:
+            engine.save_checkpoint(options.checkpoints, keep=2, background=True)
+        if engine.global_steps >= options.steps:
             break
     weights = engine.state_dict()  # all ranks call it
     if RANK == 0 and options.weights is not None:

@@ -32,7 +32,7 @@ from zero3.tiers import Tiers, as_tensor
 from zero3.tiles import Tile
 from zero3.weights import STORED_NAMES
 
-AHEAD = 4  # chunks that are being read
+AHEAD = 8  # chunks that are being read
 WRITING = 4  # windows on their way to disk, beside one for each file
 
 

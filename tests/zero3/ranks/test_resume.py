@@ -1,0 +1,292 @@
+"""Runs of several ranks that stop, are saved, and go on to the same bits; other runs start from the same bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import tiering
+from tests.zero3.conftest import config
+from tests.zero3.resuming import (
+    MIXED,
+    ON_CPU,
+    STREAMED,
+    Left,
+    Model,
+    interrupted,
+    straight,
+    tokens,
+    train,
+)
+
+from . import models
+from .pool import Pool
+
+Ranks = Callable[[int], Pool]
+SCALED = {
+    "precision": "fp16",
+    "fp16": {"initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1},
+}  # most steps before the save are skipped
+CASES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0, "precision": "bf16"},
+    "stage 0, nvme": {"stage": 0, "offload_optimizer": "nvme", "cache_in_host": False},
+    "stage 1": {"stage": 1, "accumulation": 2},
+    "stage 1, nvme": {"stage": 1, "offload_optimizer": "nvme", "cache_in_host": False, "precision": "bf16"},
+    "stage 2": {"stage": 2, "precision": "bf16", "accumulation": 2, "state": "split+bf16"},
+    "stage 2, nvme": {"stage": 2, "offload_optimizer": "nvme", "cache_in_host": False, **SCALED},
+    "stage 3": {"clip": 0.3},
+    "stage 3, host": {**ON_CPU, "precision": "bf16", "clip": 0.3},
+    "stage 3, nvme": {**STREAMED, **SCALED, "clip": 0.3},
+    "stage 3, part cached": {**MIXED, "accumulation": 2, "state": "split", "precision": "bf16"},
+    "stage 3, in small tiles": {**STREAMED, "sub_group_size": 1, "prefetch": 0},
+    "stage 3, nothing persistent": {"threshold": 0, "precision": "bf16", "state": "bf16"},
+}
+
+
+def begin(nvme: Path, build: Callable[[], nn.Module] = Model, data: Any = None, **options: Any) -> Any:
+    settings = config(nvme, **({"precision": "fp32", "accumulation": 1, "threshold": 40} | options))
+    given = {} if data is None else {"training_data": data}
+    return tiering.initialize(model=build(), config=settings, **given).engine
+
+
+def own(rank: int, engine: Any, micro_batches: range) -> list[float]:
+    """Each rank has data, dropout and other random numbers of its own."""
+    if micro_batches.start == 0:
+        torch.manual_seed(100 + rank)
+        random.seed(rank)
+    losses = []
+    for number in micro_batches:
+        loss = engine(tokens(1000 * rank + number)) * (1 + random.random())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def compare(
+    rank: int, nvme: Path, directory: Path, meanwhile: int, cases: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """For each case what differs between a straight run and one that was interrupted."""
+    found = {}
+    for name, options in cases.items():
+        make, teach = partial(begin, nvme, **options), partial(own, rank)
+        accumulated = options.get("accumulation", 1)
+        wanted = straight(make, 6 * accumulated, teach)
+        resumed = interrupted(
+            make,
+            6 * accumulated,
+            3 * accumulated,
+            directory / name,
+            train=teach,
+            meanwhile=meanwhile * accumulated,
+        )
+        found[name] = resumed.differences(wanted), wanted.losses, wanted.rest["steps"][1]
+    return found
+
+
+def assert_goes_on(pool: Pool, nvme: Path, tmp_path: Path, meanwhile: int, *names: str) -> None:
+    cases = {name: CASES[name] for name in names}
+    of_all = pool.run(compare, nvme, tmp_path / "saved", meanwhile, cases)
+    for rank, found in enumerate(of_all):
+        for name, (differences, losses, skipped) in found.items():
+            assert differences == [], f"{name}, rank {rank}"
+            assert losses != of_all[rank - 1][name][1], f"{name}: ranks train on the same"
+            assert bool(skipped) == ("fp16" in cases[name]), f"{name}: {skipped} steps were skipped"
+
+
+@pytest.mark.parametrize("meanwhile", [0, 2])
+def test_two_ranks_go_on_as_if_they_had_not_stopped(
+    ranks: Ranks, nvme: Path, tmp_path: Path, meanwhile: int
+) -> None:
+    """``meanwhile``: steps that are trained while the checkpoint is saved in the background."""
+    assert_goes_on(ranks(2), nvme, tmp_path, meanwhile, "stage 1", "stage 3, part cached")
+
+
+def test_two_ranks_go_on_from_what_was_saved_in_the_background(
+    ranks: Ranks, nvme: Path, tmp_path: Path
+) -> None:
+    assert_goes_on(ranks(2), nvme, tmp_path, 2, "stage 2", "stage 3, nvme")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("meanwhile", [0, 1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_every_stage_and_placement_goes_on(
+    ranks: Ranks, nvme: Path, tmp_path: Path, case: str, meanwhile: int, world_size: int
+) -> None:
+    assert_goes_on(ranks(world_size), nvme, tmp_path, meanwhile, case)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 20), nn.Dropout(0.3), nn.Tanh(), nn.Linear(20, 3))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(self.layers(x), target)
+
+
+def labelled() -> TensorDataset:
+    generator = torch.Generator().manual_seed(4)
+    return TensorDataset(
+        torch.randn(19, 6, generator=generator), torch.randint(3, (19,), generator=generator)
+    )
+
+
+def through_the_data(rank: int, engine: Any, micro_batches: range) -> list[float]:
+    if micro_batches.start == 0:
+        torch.manual_seed(100 + rank)
+    losses: list[float] = []
+    while len(losses) < len(micro_batches):
+        for batch in engine.training_dataloader:
+            loss = engine(*batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            if len(losses) == len(micro_batches):
+                break
+    return losses
+
+
+def read_on(rank: int, nvme: Path, directory: Path, save_at: int) -> tuple[list[str], Any]:
+    """A pass has five micro-batches for each rank. Each rank also has a client_state of its own."""
+    make, teach = partial(begin, nvme, Classifier, labelled()), partial(through_the_data, rank)
+    wanted = straight(make, 12, teach)
+    differences = interrupted(make, 12, save_at, directory, train=teach).differences(wanted)
+    with make() as engine:
+        engine.load_checkpoint(directory)
+        engine.save_checkpoint(directory, "mine", {"rank": rank, "values": torch.full((2,), rank)})
+        client_state = engine.load_checkpoint(directory, "mine")[1]
+    return differences, (client_state["rank"], client_state["values"].tolist())
+
+
+@pytest.mark.parametrize("save_at", [7, 1, 5, 6, 9, 10, 11])
+def test_each_rank_goes_on_in_its_share_of_the_data(
+    ranks: Ranks, nvme: Path, tmp_path: Path, save_at: int
+) -> None:
+    found = ranks(2).run(read_on, nvme, tmp_path / "saved", save_at)
+    assert found == [([], (0, [0, 0])), ([], (1, [1, 1]))]
+
+
+# ---- other ranks, other stages, other groups ----
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "all sorts": Model,
+    "uneven": models.Blocks,
+    "partly frozen": models.PartlyFrozen,
+    "tied": models.Tied,
+    "tiny": models.Tiny,
+}
+DATA = models.Choices((0, 1), (1, 2), (0, 2), (0, 1), same=True)  # block 3 is never used, others now and then
+
+
+def teach(build: str, rank: int, engine: Any, micro_batches: range) -> list[float]:
+    """The same batch on every rank: what a step does is the same, whatever their number, but for rounding."""
+    if build == "all sorts":
+        return train(engine, micro_batches)
+    losses = []
+    for number, shares in enumerate(DATA(micro_batches.stop, 1)):
+        if number in micro_batches:
+            x, only = shares[0]
+            loss = engine(x, only) if build in ("uneven", "partly frozen") else engine(x)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
+
+
+def save(rank: int, nvme: Path, directory: Path, build: str, options: dict[str, Any]) -> Left:
+    torch.manual_seed(1)
+    with begin(nvme, BUILDS[build], **options) as engine:
+        losses = teach(build, rank, engine, range(3))
+        engine.save_checkpoint(directory)
+        return Left.by(engine, losses)
+
+
+def load(
+    rank: int, nvme: Path, directory: Path, build: str, cases: list[dict[str, Any]]
+) -> list[tuple[Left, Left]]:
+    """For each case what it has loaded, and what two steps make of that."""
+    found = []
+    for options in cases:
+        torch.manual_seed(50)
+        with begin(nvme, BUILDS[build], **options) as engine:
+            engine.load_checkpoint(directory)
+            loaded = Left.by(engine)
+            torch.manual_seed(7)
+            found.append((loaded, Left.by(engine, teach(build, rank, engine, range(3, 5)))))
+    return found
+
+
+STAGES: list[dict[str, Any]] = [
+    {"stage": 0},
+    {"stage": 1, "offload_optimizer": "nvme", "cache_in_host": False},
+    {"stage": 2, "sub_group_size": 1},
+    {"stage": 3, **STREAMED},
+]
+ELSEWHERE = [*STAGES, {"stage": 3, "threshold": 0}, {"stage": 3, "threshold": 100_000, "sub_group_size": 100}]
+
+
+def assert_the_same_elsewhere(
+    ranks: Ranks,
+    nvme: Path,
+    directory: Path,
+    build: str,
+    saved_by: int,
+    loaded_by: int,
+    saved: dict[str, Any],
+    elsewhere: list[dict[str, Any]],
+) -> None:
+    wanted = ranks(saved_by).run(save, nvme, directory, build, saved)[0]
+    assert any(value.abs().max() > 0 for name, value in wanted.tensors.items() if "exp_avg_sq" in name), (
+        "nothing was trained"
+    )
+    of_all = ranks(loaded_by).run(load, nvme, directory, build, elsewhere)
+    for rank, found in enumerate(of_all):
+        for options, (loaded, later) in zip(elsewhere, found, strict=True):
+            loaded.losses, loaded.rest["norm"] = wanted.losses, wanted.rest["norm"]
+            assert loaded.differences(wanted) == [], f"rank {rank}, {options}"
+            first = found[0][1]
+            assert float(later.rest["norm"]) == pytest.approx(float(first.rest["norm"]), rel=1e-12)
+            later.rest["norm"] = first.rest["norm"]
+            assert later.differences(first) == [], f"rank {rank}: {options} trains as no other"
+            assert later.differences(loaded) != []
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (1, 2), (2, 1), (3, 2), (1, 4), (4, 3)])
+def test_all_other_runs_load_the_same_bits(
+    ranks: Ranks, nvme: Path, tmp_path: Path, saved_by: int, loaded_by: int
+) -> None:
+    """And each of the same number of ranks trains on to the same bits."""
+    assert_the_same_elsewhere(
+        ranks, nvme, tmp_path / "saved", "uneven", saved_by, loaded_by, {"stage": 3}, ELSEWHERE
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 2), (2, 3), (3, 1), (2, 2)])
+@pytest.mark.parametrize("number", range(len(ELSEWHERE)))
+@pytest.mark.parametrize("build", BUILDS)
+def test_every_pair_of_runs(
+    ranks: Ranks, nvme: Path, tmp_path: Path, build: str, number: int, saved_by: int, loaded_by: int
+) -> None:
+    assert_the_same_elsewhere(
+        ranks, nvme, tmp_path / "saved", build, saved_by, loaded_by, ELSEWHERE[number], ELSEWHERE
+    )
+
+
+def test_two_ranks_load_what_each_stage_has_saved(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
+    for number, saved in enumerate(STAGES):
+        assert_the_same_elsewhere(
+            ranks, nvme, tmp_path / str(number), "all sorts", 2, 1, saved, [{"precision": "fp32"}]
+        )

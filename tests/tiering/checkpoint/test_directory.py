@@ -724,7 +724,7 @@ child = os.fork()  # as a data loader's worker
 if child == 0:
     directory.close()  # what it closes is its own
     print("ready", os.getpid(), flush=True)
-time.sleep(600)
+time.sleep(60)
 """
 
 

@@ -35,7 +35,14 @@ class Host:
         named = f'hostname {self.name} && exec "$@"'
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", named, "sh"]
 
-    def start(self, first: Host, work: dict[str, Any]) -> Node:
+    def start(self, first: Host, work: dict[str, Any], *, agent: bool = True) -> Node:
+        # Host names of a laboratory are in no name service: gloo is told which interface is the one to the others.
+        environment = {"GLOO_SOCKET_IFNAME": self.link}
+        if not agent:
+            ranks = {"RANK": str(int(self is not first)), "LOCAL_RANK": "0"}
+            sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+            meeting = {"MASTER_ADDR": first.address, "MASTER_PORT": str(PORT)}
+            return Node(None, work, within=self.within(), **environment, **ranks, **sizes, **meeting)
         arguments = [
             "--nnodes=2",
             "--nproc-per-node=1",
@@ -45,8 +52,7 @@ class Host:
             f"--local-addr={self.address}",
             "--rdzv-id=hosts",
         ]
-        # Host names of a laboratory are in no name service: gloo is told which interface is the one to the others.
-        return Node(arguments, work, within=self.within(), GLOO_SOCKET_IFNAME=self.link)
+        return Node(arguments, work, within=self.within(), **environment)
 
     def cut(self) -> None:
         ip("-n", self.name, "link", "set", self.link, "down")
@@ -91,11 +97,14 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         yield first, second
 
 
+@pytest.mark.parametrize(
+    "agent", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["no agent", "agents"]
+)
 def test_two_hosts_train_as_two_ranks_of_one(
-    ranks: Ranks, hosts: tuple[Host, Host], nvme: Path, tmp_path: Path
+    ranks: Ranks, hosts: tuple[Host, Host], nvme: Path, tmp_path: Path, agent: bool
 ) -> None:
     work = job(tmp_path, **STAGE_3)
-    with nodes(*(host.start(hosts[0], work) for host in hosts)) as started:
+    with nodes(*(host.start(hosts[0], work, agent=agent) for host in hosts)) as started:
         for node in started:
             assert node.wait() == 0, node.log
     for run, wanted in zip(trained(tmp_path), ranks(2).run(train, nvme, **STAGE_3), strict=True):

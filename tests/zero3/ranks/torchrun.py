@@ -1,4 +1,4 @@
-"""torchrun as a user starts it, on one node or on several."""
+"""torchrun as a user starts it, on one node or on several; and a rank by itself, as a batch system starts it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ LIMIT = 180  # seconds, on a machine that does other things, too
 
 
 class Node:
-    """One agent with its ranks, in a session of its own; ``job`` is what script.py is told."""
+    """One agent with its ranks, in a session of its own; ``job`` is what script.py is told.
+
+    With ``arguments`` None there is no agent, which would import torch for nothing else: the one rank of this node is
+    what ``environment`` says.
+    """
 
     def __init__(
-        self, arguments: Sequence[str], job: dict[str, Any], *, within: Sequence[str] = (), **environment: str
+        self,
+        arguments: Sequence[str] | None,
+        job: dict[str, Any],
+        *,
+        within: Sequence[str] = (),
+        **environment: str,
     ) -> None:
-        command = [
-            *within,
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            *arguments,
-            str(SCRIPT),
-            json.dumps(job),
-        ]
+        agent = [] if arguments is None else ["-m", "torch.distributed.run", *arguments]
+        command = [*within, sys.executable, *agent, str(SCRIPT), json.dumps(job)]
         self._log = Path(job["out"]) / f"agent{len(list(Path(job['out']).glob('agent*')))}"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(

@@ -6,6 +6,7 @@ they say. Tensors are read by ``tiering.weights.reader``, which compares every p
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,12 +14,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from tiering.arena import PAGE, round_up
 from tiering.checkpoint.manifest import WEIGHTS, Manifest, damaged, file_name, read_sealed
 from tiering.checkpoint.pages import PageSums
 from tiering.errors import CheckpointError, WeightsError
 from tiering.strict_json import short
-from tiering.weights.files import FileVersion, StoredTensor, WeightFiles, open_weights
+from tiering.weights.files import FileVersion, StoredTensor, WeightFiles, open_weights, opened
+
+_PIECE = 1 << 20  # bytes of a header that are looked at together
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         sums: dict[Path, PageSums] = {}
         for number in range(manifest.world_size):
             sums |= _sums(path, manifest, number)
+        for file, expected in sums.items():
+            _check_header(file, expected)
         kinds = {kind: _open_kind(path, manifest, kind, sums) for kind in (WEIGHTS, *manifest.kinds)}
     return Checkpoint(path, manifest, kinds.pop(WEIGHTS), kinds, sums)
 
@@ -123,16 +130,32 @@ def _check_files(path: Path, manifest: Manifest) -> None:
             raise damaged(path / name, f"it has {size} bytes and should have {nbytes}")
 
 
+def _check_header(file: Path, sums: PageSums) -> None:
+    """The header is what was written, before anything is done by what it says."""
+    with opened(file) as fd:
+        length = 8 + int.from_bytes(os.pread(fd, 8, 0), "little")
+        size = os.fstat(fd).st_size
+        for at in range(0, min(length, size), _PIECE):
+            content = os.pread(fd, min(_PIECE, length - at, size - at), at)
+            pages = np.zeros(round_up(len(content)), dtype=np.uint8)
+            pages[: len(content)] = np.frombuffer(content, dtype=np.uint8)
+            bad = sums.first_difference(pages.ctypes.data, at // PAGE, len(pages) // PAGE)
+            if bad is not None:
+                raise damaged(
+                    file, f"page {bad} of its header is not what was written: it has another CRC32C"
+                )
+
+
 def _open_kind(path: Path, manifest: Manifest, kind: str, sums: Mapping[Path, PageSums]) -> WeightFiles:
     """Parameters by name, put together from all ranks' parts."""
     found: dict[str, list[tuple[int, StoredTensor]]] = defaultdict(list)
     versions: dict[Path, FileVersion] = {}
     for number in range(manifest.world_size):
         file = path / file_name(kind, number, manifest.world_size)
-        opened = open_weights(file)
-        versions |= opened.versions
-        for name, tensor in opened.tensors.items():
-            found[name].append((_first_element(file, name, opened.metadata), tensor))
+        part = open_weights(file)
+        versions |= part.versions
+        for name, tensor in part.tensors.items():
+            found[name].append((_first_element(file, name, part.metadata), tensor))
     tensors: dict[str, StoredTensor] = {}
     parts: dict[str, tuple[StoredTensor, ...]] = {}
     for name, stored in manifest.parameters.items():

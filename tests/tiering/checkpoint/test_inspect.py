@@ -270,7 +270,7 @@ def test_a_damaged_header(checkpoints: Path, inspect: Inspect) -> None:
     flip(checkpoints / "global_step200" / WEIGHTS_2, 8)
     code, out, _ = inspect(checkpoints)
     assert code == 1
-    assert f"{WEIGHTS_2}: its header does not begin with '{{'" in out
+    assert f"{WEIGHTS_2}: it is damaged: page 0 of its header" in out
 
 
 def test_a_damaged_tag_beside_a_whole_one(checkpoints: Path, inspect: Inspect) -> None:

@@ -297,7 +297,7 @@ def check(engine: str, swap_file: Any, direct: bool, examples: int) -> None:
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 def test_any_interleaving_agrees_with_the_model(engine: str, swap_file: Any, direct: bool) -> None:
-    check(engine, swap_file, direct, 15 if engine == "libaio" else 40)  # its contexts close slowly
+    check(engine, swap_file, direct, 10 if engine == "libaio" else 30)  # its contexts close slowly
 
 
 @pytest.mark.slow

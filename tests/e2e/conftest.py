@@ -25,7 +25,7 @@ from zero3.engine import Engine
 
 from .architectures import batches, build
 
-STEPS = 5
+STEPS = 4
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
 

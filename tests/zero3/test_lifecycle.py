@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tiering
+from tests.crossed import crossed
 from tiering.errors import EngineStateError, TieringError
 
 from .plain import STREAMED, WIDTH, Tower, assert_nothing_held, differing, inputs, starved_soon, update
@@ -198,8 +199,7 @@ WHERE = [
 ]
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("kind", ["exception", "ctrl-c"])
+@pytest.mark.parametrize(("where", "kind"), crossed(WHERE, ["exception", "ctrl-c"]))
 def test_what_the_users_own_code_raises(start: Start, where: str, kind: str) -> None:
     """In each micro-batch once: it is done again, from the first of its step on, and changes nothing."""
     options = {**TIGHT, "accumulation": 2}

@@ -14,7 +14,7 @@ everything in RAM. The peers hold the same tensors in memory, and only them.
 turn per round, who goes first rotates, and the first round is dropped. A save ends when its files are flushed to the
 disk. Before a load the page cache forgets them (posix_fadvise; the kernel's count of what the process read must agree),
 and the state is changed, so that a load that does nothing is seen: behind it, a fingerprint must be that of the save.
-Then the checkpoint is removed, and the disk synced.
+Then the checkpoint is removed, and the file system's journal written.
 
 **dd** has three turns in the same rounds, on as many bytes: a write (of zeros; look whether your disk cuts them short),
 a read, and a copy, all with O_DIRECT, the faster of blocks of 4 and 16 MiB each time. Saving from NVMe reads the disk

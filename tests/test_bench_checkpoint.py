@@ -19,9 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from checkpoint import background, dd, sides, tables, watch
 from checkpoint.background import Trained
 from checkpoint.dd import DdError, Disk, Moved
+from checkpoint.files import make_cold
+from checkpoint.ours import CONSTANT, Ours
 from checkpoint.scale import QUICK
 from checkpoint.serve import Answers
-from checkpoint.side import Reading, Side, Trip, make_cold
+from checkpoint.side import Reading, Side, Trip
 from checkpoint.state import InMemory
 from checkpoint.tables import COPY, READ, WRITE, Measured
 from checkpoint.torch_dcp import TorchDcp
@@ -182,6 +184,36 @@ def test_peers_load_what_they_saved(kind: type[InMemory], how: dict[str, Any], t
     )
 
 
+class TestOurs:
+    @pytest.fixture(params=["nvme", "ram"])
+    def side(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ours]:
+        scale = replace(QUICK, work=SMALL)
+        spec = sides.on_nvme(scale) if request.param == "nvme" else sides.in_memory(scale)
+        (tmp_path / "swap").mkdir()
+        side = Ours(SMALL, {"directory": str(tmp_path / "swap"), **spec.settings})
+        yield side
+        side.close()
+
+    def test_it_goes_on_where_it_saved(self, side: Ours, tmp_path: Path) -> None:
+        answers = Answers(side, 0, SMALL.tokens(1))
+        saved = answers.answer({"save": str(tmp_path / "saved")})
+        assert saved["ceiling"] == side.room() > CONSTANT
+        answers.answer({"change": True})
+        assert side.fingerprint()[0] == 2
+        answers.answer({"load": str(tmp_path / "saved"), "how": {}})
+        assert side.fingerprint()[0] == 1
+
+    def test_trains_with_a_save(self, side: Ours, tmp_path: Path) -> None:
+        batches = SMALL.tokens(1)
+        assert side.train(batches, 2, str(tmp_path / "none"), "") == {}
+        behind = side.train(batches, 2, str(tmp_path / "behind"), "foreground")
+        assert (behind["steps"], behind["meanwhile"]) == (0, 0)
+        during = side.train(batches, 2, str(tmp_path / "during"), "background")
+        assert 0 < during["stalled"] <= during["saved"]
+        assert side.engine.global_steps == 7
+        assert {path.name for path in tmp_path.iterdir()} == {"swap", "behind", "during"}
+
+
 class Known:
     """A side of one number; ``moves`` says what it does."""
 
@@ -293,6 +325,7 @@ class TestSide:
             side.trip()
         assert list(place.directory.iterdir()) == []
 
+    @pytest.mark.slow
     def test_a_peer_in_a_process_of_its_own(self, place: Place) -> None:
         spec = replace(sides.torch_save(QUICK), work=SMALL)
         with Side(spec, place) as side:

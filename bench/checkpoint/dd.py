@@ -15,6 +15,8 @@ from pathlib import Path
 
 from step.side import SideError
 
+from .files import removed_from
+
 BLOCKS = (4 << 20, 16 << 20)
 SECTOR = 512
 """Unit of ru_inblock and ru_oublock, whatever the disk's is."""
@@ -63,7 +65,7 @@ class Disk:
 
     def _write(self, block: int, fsync: bool) -> Moved:
         self._file.unlink(missing_ok=True)
-        os.sync()
+        removed_from(self._file.parent)
         flags = ["oflag=direct", *(["conv=fsync"] if fsync else [])]
         return self._run(block, "/dev/zero", self._file, *flags, wanted=(0, self.nbytes))
 
@@ -78,7 +80,7 @@ class Disk:
             )
         finally:
             self._copy.unlink(missing_ok=True)
-            os.sync()
+            removed_from(self._file.parent)
 
     def _run(
         self, block: int, source: Path | str, target: Path | str, *flags: str, wanted: tuple[int, int]

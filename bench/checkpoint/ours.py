@@ -73,12 +73,12 @@ class Ours(ours.Ours):
         }
 
     def fingerprint(self) -> list[float]:
-        """Its count of steps, and a parameter, as bytes come and go with its moments."""
-        import tiering
-
-        parameters = dict(self.engine.module.named_parameters())
-        with tiering.gathered(parameters[max(parameters)]) as parameter:
-            return [float(self.engine.global_steps), float(parameter.double().sum())]
+        """The count of steps, and a parameter of each kind of state."""
+        engine = self.engine
+        name = max(name for name, _ in engine.module.named_parameters())
+        tensors = [engine.get_fp32_state(name, key) for key in engine.state_names]
+        tensors.append(engine.get_fp32_parameter(name))
+        return [float(engine.global_steps), *(float(tensor.double().sum()) for tensor in tensors)]
 
 
 if __name__ == "__main__":

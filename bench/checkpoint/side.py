@@ -15,6 +15,7 @@ from typing import Any
 from ranks import side as ranks
 from step.side import SideError, free_port
 
+from .files import make_cold, removed_from
 from .watch import charged
 
 _BENCH = Path(__file__).resolve().parents[1]
@@ -84,7 +85,7 @@ class Side(ranks.Ranks):
                         f"{self.name} loaded {reading.nbytes:,} bytes, of which {reading.disk[0]:,} came from a disk:"
                         f" {path} is not on one, or the page cache kept them"
                     )
-        os.sync()
+        removed_from(self._place)
         return Trip(saved, loaded)
 
     def train(self, steps: int, save: str = "") -> Reading:
@@ -92,7 +93,7 @@ class Side(ranks.Ranks):
         with tempfile.TemporaryDirectory(dir=self._place, prefix="saved.") as directory:
             path = Path(directory) / "checkpoint"
             reading = self._read({"train": steps, "save": save, "directory": str(path)}, path)
-        os.sync()
+        removed_from(self._place)
         return reading
 
     def _read(self, question: dict[str, Any], path: Path) -> Reading:
@@ -127,15 +128,3 @@ class Side(ranks.Ranks):
             here = {**group, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             variables = every | here if spec.world_size > 1 else every
             self._processes.append(start(env=variables, stderr=self._said[rank]))
-
-
-def make_cold(path: Path) -> None:
-    """Have the page cache forget the files below ``path``."""
-    for file in path.rglob("*"):
-        if file.is_file():
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)

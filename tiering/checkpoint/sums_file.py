@@ -30,7 +30,7 @@ class SumsFile:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 os.truncate(self._fd, at)
-                os.pwrite(self._fd, header, 0)
+                self._write(header, 0)
             except BaseException:
                 self.abandon()
                 raise
@@ -41,9 +41,15 @@ class SumsFile:
 
         def put(page: int, sums: np.ndarray) -> None:
             with naming(self.path, self.nbytes):
-                os.pwrite(self._fd, sums.tobytes(), begin + page * SUM)
+                self._write(sums.tobytes(), begin + page * SUM)
 
         return put
+
+    def _write(self, content: bytes, at: int) -> None:
+        """All of it: where a disk is nearly full the system writes a part, and says so by the number alone."""
+        written = 0
+        while written < len(content):
+            written += os.pwrite(self._fd, content[written:], at + written)
 
     def close(self) -> None:
         """Wait until all is on the disk."""

@@ -1,0 +1,401 @@
+"""All ranks save, or none; whatever hinders one of them is told to all, and training goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import tiering.checkpoint.directory
+import zero3.checkpoint
+import zero3.saver
+from tiering.checkpoint.directory import CheckpointDirectory
+from tiering.errors import CheckpointError, SwapError
+from tiering.interrupts import EXIT_SAVED
+from zero3 import random_state
+from zero3.saver import Saver
+from zero3.share import Share
+
+from .pool import Pool, Raised, in_words
+from .training import start, tokens
+
+Ranks = Callable[[int], Pool]
+Masters = dict[str, Tensor]
+PLACES: dict[str, dict[str, Any]] = {
+    "stage 3": {},
+    "stage 1, nvme": {"stage": 1, "offload_optimizer": "nvme", "cache_in_host": False, "host_budget": "8MiB"},
+}
+
+
+def train(engine: Any, rank: int, steps: range) -> None:
+    for number, shares in enumerate(tokens(steps.stop, 2)):
+        if number in steps:
+            engine.backward(engine(*shares[rank]))
+            engine.step()
+
+
+class Unreadable(Mapping[str, Any]):
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[str]:
+        raise ZeroDivisionError("in the user's code")
+
+    def __getitem__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+def no_swap(*_: Any) -> None:
+    raise SwapError("swap_in of 'blocks.1' failed", errno=errno.EIO, filename="swap", offset=0)
+
+
+def no_chunks(*_: Any) -> None:
+    raise RuntimeError("nobody foresaw this")
+
+
+def no_room(*_: Any) -> None:
+    raise MemoryError("no windows")
+
+
+def not_synced(path: Path) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+
+@contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, value)
+        yield
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """No file of this process may grow beyond a page."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def given(**_: Any) -> Iterator[None]:
+    yield
+
+
+# What hinders a save: the rank on which, how, what else it is called with, and the words of all ranks' errors.
+HINDRANCES: dict[str, tuple[int, Callable[[], Any], dict[str, Any], str]] = {
+    "a limit of file sizes": (1, limited, {}, "EFBIG"),
+    "a limit on the first rank": (0, limited, {}, "EFBIG"),
+    "no directory on its node": (
+        1,
+        lambda: patched(zero3.checkpoint.Path, "is_dir", lambda self: False),
+        {},
+        "is not there on this node: save to a file system that all nodes share",
+    ),
+    "no memory": (1, lambda: patched(zero3.saver.Arena, "map", no_room), {}, "no windows"),
+    "swap space": (
+        1,
+        lambda: patched(zero3.saver.Saver, "_copy", no_swap),
+        {},
+        "swap_in of 'blocks.1' failed",
+    ),
+    "what nobody foresaw": (1, lambda: patched(Share, "chunks", no_chunks), {}, "nobody foresaw this"),
+    "a client_state of no plain form": (1, given, {"client_state": {"x": object()}}, "client_state['x']"),
+    "a client_state that raises": (1, given, {"client_state": Unreadable()}, "in the user's code"),
+    "no commit": (
+        0,
+        lambda: patched(tiering.checkpoint.directory, "_fsync_directory", not_synced),
+        {},
+        "see dmesg; save to another one",
+    ),
+    "another tag": (1, given, {"tag": "mine"}, "rank 1 is to save 'mine'"),
+    "another number to keep": (1, given, {"keep": 3}, "keep=3"),
+    "not the latest": (1, given, {"save_latest": False}, "save_latest=False"),
+    "another directory": (1, given, {"save_dir": "elsewhere"}, "to elsewhere"),
+}
+
+
+def hinder(
+    rank: int, nvme: Path, directory: Path, names: list[str], background: bool, options: dict[str, Any]
+) -> tuple[dict[str, Raised], Masters]:
+    """Train, and try to save where something hinders one rank; the errors, and where training has come to."""
+    told: dict[str, Raised] = {}
+    with start(nvme, **options) as engine:
+        train(engine, rank, range(1))
+        engine.save_checkpoint(directory, "good")
+        for number, name in enumerate(names, start=1):
+            victim, hindrance, arguments, _ = HINDRANCES[name]
+            call = {"save_dir": directory, "tag": "bad", "background": background}
+            with hindrance() if rank == victim else given():
+                try:
+                    saving = engine.save_checkpoint(**call | (arguments if rank == victim else {}))
+                    if background:
+                        saving._checkpoints._under_way.saver.join()  # with what hinders it
+                except Exception as error:
+                    told[name] = in_words(error)
+                train(engine, rank, range(number, number + 1))
+                if name not in told:
+                    try:
+                        saving.wait()
+                    except Exception as error:
+                        told[name] = in_words(error)
+        engine.save_checkpoint(directory, "better")
+        return told, engine.master_state_dict()
+
+
+def trained(rank: int, nvme: Path, steps: int, options: dict[str, Any]) -> Masters:
+    with start(nvme, **options) as engine:
+        train(engine, rank, range(steps))
+        return engine.master_state_dict()
+
+
+def loaded(rank: int, nvme: Path, directory: Path, tag: str | None, options: dict[str, Any]) -> Masters:
+    with start(nvme, other_seeds=True, **options) as engine:
+        engine.load_checkpoint(directory, tag)
+        return engine.master_state_dict()
+
+
+def same(one: Masters, other: Masters) -> bool:
+    return set(one) == set(other) and all(value.equal(other[name]) for name, value in one.items())
+
+
+def names_in(directory: Path) -> set[str]:
+    return {each.name for each in directory.iterdir()}
+
+
+def assert_all_or_none(pool: Pool, nvme: Path, directory: Path, place: str, *, background: bool) -> None:
+    options = PLACES[place]
+    names = [name for name in HINDRANCES if "nvme" not in place or "limit" not in name]  # of swap files, too
+    runs = pool.run(hinder, nvme, directory, names, background, options)
+    for name in names:
+        victim, _, _, words = HINDRANCES[name]
+        for rank, (told, _) in enumerate(runs):
+            assert words in told[name].message, f"{name}, rank {rank}: {told}"
+            if rank != victim and not name.startswith(("another", "not the")):
+                assert (
+                    told[name].kind == "CheckpointError" and f"rank {victim} could not" in told[name].message
+                )
+    assert names_in(directory) == {"good", "better", "latest", ".lock"}, "something was left"
+    assert CheckpointDirectory(directory).latest() == "better"
+    wanted = pool.run(trained, nvme, len(names) + 1, options)[0]
+    assert all(same(masters, wanted) for _, masters in runs), "a save that failed has changed training"
+    assert same(pool.run(loaded, nvme, directory, None, options)[0], wanted)
+    first = pool.run(trained, nvme, 1, options)[0]
+    assert same(pool.run(loaded, nvme, directory, "good", options)[1], first)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_hinders_one_rank_is_told_to_all(ranks: Ranks, nvme: Path, tmp_path: Path, place: str) -> None:
+    assert_all_or_none(ranks(2), nvme, tmp_path / "saved", place, background=False)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_hinders_one_rank_in_the_background_is_told_to_all(
+    ranks: Ranks, nvme: Path, tmp_path: Path, place: str
+) -> None:
+    assert_all_or_none(ranks(2), nvme, tmp_path / "saved", place, background=True)
+
+
+def warned(rank: int, nvme: Path, directory: Path) -> list[Any]:
+    """What a save that has failed in the background leaves to be told, when, and what later saves make of it."""
+    seen: list[Any] = []
+    with start(nvme) as engine:
+        train(engine, rank, range(1))
+        for background in (True, False):
+            with patched(Share, "chunks", no_chunks) if rank == 1 else given():
+                engine.save_checkpoint(directory, "bad", background=True)._checkpoints._under_way.saver.join()
+            train(engine, rank, range(1, 2))  # in which all are told
+            try:
+                saving = engine.save_checkpoint(directory, f"good{background}", background=background)
+            except CheckpointError as error:
+                seen.append("nobody foresaw this" in str(error))
+                engine._checkpoints.finish()
+            else:
+                seen.append(str(saving))
+        with patched(Share, "chunks", no_chunks) if rank == 1 else given():
+            engine.save_checkpoint(directory, "bad", background=True)._checkpoints._under_way.saver.join()
+        try:
+            engine.close()
+        except CheckpointError as error:
+            seen.append("nobody foresaw this" in str(error))
+    return seen
+
+
+def test_a_failure_in_the_background_is_told_and_is_no_reason_not_to_save(
+    ranks: Ranks, nvme: Path, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    for seen in ranks(2).run(warned, nvme, saved):
+        assert seen == [True, f"<Saving {saved / 'goodFalse'}, done>", True]
+    assert names_in(saved) == {"goodTrue", "goodFalse", "latest", ".lock"}
+
+
+def damaged(rank: int, nvme: Path, directory: Path, options: dict[str, Any]) -> list[Any]:
+    """Errors of loading what is damaged for rank 1 alone, and of training then; what another checkpoint makes good."""
+    seen: list[Any] = []
+    with start(nvme, **options) as engine:
+        train(engine, rank, range(1))
+        engine.save_checkpoint(directory, "good")
+        train(engine, rank, range(1, 2))
+        engine.save_checkpoint(directory, "bad")
+        wanted = engine.master_state_dict()
+        if rank == 0:
+            flip_last_byte(directory / "bad" / "exp_avg-00002-of-00002.safetensors")
+        for attempt in (
+            lambda: engine.load_checkpoint(directory, "bad"),
+            lambda: train(engine, rank, range(1)),
+            lambda: engine.load_checkpoint(directory if rank == 0 else directory / "good", "good"),
+            lambda: engine.load_checkpoint(directory if rank == 0 else directory.parent),
+            lambda: spoilt_load(engine, rank, directory),
+        ):
+            try:
+                attempt()
+            except Exception as error:
+                seen.append(in_words(error))
+            else:
+                seen.append(None)
+        engine.load_checkpoint(directory, "good")
+        train(engine, rank, range(1, 2))
+        return [*seen, same(engine.master_state_dict(), wanted), engine.global_steps]
+
+
+def spoilt_load(engine: Any, rank: int, directory: Path) -> None:
+    """The last thing that is taken over cannot be, on rank 1."""
+    with patched(random_state, "restore", no_chunks) if rank == 1 else given():
+        engine.load_checkpoint(directory, "good")
+
+
+def flip_last_byte(file: Path) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        byte = stream.read(1)
+        stream.seek(-1, os.SEEK_END)
+        stream.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_one_rank_cannot_load_is_told_to_all(
+    ranks: Ranks, nvme: Path, tmp_path: Path, place: str
+) -> None:
+    for rank, seen in enumerate(ranks(2).run(damaged, nvme, tmp_path / "saved", PLACES[place])):
+        torn, trained, missing, elsewhere, spoilt, *end = seen
+        assert torn.kind == "CheckpointError" and "exp_avg-00002-of-00002.safetensors" in torn.message
+        assert ("rank 1 could not load the checkpoint" in torn.message) == (rank == 0)
+        assert trained.kind == "EngineStateError" and "load_checkpoint did not end" in trained.message
+        assert missing.kind == "CheckpointError"
+        assert ("rank 1 could not find the checkpoint" in missing.message) == (rank == 0)
+        assert elsewhere.kind == "CheckpointError" and "rank 1 None" in elsewhere.message
+        assert (
+            "nobody foresaw this" in spoilt.message
+            and spoilt.kind == ("CheckpointError", "RuntimeError")[rank]
+        )
+        assert end == [True, 2]
+
+
+def resumed_by_nobody(rank: int, nvme: Path, directory: Path) -> tuple[Any, int]:
+    with start(nvme) as engine:
+        return engine.load_checkpoint(directory), engine.global_steps
+
+
+def test_an_empty_directory_begins_a_run(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
+    assert ranks(2).run(resumed_by_nobody, nvme, tmp_path) == [((None, {}), 0)] * 2
+    assert names_in(tmp_path) == {"nvme"}
+
+
+def crowded(rank: int, nvme: Path, directory: Path) -> list[Any]:
+    """Two runs of all ranks, one directory."""
+    seen: list[Any] = []
+    with start(nvme) as other:
+        with start(nvme) as engine:
+            train(engine, rank, range(1))
+            engine.save_checkpoint(directory, "mine")
+            try:
+                other.save_checkpoint(directory, "other")
+            except CheckpointError as error:
+                seen.append(str(error))
+            train(engine, rank, range(1, 2))
+            engine.save_checkpoint(directory, "mine")
+        other.save_checkpoint(directory, "other")
+    return seen
+
+
+def test_two_runs_do_not_save_to_one_directory(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
+    first, second = ranks(2).run(crowded, nvme, tmp_path / "saved")
+    assert "another run saves to" in first[0] and "rank 0 could not" not in first[0]
+    assert "rank 0 could not begin a checkpoint" in second[0] and "another run saves to" in second[0]
+    assert names_in(tmp_path / "saved") == {"mine", "other", "latest", ".lock"}
+
+
+def preempted(rank: int, nvme: Path, directory: Path, earlier: str) -> Any:
+    """Rank 1 is asked to stop in its third step, while an ``earlier`` save is under way, or has failed."""
+    with start(nvme) as engine:
+        engine.save_and_exit_on(save_dir=directory)
+        train(engine, rank, range(2))
+        with patched(Share, "chunks", no_chunks) if rank == 1 and earlier == "failed" else given():
+            engine.save_checkpoint(directory, "earlier", background=True)
+            if earlier == "failed":
+                engine._checkpoints._under_way.saver.join()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            train(engine, rank, range(2, 6))
+        except SystemExit as stopped:
+            return stopped.code, engine.global_steps
+    return None
+
+
+@pytest.mark.parametrize("earlier", ["under way", "failed"])
+def test_a_rank_that_is_asked_to_stop_saves_with_all(
+    ranks: Ranks, nvme: Path, tmp_path: Path, earlier: str
+) -> None:
+    saved = tmp_path / "saved"
+    assert ranks(2).run(preempted, nvme, saved, earlier) == [(EXIT_SAVED, 3)] * 2
+    assert same(ranks(2).run(loaded, nvme, saved, None, {})[0], ranks(2).run(trained, nvme, 3, {})[0])
+    assert ({"earlier"} <= names_in(saved)) == (earlier == "under way")
+    assert CheckpointDirectory(saved).latest() == "global_step3"
+
+
+def uneven(rank: int, nvme: Path, directory: Path, slow: int) -> list[Any]:
+    """A rank whose saver is slow: when each of the others says that it is done."""
+    finish = Saver._finish
+
+    def slowly(self: Any, *given: Any) -> None:
+        time.sleep(0.02)
+        finish(self, *given)
+
+    seen = []
+    with (
+        start(nvme, sub_group_size=1000) as engine,
+        patched(Saver, "_finish", slowly) if rank == slow else given(),
+    ):
+        train(engine, rank, range(1))
+        saving = engine.save_checkpoint(directory, background=True)
+        for number in range(1, 200):
+            train(engine, rank, range(number, number + 1))
+            seen.append(saving.done)
+            if saving.done:
+                break
+        seen.append((directory / "global_step1" / "checkpoint.json").exists())
+        return [*seen, saving.error, 0 < saving.stalled <= saving.seconds]
+
+
+@pytest.mark.parametrize("slow", [1, 0])
+def test_ranks_agree_in_which_step_a_save_in_the_background_was_done(
+    ranks: Ranks, nvme: Path, tmp_path: Path, slow: int
+) -> None:
+    first, second = ranks(2).run(uneven, nvme, tmp_path / "saved", slow)
+    assert first == second
+    *before, done, there, error, waited = first
+    assert before and not any(before), "the slow rank was not waited for"
+    assert (done, there, error, waited) == (True, True, None, True)

@@ -17,6 +17,10 @@ from hypothesis import settings
 from tiering.aio import ENGINES, AioContext
 from tiering.errors import SwapError
 
+# Read when torch is imported, here and in processes that tests start. Threads of OpenMP that wait spin by default: as
+# many as there are cores, they would take most of the time of these from the tests of another worker.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # An example takes as long as the machine lets it: no test is about that. Examples differ from run to run.
 settings.register_profile("tiering", deadline=None, max_examples=50)
 settings.register_profile("thorough", deadline=None, max_examples=200)  # of `make test-all`

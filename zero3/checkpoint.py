@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+NOT_LOADED = "load_checkpoint did not end"
+"""Why parameters are torn that another load makes whole."""
+
 _SLICE = 0.1  # seconds after which a wait listens for Ctrl-C
 
 
@@ -59,19 +62,19 @@ class Saving:
         self.seconds = 0.0
         self.stalled = 0.0
         self._checkpoints = checkpoints
-        self._told = False
+        self.told = False  # whether somebody had the error raised
 
     def wait(self) -> None:
         """Wait until the checkpoint is there; all ranks call it together. CheckpointError if it could not be saved."""
         if not self.done:
             self._checkpoints.finish()
-        self._told = self._told or self.error is not None
+        self.told = self.told or self.error is not None
         if self.error is not None:
             raise self.error
 
     def tell(self) -> None:
         """Raise the error if nobody has been told of it."""
-        if not self._told:
+        if not self.told:
             self.wait()
 
     def __repr__(self) -> str:
@@ -225,7 +228,7 @@ class Checkpoints:
             )
         restore, shared, own = prepared[0]
         began = time.monotonic()
-        self._updates.torn = "load_checkpoint did not end"
+        self._updates.torn = NOT_LOADED
         self._together("load the checkpoint", restore.run)
         restore.count_steps()
         client_state: dict[str, Any] = {}
@@ -322,7 +325,7 @@ class Checkpoints:
         """The saver of this rank has ended, and those of the others have, or soon will."""
         under_way = self._under_way
         assert under_way is not None
-        saving, saver = under_way.saving, under_way.saver
+        saver = under_way.saver
         saver.join()
         try:
             self._together("save its part of the checkpoint", saver.result)
@@ -331,7 +334,7 @@ class Checkpoints:
         except CheckpointError as error:
             self._end(under_way, error)
         except BaseException as error:  # a rank is lost, Ctrl-C
-            self._end(under_way, CheckpointError(f"{saving.path}: the save was ended by {error!r}"))
+            self._end_by(under_way, error)
             raise
         else:
             self._end(under_way, None)
@@ -361,11 +364,17 @@ class Checkpoints:
         if self._last is not None:
             self._last.tell()
 
-    def _give_up(self, error: BaseException) -> None:
+    def _give_up(self, error: BaseException | str) -> None:
         under_way = self._under_way
         assert under_way is not None
         under_way.saver.cancel()
-        self._end(under_way, CheckpointError(f"{under_way.saving.path}: the save was ended by {error!r}"))
+        self._end_by(under_way, error)
+
+    def _end_by(self, under_way: _UnderWay, error: BaseException | str) -> None:
+        """The save is over, because of what is raised in any case."""
+        saving = under_way.saving
+        self._end(under_way, CheckpointError(f"{saving.path}: the save was ended by {error!r}"))
+        saving.told = True
 
     def _discard(self, partials: list[Path]) -> None:
         if self._rank == 0 and self._directory is not None:

@@ -337,11 +337,9 @@ class Collectives:
             self._wait(work, what, "control")
 
     @property
-    def failure(self) -> DistributedError | None:
-        """What has ended this engine, here or on another rank, as far as is known."""
-        with contextlib.suppress(DistributedError):
-            self.check()
-        return self._failure
+    def failure(self) -> BaseException | str | None:
+        """What has ended this engine, if that was raised here."""
+        return self._failure or self.peers.failed_by
 
     def _wait(self, work: dist.Work, what: str, group: str, *, blocking: bool = True) -> None:
         with self._failing():

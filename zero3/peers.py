@@ -69,6 +69,7 @@ class Peers:
         self._patience = patience
         self._pid = os.getpid()
         self._closed = False
+        self.failed_by: BaseException | str | None = None  # on this rank
         self._final: tuple[Failure, str] | None = None  # what this rank was told, and what it then waited for
         self._heartbeat = Heartbeat(
             Board(store), rank, world_size, silence=silence, beat=self._beat, strict=on_lost is not None
@@ -138,6 +139,7 @@ class Peers:
         if os.getpid() != self._pid or self._closed:
             return
         self._closed = True
+        self.failed_by = error
         who, where = self._heartbeat.who(self.rank), self._heartbeat.beat().position()
         words = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self._heartbeat.settle(

@@ -1,0 +1,236 @@
+"""A rank that dies, freezes, raises or is slow while all save: the others hear of it, and the last good one loads."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiering.checkpoint.directory import CheckpointDirectory
+from tiering.checkpoint.integrity import damages
+from tiering.checkpoint.reader import open_checkpoint
+from zero3.checkpoint import Checkpoints
+from zero3.collectives import Collectives
+from zero3.saver import Saver
+
+from .pool import Pool, ended
+from .test_checkpoint import PLACES, Masters, names_in, same, train, trained
+from .test_lost import WATCHFUL, assert_named, die, fail, freeze, left_behind
+from .training import start
+
+Ranks = Callable[..., Pool]
+MOMENTS = ["before its files", "within its files", "behind its files", "told", "agreed"]
+ENDS = [(moment, victim) for moment in MOMENTS for victim in (1, 0)] + [("committed", 0)]
+COMMITTED = [("agreed", 1), ("committed", 0)]  # the first rank commits once all are known to have written
+SAVING = {"sub_group_size": 1000}  # some tiles, so that a file has some chunks
+
+
+def at(moment: str, end: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    """Let ``end`` happen at that ``moment`` of a save."""
+    chunks: list[int] = []
+
+    def around(owner: Any, name: str, before: Callable[..., bool], after: Callable[..., bool]) -> None:
+        function = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if before(*args):
+                end()
+            result = function(*args, **kwargs)
+            if after(*args):
+                end()
+            return result
+
+        patch.setattr(owner, name, wrapped)
+
+    def third(*_: Any) -> bool:
+        chunks.append(1)
+        return len(chunks) == 3
+
+    def no(*_: Any) -> bool:
+        return False
+
+    def yes(*_: Any) -> bool:
+        return True
+
+    if moment == "before its files":
+        around(Saver, "_save", yes, no)
+    elif moment == "within its files":
+        around(Saver, "_finish", third, no)
+    elif moment == "behind its files":
+        around(Saver, "_save", no, yes)
+    elif moment == "told":  # how many words each rank has, and not yet which
+        around(Collectives, "table", no, lambda self, mine, what: "save its part" in what)
+    elif moment == "agreed":
+        around(Checkpoints, "_together", lambda self, what, work: what.startswith("commit"), no)
+    elif moment == "committed":
+        around(CheckpointDirectory, "commit", no, yes)
+
+
+def save_twice(
+    rank: int,
+    nvme: Path,
+    directory: Path,
+    end: Callable[[], None],
+    moment: str,
+    victim: int,
+    background: bool,
+    **options: Any,
+) -> None:
+    """Train; the second save is the ``victim``'s last, if it is not another that ends it."""
+    engine = start(nvme, **(WATCHFUL | SAVING | options))
+    try:
+        train(engine, rank, range(1))
+        engine.save_checkpoint(directory, "good")
+        train(engine, rank, range(1, 2))
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == victim:
+                at(moment, end, patch)
+            engine.save_checkpoint(directory, "next", background=background)
+            for number in range(2, 50):
+                if rank == victim and moment == "in its own code" and number == 3:
+                    end()
+                train(engine, rank, range(number, number + 1))
+    except BaseException as error:
+        engine.__exit__(type(error), error, error.__traceback__)
+        error.add_note(f"left: {left_behind(nvme) + left_behind(directory)}")
+        raise
+
+
+def go_on(rank: int, nvme: Path, directory: Path, **options: Any) -> tuple[Masters, int]:
+    """Load what is there, and save once more."""
+    with start(nvme, other_seeds=True, **(SAVING | options)) as engine:
+        engine.load_checkpoint(directory)
+        masters, steps = engine.master_state_dict(), engine.global_steps
+        engine.save_checkpoint(directory, "later")
+        return masters, steps
+
+
+def assert_goes_on(pool: Pool, nvme: Path, directory: Path, tag: str, **options: Any) -> None:
+    """From the checkpoint ``tag``; and what the save that ended has left is gone after the next one."""
+    assert CheckpointDirectory(directory).latest() == tag
+    runs = pool.run(go_on, nvme, directory, **options)
+    wanted = pool.run(trained, nvme, 2 if tag == "next" else 1, SAVING | options)[0]
+    for masters, steps in runs:
+        assert steps == (2 if tag == "next" else 1)
+        assert same(masters, wanted)
+    assert names_in(directory) == {"good", tag, "later", "latest", ".lock"}
+    for saved in CheckpointDirectory(directory).tags():
+        assert list(damages(open_checkpoint(directory / saved.tag))) == []
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("moment", "victim"), ENDS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_that_is_killed_while_all_save(
+    doomed: Ranks,
+    ranks: Ranks,
+    nvme: Path,
+    tmp_path: Path,
+    place: str,
+    moment: str,
+    victim: int,
+    background: bool,
+) -> None:
+    pool, saved, options = doomed(2), tmp_path / "saved", PLACES[place]
+    pids = pool.pids
+    outcomes = pool.outcomes(save_twice, nvme, saved, die, moment, victim, background, **options)
+    assert outcomes[victim].exit_code == -signal.SIGKILL
+    assert_named(outcomes[1 - victim], "RankLostError", f"rank {victim}", str(pids[victim]))
+    pool.close()
+    assert ended(pids)
+    assert_goes_on(ranks(2), nvme, saved, "next" if (moment, victim) in COMMITTED else "good", **options)
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize(
+    ("moment", "background"), [("within its files", True), ("told", False), ("agreed", False)]
+)
+def test_a_rank_that_freezes_while_all_save(
+    doomed: Ranks, ranks: Ranks, nvme: Path, tmp_path: Path, victim: int, moment: str, background: bool
+) -> None:
+    pool, saved = doomed(2), tmp_path / "saved"
+    outcomes = pool.outcomes(save_twice, nvme, saved, freeze, moment, victim, background, frozen=[victim])
+    assert_named(outcomes[1 - victim], "RankLostError", f"rank {victim}")
+    pool.broken = True
+    pool.close()  # or it would come back to the lock that it holds
+    assert_goes_on(ranks(2), nvme, saved, "next" if (moment, victim) in COMMITTED else "good")
+
+
+@pytest.mark.parametrize("moment", ["in its own code", "agreed"])
+def test_a_rank_whose_own_code_raises_while_all_save(
+    doomed: Ranks, ranks: Ranks, nvme: Path, tmp_path: Path, moment: str
+) -> None:
+    """It is told of that, and of nothing that follows from it."""
+    pool, saved = doomed(2), tmp_path / "saved"
+    other, victim = pool.outcomes(save_twice, nvme, saved, fail, moment, 1, True)
+    assert victim.error is not None and victim.error.kind == "OwnError", victim.report()
+    assert "left: []" in victim.error.trace
+    assert_named(other, "RankLostError", "rank 1", "OwnError: the tokenizer is gone")
+    assert CheckpointDirectory(saved).partials() == []
+
+
+def close_at_once(rank: int, nvme: Path, directory: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        engine = start(nvme, **(WATCHFUL | SAVING))
+        if rank == 1:
+            at("within its files", die, patch)
+        engine.save_checkpoint(directory, background=True)
+        try:
+            engine.close()
+        except BaseException as error:
+            error.add_note(f"left: {left_behind(nvme) + left_behind(directory)}")
+            raise
+
+
+def test_a_rank_that_is_killed_while_another_closes(doomed: Ranks, nvme: Path, tmp_path: Path) -> None:
+    """Whose checkpoint is not there, then: its close() says so."""
+    other, _ = doomed(2).outcomes(close_at_once, nvme, tmp_path / "saved")
+    assert_named(other, "RankLostError", "rank 1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_three_ranks_name_the_one_that_was_killed(
+    doomed: Ranks, ranks: Ranks, nvme: Path, tmp_path: Path, moment: str, victim: int
+) -> None:
+    pool, saved = doomed(3), tmp_path / "saved"
+    for outcome in pool.outcomes(save_twice, nvme, saved, die, moment, victim, True):
+        if outcome.rank != victim:
+            assert_named(outcome, "RankLostError", f"rank {victim}")
+    pool.close()
+    assert [steps for _, steps in ranks(2).run(go_on, nvme, saved)] == [1, 1]
+
+
+def save_slowly(rank: int, nvme: Path, directory: Path, slow: int, delay: float, background: bool) -> Any:
+    """A rank whose disk is slow: the save takes it longer than anything that ranks wait for."""
+    finish = Saver._finish
+
+    def slowly(*given: Any) -> None:
+        time.sleep(delay if rank == slow else 0.0)
+        finish(*given)
+
+    times = {"distributed": {"timeout": 1.5, "silence": 5}}
+    with start(nvme, **times, **SAVING) as engine, pytest.MonkeyPatch.context() as patch:
+        train(engine, rank, range(1))
+        patch.setattr(Saver, "_finish", slowly)
+        saving = engine.save_checkpoint(directory, "slow", background=background)
+        if background:  # the next step waits for copies, and close() for the rest
+            train(engine, rank, range(1, 2))
+            saving.wait()
+        return saving.done, saving.seconds
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_that_takes_one_rank_longer_than_the_timeout(
+    ranks: Ranks, nvme: Path, tmp_path: Path, background: bool
+) -> None:
+    """A rank that waits for its disk moves as long as the disk does."""
+    saved = tmp_path / "saved"
+    for done, seconds in ranks(2).run(save_slowly, nvme, saved, 1, 0.05, background):
+        assert done and seconds > 3, "the save was not slow"
+    assert list(damages(open_checkpoint(saved / "slow"))) == []

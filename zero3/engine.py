@@ -37,7 +37,7 @@ from zero3.run_record import RunRecord
 from zero3.schedule import PassSchedule
 from zero3.state import TieredState
 from zero3.trace import StepTrace
-from zero3.update import Update
+from zero3.update import NOT_LOADED, Update
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ class Engine:
         self._pending_backward = False
         self._scaled = 0  # losses that were scaled and not sent backward yet
         self._syncing = True  # False inside no_sync
+        self._in_forward = False
         self._stop: StopRequest | None = None
         self._save: Callable[[], object] | None = None
         self._trace: StepTrace | None = None
@@ -125,12 +126,15 @@ class Engine:
         self._access.check_residents()
         if self.config.cast_inputs:
             args, kwargs = cast_floating((args, kwargs), COMPUTE_DTYPES[self.config.precision])
+        before, self._in_forward = self._in_forward, True
         with self._phase("forward"), autocast(self.config, self.device):
             try:
                 return self.module(*args, **kwargs)
             except BaseException:
                 self._schedule.abandon()
                 raise
+            finally:
+                self._in_forward = before
 
     def scale(self, loss: Tensor) -> Tensor:
         """``loss`` as its backward needs it: times the loss scale, divided by gradient_accumulation_steps.
@@ -374,7 +378,7 @@ class Engine:
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
-        tag: str | None = None,
+        tag: str | int | None = None,
         client_state: Mapping[str, Any] | None = None,
         *,
         save_latest: bool = True,
@@ -402,13 +406,18 @@ class Engine:
             )
         self._access.store_edits_of_residents()
         return self._checkpoints.save(
-            Path(save_dir), tag, client_state or {}, latest=save_latest, keep=keep, background=background
+            Path(save_dir),
+            None if tag is None else str(tag),
+            client_state or {},
+            latest=save_latest,
+            keep=keep,
+            background=background,
         )
 
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
-        tag: str | None = None,
+        tag: str | int | None = None,
         *,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
@@ -425,10 +434,17 @@ class Engine:
         """
         self._check_saved("load_checkpoint", loads=True)
         states = load_optimizer_states and not load_module_only
+        self._access.store_edits_of_residents()  # they count if nothing is loaded
+        self._updates.forget()
+        self._pending_backward = False
+        self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
         self._prefetcher.forget()
         self.optimizer.release_read_ahead()
         path, client_state = self._checkpoints.load(
-            Path(load_dir), tag, states=states, scheduler=load_lr_scheduler_states and not load_module_only
+            Path(load_dir),
+            None if tag is None else str(tag),
+            states=states,
+            scheduler=load_lr_scheduler_states and not load_module_only,
         )
         self._access.note_versions()
         return None if path is None else str(path), client_state
@@ -627,10 +643,12 @@ class Engine:
 
     def _check_saved(self, what: str, *, loads: bool = False) -> None:
         """Nothing is running that a save, or a load, would cut in two."""
-        if not loads or not self._updates.torn:
-            self._check_open(what)
+        self._check_open(what, loads=loads)
+        if self._in_forward or hooks.in_backward_pass():
+            raise EngineStateError(
+                f"{what} was called while a forward or backward is running; call it between steps"
+            )
         self._check_whole()
-        self._access.check_idle(what)
         if self._access.lending:
             raise EngineStateError(f"{what} was called inside tiering.gathered(); end that block first")
 
@@ -647,7 +665,7 @@ class Engine:
                 " to false to have them until step()"
             )
 
-    def _check_open(self, what: str) -> None:
+    def _check_open(self, what: str, *, loads: bool = False) -> None:
         if self._closed:
             raise EngineStateError(f"{what} was called after close(); initialize the model again")
         if self._collectives is not None:
@@ -660,7 +678,7 @@ class Engine:
         torn = self._updates.torn
         if not torn and self._updates.under_way and not hooks.in_backward_pass():
             torn = f"the backward of step {self._updates.steps + 1} has not ended"  # the user's own loss.backward()
-        if torn:
+        if torn and not (loads and torn == NOT_LOADED):
             raise EngineStateError(
                 f"{what} was called on parameters that are partly updated ({torn}); close the engine, and"
                 " initialize the model again from a checkpoint"

@@ -112,7 +112,14 @@ class RunState:
     def _restore_scheduler(self, shared: RankState) -> None:
         scheduler, saved = self._engine.lr_scheduler, _part(shared, "lr_scheduler")
         if scheduler is not None and saved is not None:
-            scheduler.load_state_dict(saved)
+            try:
+                scheduler.load_state_dict(saved)
+            except Exception as error:  # whatever a schedule of the user's makes of another one's state
+                raise CheckpointError(
+                    f"the learning rate schedule that was saved is none for this {type(scheduler).__name__}"
+                    f" ({type(error).__name__}: {error}): make the one of the run that saved, or load with"
+                    " load_lr_scheduler_states=False"
+                ) from error
         elif scheduler is not None or saved is not None:
             which = "engine has none" if scheduler is None else "checkpoint has none"
             log.log(

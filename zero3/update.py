@@ -27,6 +27,8 @@ from zero3.precision import LossScale
 log = logging.getLogger(__name__)
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+NOT_LOADED = "load_checkpoint did not end"
+"""Why parameters are torn that another load makes whole."""
 
 
 class _Backward(Enum):
@@ -161,6 +163,12 @@ class Update:
         if self.under_way:
             self.torn = self.torn or f"the backward of step {self.steps + 1} was ended by an exception"
             self._backward = _Backward.NOTHING
+
+    def forget(self) -> None:
+        """Parameters are about to be others: what was for the old ones is gone, graphs of them included."""
+        self._sink.reset()
+        self._backward = _Backward.NOTHING
+        _count_as_edits(self._groups)
 
     def run(self, loss: float | None, *, stop: int, saving: int) -> bool:
         """Use the gradients that are there, and forget them; False if the update was skipped.

@@ -35,6 +35,8 @@ _OTHERS = {
     "I64": torch.int64,
     "U64": torch.uint64,
     "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
 _DTYPES = _FLOATS | _OTHERS
 STORED_NAMES = {dtype: name for name, dtype in _DTYPES.items()}

@@ -5,6 +5,7 @@ nvme      where swap files may be
 steps     how many, of which those that an earlier start has saved are not repeated
 options   of the configuration
 kill      [rank, step]: that rank dies there, in the first start only
+saves     after each step, in the "foreground" or the "background"; "" none
 """
 
 from __future__ import annotations
@@ -27,13 +28,18 @@ RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def main(
-    out: str, nvme: str, steps: int, options: dict[str, Any], kill: tuple[int, int] | None = None
+    out: str,
+    nvme: str,
+    steps: int,
+    options: dict[str, Any],
+    kill: tuple[int, int] | None = None,
+    saves: str = "",
 ) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        trained = train(Path(out), Path(nvme), steps, options, kill)
+        trained = train(Path(out), Path(nvme), steps, options, kill, saves)
     except BaseException as error:
         write(Path(out) / f"error{RANK}", f"{type(error).__name__}: {error}".encode())
         raise
@@ -43,14 +49,17 @@ def main(
 
 
 def train(
-    out: Path, nvme: Path, steps: int, options: dict[str, Any], kill: tuple[int, int] | None
+    out: Path,
+    nvme: Path,
+    steps: int,
+    options: dict[str, Any],
+    kill: tuple[int, int] | None,
+    saves: str,
 ) -> Trained:
     first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     losses, norms = [], []
     with start(nvme, **options) as engine:
-        saved = out / "saved.pt"
-        if saved.exists():
-            resume(engine, torch.load(saved))
+        engine.load_checkpoint(out / "saved")
         for number, shares in enumerate(tokens(steps, WORLD_SIZE)):
             if number < engine.global_steps:
                 continue
@@ -61,36 +70,10 @@ def train(
                 os.kill(os.getpid(), signal.SIGKILL)
             engine.step()
             norms.append(engine.get_global_grad_norm())
-            save(engine, saved)
+            if saves:
+                engine.save_checkpoint(out / "saved", keep=2, background=saves == "background")
             write(out / f"step{RANK}", str(number + 1).encode())
         return left(engine, losses, norms)
-
-
-def save(engine: Any, path: Path) -> None:
-    """All of the state by its getters, which every rank calls; rank 0 writes."""
-    names = [name for name, _ in engine.module.named_parameters()]
-    state = {
-        "masters": engine.master_state_dict(),
-        "state": {
-            name: {key: engine.get_fp32_state(name, key) for key in engine.state_names} for name in names
-        },
-        "taken": dict(engine.optimizer.steps),
-        "steps": engine.global_steps,
-    }
-    if RANK == 0:
-        torch.save(state, path.with_suffix(".new"))
-        path.with_suffix(".new").rename(path)
-
-
-def resume(engine: Any, saved: dict[str, Any]) -> None:
-    for name, master in saved["masters"].items():
-        engine.set_fp32_parameter(name, master)
-        for key, value in saved["state"][name].items():
-            engine.set_fp32_state(name, key, value)
-    engine.optimizer.steps.update(saved["taken"])
-    engine._updates.steps = saved["steps"]
-    if RANK == 0:
-        print(f"resumed after step {saved['steps']}")
 
 
 def write(path: Path, content: bytes) -> None:

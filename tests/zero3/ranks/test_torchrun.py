@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from .pool import Pool
+from .test_checkpoint import names_in
 from .torchrun import Node, job, nodes, trained
 from .training import train
 
@@ -29,16 +30,19 @@ def test_one_node(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "nvme").iterdir()) == []
 
 
+@pytest.mark.parametrize(("saves", "resumed_at"), [("background", 2), ("foreground", 3)])
 def test_a_rank_that_dies_once_is_started_again_and_the_run_goes_on(
-    ranks: Ranks, nvme: Path, tmp_path: Path
+    ranks: Ranks, nvme: Path, tmp_path: Path, saves: str, resumed_at: int
 ) -> None:
-    """From what the script has saved, to the bits of a run in which nobody died."""
-    work = job(tmp_path, steps=5, kill=(1, 3), **STREAMED)
+    """From the last checkpoint that all had agreed on, to the bits of a run in which nobody died."""
+    work = job(tmp_path, steps=5, kill=(1, 3), saves=saves, **STREAMED)
     with nodes(Node([*STANDALONE, "--max-restarts=1"], work)) as (node,):
         assert node.wait() == 0, node.log
-    assert "resumed after step 3" in node.log
+    saved = tmp_path / "saved"
+    assert f"checkpoint {saved / f'global_step{resumed_at}'} loaded" in node.log
+    assert names_in(saved) == {"global_step4", "global_step5", "latest", ".lock"}
     for run, wanted in zip(trained(tmp_path), ranks(2).run(train, nvme, steps=5, **STREAMED), strict=True):
-        assert (run.losses, run.norms) == (wanted.losses[3:], wanted.norms[3:])
+        assert (run.losses, run.norms) == (wanted.losses[resumed_at:], wanted.norms[resumed_at:])
         run.losses, run.norms = wanted.losses, wanted.norms
         assert run.differing(wanted) == []
 

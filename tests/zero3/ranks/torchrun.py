@@ -76,10 +76,13 @@ def nodes(*started: Node) -> Iterator[tuple[Node, ...]]:
             node.end()
 
 
-def job(out: Path, steps: int = 3, kill: tuple[int, int] | None = None, **options: Any) -> dict[str, Any]:
+def job(
+    out: Path, steps: int = 3, kill: tuple[int, int] | None = None, saves: str = "", **options: Any
+) -> dict[str, Any]:
     nvme = out / "nvme"
     nvme.mkdir(parents=True, exist_ok=True)
-    return {"out": str(out), "nvme": str(nvme), "steps": steps, "options": options, "kill": kill}
+    rest = {"steps": steps, "options": options, "kill": kill, "saves": saves}
+    return {"out": str(out), "nvme": str(nvme), **rest}
 
 
 def trained(out: Path, world_size: int = 2) -> list[Trained]:

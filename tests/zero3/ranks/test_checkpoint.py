@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import tiering.checkpoint.directory
 import zero3.checkpoint
 import zero3.saver
 from tiering.checkpoint.directory import CheckpointDirectory
+from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import CheckpointError, SwapError
 from tiering.interrupts import EXIT_SAVED
 from zero3 import random_state
@@ -37,7 +39,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def train(engine: Any, rank: int, steps: range) -> None:
-    for number, shares in enumerate(tokens(steps.stop, 2)):
+    for number, shares in enumerate(tokens(steps.stop, int(os.environ["WORLD_SIZE"]))):
         if number in steps:
             engine.backward(engine(*shares[rank]))
             engine.step()
@@ -257,6 +259,7 @@ def damaged(rank: int, nvme: Path, directory: Path, options: dict[str, Any]) -> 
             lambda: train(engine, rank, range(1)),
             lambda: engine.load_checkpoint(directory if rank == 0 else directory / "good", "good"),
             lambda: engine.load_checkpoint(directory if rank == 0 else directory.parent),
+            lambda: load_another_save(engine, rank, directory),
             lambda: spoilt_load(engine, rank, directory),
         ):
             try:
@@ -268,6 +271,17 @@ def damaged(rank: int, nvme: Path, directory: Path, options: dict[str, Any]) -> 
         engine.load_checkpoint(directory, "good")
         train(engine, rank, range(1, 2))
         return [*seen, same(engine.master_state_dict(), wanted), engine.global_steps]
+
+
+def load_another_save(engine: Any, rank: int, directory: Path) -> None:
+    """Somebody has saved there between two ranks' looks."""
+
+    def opened(path: Path) -> Any:
+        found = open_checkpoint(path)
+        return replace(found, manifest=replace(found.manifest, created="later"))
+
+    with patched(zero3.checkpoint, "open_checkpoint", opened) if rank == 1 else given():
+        engine.load_checkpoint(directory, "good")
 
 
 def spoilt_load(engine: Any, rank: int, directory: Path) -> None:
@@ -289,13 +303,14 @@ def test_what_one_rank_cannot_load_is_told_to_all(
     ranks: Ranks, nvme: Path, tmp_path: Path, place: str
 ) -> None:
     for rank, seen in enumerate(ranks(2).run(damaged, nvme, tmp_path / "saved", PLACES[place])):
-        torn, trained, missing, elsewhere, spoilt, *end = seen
+        torn, trained, missing, elsewhere, another, spoilt, *end = seen
         assert torn.kind == "CheckpointError" and "exp_avg-00002-of-00002.safetensors" in torn.message
         assert ("rank 1 could not load the checkpoint" in torn.message) == (rank == 0)
         assert trained.kind == "EngineStateError" and "load_checkpoint did not end" in trained.message
         assert missing.kind == "CheckpointError"
         assert ("rank 1 could not find the checkpoint" in missing.message) == (rank == 0)
         assert elsewhere.kind == "CheckpointError" and "rank 1 None" in elsewhere.message
+        assert another.kind == "CheckpointError" and "ranks find different saves in" in another.message
         assert (
             "nobody foresaw this" in spoilt.message
             and spoilt.kind == ("CheckpointError", "RuntimeError")[rank]

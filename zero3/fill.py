@@ -129,6 +129,8 @@ class Fill:
         self._tiers.staging.drain()
 
     def _fill(self, group: ParamGroup, given: Mapping[nn.Parameter, Given]) -> None:
+        if self._collectives is not None:  # others that wait see that this rank moves
+            self._collectives.peers.note(f"filling {group.name!r}")
         kept = group.shard if group.sharded else group.layout
         params = dict(zip((piece.index for piece in group.layout.pieces), group.params, strict=True))
         home = _Home(self._tiers, group, kept.numel, {piece.index: piece for piece in kept.pieces})

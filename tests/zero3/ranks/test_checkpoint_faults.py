@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+import zero3.peers
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.integrity import damages
 from tiering.checkpoint.reader import open_checkpoint
 from zero3.checkpoint import Checkpoints
 from zero3.collectives import Collectives
+from zero3.fill import Fill
 from zero3.saver import Saver
 
 from .pool import Pool, ended
@@ -26,6 +28,7 @@ Ranks = Callable[..., Pool]
 MOMENTS = ["before its files", "within its files", "behind its files", "told", "agreed"]
 ENDS = [(moment, victim) for moment in MOMENTS for victim in (1, 0)] + [("committed", 0)]
 COMMITTED = [("agreed", 1), ("committed", 0)]  # the first rank commits once all are known to have written
+IMPATIENT = {"distributed": {"timeout": 2, "silence": 4}}
 SAVING = {"sub_group_size": 1000}  # some tiles, so that a file has some chunks
 
 
@@ -220,8 +223,8 @@ def save_slowly(rank: int, nvme: Path, directory: Path, slow: int, delay: float,
         time.sleep(delay if rank == slow else 0.0)
         finish(*given)
 
-    times = {"distributed": {"timeout": 1.5, "silence": 5}}
-    with start(nvme, **times, **SAVING) as engine, pytest.MonkeyPatch.context() as patch:
+    with start(nvme, **IMPATIENT, **SAVING) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero3.peers, "SLICE", 0.2)  # so that it is known soon whether somebody has moved
         train(engine, rank, range(1))
         patch.setattr(Saver, "_finish", slowly)
         saving = engine.save_checkpoint(directory, "slow", background=background)
@@ -229,6 +232,29 @@ def save_slowly(rank: int, nvme: Path, directory: Path, slow: int, delay: float,
             train(engine, rank, range(1, 2))
             saving.wait()
         return saving.done, saving.seconds
+
+
+def load_slowly(rank: int, nvme: Path, directory: Path, slow: int) -> float:
+    fill = Fill._fill
+
+    def slowly(*given: Any) -> None:
+        time.sleep(0.7 if rank == slow else 0.0)
+        fill(*given)
+
+    with start(nvme, **IMPATIENT, **SAVING) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero3.peers, "SLICE", 0.2)  # so that it is known soon whether somebody has moved
+        patch.setattr(Fill, "_fill", slowly)
+        began = time.monotonic()
+        engine.load_checkpoint(directory)
+        return time.monotonic() - began
+
+
+@pytest.mark.slow
+def test_a_load_that_takes_one_rank_longer_than_the_timeout(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    ranks(2).run(save_slowly, nvme, saved, 1, 0.0, False)
+    for seconds in ranks(2).run(load_slowly, nvme, saved, 1):
+        assert seconds > 3, "the load was not slow"
 
 
 @pytest.mark.parametrize("background", [True, False])

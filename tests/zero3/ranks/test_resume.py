@@ -39,6 +39,7 @@ SCALED = {
 CASES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0, "precision": "bf16"},
     "stage 0, nvme": {"stage": 0, "offload_optimizer": "nvme", "cache_in_host": False},
+    "stage 0, a client's optimizer": {"stage": 0, "rule": None, "client": torch.optim.RMSprop},
     "stage 1": {"stage": 1, "accumulation": 2},
     "stage 1, nvme": {"stage": 1, "offload_optimizer": "nvme", "cache_in_host": False, "precision": "bf16"},
     "stage 2": {"stage": 2, "precision": "bf16", "accumulation": 2, "state": "split+bf16"},
@@ -52,9 +53,18 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def begin(nvme: Path, build: Callable[[], nn.Module] = Model, data: Any = None, **options: Any) -> Any:
+def begin(
+    nvme: Path,
+    build: Callable[[], nn.Module] = Model,
+    data: Any = None,
+    client: Callable[..., Any] | None = None,
+    **options: Any,
+) -> Any:
+    """``client``: an optimizer of the user's, which steps itself."""
     settings = config(nvme, **({"precision": "fp32", "accumulation": 1, "threshold": 40} | options))
     given = {} if data is None else {"training_data": data}
+    if client is not None:
+        given["optimizer"] = lambda params: client(params, lr=1e-3)
     return tiering.initialize(model=build(), config=settings, **given).engine
 
 

@@ -3,8 +3,7 @@
     python bench/bench_checkpoint.py DIR [--cases foreground ranks background] [--rounds 5] [--save] [--quick]
                                      [--json FILE] [--markdown FILE]
 
-DIR is a directory on the disk to measure, with 16 GB free; with all cases it takes 24 GB of memory and a quarter of an
-hour.
+DIR is a directory on the disk to measure, with 16 GB free; with all cases it takes 24 GB of memory and twenty minutes.
 
 **Model.** The demo's GPT of 24 blocks, width 1024 (303 M parameters), bf16, AdamW: fp32 masters and both moments are
 3.6 GB. Ours trains by the configuration of bench_step.py, once with everything on NVMe and nothing cached, once with

@@ -24,7 +24,7 @@ FULL = Scale(
     rounds=5,
     host="1GiB",
     device="128MiB",
-    steps_on_nvme=6,
+    steps_on_nvme=4,
     steps_in_ram=20,
 )
 
@@ -32,7 +32,7 @@ QUICK = Scale(
     work=Work(width=256, layers=3, sequence=32, batch=1),
     rounds=1,
     host="20MiB",
-    device="12MiB",
+    device="16MiB",
     steps_on_nvme=3,
     steps_in_ram=3,
 )

@@ -96,11 +96,16 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """The factor, and what decides when it changes."""
-        return {"value": self.value, "clean": self._clean, "overflows_left": self._overflows_left}
+        return {
+            "dynamic": self.dynamic,
+            "value": self.value,
+            "clean": self._clean,
+            "overflows_left": self._overflows_left,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from ``state_dict``. A fixed factor stays what the configuration says."""
-        if self.dynamic:
+        """Go on from ``state_dict``. A fixed factor stays what the configuration says, and one is not gone on from."""
+        if self.dynamic and state_dict["dynamic"]:
             self.value = state_dict["value"]
             self._clean = state_dict["clean"]
             self._overflows_left = min(state_dict["overflows_left"], self._hysteresis)

@@ -62,12 +62,24 @@ class RunState:
 
     def check(self, shared: RankState, *, optimizer: bool) -> None:
         """CheckpointError if the engine cannot go on from it."""
+        if not optimizer:
+            return
+        counters = {"micro_steps": self._engine.micro_steps, **self._updates.state_dict()}
+        _check_like(_part(shared, "engine"), counters, "engine")
         saved, here = _part(shared, "param_groups"), self._engine.optimizer.param_groups
-        if optimizer and len(saved) != len(here):
+        _check_like(saved, [], "param_groups")
+        if len(saved) != len(here):
             raise CheckpointError(
                 f"the checkpoint has {len(saved)} param groups, and the optimizer {len(here)}: make it as it was made"
                 " for the run that saved, or load with load_optimizer_states=False"
             )
+        for number, (options, group) in enumerate(zip(saved, here, strict=True)):
+            _check_like(options, {}, f"param_groups[{number}]")
+            known = {name: value for name, value in _options(group).items() if name in options}
+            _check_like(options, known, f"param_groups[{number}]")
+        loader, data = self._engine.training_dataloader, _part(shared, "data")
+        if loader is not None and data is not None:
+            loader.check_state_dict(data)
 
     def restore(
         self, shared: RankState, own: RankState | None, *, optimizer: bool, scheduler: bool
@@ -79,7 +91,8 @@ class RunState:
         engine = self._engine
         counters = _part(shared, "engine")
         if optimizer:
-            engine.micro_steps = counters["micro_steps"]
+            micro_steps = counters["micro_steps"]  # of a run that accumulated otherwise, perhaps
+            engine.micro_steps = micro_steps - micro_steps % engine.config.gradient_accumulation_steps
             self._updates.load_state_dict(counters)
             self._restore_options(shared)
         if scheduler:
@@ -143,6 +156,32 @@ class RunState:
             if name not in each._non_persistent_buffers_set
         }
         return [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
+
+
+def _check_like(saved: Any, here: Any, where: str) -> None:
+    """CheckpointError unless ``saved`` can stand for what is ``here``: its keys, and values of their kinds."""
+    free = here is None or (
+        saved is None and _kind(here) is not float
+    )  # an option that is not set, here or there
+    if not free and _kind(saved) is not _kind(here):
+        raise CheckpointError(
+            f"{where} of the checkpoint is a {type(saved).__name__} where this engine has a {type(here).__name__}: it"
+            " is damaged, or of another kind of run; load another one (tag=)"
+        )
+    if isinstance(here, dict) and saved is not None:
+        for key, value in here.items():
+            if key not in saved:
+                raise CheckpointError(
+                    f"{where} of the checkpoint has no {key!r}: it is damaged; load another one (tag=)"
+                )
+            _check_like(saved[key], value, f"{where}[{key!r}]")
+
+
+def _kind(value: Any) -> type:
+    """Numbers are alike, whole or in a tensor; tuples come back as lists from a configuration."""
+    if isinstance(value, int | float | Tensor) and not isinstance(value, bool):
+        return float
+    return list if isinstance(value, tuple) else type(value)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -269,3 +269,26 @@ def test_whoever_loads_has_the_weights_to_the_bit_and_the_moments_but_for_roundi
             else:
                 assert torch.equal(moment, kept[name]), f"{name}, {here}"
         other.close()
+
+
+def test_a_run_of_another_precision_and_accumulation_takes_the_state_and_begins_its_own_counts(
+    begin: Begin, tmp_path: Path
+) -> None:
+    """A loss scale that was fixed says nothing about a dynamic one; an update begins with its first micro-batch."""
+    engine = begin(precision="bf16", accumulation=4)()
+    train(engine, range(12))
+    engine.save_checkpoint(tmp_path)
+    other = begin(precision="fp16", accumulation=5)()
+    scale = other.loss_scale.value
+    other.load_checkpoint(tmp_path)
+    assert other.loss_scale.value == scale > 1
+    assert other.global_steps == 3
+    train(other, range(4))
+    assert other.global_steps == 3
+    train(other, range(4, 5))
+    assert other.global_steps == 4
+    other.save_checkpoint(tmp_path / "other")
+    engine.load_checkpoint(tmp_path / "other")
+    assert engine.loss_scale.value == 1
+    train(engine, range(4))
+    assert engine.global_steps == 5

@@ -24,12 +24,14 @@ from tiering.checkpoint.reader import open_checkpoint
 from tiering.checkpoint.writer import naming
 from tiering.config import format_size
 from tiering.errors import CheckpointError, SwapError, TieringError, WeightsError
+from tiering.interrupts import deferred_interrupts
 from zero3.assembly import Assembly
 from zero3.restore import Restore, optimizer_name, rank_state
 from zero3.run_state import RankState, RunState
 from zero3.saver import Saver
 from zero3.share import Share
 from zero3.tiles import Tile
+from zero3.update import NOT_LOADED
 from zero3.weights import STORED_NAMES
 
 if TYPE_CHECKING:
@@ -39,9 +41,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-NOT_LOADED = "load_checkpoint did not end"
-"""Why parameters are torn that another load makes whole."""
 
 _SLICE = 0.1  # seconds after which a wait listens for Ctrl-C
 
@@ -143,9 +142,10 @@ class Checkpoints:
         tag = tag if tag is not None else f"global_step{self._updates.steps}"
         with self._standing_still():
             under_way = self._begin(save_dir, tag, client_state, latest, keep, began, background=background)
-            self._under_way = under_way
-            self._parts.optimizer.before_change = self._before_change
-            under_way.saver.start()
+            with deferred_interrupts():  # what is under way has begun
+                self._under_way = under_way
+                self._parts.optimizer.before_change = self._before_change
+                under_way.saver.start()
         if not background:
             self.finish()
             under_way.saving.wait()
@@ -183,10 +183,10 @@ class Checkpoints:
         """End what is under way, and let others save where this engine did. Raises the error that nobody was told."""
         try:
             failure = self._collectives.failure if self._collectives is not None else None
-            if failure is not None and self._under_way is not None:
-                self._give_up(failure)
-            else:
+            if failure is None:
                 self._end_earlier()
+            elif self._under_way is not None:
+                self._give_up(failure)
         finally:
             if self._directory is not None:
                 self._directory.close()
@@ -328,9 +328,10 @@ class Checkpoints:
         saver = under_way.saver
         saver.join()
         try:
-            self._together("save its part of the checkpoint", saver.result)
-            if self._collectives is not None:
-                self._together("commit the checkpoint", self._commit if self._rank == 0 else lambda: None)
+            with self._standing_still():
+                self._together("save its part of the checkpoint", saver.result)
+                if self._collectives is not None:
+                    self._together("commit the checkpoint", self._commit if self._rank == 0 else lambda: None)
         except CheckpointError as error:
             self._end(under_way, error)
         except BaseException as error:  # a rank is lost, Ctrl-C

@@ -127,8 +127,8 @@ def assert_goes_on(pool: Pool, nvme: Path, directory: Path, tag: str, **options:
         assert list(damages(open_checkpoint(directory / saved.tag))) == []
 
 
-@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(("moment", "victim"), ENDS)
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_is_killed_while_all_save(
     doomed: Ranks,

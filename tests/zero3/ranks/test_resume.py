@@ -38,7 +38,6 @@ SCALED = {
 }  # most steps before the save are skipped
 CASES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0, "precision": "bf16"},
-    "stage 0, nvme": {"stage": 0, "offload_optimizer": "nvme", "cache_in_host": False},
     "stage 0, a client's optimizer": {"stage": 0, "rule": None, "client": torch.optim.RMSprop},
     "stage 1": {"stage": 1, "accumulation": 2},
     "stage 1, nvme": {"stage": 1, "offload_optimizer": "nvme", "cache_in_host": False, "precision": "bf16"},

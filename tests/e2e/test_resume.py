@@ -1,0 +1,125 @@
+"""A run that saves now and then is killed at random moments and started again, and ends as the one that was not.
+
+Each life is a fork of one program, which has imported torch once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = """
+import hashlib, json, os, random, signal, sys, time
+from pathlib import Path
+import torch
+import tiering
+from tests.zero3.conftest import config
+from tests.zero3.resuming import Model, tokens
+
+os.environ["TIERING_DEVICE"] = "cpu"
+case = json.loads(sys.argv[1])
+root, kills, dice = Path(case["root"]), case["kills"], random.Random(case["seed"])
+STEPS = 24
+
+def digest(engine):
+    sums = hashlib.sha256()
+    for name, value in sorted({**engine.state_dict(), **engine.master_state_dict()}.items()):
+        sums.update(name.encode() + value.float().numpy().tobytes())
+    for name, param in engine.module.named_parameters():
+        for kind in engine.state_names if param.requires_grad else ():
+            sums.update(engine.get_fp32_state(name, kind).numpy().tobytes())
+    return sums.hexdigest() + str(engine.global_steps)
+
+def life(directory, seed, told):
+    torch.set_num_threads(1)
+    saves = random.Random(seed)
+    torch.manual_seed(1)
+    settings = config(root, accumulation=1, threshold=40, **case["options"])
+    with tiering.initialize(model=Model(), config=settings).engine as engine:
+        torch.manual_seed(100 + seed)  # what a checkpoint does not bring back would show
+        engine.load_checkpoint(directory)
+        began = engine.global_steps
+        if not began:
+            torch.manual_seed(2)
+        for number in range(began, STEPS):
+            engine.backward(engine(tokens(number)))
+            engine.step()
+            if saves.random() < 0.4:
+                engine.save_checkpoint(directory, background=saves.random() < 0.5, keep=2)
+        ended = digest(engine)
+    told.write_text(json.dumps([ended, began]))
+
+def born(*arguments):
+    child = os.fork()
+    if not child:
+        try:
+            life(*arguments)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    return child
+
+def ended(child):
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL), f"a life ended with status {status}"
+    return status == 0
+
+began = time.monotonic()
+assert ended(born(root / "straight", 0, root / "straight.json"))
+span = time.monotonic() - began
+killed = 0
+while True:
+    child = born(root / "killed", 1 + killed, root / "killed.json")
+    if killed < kills:
+        time.sleep(dice.uniform(0.2, 0.8) * span)
+        os.kill(child, signal.SIGKILL)
+    if ended(child):
+        if killed >= kills:
+            break
+        (root / "killed.json").unlink()  # it was faster than the kill: again, from its last checkpoint
+    killed += 1
+straight, _ = json.loads((root / "straight.json").read_text())
+resumed, at = json.loads((root / "killed.json").read_text())
+left = sorted(path.name for path in (root / "killed").iterdir() if path.name.endswith("partial"))
+print(json.dumps({"same": straight == resumed, "resumed at": at, "left": left}))
+"""
+
+PLACES = {
+    "memory": {"precision": "fp32"},
+    "nvme": {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False, "state": "split"},
+}
+
+
+def told(tmp_path: Path, place: str, kills: int, seed: int) -> dict[str, object]:
+    case = {"root": str(tmp_path), "kills": kills, "seed": seed, "options": PLACES[place]}
+    ran = subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps(case)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, object] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path: Path, place: str) -> None:
+    found = told(tmp_path, place, 4, 20261122)
+    assert found["same"]
+    assert found["resumed at"], "it began anew: nothing was saved"
+    assert found["left"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_that_is_killed_fifty_times(tmp_path: Path, place: str, seed: int) -> None:
+    assert told(tmp_path, place, 50, seed)["same"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from functools import partial
@@ -86,7 +87,9 @@ def compare(
 ) -> dict[str, Any]:
     """For each case what differs between a straight run and one that was interrupted."""
     found = {}
-    for name, options in cases.items():
+    for name, given in cases.items():
+        budget = f"{200 * int(os.environ['WORLD_SIZE'])}KiB"  # of all ranks
+        options = given | ({"host_budget": budget} if "host_budget" in given else {})
         make, teach = partial(begin, nvme, **options), partial(own, rank)
         accumulated = options.get("accumulation", 1)
         wanted = straight(make, 6 * accumulated, teach)

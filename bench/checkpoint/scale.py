@@ -13,8 +13,8 @@ class Scale:
 
     work: Work
     rounds: int
-    host: str  # budgets of the side that has everything on NVMe; of all its ranks together
-    device: str
+    host: str  # budgets of sides that have everything on NVMe: of all ranks together
+    device: int  # and of each, in bytes
     steps_on_nvme: int
     steps_in_ram: int
 
@@ -23,7 +23,7 @@ FULL = Scale(
     work=Work(width=1024, layers=24, sequence=32, batch=1),
     rounds=5,
     host="1GiB",
-    device="128MiB",
+    device=128 << 20,
     steps_on_nvme=4,
     steps_in_ram=20,
 )
@@ -32,7 +32,7 @@ QUICK = Scale(
     work=Work(width=256, layers=3, sequence=32, batch=1),
     rounds=1,
     host="20MiB",
-    device="16MiB",
+    device=8 << 20,
     steps_on_nvme=3,
     steps_in_ram=3,
 )

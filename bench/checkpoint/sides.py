@@ -15,7 +15,7 @@ RANKS = 2
 
 def on_nvme(scale: Scale, ranks: int = 1) -> Spec:
     """Parameters and optimizer state on NVMe, nothing of them cached."""
-    budgets = {"cache_in_host": False, "host_budget": scale.host, "device_budget": scale.device}
+    budgets = {"cache_in_host": False, "host_budget": scale.host, "device_budget": ranks * scale.device}
     name = NVME if ranks == 1 else f"{NVME}, {ranks} ranks"
     return Spec(name, "ours", scale.work, ranks, {"tiering": budgets})
 

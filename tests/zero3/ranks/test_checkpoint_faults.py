@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -266,3 +269,53 @@ def test_a_save_that_takes_one_rank_longer_than_the_timeout(
     for done, seconds in ranks(2).run(save_slowly, nvme, saved, 1, 0.05, background):
         assert done and seconds > 3, "the save was not slow"
     assert list(damages(open_checkpoint(saved / "slow"))) == []
+
+
+STEPS = 30
+
+
+def endure(rank: int, nvme: Path, directory: Path, background: bool) -> tuple[Masters, int]:
+    """Go on from what is there to the end, and save after each step."""
+    with start(nvme, **(WATCHFUL | SAVING)) as engine:
+        engine.load_checkpoint(directory)
+        began = engine.global_steps
+        for number in range(began, STEPS):
+            train(engine, rank, range(number, number + 1))
+            engine.save_checkpoint(directory, keep=2, background=background)
+        return engine.master_state_dict(), began
+
+
+def kill_soon(pid: int, directory: Path, delay: float) -> None:
+    """Some time after the next checkpoint has appeared."""
+    latest = directory / "latest"
+    before = latest.read_bytes() if latest.exists() else b""
+    while not latest.exists() or latest.read_bytes() == before:
+        time.sleep(0.001)
+    time.sleep(delay)
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_are_killed_at_any_moment_come_to_the_same_end(
+    doomed: Ranks, ranks: Ranks, nvme: Path, tmp_path: Path, seed: int, background: bool
+) -> None:
+    chance, saved = random.Random(seed), tmp_path / "saved"
+    for _ in range(6):
+        pool, victim = doomed(2), chance.randrange(2)
+        killer = threading.Thread(
+            target=kill_soon, args=(pool.pids[victim], saved, chance.uniform(0, 0.15)), daemon=True
+        )
+        killer.start()
+        outcomes = pool.outcomes(endure, nvme, saved, background)
+        killer.join()
+        assert outcomes[victim].exit_code == -signal.SIGKILL, outcomes[victim].report()
+        survivor = outcomes[1 - victim]
+        assert survivor.error is not None and survivor.error.kind == "RankLostError", survivor.report()
+        pool.broken = True
+        pool.close()
+    wanted = ranks(2).run(trained, nvme, STEPS, SAVING)[0]
+    for masters, began in ranks(2).run(endure, nvme, saved, background):
+        assert began >= 6 and same(masters, wanted)
+    assert names_in(saved) == {f"global_step{STEPS - 1}", f"global_step{STEPS}", "latest", ".lock"}

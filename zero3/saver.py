@@ -87,6 +87,18 @@ class Saver(threading.Thread):
         self._ready = _mark(tiers.device)
         self._reads = Arena.map(AHEAD * WINDOW, "checkpoint")
 
+    def start(self) -> None:
+        """As any thread's; where none is to be had, the save has ended before it has begun."""
+        try:
+            super().start()
+        except RuntimeError as error:
+            self._end(error)
+
+    def join(self, timeout: float | None = None) -> None:
+        """As any thread's, also of one that was not to be had."""
+        if self.ident is not None:
+            super().join(timeout)
+
     @property
     def over(self) -> bool:
         """Whether it has ended, well or not."""
@@ -126,11 +138,15 @@ class Saver(threading.Thread):
                 self._save(output)
             self._written()
         except BaseException as error:
-            self.error = error
-        finally:
-            self._reads.forget_memory()
-            self._over = True
-            self._let_all_change()
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        self.error = error
+        self._reads.forget_memory()
+        self._over = True
+        self._let_all_change()
 
     def _save(self, output: Output) -> None:
         files = {kind: self._share.tensors(kind) for kind in self._share.kinds}

@@ -168,7 +168,7 @@ def test_what_changes_otherwise_waits_too(
     }
     for name, change in changes.items():
         before = Left.by(engine)
-        with holding(monkeypatch, 3) as let:
+        with holding(monkeypatch, 0) as let:
             saving = engine.save_checkpoint(tmp_path / "saved", name, background=True)
             timer = threading.Timer(0.1, let.set)
             timer.start()

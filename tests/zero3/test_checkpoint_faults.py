@@ -120,6 +120,25 @@ def test_state_that_cannot_be_read_is_not_saved_and_the_parameter_is_named(
         engine.close()
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_thread_that_is_not_to_be_had_is_told_and_the_next_save_goes_well(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    engine = begin(start)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "_start_new_thread", _no_thread)
+        with pytest.raises(CheckpointError, match="can't start new thread"):
+            engine.save_checkpoint(tmp_path / "saved", background=background).wait()
+    assert entries(tmp_path / "saved") == []
+    train(engine, range(1))
+    engine.save_checkpoint(tmp_path / "saved", background=background).wait()
+    assert entries(tmp_path / "saved") == ["global_step1", "latest"]
+
+
+def _no_thread(*_: Any, **__: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_client_state_without_plain_form_leaves_nothing(start: Start, tmp_path: Path) -> None:
     engine = begin(start)
     with pytest.raises(TieringError, match=r"client_state\['progress'\]\[1\] is of class builtins.object"):

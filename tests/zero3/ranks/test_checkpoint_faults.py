@@ -24,7 +24,7 @@ from zero3.saver import Saver
 
 from .pool import Pool, ended
 from .test_checkpoint import PLACES, Masters, names_in, same, train, trained
-from .test_lost import WATCHFUL, assert_named, die, fail, freeze, left_behind
+from .test_lost import SOON, WATCHFUL, assert_named, die, fail, freeze, left_behind
 from .training import start
 
 Ranks = Callable[..., Pool]
@@ -216,6 +216,27 @@ def test_three_ranks_name_the_one_that_was_killed(
     pool.close()
     steps = 2 if (moment, min(victim, 1)) in COMMITTED else 1
     assert [loaded for _, loaded in ranks(2).run(go_on, nvme, saved)] == [steps, steps]
+
+
+def leave_out(rank: int, nvme: Path, directory: Path, load: bool, **options: Any) -> None:
+    """Only the first rank saves, or loads."""
+    with start(nvme, **(WATCHFUL | options)) as engine:
+        train(engine, rank, range(1))
+        if rank == 0:
+            engine.load_checkpoint(directory) if load else engine.save_checkpoint(directory)
+        train(engine, rank, range(1, 5))
+
+
+@pytest.mark.parametrize("load", [False, True])
+@pytest.mark.parametrize("stage", [3, 0])
+def test_a_rank_that_leaves_out_a_save(
+    doomed: Ranks, nvme: Path, tmp_path: Path, stage: int, load: bool
+) -> None:
+    """As "if rank == 0: engine.save_checkpoint(DIR)", which other libraries want."""
+    what = "find the checkpoint" if load else "begin a checkpoint"
+    for outcome in doomed(2).outcomes(leave_out, nvme, tmp_path, load, stage=stage):
+        assert outcome.error is not None and outcome.error.kind == "RankOrderError", outcome.report()
+        assert what in outcome.error.message and outcome.seconds < SOON
 
 
 def save_slowly(rank: int, nvme: Path, directory: Path, slow: int, delay: float, background: bool) -> Any:

@@ -392,10 +392,10 @@ class Engine:
         all, whatever ends the process or the machine. ``save_latest`` makes it what ``load_checkpoint`` takes; ``keep``
         leaves that many checkpoints in the directory, the newest.
 
-        In the ``background`` training goes on meanwhile: a step waits for what it is about to change to be copied, as do
-        edits in ``gathered``; edits in place outside of it are seen too late, and may get into the checkpoint. The
-        checkpoint is there when the returned Saving is ``done``; an error is logged, and raised by its ``wait``, by the
-        next save or by ``close``, whichever comes first.
+        In the ``background`` training goes on meanwhile: a step waits for what it is about to change to be copied, and
+        so do edits in ``gathered``; others in place are seen too late, and may get into the checkpoint. The checkpoint
+        is there when the returned Saving is ``done``; an error is logged, and raised by its ``wait``, by the next save
+        or by ``close``, whichever comes first.
 
         Between steps, by all ranks together. CheckpointError, on all ranks, if one cannot save: training can go on.
         """

@@ -97,6 +97,8 @@ class RunState:
             self._restore_options(shared)
         if scheduler:
             self._restore_scheduler(shared)
+            if not optimizer:
+                self._follow_schedule()
         mine = own or shared
         if optimizer:
             self._restore_data(mine)
@@ -140,6 +142,16 @@ class RunState:
                 "the learning rate scheduler is not restored, because the %s",
                 which,
             )
+
+    def _follow_schedule(self) -> None:
+        """Options have not come with the state, and many a schedule goes on from the rate that it finds."""
+        scheduler = self._engine.lr_scheduler
+        if scheduler is not None:
+            for group, rate in zip(self._engine.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
 
     def _restore_data(self, mine: RankState) -> None:
         loader, saved = self._engine.training_dataloader, _part(mine, "data")

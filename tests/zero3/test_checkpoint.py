@@ -292,3 +292,22 @@ def test_a_run_of_another_precision_and_accumulation_takes_the_state_and_begins_
     assert engine.loss_scale.value == 1
     train(engine, range(4))
     assert engine.global_steps == 5
+
+
+def test_parameters_and_schedule_are_taken_without_the_optimizers_state(begin: Begin, tmp_path: Path) -> None:
+    """A schedule that goes on from the rate in the param groups finds the one at which it was saved."""
+    make = begin(given=lambda _: {"lr_scheduler": SCHEDULERS["CosineAnnealingWarmRestarts"]})
+    engine = make()
+    train(engine, range(3))
+    engine.save_checkpoint(tmp_path)
+    masters, rate = engine.master_state_dict(), engine.optimizer.param_groups[0]["lr"]
+    other = make()
+    first = other.optimizer.param_groups[0]["lr"]
+    other.load_checkpoint(tmp_path, load_module_only=True)
+    assert other.optimizer.param_groups[0]["lr"] == first != rate
+    assert other.lr_scheduler.last_epoch == other.global_steps == 0
+    other.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert other.optimizer.param_groups[0]["lr"] == rate
+    assert other.lr_scheduler.last_epoch == 3
+    assert all(torch.equal(masters[name], master) for name, master in other.master_state_dict().items())
+    assert not any(moment.any() for moment in moments(other).values())

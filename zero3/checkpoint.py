@@ -314,7 +314,7 @@ class Checkpoints:
         """All ranks have written their files: rank 0 makes them a checkpoint."""
         under_way = self._under_way
         assert under_way is not None and self._directory is not None
-        with naming(under_way.partial / MANIFEST, 0):
+        with naming(under_way.partial / MANIFEST):
             files = self._files(under_way.partial)
             replace(under_way.manifest, files=files).write(under_way.partial)
         self._directory.commit(

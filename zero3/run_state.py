@@ -7,14 +7,14 @@ All of it is plain (see plain.py). What ranks share is taken from rank 0 when it
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tiering import logs
-from tiering.errors import CheckpointError
+from tiering.errors import CheckpointError, ConfigError
 from zero3 import plain, random_state
 from zero3.client_optimizer import ClientOptimizer
 
@@ -23,6 +23,20 @@ if TYPE_CHECKING:
     from zero3.update import Update
 
 log = logging.getLogger(__name__)
+
+# Options that say how this optimizer works, and not where its run was: they are not taken over.
+_ITS_OWN = frozenset(
+    {
+        *("state_format", "stochastic_rounding", "decoupled_weight_decay"),
+        *("fused", "foreach", "capturable", "differentiable"),
+    }
+)
+_OWNERS = {
+    "lr_scheduler": "the learning rate schedule's state_dict()",
+    "optimizer": "the optimizer's state_dict()",
+    "param_groups": "the optimizer's param_groups",
+    "extra_state": "a module's get_extra_state()",
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,7 @@ class RunState:
     def __init__(self, engine: Engine, updates: Update) -> None:
         self._engine = engine
         self._updates = updates
+        self._name_of: dict[nn.Parameter, str] = {}
 
     def collect(self, client_state: Mapping[str, Any]) -> RankState:
         """All of it, as it is now. ConfigError, naming the place, for what has no plain form."""
@@ -50,14 +65,28 @@ class RunState:
         loader, scheduler, optimizer = engine.training_dataloader, engine.lr_scheduler, engine.optimizer
         found = {
             "engine": {"micro_steps": engine.micro_steps, **self._updates.state_dict()},
-            "param_groups": [_options(group) for group in optimizer.param_groups],
+            "param_groups": [
+                {"options": _options(group), "names": self._names(group)} for group in optimizer.param_groups
+            ],
             "optimizer": optimizer.client.state_dict() if isinstance(optimizer, ClientOptimizer) else None,
-            "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+            "lr_scheduler": None
+            if scheduler is None
+            else {"class": type(scheduler).__name__, "state": scheduler.state_dict()},
+            "extra_state": {name: module.get_extra_state() for name, module in self._with_extra_state()},
             "data": None if loader is None else loader.state_dict(),
             "random": random_state.capture(),
             "client_state": dict(client_state),
         }
-        content = {name: plain.encode(value, tensors, name) for name, value in found.items()}
+        content = {}
+        for name, value in found.items():
+            try:
+                content[name] = plain.encode(value, tensors, name)
+            except ConfigError as error:
+                if name in _OWNERS:
+                    error.add_note(
+                        f"{name} is what {_OWNERS[name]} gave: let it give plain values, or leave it out"
+                    )
+                raise
         return RankState({"buffers": buffers, **content}, tensors)
 
     def check(self, shared: RankState, *, optimizer: bool) -> None:
@@ -68,15 +97,22 @@ class RunState:
         _check_like(_part(shared, "engine"), counters, "engine")
         saved, here = _part(shared, "param_groups"), self._engine.optimizer.param_groups
         _check_like(saved, [], "param_groups")
+        as_saved = "make the optimizer as it was made for the run that saved, or load with load_optimizer_states=False"
         if len(saved) != len(here):
             raise CheckpointError(
-                f"the checkpoint has {len(saved)} param groups, and the optimizer {len(here)}: make it as it was made"
-                " for the run that saved, or load with load_optimizer_states=False"
+                f"the checkpoint has {len(saved)} param groups, and the optimizer {len(here)}: {as_saved}"
             )
-        for number, (options, group) in enumerate(zip(saved, here, strict=True)):
-            _check_like(options, {}, f"param_groups[{number}]")
-            known = {name: value for name, value in _options(group).items() if name in options}
+        groups_here = {name: number for number, group in enumerate(here) for name in self._names(group)}
+        for number, (group, ours) in enumerate(zip(saved, here, strict=True)):
+            _check_like(group, {"options": {}, "names": []}, f"param_groups[{number}]")
+            options = group["options"]
+            known = {name: value for name, value in _options(ours).items() if name in options}
             _check_like(options, known, f"param_groups[{number}]")
+            for name in group["names"]:
+                if groups_here.get(name, number) != number:
+                    raise CheckpointError(
+                        f"{name!r} was in param group {number} and is in group {groups_here[name]} here: {as_saved}"
+                    )
         loader, data = self._engine.training_dataloader, _part(shared, "data")
         if loader is not None and data is not None:
             loader.check_state_dict(data)
@@ -100,6 +136,7 @@ class RunState:
             if not optimizer:
                 self._follow_schedule()
         mine = own or shared
+        self._restore_extra_state(mine)
         if optimizer:
             self._restore_data(mine)
             if own is not None:
@@ -121,14 +158,28 @@ class RunState:
                     " load_optimizer_states=False"
                 )
             optimizer.load_state_dict(client)
-        for group, options in zip(optimizer.param_groups, _part(shared, "param_groups"), strict=True):
-            group.update(options)
+        for number, group in enumerate(_part(shared, "param_groups")):
+            ours, saved = optimizer.param_groups[number], group["options"]
+            for name in sorted(_ITS_OWN & saved.keys() & ours.keys()):
+                if saved[name] != ours[name]:
+                    log.log(
+                        logs.once(logging.WARNING),
+                        "param group %d was saved with %s %r, and goes on with %r, as this optimizer was made",
+                        *(number, name, saved[name], ours[name]),
+                    )
+            ours.update({name: value for name, value in saved.items() if name not in _ITS_OWN})
 
     def _restore_scheduler(self, shared: RankState) -> None:
         scheduler, saved = self._engine.lr_scheduler, _part(shared, "lr_scheduler")
         if scheduler is not None and saved is not None:
+            here = type(scheduler).__name__
+            if saved["class"] != here:
+                raise CheckpointError(
+                    f"a {saved['class']} was saved, and the schedule here is a {here}: make the one of the"
+                    " run that saved, or load with load_lr_scheduler_states=False"
+                )
             try:
-                scheduler.load_state_dict(saved)
+                scheduler.load_state_dict(saved["state"])
             except Exception as error:  # whatever a schedule of the user's makes of another one's state
                 raise CheckpointError(
                     f"the learning rate schedule that was saved is none for this {type(scheduler).__name__}"
@@ -157,6 +208,28 @@ class RunState:
         loader, saved = self._engine.training_dataloader, _part(mine, "data")
         if loader is not None and saved is not None:
             loader.load_state_dict(saved)
+
+    def _restore_extra_state(self, mine: RankState) -> None:
+        saved = _part(mine, "extra_state")
+        for name, module in self._with_extra_state():
+            if name in saved:
+                module.set_extra_state(saved.pop(name))
+            else:
+                log.warning("the checkpoint has no extra state for module %r: it keeps its own", name)
+        if saved:
+            log.warning("the checkpoint has extra state that no module here takes: %s", ", ".join(saved))
+
+    def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules that give their ``state_dict`` more than parameters and buffers."""
+        for name, module in self._engine.module.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                yield name, module
+
+    def _names(self, group: Mapping[str, Any]) -> list[str]:
+        """Of a param group's parameters."""
+        if not self._name_of:
+            self._name_of = {param: name for name, param in self._engine.module.named_parameters()}
+        return [self._name_of[param] for param in group["params"] if param in self._name_of]
 
     def _buffers(self) -> list[tuple[str, Tensor]]:
         """Persistent buffers, by the first name of each."""

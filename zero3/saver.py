@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -38,11 +38,15 @@ WRITING = 4  # windows on their way to disk, beside one for each file
 
 @dataclass
 class _Reading:
-    """A chunk, and the window in which its bytes arrive, if they are on NVMe: the source's first."""
+    """A chunk, and the window in which its bytes arrive, if they are on NVMe: the source's first.
+
+    ``copied`` is what comes from a GPU, where it arrives, and the copy's end.
+    """
 
     chunk: Chunk
     window: Lease | None
     tickets: list[Transfer]
+    copied: list[tuple[Range, Tensor, torch.cuda.Event]] = field(default_factory=list)
 
     def settle(self) -> None:
         """Wait until the memory is nobody's, whatever became of the transfers."""
@@ -80,11 +84,11 @@ class Saver(threading.Thread):
         self._io = io
         self._written = written
         self._change = threading.Condition()
-        self._copied: set[Tile] = set()
+        self._copied: set[Tile] = set(share.not_here)
         self._copied_all = False
         self._over = False
         self._cancelled = False
-        self._ready = _mark(tiers.device)
+        self._copies = _Copies(tiers.device) if tiers.device.type == "cuda" else None
         self._reads = Arena.map(AHEAD * WINDOW, "checkpoint")
 
     def start(self) -> None:
@@ -180,14 +184,12 @@ class Saver(threading.Thread):
             if sums is not None:
                 sums.abandon()
             raise
-        with naming(self._path("rank", "json"), 0):
+        with naming(self._path("rank", "json")):
             plain = write_sealed(self._path("rank", "json"), self._state.content)
         self.nbytes = sums.nbytes + plain + sum(writer.nbytes for writer in writers.values())
 
     def _copy(self, writers: Mapping[str, TensorFileWriter]) -> None:
         """All chunks, each to its file, while the next ones are being read."""
-        if self._ready is not None:
-            self._ready.synchronize()
         reading: deque[_Reading] = deque()
         try:
             for chunk in self._share.chunks():
@@ -211,6 +213,10 @@ class Saver(threading.Thread):
         # Of one size each: whatever order they come free in, the next one fits.
         window = self._reads.lease(WINDOW, "state", alone=True) if sources else None
         reading, at = _Reading(chunk, window, []), 0
+        if self._copies is not None:
+            for source in (chunk.source, chunk.upper):
+                if source is not None and source.home.tensor is not None and not source.home.on_host:
+                    reading.copied.append((source, *self._copies.begin(source)))
         try:
             for source in sources:
                 assert self._tiers.swap is not None and window is not None and source.home.extent is not None
@@ -233,10 +239,10 @@ class Saver(threading.Thread):
         except BaseException:
             reading.settle()
             raise
-        content = _content(chunk.source, reading.window, 0)
+        content = _content(chunk.source, reading, 0)
         if chunk.upper is not None:
             at = chunk.source.nbytes if chunk.source.home.extent is not None else 0
-            content = _joined(_content(chunk.upper, reading.window, at), content)
+            content = _joined(_content(chunk.upper, reading, at), content)
         elements = content.view(chunk.dtype)
         for first, numel in chunk.parts:
             writers[chunk.kind].append(_bytes(elements[first : first + numel]))
@@ -257,12 +263,16 @@ class Saver(threading.Thread):
         return self._directory / file_name(kind, *self._standing, suffix)
 
 
-def _content(source: Range, window: Lease | None, at: int) -> Tensor:
-    """The bytes of ``source``, on the CPU: in memory, or at ``at`` of the window."""
-    if source.home.tensor is None:
-        assert window is not None
-        return as_tensor(window)[at : at + source.nbytes]
-    return source.home.tensor[source.offset : source.offset + source.nbytes].cpu()
+def _content(source: Range, reading: _Reading, at: int) -> Tensor:
+    """The bytes of ``source``, on the CPU: in memory, from a GPU, or at ``at`` of the window."""
+    for on_gpu, content, arrived in reading.copied:
+        if on_gpu is source:
+            arrived.synchronize()
+            return content
+    if source.home.tensor is not None:
+        return source.home.tensor[source.offset : source.offset + source.nbytes]
+    assert reading.window is not None
+    return as_tensor(reading.window)[at : at + source.nbytes]
 
 
 def _joined(upper: Tensor, lower: Tensor) -> Tensor:
@@ -276,10 +286,26 @@ def _bytes(tensor: Tensor) -> np.ndarray:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """What a GPU has been told so far: its end can be waited for."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
+class _Copies:
+    """Copies of a GPU's memory, in the order in which they begin, beside the compute that goes on meanwhile.
+
+    Before they begin, the device does all that it has been told until now.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        # Two for each chunk that is read, where masters are split; and those of one that is being taken.
+        self._pinned = [torch.empty(WINDOW, dtype=torch.uint8, pin_memory=True) for _ in range(2 * AHEAD + 2)]
+        self._next = 0
+
+    def begin(self, source: Range) -> tuple[Tensor, torch.cuda.Event]:
+        """The bytes of ``source``, there once the event has come, until as many others have begun as there is room."""
+        assert source.home.tensor is not None
+        into = self._pinned[self._next % len(self._pinned)][: source.nbytes]
+        self._next += 1
+        copied = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            into.copy_(source.home.tensor[source.offset : source.offset + source.nbytes], non_blocking=True)
+            copied.record(self._stream)
+        return into, copied

@@ -61,6 +61,8 @@ class Share:
         for tile in parts.tiles:
             self._tiles[tile.group].append(tile)
         self.kinds = (WEIGHTS, *parts.optimizer.state_names)
+        # Of what is replicated, others save these.
+        self.not_here = frozenset(tile for tile in parts.tiles if not self._range(tile))
 
     def tensors(self, kind: str) -> tuple[list[TensorSpec], dict[str, str]]:
         """The tensors of the file of ``kind``, and its metadata: the first element of those that are parts."""
@@ -86,17 +88,21 @@ class Share:
         """All of it, tile after tile, in the order of each file."""
         for group in self._groups:
             for tile in self._tiles[group]:
-                own = self._own(group)
-                start, end = max(tile.start, own.start), min(tile.end, own.stop)
+                mine = self._range(tile)
                 made = [
-                    self._of_tile(number, tile, start + first, start + last)
+                    self._of_tile(number, tile, mine.start + first, mine.start + last)
                     for number in range(len(self.kinds))
-                    for first, last in tiles(max(0, end - start), CHUNK)
+                    for first, last in tiles(len(mine), CHUNK)
                 ]
                 if made:
                     yield from made[:-1]
                     yield replace(made[-1], tile=tile)
             yield from self._of_frozen(group)
+
+    def _range(self, tile: Tile) -> range:
+        """What of ``tile`` this rank saves, in the coordinates of the group's tiles."""
+        own = self._own(tile.group)
+        return range(max(tile.start, own.start), min(tile.end, own.stop))
 
     def _of_tile(self, number: int, tile: Tile, start: int, end: int) -> Chunk:
         """Elements [start, end) of a kind of state of ``tile``, in the tile's coordinates."""

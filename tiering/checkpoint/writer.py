@@ -196,9 +196,12 @@ class TensorFileWriter:
 
 
 class naming:  # noqa: N801 # read as a function
-    """What the system or the I/O engine raises inside becomes a CheckpointError about the file ``path``."""
+    """What the system or the I/O engine raises inside becomes a CheckpointError about the file ``path``.
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    ``nbytes`` is what it needs, where that is worth telling.
+    """
+
+    def __init__(self, path: Path, nbytes: int = 0) -> None:
         self._path = path
         self._nbytes = nbytes
 
@@ -218,9 +221,10 @@ class naming:  # noqa: N801 # read as a function
 
 
 def _remedy(code: int, nbytes: int) -> str:
+    needs = f", and this file needs {nbytes} bytes" if nbytes else ""
     return {
-        errno.ENOSPC: f"the file system is full, and this file needs {nbytes} bytes: free space there, keep fewer"
-        " checkpoints (keep=), or save elsewhere",
+        errno.ENOSPC: f"the file system is full{needs}: free space there, keep fewer checkpoints (keep=), or save"
+        " elsewhere",
         errno.EDQUOT: "the disk quota is used up: raise it, keep fewer checkpoints (keep=), or save elsewhere",
         errno.EFBIG: "the file would pass the process's file size limit: raise it with `ulimit -f`",
         errno.EEXIST: "somebody else writes there: give each run a directory of its own",

@@ -24,8 +24,8 @@ from zero3.board import MEMORY, Beat, Board, Failure, Process, spell
 
 ORDER = (
     "modules must be called in the same order on all ranks, and so must what reads parameters (state_dict, gathered,"
-    " get_fp32_parameter) or saves them (save_checkpoint), never on one rank alone. For experts that are routed per rank, put their container into one"
-    " group (zero_optimization.leaf_module)."
+    " get_fp32_parameter) or saves them (save_checkpoint), never on one rank alone. For experts that are routed per"
+    " rank, put their container into one group (zero_optimization.leaf_module)."
 )
 URGENT = 0.05  # seconds between two looks while a collective has failed and nobody knows why
 SIGNS = 5  # beats missed by a rank are enough to name it when a collective has failed

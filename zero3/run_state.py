@@ -17,6 +17,7 @@ from tiering import logs
 from tiering.errors import CheckpointError, ConfigError
 from zero3 import plain, random_state
 from zero3.client_optimizer import ClientOptimizer
+from zero3.weights import STORED_NAMES
 
 if TYPE_CHECKING:
     from zero3.engine import Engine
@@ -107,8 +108,9 @@ class RunState:
             _check_like(group, {"options": {}, "names": []}, f"param_groups[{number}]")
             options = group["options"]
             known = {name: value for name, value in _options(ours).items() if name in options}
-            _check_like(options, known, f"param_groups[{number}]")
+            _check_like(options, known, f"param_groups[{number}]['options']")
             for name in group["names"]:
+                _check_like(name, "", f"a name in param_groups[{number}]")
                 if groups_here.get(name, number) != number:
                     raise CheckpointError(
                         f"{name!r} was in param group {number} and is in group {groups_here[name]} here: {as_saved}"
@@ -146,6 +148,7 @@ class RunState:
                     "the checkpoint has no random state for this rank: its random numbers go on as they are"
                 )
         client_state: dict[str, Any] = _part(mine, "client_state")
+        _check_like(client_state, {}, "client_state")
         return client_state
 
     def _restore_options(self, shared: RankState) -> None:
@@ -173,6 +176,7 @@ class RunState:
         scheduler, saved = self._engine.lr_scheduler, _part(shared, "lr_scheduler")
         if scheduler is not None and saved is not None:
             here = type(scheduler).__name__
+            _check_like(saved, {"class": "", "state": {}}, "lr_scheduler")
             if saved["class"] != here:
                 raise CheckpointError(
                     f"a {saved['class']} was saved, and the schedule here is a {here}: make the one of the"
@@ -211,6 +215,7 @@ class RunState:
 
     def _restore_extra_state(self, mine: RankState) -> None:
         saved = _part(mine, "extra_state")
+        _check_like(saved, {}, "extra_state")
         for name, module in self._with_extra_state():
             if name in saved:
                 module.set_extra_state(saved.pop(name))
@@ -232,28 +237,31 @@ class RunState:
         return [self._name_of[param] for param in group["params"] if param in self._name_of]
 
     def _buffers(self) -> list[tuple[str, Tensor]]:
-        """Persistent buffers, by the first name of each."""
-        module = self._engine.module
-        persistent = {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, each in module.named_modules()
-            for name in each._buffers
-            if name not in each._non_persistent_buffers_set
-        }
-        return [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
+        """Persistent buffers, by the first name under which each is that. ConfigError for a dtype that files lack."""
+        found: dict[Tensor, str] = {}
+        for prefix, module in self._engine.module.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    found.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
+        for buffer, name in found.items():
+            if buffer.dtype not in STORED_NAMES:
+                raise ConfigError(
+                    f"buffer {name!r} is of {buffer.dtype}, which safetensors files do not hold: keep it as another one"
+                    " (view_as_real), or register it with persistent=False"
+                )
+        return [(name, buffer) for buffer, name in found.items()]
 
 
 def _check_like(saved: Any, here: Any, where: str) -> None:
     """CheckpointError unless ``saved`` can stand for what is ``here``: its keys, and values of their kinds."""
-    free = here is None or (
-        saved is None and _kind(here) is not float
-    )  # an option that is not set, here or there
+    # An option may be set here and not there, or there alone.
+    free = here is None or (saved is None and _kind(here) not in (float, dict, list))
     if not free and _kind(saved) is not _kind(here):
         raise CheckpointError(
             f"{where} of the checkpoint is a {type(saved).__name__} where this engine has a {type(here).__name__}: it"
             " is damaged, or of another kind of run; load another one (tag=)"
         )
-    if isinstance(here, dict) and saved is not None:
+    if isinstance(here, dict):
         for key, value in here.items():
             if key not in saved:
                 raise CheckpointError(

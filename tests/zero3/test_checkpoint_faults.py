@@ -579,6 +579,62 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(item, (*path, key))
 
 
+def rewritten(directory: Path, name: str, path: tuple[Any, ...], value: Any) -> None:
+    """Put ``value`` at ``path`` of the content of a JSON file, and let all sums and sizes agree with it."""
+    file, record = directory / name, directory / "checkpoint.json"
+    content = {"root": json.loads(file.read_bytes())["content"]}
+    inner: Any = content
+    for key in ("root", *path)[:-1]:
+        inner = inner[key]
+    inner[("root", *path)[-1]] = value
+    file.write_bytes(sealed(content["root"]))
+    if file != record:
+        manifest = json.loads(record.read_bytes())["content"]
+        manifest["files"][name] = file.stat().st_size
+        record.write_bytes(sealed(manifest))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "match"),
+    [
+        (("engine",), None, "engine of the checkpoint is a NoneType"),
+        (("engine", "micro_steps"), None, r"engine\['micro_steps'\] of the checkpoint is a NoneType"),
+        (("engine", "steps"), [3], r"engine\['steps'\] of the checkpoint is a list"),
+        (("engine", "loss_scale"), {}, r"engine\['loss_scale'\] of the checkpoint has no 'dynamic'"),
+        (("param_groups",), {}, "param_groups of the checkpoint is a dict"),
+        (("param_groups", 0), 3, r"param_groups\[0\] of the checkpoint is a int"),
+        (
+            ("param_groups", 0, "options", "lr"),
+            "x",
+            r"param_groups\[0\]\['options'\]\['lr'\] of the checkpoint is a str",
+        ),
+        (("param_groups", 0, "options", "lr"), None, r"\['lr'\] of the checkpoint is a NoneType"),
+        (("param_groups", 0, "names", 0), [3], r"a name in param_groups\[0\] of the checkpoint is a list"),
+        (("extra_state",), 3, "extra_state of the checkpoint is a int"),
+        (("client_state",), [3], "client_state of the checkpoint is a list"),
+        (("random",), 3, "the random states are a int"),
+        (("buffers",), ["none"], "it has no buffer 'none'"),
+        (("client_state",), {"$tensor": "none"}, "client_state has '.tensor', but there is no 'none'"),
+    ],
+    ids=str,
+)
+def test_what_no_run_has_said_is_refused(
+    start: Start, spoilt: Path, path: tuple[Any, ...], value: Any, match: str
+) -> None:
+    rewritten(spoilt / "bad", "rank-00001-of-00001.json", path, value)
+    refused(start, spoilt, match)
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_a_digit_that_was_changed_in_json_is_found(start: Start, spoilt: Path, name: str) -> None:
+    file = spoilt / "bad" / name
+    content = file.read_bytes()
+    changed = content.replace(b'"steps": 3', b'"steps": 2')
+    assert changed != content
+    file.write_bytes(changed)
+    refused(start, spoilt, f"{name}: .* its content is not what its crc32 says")
+
+
 @pytest.mark.parametrize("name", JSON)
 def test_hostile_json_is_refused_and_the_engine_goes_on(
     saved: Path, tmp_path: Path, start: Start, name: str
@@ -586,24 +642,15 @@ def test_hostile_json_is_refused_and_the_engine_goes_on(
     shutil.copytree(saved, tmp_path / "copy")
     directory = tmp_path / "copy"
     file = directory / "bad" / name
-    content = json.loads(file.read_bytes())["content"]
-    manifest = json.loads((directory / "bad" / "checkpoint.json").read_bytes())["content"]
+    whole = file.read_bytes()
     engine = begin(start)
-    where = list(places(content))
+    where = list(places(json.loads(whole)["content"]))
 
     @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(st.sampled_from(where), VALUES)
     def hostile(path: tuple[Any, ...], value: Any) -> None:
-        changed = json.loads(json.dumps(content))
-        inner: Any = {"root": changed}
-        for key in ("root", *path)[:-1]:
-            inner = inner[key]
-        inner[("root", *path)[-1]] = value
-        file.write_bytes(sealed(changed if path else value))
-        if name != "checkpoint.json":
-            changed = json.loads(json.dumps(manifest))
-            changed["files"][name] = file.stat().st_size
-            (directory / "bad" / "checkpoint.json").write_bytes(sealed(changed))
+        file.write_bytes(whole)
+        rewritten(directory / "bad", name, path, value)
         try:
             engine.load_checkpoint(directory, "bad")
         except TieringError:

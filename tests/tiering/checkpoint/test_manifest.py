@@ -1,0 +1,106 @@
+"""The commit record comes back as it was written, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiering.checkpoint import manifest
+from tiering.checkpoint.manifest import MANIFEST, Manifest, StoredParameter, read_sealed, write_sealed
+from tiering.errors import CheckpointError
+
+RECORD = Manifest(
+    step=7,
+    world_size=2,
+    created="2026-11-22T09:00:00+00:00",
+    optimizer="AdamW",
+    precision="bf16",
+    kinds=("exp_avg", "exp_avg_sq"),
+    parameters={"a": StoredParameter((2, 3), "F32", True, 7), "ä $": StoredParameter((), "BF16", False, 0)},
+    files={"weights-00001-of-00002.safetensors": 4096},
+    training={"micro_steps": 14, "loss_scale": {"value": 65536.0}},
+)
+
+
+def test_it_comes_back(tmp_path: Path) -> None:
+    for number, record in enumerate([RECORD, replace(RECORD, optimizer=None, kinds=(), parameters={})]):
+        (tmp_path / str(number)).mkdir()
+        record.write(tmp_path / str(number))
+        assert Manifest.read(tmp_path / str(number)) == record
+
+
+def content_of(directory: Path) -> dict[str, Any]:
+    RECORD.write(directory)
+    content = read_sealed(directory / MANIFEST)
+    (directory / MANIFEST).unlink()
+    return content
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"format": "another"}, "its format is 'another'"),
+        ({"version": 2}, "is of version 2.*load it with the version of tiering that saved it"),
+        ({"step": -1}, "its 'step' is -1"),
+        ({"step": True}, "its 'step' is True"),
+        ({"world_size": 0}, "its 'world_size' is 0"),
+        ({"world_size": 10**9}, "its 'world_size' is 1000000000"),
+        ({"kinds": ["weights"]}, "a kind of state 'weights'"),
+        ({"kinds": ["../up"]}, "a kind of state '../up'"),
+        ({"kinds": [["exp_avg"]]}, "a kind of state"),
+        ({"files": {"../../etc/passwd": 3}}, "which is none beside it"),
+        ({"files": {".hidden": 3}}, "which is none beside it"),
+        ({"files": {"a": -3}}, "its 'a' is -3"),
+        ({"parameters": []}, "its 'parameters' is"),
+        ({"parameters": {"a": {"shape": [1]}}}, "'a' does not have a shape"),
+        ({"optimizer": 3}, "its 'optimizer' is no name"),
+        ({"training": None}, "its 'training' is None"),
+    ],
+    ids=str,
+)
+def test_what_it_cannot_say_is_damage(tmp_path: Path, change: dict[str, Any], match: str) -> None:
+    write_sealed(tmp_path / MANIFEST, content_of(tmp_path) | change)
+    with pytest.raises(CheckpointError, match=match):
+        Manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [([-1], "F32"), ([2**40, 2**40], "F32"), ([1.0], "F32"), (3, "F32"), ([1], "I8")],
+    ids=str,
+)
+def test_a_parameter_that_cannot_be(tmp_path: Path, shape: Any, dtype: str) -> None:
+    content = content_of(tmp_path)
+    content["parameters"]["a"] = {"shape": shape, "dtype": dtype, "trained": True, "steps": 0}
+    write_sealed(tmp_path / MANIFEST, content)
+    with pytest.raises(CheckpointError, match=r"checkpoint.json.*'a' has "):
+        Manifest.read(tmp_path)
+
+
+@given(st.data())
+def test_each_changed_byte_is_found(data: st.DataObject) -> None:
+    content = {"a": [1, 2.5, None, True, "x", {"b": -3}], "c": {"d": []}}
+    text = json.dumps({"crc32": manifest._sum(content), "content": content}, indent=1).encode()
+    place = data.draw(st.integers(0, len(text) - 1))
+    value = data.draw(st.integers(0, 255).filter(lambda value: value != text[place]))
+    changed = text[:place] + bytes([value]) + text[place + 1 :]
+    try:
+        found = manifest.parse(changed)
+        same = found["content"] == content and found["crc32"] == manifest._sum(content)
+        refused = found.keys() != {"crc32", "content"} or found["crc32"] != manifest._sum(found["content"])
+    except (ValueError, TypeError, KeyError, AttributeError, manifest.FormatError):
+        return
+    assert refused or same  # white space alone
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    write_sealed(tmp_path / "file", {"a": 1})
+    with pytest.raises(FileExistsError):
+        write_sealed(tmp_path / "file", {"a": 2})
+    assert read_sealed(tmp_path / "file") == {"a": 1}

@@ -386,7 +386,7 @@ def uneven(rank: int, nvme: Path, directory: Path, slow: int) -> list[Any]:
     finish = Saver._finish
 
     def slowly(self: Any, *given: Any) -> None:
-        time.sleep(0.02)
+        time.sleep(0.01)
         finish(self, *given)
 
     seen = []

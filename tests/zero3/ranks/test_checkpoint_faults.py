@@ -29,7 +29,18 @@ from .training import start
 
 Ranks = Callable[..., Pool]
 MOMENTS = ["before its files", "within its files", "behind its files", "told", "agreed"]
-ENDS = [(moment, victim) for moment in MOMENTS for victim in (1, 0)] + [("committed", 0)]
+ENDS = [  # fast are the first and the seventh in the foreground, the second and the eighth in the background
+    *[("before its files", 1), ("within its files", 0), ("within its files", 1), ("before its files", 0)],
+    *[
+        ("behind its files", 1),
+        ("behind its files", 0),
+        ("agreed", 0),
+        ("told", 1),
+        ("told", 0),
+        ("agreed", 1),
+    ],
+    ("committed", 0),
+]
 COMMITTED = [("agreed", 1), ("committed", 0)]  # the first rank commits once all are known to have written
 IMPATIENT = {"distributed": {"timeout": 2, "silence": 4}}
 SAVING = {"sub_group_size": 1000}  # some tiles, so that a file has some chunks
@@ -132,7 +143,7 @@ def assert_goes_on(pool: Pool, nvme: Path, directory: Path, tag: str, **options:
 
 @pytest.mark.parametrize(("moment", "victim"), ENDS)
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["stage 1, nvme", pytest.param("stage 3", marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_while_all_save(
     doomed: Ranks,
     ranks: Ranks,
@@ -153,6 +164,7 @@ def test_a_rank_that_is_killed_while_all_save(
     assert_goes_on(ranks(2), nvme, saved, "next" if (moment, victim) in COMMITTED else "good", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 0])
 @pytest.mark.parametrize(
     ("moment", "background"), [("within its files", True), ("told", False), ("agreed", False)]

@@ -86,7 +86,7 @@ class Saver(threading.Thread):
         self._change = threading.Condition()
         self._copied: set[Tile] = set(share.not_here)
         self._copied_all = False
-        self._over = False
+        self._ended = threading.Event()
         self._cancelled = False
         self._copies = _Copies(tiers.device) if tiers.device.type == "cuda" else None
         self._reads = Arena.map(AHEAD * WINDOW, "checkpoint")
@@ -99,19 +99,18 @@ class Saver(threading.Thread):
             self._end(error)
 
     def join(self, timeout: float | None = None) -> None:
-        """As any thread's, also of one that was not to be had."""
-        if self.ident is not None:
-            super().join(timeout)
+        """As any thread's, but: Ctrl-C in a thread's own join lets CPython 3.11 count it as ended while it runs on."""
+        if self._ended.wait(timeout) and self.ident is not None:
+            super().join()
 
     @property
     def over(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._over
+        return self._ended.is_set()
 
     def ended(self, within: float) -> bool:
         """Wait that many seconds for its end; says whether it has come."""
-        self.join(within)
-        return not self.is_alive()
+        return self._ended.wait(within)
 
     def result(self) -> None:
         """Raise what has ended it before its time."""
@@ -149,7 +148,7 @@ class Saver(threading.Thread):
     def _end(self, error: BaseException | None) -> None:
         self.error = error
         self._reads.forget_memory()
-        self._over = True
+        self._ended.set()
         self._let_all_change()
 
     def _save(self, output: Output) -> None:
@@ -204,9 +203,7 @@ class Saver(threading.Thread):
 
     def _read(self, chunk: Chunk) -> _Reading:
         if self._cancelled:
-            raise CheckpointError(
-                "the save was given up, because the engine is being closed; save before close()"
-            )
+            raise CheckpointError(f"{self._directory}: the save was given up before its end; save again")
         sources = [
             source for source in (chunk.source, chunk.upper) if source and source.home.extent is not None
         ]
@@ -296,7 +293,10 @@ class _Copies:
         self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         # Two for each chunk that is read, where masters are split; and those of one that is being taken.
-        self._pinned = [torch.empty(WINDOW, dtype=torch.uint8, pin_memory=True) for _ in range(2 * AHEAD + 2)]
+        self._pinned = [
+            torch.empty(WINDOW, dtype=torch.uint8, device="cpu", pin_memory=True)
+            for _ in range(2 * AHEAD + 2)
+        ]
         self._next = 0
 
     def begin(self, source: Range) -> tuple[Tensor, torch.cuda.Event]:

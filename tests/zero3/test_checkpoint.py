@@ -209,7 +209,7 @@ def test_recomputed_activations_go_on(begin: Begin, tmp_path: Path) -> None:
 
 def test_a_model_built_without_memory_goes_on(begin: Begin, tmp_path: Path) -> None:
     def build() -> nn.Module:
-        with tiering.Init():
+        with tiering.zero.Init():
             return Model()
 
     check(begin(build, **STREAMED), tmp_path / "saved")

@@ -314,6 +314,7 @@ def test_ctrl_c_in_a_save_or_its_wait_leaves_the_last_checkpoint_and_a_whole_eng
         timer.start(), letting.start()
         with pytest.raises(KeyboardInterrupt):
             engine.save_checkpoint(tmp_path / "saved", "second", background=background).wait()
+        assert finish.is_set(), "it was not waited for"
         timer.join(), letting.join()
         assert entries(tmp_path / "saved") == ["first", "latest"]
     monkeypatch.setattr(Saver, "_copy", copy)

@@ -217,7 +217,7 @@ class Checkpoints:
             has_own = rank < checkpoint.manifest.world_size
             own = shared if rank == 0 else rank_state(checkpoint.rank(rank), self._io) if has_own else None
             if restore.of_run:
-                self._run.check(shared, optimizer=states)
+                self._run.check(shared, optimizer=states, scheduler=scheduler)
             prepared.append((restore, shared, own))
             return f"{checkpoint.manifest.step} {checkpoint.manifest.created}"
 

@@ -50,7 +50,7 @@ class WholeSampler(_Passes, RandomSampler):
     """All samples, as ``DataLoader(shuffle=True)`` has them: by the same draw, at the same moment."""
 
     def __iter__(self) -> Iterator[int]:
-        left_out = self._begin(lambda: int(torch.empty((), dtype=torch.int64).random_().item()))
+        left_out = self._begin(_drawn)
         yield from _shuffled(len(self.data_source), self.last_seed)[left_out:]
 
 
@@ -72,10 +72,14 @@ class RankSampler(_Passes, DistributedSampler[int]):
             yield order[index % len(order)]
 
 
+def _drawn() -> int:
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+
+
 def _shuffled(size: int, seed: int) -> list[int]:
-    generator = torch.Generator()
+    generator = torch.Generator("cpu")
     generator.manual_seed(seed)
-    order: list[int] = torch.randperm(size, generator=generator).tolist()
+    order: list[int] = torch.randperm(size, generator=generator, device="cpu").tolist()
     return order
 
 

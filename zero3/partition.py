@@ -10,8 +10,10 @@ its own.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 PARAM_ALIGNMENT = 256  # bytes: a multiple of every vector width, so a placement cannot change a kernel's path
 QUANTUM = 2048  # elements: 4096 bytes in the smallest dtype that is stored (16 bits)
@@ -116,8 +118,12 @@ def tiles(numel: int, tile: int) -> Iterator[tuple[int, int]]:
 
 
 def segments(pieces: Sequence[Piece], start: int, end: int) -> Iterator[Segment]:
-    """The parts of ``pieces`` inside the flat range [start, end), in flat order; padding is left out."""
-    for piece in pieces:
+    """The parts of ``pieces``, which are in flat order, inside the flat range [start, end); padding is left out."""
+    before = bisect.bisect_right(pieces, start, key=attrgetter("start"))
+    for number in range(max(0, before - 1), len(pieces)):
+        piece = pieces[number]
+        if piece.start >= end:
+            break
         first, last = max(piece.start, start), min(piece.end, end)
         if first < last:
             yield Segment(piece, first, last - first)

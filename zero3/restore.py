@@ -23,6 +23,7 @@ from zero3.fill import Given
 from zero3.optimizer import TieredOptimizer
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
+from zero3.rules import ADAM
 from zero3.run_state import RankState
 from zero3.weights import STORED_NAMES, FileSource, OpenFiles, match
 
@@ -49,6 +50,13 @@ class Restore:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} is of another model: {what}; build the model that was saved"
             ) from error
+        without = [name for name, param in model.named_parameters() if param not in self._matched.sources]
+        if without:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} has no values for {', '.join(map(repr, without[:3]))}"
+                f"{' and others' if len(without) > 3 else ''}: build the engine with initialize(weights=), which gives"
+                " first values to what files of weights leave out"
+            )
         self._names = {param: source.parts[0].name for param, source in self._matched.sources.items()}
         self._states = self._kinds() if states else {}
 
@@ -56,6 +64,11 @@ class Restore:
     def of_run(self) -> bool:
         """Whether the checkpoint is of a run, and not made of files of weights."""
         return self._checkpoint.manifest.optimizer is not None
+
+    @property
+    def run_id(self) -> str:
+        """The run that saved it."""
+        return self._checkpoint.manifest.run
 
     def run(self) -> None:
         """Fill the tiers. WeightsError in mid-way if a file is not what was written, or cannot be read."""
@@ -175,6 +188,8 @@ def optimizer_name(optimizer: TieredOptimizer | ClientOptimizer) -> str:
     """What messages and checkpoints call it."""
     if isinstance(optimizer, ClientOptimizer):
         return type(optimizer.client).__name__
+    if optimizer.rule is ADAM and optimizer.param_groups[0]["decoupled_weight_decay"]:
+        return "AdamW"
     return optimizer.rule.name
 
 

@@ -58,6 +58,10 @@ class RunState:
 
     def collect(self, client_state: Mapping[str, Any]) -> RankState:
         """All of it, as it is now. ConfigError, naming the place, for what has no plain form."""
+        if not isinstance(client_state, Mapping):
+            raise ConfigError(
+                f"client_state is a {type(client_state).__name__}: give a dict, in which each value has its name"
+            )
         engine = self._engine
         tensors = {
             name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in self._buffers()
@@ -72,7 +76,7 @@ class RunState:
             "optimizer": optimizer.client.state_dict() if isinstance(optimizer, ClientOptimizer) else None,
             "lr_scheduler": None
             if scheduler is None
-            else {"class": type(scheduler).__name__, "state": scheduler.state_dict()},
+            else {"class": type(scheduler).__name__, "state": _without_functions(scheduler.state_dict())},
             "extra_state": {name: module.get_extra_state() for name, module in self._with_extra_state()},
             "data": None if loader is None else loader.state_dict(),
             "random": random_state.capture(),
@@ -90,8 +94,10 @@ class RunState:
                 raise
         return RankState({"buffers": buffers, **content}, tensors)
 
-    def check(self, shared: RankState, *, optimizer: bool) -> None:
-        """CheckpointError if the engine cannot go on from it."""
+    def check(self, shared: RankState, *, optimizer: bool, scheduler: bool) -> None:
+        """CheckpointError if the engine cannot go on from it; the flags are those of ``restore``."""
+        if scheduler:
+            self._check_scheduler(_part(shared, "lr_scheduler"))
         if not optimizer:
             return
         counters = {"micro_steps": self._engine.micro_steps, **self._updates.state_dict()}
@@ -172,16 +178,21 @@ class RunState:
                     )
             ours.update({name: value for name, value in saved.items() if name not in _ITS_OWN})
 
+    def _check_scheduler(self, saved: Any) -> None:
+        scheduler = self._engine.lr_scheduler
+        if scheduler is None or saved is None:
+            return
+        _check_like(saved, {"class": "", "state": {}}, "lr_scheduler")
+        here = type(scheduler).__name__
+        if saved["class"] != here:
+            raise CheckpointError(
+                f"a {saved['class']} was saved, and the schedule here is a {here}: make the one of the run that saved,"
+                " or load with load_lr_scheduler_states=False"
+            )
+
     def _restore_scheduler(self, shared: RankState) -> None:
         scheduler, saved = self._engine.lr_scheduler, _part(shared, "lr_scheduler")
         if scheduler is not None and saved is not None:
-            here = type(scheduler).__name__
-            _check_like(saved, {"class": "", "state": {}}, "lr_scheduler")
-            if saved["class"] != here:
-                raise CheckpointError(
-                    f"a {saved['class']} was saved, and the schedule here is a {here}: make the one of the"
-                    " run that saved, or load with load_lr_scheduler_states=False"
-                )
             try:
                 scheduler.load_state_dict(saved["state"])
             except Exception as error:  # whatever a schedule of the user's makes of another one's state
@@ -275,6 +286,19 @@ def _kind(value: Any) -> type:
     if isinstance(value, int | float | Tensor) and not isinstance(value, bool):
         return float
     return list if isinstance(value, tuple) else type(value)
+
+
+def _without_functions(state: dict[str, Any]) -> dict[str, Any]:
+    """A schedule's state without the functions among its attributes, which are those of whoever loads it."""
+    functions = [name for name, value in state.items() if callable(value)]
+    if functions:
+        log.log(
+            logs.once(logging.WARNING),
+            "%s of the learning rate schedule are functions, which a checkpoint does not hold: a schedule that loads it"
+            " keeps its own",
+            ", ".join(map(repr, functions)),
+        )
+    return {name: value for name, value in state.items() if name not in functions}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

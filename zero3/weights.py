@@ -87,7 +87,7 @@ class FileSource:
         pieces = list(self._pieces(first, first + numel))
         if len(pieces) == 1:
             return self._read(self._files.reader, *pieces[0])
-        joined, at = torch.empty(numel, dtype=self.dtype), 0
+        joined, at = torch.empty(numel, dtype=self.dtype, device="cpu"), 0
         for part, start, count in pieces:
             joined[at : at + count] = self._read(self._files.reader, part, start, count)
             at += count
@@ -197,7 +197,7 @@ def _check_shapes(files: WeightFiles, partners: Partners) -> None:
     ]
     if wrong:
         raise WeightsError(
-            f"{files.path} holds {len(wrong)} tensors of other shapes than the model's: {_first(wrong)};"
+            f"{files.path} holds {_tensors(wrong)} of other shapes than the model's: {_first(wrong)};"
             " build the model from the config.json beside the weights"
         )
 
@@ -211,9 +211,13 @@ def _check_dtypes(files: WeightFiles, partners: Partners) -> None:
     ]
     if wrong:
         raise WeightsError(
-            f"{files.path} holds {len(wrong)} tensors of dtypes that the model's cannot be made of: {_first(wrong)};"
+            f"{files.path} holds {_tensors(wrong)} of dtypes that the model's cannot be made of: {_first(wrong)};"
             " quantised weights must be dequantised and saved anew"
         )
+
+
+def _tensors(named: list[str]) -> str:
+    return "1 tensor" if len(named) == 1 else f"{len(named)} tensors"
 
 
 def _verb(values: Values) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -48,6 +49,40 @@ def test_the_layout_keeps_its_promises(
         )
         assert used <= numel + 256 // itemsize
         assert numel < used + QUANTUM * world_size  # and no more padding than that
+
+
+@given(params=flags, data=st.data())
+def test_segments_are_found_wherever_a_range_begins(
+    params: list[tuple[tuple[int, ...], bool]], data: st.DataObject
+) -> None:
+    layout = laid_out(params, 2, 1)
+    start, end = sorted(data.draw(st.tuples(st.integers(0, layout.numel), st.integers(0, layout.numel))))
+    wanted = [
+        (piece.index, max(piece.start, start), min(piece.end, end) - max(piece.start, start))
+        for piece in layout.pieces
+        if max(piece.start, start) < min(piece.end, end)
+    ]
+    assert [
+        (each.piece.index, each.start, each.numel) for each in segments(layout.pieces, start, end)
+    ] == wanted
+
+
+def test_segments_look_at_few_pieces_of_a_large_group() -> None:
+    class Watched(tuple[Piece, ...]):  # noqa: SLOT001 (it counts)
+        looks = 0
+
+        def __getitem__(self, at: int) -> Piece:  # type: ignore[override] # no slices are taken
+            self.looks += 1
+            return super().__getitem__(at)
+
+        def __iter__(self) -> Iterator[Piece]:
+            raise AssertionError("all pieces are looked at")
+
+    layout = laid_out([((64, 64), True)] * 1000, 2, 1)
+    pieces = Watched(layout.pieces)
+    found = list(segments(pieces, 900 * 4096 + 10, 900 * 4096 + 20))
+    assert [(each.piece.index, each.numel) for each in found] == [(910, 10)]
+    assert pieces.looks < 20
 
 
 @given(params=flags, world_size=st.integers(1, 4), tile=st.integers(1, 9).map(lambda n: n * 512))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from tiering import logs
+from tiering.checkpoint.directory import check_keep
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
-from tiering.interrupts import EXIT_SAVED, StopRequest, deferred_interrupts
+from tiering.interrupts import deferred_interrupts
 from tiering.telemetry import Publisher, Snapshot
 from tiering.telemetry.snapshot import Phase
 from zero3 import hooks
@@ -28,21 +28,23 @@ from zero3.checkpoint import Checkpoints, Saving
 from zero3.eager import eager
 from zero3.export import Export
 from zero3.loader import TrainingLoader
+from zero3.named_state import NamedState
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
 from zero3.param_group import ParamGroup
-from zero3.partition import Piece
 from zero3.precision import COMPUTE_DTYPES, LossScale, autocast, cast_floating
+from zero3.preemption import Preemption
 from zero3.prefetch import Prefetcher
+from zero3.readiness import Readiness
 from zero3.run_record import RunRecord
 from zero3.schedule import PassSchedule
 from zero3.state import TieredState
 from zero3.trace import StepTrace
-from zero3.update import NOT_LOADED, Update
+from zero3.update import Update
 
 log = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(NamedState):
     """A model whose parameters, gradients and optimizer state live on tiers. Made by ``initialize``.
 
     Usable as a context manager; ``close`` gives memory and swap space back. With several ranks, all of them make the
@@ -61,15 +63,7 @@ class Engine:
         self.config = config
         self.lr_scheduler: LRScheduler | None = None
         self.training_dataloader: TrainingLoader | None = None
-        self.micro_steps = 0
-        self._closed = False
         self._loss: Tensor | None = None
-        self._pending_backward = False
-        self._scaled = 0  # losses that were scaled and not sent backward yet
-        self._syncing = True  # False inside no_sync
-        self._in_forward = False
-        self._stop: StopRequest | None = None
-        self._save: Callable[[], object] | None = None
         self._trace: StepTrace | None = None
 
         parts = assemble(model, config, model_parameters, optimizer, weights)
@@ -113,6 +107,8 @@ class Engine:
         self._publisher: Publisher | None = None
         self._handles = hooks.install(model, self._groups, self._schedule)
         self._access = Access(model, self._groups, self._schedule, self._prefetcher, self._state)
+        self._ready = Readiness(config, parts, self._updates, self._schedule, self._access)
+        self._preemption = Preemption(self._updates, alone=self._collectives is None)
         self._publisher = self._record.publish(config.tiering.telemetry)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,12 +117,12 @@ class Engine:
     @eager
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. After an exception the engine is as before the call."""
-        self._check_open("forward")
-        self._check_whole()
+        self._ready.check_open("forward")
+        self._ready.give_up_unfinished()
         self._access.check_residents()
         if self.config.cast_inputs:
             args, kwargs = cast_floating((args, kwargs), COMPUTE_DTYPES[self.config.precision])
-        before, self._in_forward = self._in_forward, True
+        before, self._ready.in_forward = self._ready.in_forward, True
         with self._phase("forward"), autocast(self.config, self.device):
             try:
                 return self.module(*args, **kwargs)
@@ -134,7 +130,7 @@ class Engine:
                 self._schedule.abandon()
                 raise
             finally:
-                self._in_forward = before
+                self._ready.in_forward = before
 
     def scale(self, loss: Tensor) -> Tensor:
         """``loss`` as its backward needs it: times the loss scale, divided by gradient_accumulation_steps.
@@ -146,7 +142,7 @@ class Engine:
                 f"backward needs a scalar loss, not shape {tuple(loss.shape)}; reduce it, as by .mean()"
             )
         self._loss = loss.detach()
-        self._scaled += 1
+        self._ready.scaled += 1
         self._schedule.activations.backward_of(loss)
         if self.config.precision == "fp16" or self.config.autocast == "fp16":
             loss = loss.float() * self.loss_scale.value
@@ -158,18 +154,18 @@ class Engine:
 
         After an exception the engine is as after its last step: gradients accumulated since then are gone.
         """
-        self._check_open("backward")
-        waiting = self._scaled
+        self._ready.check_open("backward")
+        waiting = self._ready.scaled
         scaled = self.scale(loss)
         with self._phase("backward"):
             try:
                 scaled.backward(retain_graph=retain_graph)
             except BaseException:
-                self._give_up_backward()
+                self._ready.give_up_backward()
                 raise
             finally:
-                self._scaled = waiting
-        self._pending_backward = True  # also if the loss has reached no parameter
+                self._ready.scaled = waiting
+        self._ready.pending_backward = True  # also if the loss has reached no parameter
         return loss / self.config.gradient_accumulation_steps
 
     @contextmanager
@@ -179,11 +175,11 @@ class Engine:
         For a loop that does its own accumulation, with gradient_accumulation_steps 1 and losses that it has divided.
         ``step`` is refused inside. With ``tiering.grad_accum_dtype`` "fp32" the sums do not round to 16 bits.
         """
-        before, self._syncing = self._syncing, False
+        before, self._ready.syncing = self._ready.syncing, False
         try:
             yield
         finally:
-            self._syncing = before
+            self._ready.syncing = before
 
     @eager
     def step(self) -> None:
@@ -194,23 +190,16 @@ class Engine:
         does not). A step that is ended by an exception leaves some parameters updated and others not: then the engine
         can only be closed.
         """
-        self._check_open("step")
-        self._check_whole()
-        if not self._pending_backward:
-            raise EngineStateError(
-                "step was called without a backward since the last one; call engine.backward(loss) first"
-            )
-        if not self._syncing:
-            raise EngineStateError(
-                "step was called inside no_sync(); do the last backward and step() outside of it"
-            )
-        boundary = self.is_gradient_accumulation_boundary()
+        self._ready.check_open("step")
+        self._ready.give_up_unfinished()
+        self._ready.check_step()
+        boundary = self._ready.at_boundary
         if boundary:
             self._access.check_before_update(self.module)
             self._access.store_edits_of_residents()
         with deferred_interrupts():
-            self._pending_backward = False
-            self.micro_steps += 1
+            self._ready.pending_backward = False
+            self._ready.micro_steps += 1
             if boundary:
                 with self._phase("step"):
                     self._update()
@@ -221,36 +210,52 @@ class Engine:
                     self._trace = None
                 self._say_progress()
             self._prefetcher.look_ahead()
-        if boundary and self.stop_requested and self._save is not None:
-            self._save_and_exit(self._save)
+        if boundary:
+            self._preemption.answer(self.close)
 
     def save_and_exit_on(
         self,
         *signals: str,
         save: Callable[[], object] | None = None,
         save_dir: str | os.PathLike[str] | None = None,
+        client_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        keep: int | None = None,
     ) -> None:
         """Take ``signals`` (default SIGTERM and SIGUSR1) as the request to stop after the step that is under way.
 
-        That step then ends by saving a checkpoint to ``save_dir`` or calling ``save``, closing the engine and raising
-        SystemExit(75), whose code says "try again later" (EX_TEMPFAIL). Without either only ``stop_requested`` tells,
-        for a loop that ends by itself. From the main thread only; until ``close``. A second signal changes nothing.
+        ``step`` then saves a checkpoint to ``save_dir`` or calls ``save``, closes the engine and raises
+        SystemExit(75), whose code says "try again later" (EX_TEMPFAIL). ``client_state``, or what it gives when it is
+        called then, and ``keep`` are the checkpoint's; what the loop does behind ``step()`` is not done yet. A save
+        that fails raises its error out of ``step``, and the engine stays open. Without ``save_dir`` and ``save`` only
+        ``stop_requested`` tells, for a loop that ends by itself. From the main thread only; until ``close``. A second
+        signal changes nothing.
         """
-        self._check_open("save_and_exit_on")
+        self._ready.check_open("save_and_exit_on")
+        if save_dir is not None and save is not None:
+            raise ConfigError("save_and_exit_on got both save and save_dir; give it the one that is meant")
+        if save_dir is None and (client_state is not None or keep is not None):
+            raise ConfigError(
+                "save_and_exit_on got client_state or keep, which are of a checkpoint, and no save_dir; give it one, or"
+                " let save() do it all"
+            )
+        check_keep(keep)
         if save_dir is not None:
-            if save is not None:
-                raise ConfigError(
-                    "save_and_exit_on got both save and save_dir; give it the one that is meant"
-                )
-            directory = Path(save_dir)
+            directory = Path(save_dir).absolute()
 
             def save() -> object:
-                return self.save_checkpoint(directory)
+                state = client_state() if callable(client_state) else client_state
+                return self.save_checkpoint(directory, client_state=state, keep=keep)
 
-        if self._stop is not None:
-            self._stop.restore()
-        self._stop = StopRequest(signals or ("SIGTERM", "SIGUSR1"))
-        self._save = save
+        self._preemption.expect(signals or ("SIGTERM", "SIGUSR1"), save)
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches so far, those that wait for their update included."""
+        return self._ready.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, count: int) -> None:
+        self._ready.micro_steps = count
 
     @property
     def global_steps(self) -> int:
@@ -273,13 +278,11 @@ class Engine:
 
         One rank that was asked stops all of them, after the same step; until then they do not say so.
         """
-        if self._collectives is None:
-            return self._stop.received if self._stop is not None else ""
-        return signal.Signals(self._updates.stop).name if self._updates.stop else ""
+        return self._preemption.requested
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last one before an update."""
-        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
+        return self._ready.at_boundary
 
     def get_global_grad_norm(self) -> float | None:
         """The 2-norm of all gradients, unscaled, before clipping; None before the first.
@@ -287,9 +290,9 @@ class Engine:
         Between the last backward and ``step`` that of the gradients that wait there, which all ranks ask for together;
         otherwise that of the last update.
         """
-        self._check_open("get_global_grad_norm")
-        waiting = self._pending_backward and self._syncing and not self._schedule.in_backward
-        if waiting and self.is_gradient_accumulation_boundary():
+        self._ready.check_open("get_global_grad_norm")
+        waiting = self._ready.pending_backward and self._ready.syncing and not self._schedule.in_backward
+        if waiting and self._ready.at_boundary:
             return self._updates.waiting_norm()
         return self._updates.norm
 
@@ -302,86 +305,13 @@ class Engine:
         """Put the model into evaluation mode."""
         return self.train(False)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Copies, in host memory, of parameters in the compute dtype and of persistent buffers, by name."""
-        self._check_open("state_dict")
-        return self._state.weights(self.module)
-
-    def master_state_dict(self) -> dict[str, Tensor]:
-        """Copies, in host memory, of the fp32 masters of all trainable parameters, by name."""
-        self._check_open("master_state_dict")
-        return self._state.masters()
-
-    def get_fp32_parameter(self, name: str) -> Tensor:
-        """A copy of a parameter's fp32 master in host memory, of the parameter's shape; a frozen one as it is, in fp32.
-
-        ``name`` as in ``module.named_parameters()``. ConfigError for a name that is not there.
-        """
-        self._check_open("get_fp32_parameter")
-        return self._state.master(*self._access.named(name))
-
-    def set_fp32_parameter(self, name: str, values: Tensor) -> None:
-        """Make ``values`` (of the parameter's shape) the master, and the parameter what it rounds to.
-
-        EngineStateError while a forward or backward is running.
-        """
-        self._check_open("set_fp32_parameter")
-        group, piece = self._access.named(name)
-        self._access.before_write(group, piece)
-        self._state.set_master(group, piece, self._state.of_first(piece, _flat_fp32(values, piece)))
-
-    def get_fp32_gradient(self, name: str) -> Tensor | None:
-        """A copy of the accumulated gradient, unscaled, before clipping, in fp32; None where there was none."""
-        self._check_open("get_fp32_gradient")
-        self._check_gradients_kept("get_fp32_gradient")
-        if hooks.in_backward_pass():
-            raise EngineStateError(
-                "get_fp32_gradient was called while a backward is running, and gradients are on their way; call it when"
-                " backward has ended"
-            )
-        gradient = self._state.gradient(*self._access.named(name))
-        return None if gradient is None else gradient.float() / self.loss_scale.value
-
-    def set_fp32_gradient(self, name: str, values: Tensor) -> None:
-        """Replace the accumulated gradient by ``values`` (unscaled), between backward and ``step``."""
-        self._check_open("set_fp32_gradient")
-        self._check_gradients_kept("set_fp32_gradient")
-        group, piece = self._access.named(name)
-        _check_trained(piece)
-        self._access.check_idle("set_fp32_gradient")
-        if not self._pending_backward:
-            raise EngineStateError(
-                "set_fp32_gradient was called without a backward since the last step; it replaces what that gave"
-            )
-        flat = self._state.of_first(piece, _flat_fp32(values, piece))
-        self._state.set_gradient(group, piece, flat * self.loss_scale.value)
-
-    def get_fp32_state(self, name: str, key: str) -> Tensor:
-        """A copy of a state tensor of a parameter ("exp_avg", ...; see ``state_names``), fp32, of its shape."""
-        self._check_open("get_fp32_state")
-        group, piece = self._access.named(name)
-        _check_trained(piece)
-        return self._state.moment(group, piece, key)
-
-    def set_fp32_state(self, name: str, key: str, values: Tensor) -> None:
-        """Replace a state tensor of a parameter."""
-        self._check_open("set_fp32_state")
-        _, piece = self._access.named(name)
-        _check_trained(piece)
-        self._state.set_moment(piece, key, self._state.of_first(piece, _flat_fp32(values, piece)))
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The optimizer's state tensors, beside the master."""
-        return self._state.state_names
-
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
         tag: str | int | None = None,
         client_state: Mapping[str, Any] | None = None,
-        *,
         save_latest: bool = True,
+        *,
         keep: int | None = None,
         background: bool = False,
     ) -> Saving:
@@ -390,26 +320,24 @@ class Engine:
         That is parameters, optimizer state, learning rate schedule, loss scale, the place in ``training_data``, random
         states and ``client_state``: plain values, tensors and arrays, each rank its own. It is there whole or not at
         all, whatever ends the process or the machine. ``save_latest`` makes it what ``load_checkpoint`` takes; ``keep``
-        leaves that many checkpoints in the directory, the newest.
+        leaves that many of this run's checkpoints with a default tag, the newest.
 
         In the ``background`` training goes on meanwhile: a step waits for what it is about to change to be copied, and
         so do edits in ``gathered``; others in place are seen too late, and may get into the checkpoint. The checkpoint
-        is there when the returned Saving is ``done``; an error is logged, and raised by its ``wait``, by the next save
-        or by ``close``, whichever comes first.
+        is there when the returned Saving is ``done``. An error is logged, and raised by its ``wait``, by the next save
+        in the background, which is under way then, by a load or by ``close``, whichever comes first.
 
         Between steps, by all ranks together. CheckpointError, on all ranks, if one cannot save: training can go on.
+        EngineStateError with gradients that no step has used; ConfigError, before anything is written, for ``keep``
+        below 1 and for what has no plain form.
         """
-        self._check_saved("save_checkpoint")
-        if self._pending_backward or self.micro_steps % self.config.gradient_accumulation_steps:
-            raise EngineStateError(
-                "save_checkpoint was called with gradients that no step has used, and a checkpoint holds none; call it"
-                " after the step() that uses them"
-            )
+        self._ready.check_between_steps("save_checkpoint")
+        self._ready.check_no_gradients("save_checkpoint")
         self._access.store_edits_of_residents()
         return self._checkpoints.save(
             Path(save_dir),
             None if tag is None else str(tag),
-            client_state or {},
+            {} if client_state is None else client_state,
             latest=save_latest,
             keep=keep,
             background=background,
@@ -419,26 +347,34 @@ class Engine:
         self,
         load_dir: str | os.PathLike[str],
         tag: str | int | None = None,
-        *,
+        load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: None = None,
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from the checkpoint ``tag`` in ``load_dir``, or from the latest; returns its path and client_state.
 
         The run that saved it may have had other ranks, another stage, placement or format of optimizer state. Without
-        ``load_optimizer_states`` parameters alone are taken, and schedule; with ``load_module_only`` nothing else.
-        Gradients are dropped. Where ``load_dir`` has no checkpoint and no ``tag`` is given: a warning, and (None, {}).
+        ``load_optimizer_states`` parameters, buffers and the schedule alone are taken: the state of the optimizer
+        starts anew, and counters (``global_steps``), data and random states stay. With ``load_module_only`` nothing but
+        parameters and buffers. Gradients are dropped. Where ``load_dir`` has no checkpoint and no ``tag`` is given: a
+        warning, and (None, {}). ``load_module_strict`` and ``custom_load_fn`` are DeepSpeed's, and stay as they are.
 
         Between steps, by all ranks together. CheckpointError if it is damaged, or another model's: mostly before
         anything has changed; what is found while tensors are read leaves an engine that can load another one, or close.
         """
-        self._check_saved("load_checkpoint", loads=True)
+        if not load_module_strict or custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint takes what the same model has saved, all of it (load_module_strict=True,"
+                " custom_load_fn=None); to begin with some of it, give the weights to"
+                " tiering.initialize(weights=..., strict=False): `tiering convert` makes them of a checkpoint"
+            )
+        self._ready.check_between_steps("load_checkpoint", loads=True)
         states = load_optimizer_states and not load_module_only
         self._access.store_edits_of_residents()  # they count if nothing is loaded
         self._updates.forget()
-        self._pending_backward = False
-        self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
+        self._ready.drop_gradients()
         self._prefetcher.forget()
         self.optimizer.release_read_ahead()
         path, client_state = self._checkpoints.load(
@@ -458,7 +394,7 @@ class Engine:
         exclude_frozen_parameters: bool = False,
     ) -> Path:
         """Write the model's ``state_dict`` in 16 bits as one safetensors file; returns its path. See export.py."""
-        self._check_saved("save_16bit_model")
+        self._ready.check_between_steps("save_16bit_model")
         export = Export(self.module, self.config, self._state)
         return export.save_16bit_model(
             Path(save_dir), save_filename, exclude_frozen_parameters=exclude_frozen_parameters
@@ -466,7 +402,7 @@ class Engine:
 
     def save_pretrained(self, save_dir: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> Path:
         """Write a directory that transformers' (or peft's) ``from_pretrained`` loads; returns it. See export.py."""
-        self._check_saved("save_pretrained")
+        self._ready.check_between_steps("save_pretrained")
         return Export(self.module, self.config, self._state).save_pretrained(Path(save_dir), max_shard_size)
 
     def snapshot(self) -> Snapshot:
@@ -481,25 +417,19 @@ class Engine:
 
         Raises TelemetryError if ``path`` cannot be written, EngineStateError if a trace is under way already.
         """
-        self._check_open("trace")
+        self._ready.check_open("trace")
         if self._trace is not None:
             raise EngineStateError(
                 f"trace was called while one to {self._trace.path} is under way; end the step that it waits for first"
             )
         self._trace = StepTrace(path, self._tiers)
 
-    def flip_bit(self) -> str:
-        """Flip one bit of one master on NVMe and say where: a planted fault, to show that comparisons find it."""
-        self._check_open("flip_bit")
-        return self._state.flip_bit()
-
     def close(self) -> None:
         """Wait for transfers, give memory and swap space back. Parameters are unusable afterwards. Idempotent."""
-        if self._closed:
+        if self._ready.closed:
             return
-        self._closed = True
-        if self._stop is not None:
-            self._stop.restore()
+        self._ready.closed = True
+        self._preemption.close()
         self._end_trace("close()")
         if self._publisher is not None:
             self._publisher.publish_now()
@@ -526,7 +456,7 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         ends_well = isinstance(error, SystemExit) and not error.code
-        if error is not None and not ends_well and self._collectives is not None and not self._closed:
+        if error is not None and not ends_well and self._collectives is not None and not self._ready.closed:
             self._collectives.peers.fail(error)
         self.close()
 
@@ -559,9 +489,8 @@ class Engine:
         self._prefetcher.forget()
         try:
             loss = float(self._loss) if self._loss is not None else None
-            asked = self._stop.received if self._stop is not None else ""
-            number = signal.Signals[asked].value if asked else 0
-            stepped = self._updates.run(loss, stop=number, saving=self._checkpoints.progress)
+            asked = self._preemption.asked
+            stepped = self._updates.run(loss, stop=asked, saving=self._checkpoints.progress)
         finally:
             self._access.note_versions()
         if stepped and self.lr_scheduler is not None:
@@ -569,18 +498,18 @@ class Engine:
 
     def _on_backward(self) -> None:
         """A backward has begun, which may bring gradients to parameters or not (torch.autograd.grad)."""
-        self._updates.expect(last=self._syncing and self.is_gradient_accumulation_boundary())
+        self._updates.expect(last=self._ready.syncing and self._ready.at_boundary)
 
     def _on_first_gradient(self) -> None:
         """The backward that is running does bring gradients to parameters."""
         steps, scale = self.config.gradient_accumulation_steps, self.loss_scale.value
-        if (steps > 1 or scale != 1.0) and not self._scaled:
+        if (steps > 1 or scale != 1.0) and not self._ready.scaled:
             raise EngineStateError(
                 f"loss.backward() neither divides by gradient_accumulation_steps ({steps}) nor multiplies by the loss"
                 f" scale ({scale:g}); call engine.backward(loss), or engine.scale(loss).backward()"
             )
         if self._updates.in_backward:
-            self._check_open("backward")
+            self._ready.check_open("backward")
             self._updates.check_once()
             if self._gradients.last_micro_batch:
                 self._access.check_before_update(self.module)
@@ -595,8 +524,8 @@ class Engine:
         self._updates.group_done(group, final=final)
 
     def _on_end_of_backward(self) -> None:
-        self._pending_backward = True
-        self._scaled = max(0, self._scaled - 1)
+        self._ready.pending_backward = True
+        self._ready.scaled = max(0, self._ready.scaled - 1)
         if self._updates.under_way:
             self._prefetcher.forget()  # also groups that are stepped only now
         self._updates.end_of_backward()
@@ -611,87 +540,3 @@ class Engine:
                 self._record.loss,
                 self._updates.norm,
             )
-
-    def _save_and_exit(self, save: Callable[[], object]) -> None:
-        log.log(
-            logs.once(logging.WARNING),
-            "%s: saving after step %d, then exit %d",
-            self.stop_requested,
-            self.global_steps,
-            EXIT_SAVED,
-        )
-        save()
-        self.close()
-        raise SystemExit(EXIT_SAVED)
-
-    def _check_whole(self) -> None:
-        """A pass that an exception ended outside of the engine's calls (the user's loss.backward()) is given up."""
-        self._schedule.check_thread()
-        if self._schedule.running and not hooks.in_backward_pass():
-            unfinished = self._schedule.in_backward
-            if unfinished:
-                self._give_up_backward()
-            else:
-                self._schedule.abandon()
-
-    def _give_up_backward(self) -> None:
-        """A backward was ended by an exception: the gradients since the last step are gone."""
-        self._schedule.abandon()
-        if not self._updates.waits_for_step:
-            self._updates.give_up()
-            self._pending_backward = False
-            self.micro_steps -= self.micro_steps % self.config.gradient_accumulation_steps
-
-    def _check_saved(self, what: str, *, loads: bool = False) -> None:
-        """Nothing is running that a save, or a load, would cut in two."""
-        self._check_open(what, loads=loads)
-        if self._in_forward or hooks.in_backward_pass():
-            raise EngineStateError(
-                f"{what} was called while a forward or backward is running; call it between steps"
-            )
-        self._check_whole()
-        if self._access.lending:
-            raise EngineStateError(f"{what} was called inside tiering.gathered(); end that block first")
-
-    def _check_gradients_kept(self, what: str) -> None:
-        if self._sink.unreduced:
-            raise EngineStateError(
-                f"{what} was called before the last backward of a step, and this stage"
-                f" ({self.config.zero.stage}) reduces gradients over the ranks only then; call it after that, or use"
-                " stage 2"
-            )
-        if self._updates.waits_for_step:
-            raise EngineStateError(
-                f"{what} was called when backward had used the gradients already (tiering.step_in_backward); set that"
-                " to false to have them until step()"
-            )
-
-    def _check_open(self, what: str, *, loads: bool = False) -> None:
-        if self._closed:
-            raise EngineStateError(f"{what} was called after close(); initialize the model again")
-        if self._collectives is not None:
-            self._collectives.check()
-        if self._updates.out_of_step:
-            raise EngineStateError(
-                f"{what} was called after {self._updates.out_of_step}, and ranks cannot be brought in step again; close"
-                " the engine, and initialize the model again from a checkpoint"
-            )
-        torn = self._updates.torn
-        if not torn and self._updates.under_way and not hooks.in_backward_pass():
-            torn = f"the backward of step {self._updates.steps + 1} has not ended"  # the user's own loss.backward()
-        if torn and not (loads and torn == NOT_LOADED):
-            raise EngineStateError(
-                f"{what} was called on parameters that are partly updated ({torn}); close the engine, and"
-                " initialize the model again from a checkpoint"
-            )
-
-
-def _flat_fp32(values: Tensor, piece: Piece) -> Tensor:
-    if tuple(values.shape) != piece.shape:
-        raise ConfigError(f"{piece.name!r} has shape {piece.shape}, not {tuple(values.shape)}")
-    return values.detach().to("cpu", torch.float32).reshape(-1)
-
-
-def _check_trained(piece: Piece) -> None:
-    if not piece.trainable:
-        raise ConfigError(f"{piece.name!r} is frozen: it has neither gradient nor optimizer state")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiering.errors import ConfigError, EngineStateError
+from tiering.errors import CheckpointError, ConfigError, EngineStateError
 
 LONG = 100.0  # seconds in which even a busy machine forks, or ends, a process
 SCRIPT = """
@@ -77,6 +77,57 @@ def test_a_loop_may_ask_for_itself(start: Callable[..., Any], micro_batches: Any
     engine.step()  # saves nothing, ends nothing
     engine.close()
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_the_checkpoint_of_the_end_has_what_the_script_wants_back(
+    start: Callable[..., Any], micro_batches: Any, tmp_path: Path, called: bool
+) -> None:
+    engine = start(accumulation=1)
+    for _ in range(2):
+        engine.save_checkpoint(tmp_path)
+        train(engine, micro_batches)
+    epoch = {"epoch": 1}
+    wanted = (lambda: {"epoch": engine.global_steps}) if called else epoch
+    engine.save_and_exit_on(save_dir=tmp_path, client_state=wanted, keep=1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    epoch["epoch"] = 3
+    with pytest.raises(SystemExit, match="75"):
+        train(engine, micro_batches)
+    assert sorted(path.name for path in tmp_path.glob("global_step*")) == ["global_step3"]
+    other = start(accumulation=1)
+    assert other.load_checkpoint(tmp_path)[1] == {"epoch": 3}
+
+
+def test_a_checkpoint_that_fails_at_the_end_is_told_and_leaves_the_engine(
+    start: Callable[..., Any], micro_batches: Any, tmp_path: Path
+) -> None:
+    engine = start(accumulation=1)
+    (tmp_path / "file").write_text("")
+    engine.save_and_exit_on(save_dir=tmp_path / "file")
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(CheckpointError, match="file"):
+        train(engine, micro_batches)
+    assert engine.global_steps == 1
+    engine.save_checkpoint(tmp_path / "elsewhere")
+
+
+def test_what_is_of_a_checkpoint_needs_one(start: Callable[..., Any], tmp_path: Path) -> None:
+    engine = start(accumulation=1)
+    for options, why in (
+        ({"keep": 1}, "client_state or keep"),
+        ({"client_state": {}, "save": print}, "client_state or keep"),
+        ({"save_dir": tmp_path, "save": print}, "both save and save_dir"),
+        ({"save_dir": tmp_path, "keep": 0}, "keep is 0"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            engine.save_and_exit_on(**options)
+
+
+def train(engine: Any, micro_batches: Any) -> None:
+    tokens, targets = next(iter(micro_batches(1)))
+    engine.backward(engine(tokens, targets))
+    engine.step()
 
 
 def test_what_cannot_be_handled_is_refused(start: Callable[..., Any]) -> None:

@@ -1,0 +1,113 @@
+"""What an engine keeps of each parameter, read and set by name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tiering.errors import ConfigError, EngineStateError
+from zero3 import hooks
+from zero3.access import Access
+from zero3.partition import Piece
+from zero3.readiness import Readiness
+from zero3.state import TieredState
+from zero3.update import Update
+
+
+class NamedState:
+    """The part of ``Engine`` that reads and sets parameters, gradients and optimizer state by name."""
+
+    module: nn.Module
+    _access: Access
+    _ready: Readiness
+    _state: TieredState
+    _updates: Update
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies, in host memory, of parameters in the compute dtype and of persistent buffers, by name."""
+        self._ready.check_open("state_dict")
+        return self._state.weights(self.module)
+
+    def master_state_dict(self) -> dict[str, Tensor]:
+        """Copies, in host memory, of the fp32 masters of all trainable parameters, by name."""
+        self._ready.check_open("master_state_dict")
+        return self._state.masters()
+
+    def get_fp32_parameter(self, name: str) -> Tensor:
+        """A copy of a parameter's fp32 master in host memory, of the parameter's shape; a frozen one as it is, in fp32.
+
+        ``name`` as in ``module.named_parameters()``. ConfigError for a name that is not there.
+        """
+        self._ready.check_open("get_fp32_parameter")
+        return self._state.master(*self._access.named(name))
+
+    def set_fp32_parameter(self, name: str, values: Tensor) -> None:
+        """Make ``values`` (of the parameter's shape) the master, and the parameter what it rounds to.
+
+        EngineStateError while a forward or backward is running.
+        """
+        self._ready.check_open("set_fp32_parameter")
+        group, piece = self._access.named(name)
+        self._access.before_write(group, piece)
+        self._state.set_master(group, piece, self._state.of_first(piece, _flat_fp32(values, piece)))
+
+    def get_fp32_gradient(self, name: str) -> Tensor | None:
+        """A copy of the accumulated gradient, unscaled, before clipping, in fp32; None where there was none."""
+        self._ready.check_open("get_fp32_gradient")
+        self._ready.check_gradients_kept("get_fp32_gradient")
+        if hooks.in_backward_pass():
+            raise EngineStateError(
+                "get_fp32_gradient was called while a backward is running, and gradients are on their way; call it when"
+                " backward has ended"
+            )
+        gradient = self._state.gradient(*self._access.named(name))
+        return None if gradient is None else gradient.float() / self._updates.loss_scale.value
+
+    def set_fp32_gradient(self, name: str, values: Tensor) -> None:
+        """Replace the accumulated gradient by ``values`` (unscaled), between backward and ``step``."""
+        self._ready.check_open("set_fp32_gradient")
+        self._ready.check_gradients_kept("set_fp32_gradient")
+        group, piece = self._access.named(name)
+        _check_trained(piece)
+        self._access.check_idle("set_fp32_gradient")
+        if not self._ready.pending_backward:
+            raise EngineStateError(
+                "set_fp32_gradient was called without a backward since the last step; it replaces what that gave"
+            )
+        flat = self._state.of_first(piece, _flat_fp32(values, piece))
+        self._state.set_gradient(group, piece, flat * self._updates.loss_scale.value)
+
+    def get_fp32_state(self, name: str, key: str) -> Tensor:
+        """A copy of a state tensor of a parameter ("exp_avg", ...; see ``state_names``), fp32, of its shape."""
+        self._ready.check_open("get_fp32_state")
+        group, piece = self._access.named(name)
+        _check_trained(piece)
+        return self._state.moment(group, piece, key)
+
+    def set_fp32_state(self, name: str, key: str, values: Tensor) -> None:
+        """Replace a state tensor of a parameter."""
+        self._ready.check_open("set_fp32_state")
+        _, piece = self._access.named(name)
+        _check_trained(piece)
+        self._state.set_moment(piece, key, self._state.of_first(piece, _flat_fp32(values, piece)))
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The optimizer's state tensors, beside the master."""
+        return self._state.state_names
+
+    def flip_bit(self) -> str:
+        """Flip one bit of one master on NVMe and say where: a planted fault, to show that comparisons find it."""
+        self._ready.check_open("flip_bit")
+        return self._state.flip_bit()
+
+
+def _flat_fp32(values: Tensor, piece: Piece) -> Tensor:
+    if tuple(values.shape) != piece.shape:
+        raise ConfigError(f"{piece.name!r} has shape {piece.shape}, not {tuple(values.shape)}")
+    return values.detach().to("cpu", torch.float32).reshape(-1)
+
+
+def _check_trained(piece: Piece) -> None:
+    if not piece.trainable:
+        raise ConfigError(f"{piece.name!r} is frozen: it has neither gradient nor optimizer state")

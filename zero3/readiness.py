@@ -1,0 +1,120 @@
+"""Readiness: where an engine is between the calls of a training loop, and so what may be called next."""
+
+from __future__ import annotations
+
+from tiering.config import TieringConfig
+from tiering.errors import EngineStateError
+from zero3 import hooks
+from zero3.access import Access
+from zero3.assembly import Assembly
+from zero3.schedule import PassSchedule
+from zero3.update import NOT_LOADED, Update
+
+
+class Readiness:
+    """What an engine has begun and not ended. A check raises EngineStateError, which names the call and the remedy."""
+
+    def __init__(
+        self, config: TieringConfig, parts: Assembly, updates: Update, schedule: PassSchedule, access: Access
+    ) -> None:
+        self.closed = False
+        self.micro_steps = 0
+        self.pending_backward = False  # there are gradients for ``step``
+        self.scaled = 0  # losses that were scaled and not sent backward yet
+        self.syncing = True  # False inside no_sync
+        self.in_forward = False
+        self._stage = config.zero.stage
+        self._accumulation = config.gradient_accumulation_steps
+        self._collectives, self._sink = parts.collectives, parts.sink
+        self._updates = updates
+        self._schedule = schedule
+        self._access = access
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last one before an update."""
+        return (self.micro_steps + 1) % self._accumulation == 0
+
+    def check_open(self, what: str, *, loads: bool = False) -> None:
+        """There is state, and it is of one step; or ``what`` loads it."""
+        if self.closed:
+            raise EngineStateError(f"{what} was called after close(); initialize the model again")
+        if self._collectives is not None:
+            self._collectives.check()
+        if self._updates.out_of_step:
+            raise EngineStateError(
+                f"{what} was called after {self._updates.out_of_step}, and ranks cannot be brought in step again; close"
+                " the engine, and initialize the model again from a checkpoint"
+            )
+        torn = self._updates.torn
+        if not torn and self._updates.under_way and not hooks.in_backward_pass():
+            torn = f"the backward of step {self._updates.steps + 1} has not ended"  # the user's own loss.backward()
+        if torn and not (loads and torn == NOT_LOADED):
+            raise EngineStateError(
+                f"{what} was called on parameters that are partly updated ({torn}); close the engine, and"
+                " initialize the model again from a checkpoint"
+            )
+
+    def check_between_steps(self, what: str, *, loads: bool = False) -> None:
+        """Nothing is running that a save, or a load, would cut in two."""
+        self.check_open(what, loads=loads)
+        if self.in_forward or hooks.in_backward_pass():
+            raise EngineStateError(
+                f"{what} was called while a forward or backward is running; call it between steps"
+            )
+        self.give_up_unfinished()
+        if self._access.lending:
+            raise EngineStateError(f"{what} was called inside tiering.gathered(); end that block first")
+
+    def check_no_gradients(self, what: str) -> None:
+        """No gradients wait for their step."""
+        if self.pending_backward or self.micro_steps % self._accumulation:
+            raise EngineStateError(
+                f"{what} was called with gradients that no step has used, and a checkpoint holds none; call it after"
+                " the step() that uses them"
+            )
+
+    def check_gradients_kept(self, what: str) -> None:
+        """Gradients are where one can get at them by name."""
+        if self._sink.unreduced:
+            raise EngineStateError(
+                f"{what} was called before the last backward of a step, and this stage ({self._stage}) reduces"
+                " gradients over the ranks only then; call it after that, or use stage 2"
+            )
+        if self._updates.waits_for_step:
+            raise EngineStateError(
+                f"{what} was called when backward had used the gradients already (tiering.step_in_backward); set that"
+                " to false to have them until step()"
+            )
+
+    def check_step(self) -> None:
+        """There is something to step."""
+        if not self.pending_backward:
+            raise EngineStateError(
+                "step was called without a backward since the last one; call engine.backward(loss) first"
+            )
+        if not self.syncing:
+            raise EngineStateError(
+                "step was called inside no_sync(); do the last backward and step() outside of it"
+            )
+
+    def give_up_unfinished(self) -> None:
+        """A pass that an exception ended outside of the engine's calls (the user's loss.backward()) is given up."""
+        self._schedule.check_thread()
+        if self._schedule.running and not hooks.in_backward_pass():
+            if self._schedule.in_backward:
+                self.give_up_backward()
+            else:
+                self._schedule.abandon()
+
+    def give_up_backward(self) -> None:
+        """A backward was ended by an exception: the gradients since the last step are gone."""
+        self._schedule.abandon()
+        if not self._updates.waits_for_step:
+            self._updates.give_up()
+            self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Those since the last step are gone, and their micro-batches do not count."""
+        self.pending_backward = False
+        self.micro_steps -= self.micro_steps % self._accumulation

@@ -24,6 +24,7 @@ from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import CheckpointError, SwapError
 from tiering.interrupts import EXIT_SAVED
 from zero3 import random_state
+from zero3.checkpoint import Checkpoints
 from zero3.saver import Saver
 from zero3.share import Share
 
@@ -383,16 +384,22 @@ def test_a_rank_that_is_asked_to_stop_saves_with_all(
 
 def uneven(rank: int, nvme: Path, directory: Path, slow: int) -> list[Any]:
     """A rank whose saver is slow: when each of the others says that it is done."""
-    finish = Saver._finish
+    save, conclude = Saver._save, Checkpoints._conclude
+    seen: list[Any] = []
+    ends: list[bool] = []
 
     def slowly(self: Any, *given: Any) -> None:
-        time.sleep(0.01)
-        finish(self, *given)
+        save(self, *given)
+        time.sleep(0.4)  # copies are made, so that no step waits for those
 
-    seen = []
+    def concluded(self: Any) -> None:
+        ends.append(self._under_way.saver.over)
+        conclude(self)
+
     with (
-        start(nvme, sub_group_size=1000) as engine,
-        patched(Saver, "_finish", slowly) if rank == slow else given(),
+        start(nvme) as engine,
+        patched(Checkpoints, "_conclude", concluded),
+        patched(Saver, "_save", slowly) if rank == slow else given(),
     ):
         train(engine, rank, range(1))
         saving = engine.save_checkpoint(directory, background=True)
@@ -402,7 +409,7 @@ def uneven(rank: int, nvme: Path, directory: Path, slow: int) -> list[Any]:
             if saving.done:
                 break
         seen.append((directory / "global_step1" / "checkpoint.json").exists())
-        return [*seen, saving.error, 0 < saving.stalled <= saving.seconds]
+        return [*seen, saving.error, *ends, 0 < saving.stalled <= saving.seconds]
 
 
 @pytest.mark.parametrize("slow", [1, 0])
@@ -411,6 +418,7 @@ def test_ranks_agree_in_which_step_a_save_in_the_background_was_done(
 ) -> None:
     first, second = ranks(2).run(uneven, nvme, tmp_path / "saved", slow)
     assert first == second
-    *before, done, there, error, waited = first
-    assert before and not any(before), "the slow rank was not waited for"
+    *before, done, there, error, over, waited = first
+    assert before and not any(before)
+    assert over, "the step waited for the slow rank"
     assert (done, there, error, waited) == (True, True, None, True)

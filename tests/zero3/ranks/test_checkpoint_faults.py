@@ -21,9 +21,10 @@ from zero3.checkpoint import Checkpoints
 from zero3.collectives import Collectives
 from zero3.fill import Fill
 from zero3.saver import Saver
+from zero3.share import Share
 
 from .pool import Pool, ended
-from .test_checkpoint import PLACES, Masters, names_in, same, train, trained
+from .test_checkpoint import PLACES, Masters, names_in, no_chunks, same, train, trained
 from .test_lost import SOON, WATCHFUL, assert_named, die, fail, freeze, left_behind
 from .training import start
 
@@ -79,6 +80,8 @@ def at(moment: str, end: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
         around(Saver, "_finish", third, no)
     elif moment == "at every chunk":
         around(Saver, "_finish", yes, no)
+    elif moment == "in its own code, after a failure":
+        patch.setattr(Share, "chunks", no_chunks)
     elif moment == "behind its files":
         around(Saver, "_save", no, yes)
     elif moment == "told":  # how many words each rank has, and not yet which
@@ -110,7 +113,7 @@ def save_twice(
                 at(moment, end, patch)
             engine.save_checkpoint(directory, "next", background=background)
             for number in range(2, 50):
-                if rank == victim and moment == "in its own code" and number == 3:
+                if rank == victim and moment.startswith("in its own code") and number == 3:
                     end()
                 train(engine, rank, range(number, number + 1))
     except BaseException as error:
@@ -180,7 +183,7 @@ def test_a_rank_that_freezes_while_all_save(
     assert_goes_on(ranks(2), nvme, saved, "next" if (moment, victim) in COMMITTED else "good")
 
 
-@pytest.mark.parametrize("moment", ["in its own code", "agreed"])
+@pytest.mark.parametrize("moment", ["in its own code, after a failure", "in its own code", "agreed"])
 def test_a_rank_whose_own_code_raises_while_all_save(
     doomed: Ranks, ranks: Ranks, nvme: Path, tmp_path: Path, moment: str
 ) -> None:
@@ -191,6 +194,22 @@ def test_a_rank_whose_own_code_raises_while_all_save(
     assert "left: []" in victim.error.trace
     assert_named(other, "RankLostError", "rank 1", "OwnError: the tokenizer is gone")
     assert CheckpointDirectory(saved).partials() == []
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_interrupt_in_a_save_stays_one(doomed: Ranks, nvme: Path, tmp_path: Path, world_size: int) -> None:
+    saved = tmp_path / "saved"
+    outcomes = doomed(world_size).outcomes(save_twice, nvme, saved, interrupt, "within its files", 0, False)
+    assert outcomes[0].error is not None and outcomes[0].error.kind == "KeyboardInterrupt", outcomes[
+        0
+    ].report()
+    for other in outcomes[1:]:
+        assert_named(other, "RankLostError", "rank 0", "KeyboardInterrupt")
+    assert names_in(saved) == {"good", "latest", ".lock"}
 
 
 def doze() -> None:

@@ -647,7 +647,7 @@ def test_hostile_json_is_refused_and_the_engine_goes_on(
     engine = begin(start)
     where = list(places(json.loads(whole)["content"]))
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(st.sampled_from(where), VALUES)
     def hostile(path: tuple[Any, ...], value: Any) -> None:
         file.write_bytes(whole)

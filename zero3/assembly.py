@@ -69,6 +69,7 @@ class Assembly:
     sink: GradientStore | GradientReducer
     collectives: Collectives | None
     replicas: Replicas | None
+    streams: Streams | None
     fill: Fill
 
 
@@ -183,6 +184,7 @@ def _assemble(
         sink=sink,
         collectives=collectives,
         replicas=replicas,
+        streams=streams,
         fill=fill,
     )
 

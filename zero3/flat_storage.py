@@ -244,6 +244,10 @@ class Streams:
         self.fetch = torch.cuda.Stream()
         self.offload = torch.cuda.Stream()
 
+    def before_host_changes(self) -> None:
+        """Nothing has waited for a forward without gradients: it may still read what changes in host memory now."""
+        self.fetch.synchronize()
+
 
 class StreamEvent:
     """What was queued on a CUDA stream so far, as a completion that a lease can retire on."""

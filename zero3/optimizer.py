@@ -385,9 +385,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         return self._numbers[rule]
 
     def _wait_for_copies(self) -> None:
-        """Nothing has waited for a forward without gradients: it may still read what changes in host memory now."""
         if self._streams is not None:
-            self._streams.fetch.synchronize()
+            self._streams.before_host_changes()
 
     def _step_on_device(self, tile: Tile) -> None:
         """Step a tile whose state is in a GPU's memory, by torch operations."""

@@ -88,6 +88,8 @@ class Restore:
             self._matched.fill_buffers()
             for files, opened, sources in self._states.values():
                 reading.enter_context(opened.reading(files, self._io, _order(groups, sources)))
+            if self._parts.streams is not None:
+                self._parts.streams.before_host_changes()
             self._parts.fill.again(groups, given)
 
     def count_steps(self) -> None:

@@ -35,6 +35,7 @@ class TieredState:
         self._gradients = parts.gradients
         self._layout = parts.layout
         self._collectives = parts.collectives
+        self._streams = parts.streams
         self._sharded_state = parts.plan.workload.world_size > 1 and parts.plan.workload.stage >= 1
         self._told_of_halves = False
         self.before_write: Callable[[], None] = lambda: None  # called when something is about to change
@@ -323,6 +324,8 @@ class TieredState:
     def _patch(self, home: Home, offset: int, values: Tensor) -> None:
         """Write the bytes of the flat ``values`` at ``offset`` of ``home``; on NVMe whole pages around them, too."""
         self.before_write()
+        if self._streams is not None:
+            self._streams.before_host_changes()
         raw = values.contiguous().view(torch.uint8)
         if home.tensor is not None:
             home.tensor[offset : offset + raw.numel()] = raw

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +245,27 @@ def test_a_parameter_that_is_not_in_the_files_is_named_before_anything_changes(
         engine.load_checkpoint(tmp_path)
     assert all(before[name].equal(master) for name, master in engine.master_state_dict().items())
     assert engine(tokens(1)).isfinite()
+
+
+def test_copies_to_the_device_have_ended_before_the_host_changes(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward without gradients may still be fetching when a load, or a set, begins."""
+    engine = begin(start)
+    engine.save_checkpoint(tmp_path)
+    engine.set_fp32_parameter("frozen", torch.full((32, 32), 2.0))
+    found: list[float] = []
+
+    class Fetching:
+        def before_host_changes(self) -> None:
+            found.append(engine._state.weights(engine.module)["frozen"].max().item())
+
+    checkpoints = engine._checkpoints
+    monkeypatch.setattr(checkpoints, "_parts", replace(checkpoints._parts, streams=Fetching()))  # type: ignore[arg-type] # stands in
+    monkeypatch.setattr(engine._state, "_streams", Fetching())
+    engine.load_checkpoint(tmp_path)
+    assert found == [2.0]
+    assert engine.get_fp32_parameter("frozen").max() != 2.0
+    engine.set_fp32_parameter("frozen", torch.full((32, 32), 3.0))
+    assert 3.0 not in found
+    assert len(found) > 1

@@ -147,7 +147,7 @@ def ran(program: str, argument: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [pytest.param("memory", marks=pytest.mark.slow), "nvme"])
 def test_a_run_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path: Path, place: str) -> None:
     found = told(tmp_path, place, 4, 20261122)
     assert found["same"]

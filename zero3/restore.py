@@ -16,7 +16,8 @@ from tiering import logs
 from tiering.checkpoint.reader import Checkpoint, RankFiles
 from tiering.config import IoConfig
 from tiering.errors import CheckpointError, WeightsError
-from tiering.weights.files import StoredTensor, WeightFiles
+from tiering.weights.files import WeightFiles
+from tiering.weights.reader import Wanted
 from zero3.assembly import Assembly
 from zero3.client_optimizer import ClientOptimizer
 from zero3.fill import Given
@@ -87,7 +88,8 @@ class Restore:
             )
             self._matched.fill_buffers()
             for files, opened, sources in self._states.values():
-                reading.enter_context(opened.reading(files, self._io, _order(groups, sources)))
+                order = _order(groups, sources, states=True)
+                reading.enter_context(opened.reading(files, self._io, order))
             if self._parts.streams is not None:
                 self._parts.streams.before_host_changes()
             self._parts.fill.again(groups, given)
@@ -195,20 +197,22 @@ def optimizer_name(optimizer: TieredOptimizer | ClientOptimizer) -> str:
     return optimizer.rule.name
 
 
-def _order(groups: Sequence[ParamGroup], sources: Mapping[nn.Parameter, FileSource]) -> list[StoredTensor]:
-    """The parts in which this rank reads, in its order."""
-    order = []
+def _order(
+    groups: Sequence[ParamGroup], sources: Mapping[nn.Parameter, FileSource], *, states: bool = False
+) -> list[Wanted]:
+    """What this rank reads of which parts, in its order: of parameters what it keeps, of ``states`` what it steps."""
+    order: list[Wanted] = []
     for group in groups:
-        kept: dict[int, Piece] = {
-            piece.index: piece for piece in (group.shard if group.sharded else group.layout).pieces
-        }
+        layout = group.shard if states or group.sharded else group.layout
+        kept: dict[int, Piece] = {piece.index: piece for piece in layout.pieces}
         for piece, param in zip(group.layout.pieces, group.params, strict=True):
             mine = kept.get(piece.index)
             if mine is None or param not in sources:
                 continue
             begin = 0
             for part in sources[param].parts:
-                if begin < mine.first + mine.numel and mine.first < begin + part.numel:
-                    order.append(part)
+                first, end = max(mine.first - begin, 0), min(mine.first + mine.numel - begin, part.numel)
+                if first < end:
+                    order.append((part, first, end))
                 begin += part.numel
     return order

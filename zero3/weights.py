@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tiering.config import IoConfig
 from tiering.errors import EngineStateError, WeightsError
 from tiering.weights.files import StoredTensor, WeightFiles, same_bytes
-from tiering.weights.reader import WeightReader
+from tiering.weights.reader import Wanted, WeightReader
 from zero3.weight_names import Partners, Values, pair
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class OpenFiles:
     reader: WeightReader | None = None
 
     @contextmanager
-    def reading(self, files: WeightFiles, io: IoConfig, order: Iterable[StoredTensor]) -> Iterator[None]:
+    def reading(self, files: WeightFiles, io: IoConfig, order: Iterable[Wanted]) -> Iterator[None]:
         """Open ``files``; in ``order``, and from their first elements on, tensors are read fastest."""
         with WeightReader(files, io, order) as self.reader:
             try:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,8 @@ from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import CheckpointError, ConfigError
 from zero3 import loader
 from zero3.engine import Engine
+from zero3.partition import lay_out, shard
+from zero3.restore import _order
 from zero3.weights import FileSource, OpenFiles
 
 from .conftest import config
@@ -269,3 +274,30 @@ def test_copies_to_the_device_have_ended_before_the_host_changes(
     engine.set_fp32_parameter("frozen", torch.full((32, 32), 3.0))
     assert 3.0 not in found
     assert len(found) > 1
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_ranks_read_each_element_of_each_part_once(world_size: int) -> None:
+    """Whatever ranks have saved the parts, and whoever reads them now."""
+    shapes = [(300, 70), (5,), (), (0, 3), (4096,)]
+    named = [(index, f"p{index}", shape, index != 3) for index, shape in enumerate(shapes)]
+    layout = lay_out(named, 2, world_size)
+    params = [object() for _ in layout.pieces]
+    sources, read = {}, Counter[str]()
+    for param, piece in zip(params, layout.pieces, strict=True):
+        cuts = [0, piece.numel // 3, piece.numel // 2, piece.numel]
+        sources[param] = SimpleNamespace(
+            parts=[
+                SimpleNamespace(name=f"{piece.name} {start}", numel=end - start)
+                for start, end in pairwise(cuts)
+            ]
+        )
+    for rank in range(world_size):
+        group = SimpleNamespace(
+            layout=layout, shard=shard(layout, world_size, rank), sharded=world_size > 1, params=params
+        )
+        for part, first, end in _order([group], sources):  # type: ignore[list-item, arg-type, misc] # stand in
+            assert 0 <= first < end <= part.numel
+            read[part.name] += end - first
+    parts = [part for source in sources.values() for part in source.parts]
+    assert read == {part.name: part.numel for part in parts if part.numel}

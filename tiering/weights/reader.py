@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 _Place = tuple[StoredTensor, int]
 """A tensor and a byte in it."""
 
+Wanted = StoredTensor | tuple[StoredTensor, int, int]
+"""What will be read: a tensor, or the elements of one from the first up to the second number."""
+
 
 class _Window:
     """Memory, and the range of a tensor's bytes that it holds or is being filled with."""
@@ -118,16 +121,18 @@ class WeightReader:
     One thread reads. Raises WeightsError when a file cannot be read, or is another than the one whose header was read.
     """
 
-    def __init__(self, files: WeightFiles, io: IoConfig, order: Iterable[StoredTensor] = ()) -> None:
+    def __init__(self, files: WeightFiles, io: IoConfig, order: Iterable[Wanted] = ()) -> None:
         room = WINDOW_BYTES + PAGE  # a range may begin in the middle of a page
         if files.sums:
             room += PAGE  # and end in one
         arena = Arena.map(WINDOWS * room, "weights")
         self._windows_nbytes = arena.nbytes
         self._files = files
-        expected = [tensor for tensor in order if tensor.nbytes]
-        self._next = dict(pairwise(expected))
-        self._continues: _Place | None = (expected[0], 0) if expected else None
+        expected = [_in_bytes(wanted) for wanted in order]
+        expected = [(tensor, start, end) for tensor, start, end in expected if start < end]
+        self._ends = {tensor: end for tensor, _, end in expected}
+        self._next = {one: (other, start) for (one, _, _), (other, start, _) in pairwise(expected)}
+        self._continues: _Place | None = expected[0][:2] if expected else None
         self._aio = AioContext(
             engine=io.engine,
             block_size=io.block_size,
@@ -210,7 +215,9 @@ class WeightReader:
             place = self._after(self._filling[-1].tensor, self._filling[-1].end)
         while self._idle and place is not None:
             tensor, start = place
-            limit = tensor.nbytes if sequential else end if tensor == wanted else 0
+            limit = end if tensor == wanted else 0
+            if sequential:
+                limit = max(limit, self._end_of(tensor))
             if start >= limit:
                 return
             stop = min(start + WINDOW_BYTES, limit)
@@ -219,9 +226,11 @@ class WeightReader:
 
     def _after(self, tensor: StoredTensor, end: int) -> _Place | None:
         """Where reading goes on after byte ``end`` of ``tensor``."""
-        if end < tensor.nbytes:
-            return tensor, end
-        return (self._next[tensor], 0) if tensor in self._next else None
+        return (tensor, end) if end < self._end_of(tensor) else self._next.get(tensor)
+
+    def _end_of(self, tensor: StoredTensor) -> int:
+        """The byte up to which ``tensor`` will be read."""
+        return self._ends.get(tensor, tensor.nbytes)
 
     def _submit(self, tensor: StoredTensor, start: int, stop: int) -> None:
         with deferred_interrupts():  # between the two, a window would be lost
@@ -259,6 +268,11 @@ class WeightReader:
             raise damaged(
                 path, "it has changed since its header was read", "load it when nobody writes to it"
             )
+
+
+def _in_bytes(wanted: Wanted) -> tuple[StoredTensor, int, int]:
+    tensor, first, end = (wanted, 0, wanted.numel) if isinstance(wanted, StoredTensor) else wanted
+    return tensor, first * tensor.itemsize, end * tensor.itemsize
 
 
 def _open_for_reading(path: Path) -> tuple[int, bool]:

@@ -23,7 +23,7 @@ from tiering.config import IoConfig
 from tiering.errors import EngineStateError, WeightsError
 from tiering.weights import reader as weight_reader
 from tiering.weights.files import StoredTensor, WeightFiles, open_weights
-from tiering.weights.reader import WeightReader
+from tiering.weights.reader import Wanted, WeightReader
 
 SHAPES = {
     "a": ("U8", 70_001),
@@ -64,7 +64,7 @@ def reader_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WeightR
         *faults: Fault,
         engine: str = "threads",
         block_size: int = PAGE,
-        order: Iterable[StoredTensor] = (),
+        order: Iterable[Wanted] = (),
     ) -> WeightReader:
         faulty = functools.partial(AioContext, fault=FaultPlan(faults))
         monkeypatch.setattr(weight_reader, "AioContext", faulty if faults else AioContext)
@@ -169,6 +169,26 @@ def test_the_next_tensor_is_on_its_way_when_one_ends(
         ("d", 0),
         ("d", WINDOW),
     ]
+
+
+def test_nothing_is_read_behind_a_range_that_is_all_that_is_wanted(
+    reader_of: Callable[..., WeightReader], files: WeightFiles
+) -> None:
+    c, d = files.tensors["c"], files.tensors["d"]
+    wanted = [(c, 100, 20_000), (d, 500, 4_000)]
+    reader = reader_of(files, order=wanted)
+    for tensor, first, end in wanted:
+        for at in range(first, end, 3000):
+            numel = min(3000, end - at)
+            assert bytes(reader.read(tensor, at, numel)) == expected(tensor, at, numel)
+            if (at + numel, tensor) == (20_000, c):
+                assert [(window.tensor, window.start) for window in reader._filling][1:] == [
+                    (d, 500 * 8),
+                    (d, 500 * 8 + WINDOW),
+                ]
+    assert bytes_read(reader) <= sum((end - first) * t.itemsize + pages(t) for t, first, end in wanted)
+    at = 19_000  # more than was said
+    assert bytes(reader.read(c, at, 31_000)) == expected(c, at, 31_000)
 
 
 def test_a_jump_reads_what_was_asked_for(reader_of: Callable[..., WeightReader], files: WeightFiles) -> None:

@@ -70,7 +70,9 @@ def no_room(*_: Any) -> None:
 
 
 def not_synced(path: Path) -> None:
-    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+    """The directory with the files, which ``commit`` begins with."""
+    if ".partial-" in path.name:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
 
 @contextmanager

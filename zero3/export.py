@@ -21,9 +21,9 @@ from optim_cpu.formats import round_parameters
 from tiering import logs
 from tiering.checkpoint.writer import TensorSpec
 from tiering.config import TieringConfig, format_size, parse_size
-from tiering.errors import CheckpointError, ConfigError
+from tiering.errors import ConfigError
 from tiering.weights.writer import SUFFIX, WeightWriter
-from zero3.collectives import Collectives
+from zero3.agreement import Leading
 from zero3.fill import RANGE
 from zero3.partition import tiles
 from zero3.precision import COMPUTE_DTYPES
@@ -126,7 +126,7 @@ class Export:
             TensorSpec(saved.name, _word(saved, self._stored_as(saved, dtype)), saved.shape)
             for saved in wanted
         ]
-        leading = _Leading(self._collectives, f"save {directory}")
+        leading = Leading(self._collectives, f"save {directory}")
         io = self._config.tiering.io
         new = partial(WeightWriter, directory, specs, stem=stem, most_bytes=most_bytes, io=io)
         writer = leading.attempt(new)
@@ -169,42 +169,6 @@ class Export:
                     rounded = torch.empty(values.numel(), dtype=dtype, device="cpu")
                     round_parameters(values, rounded)
                     yield rounded
-
-
-class _Leading:
-    """What the first of the ranks does for all. Its failure is theirs at the next ``settle``."""
-
-    def __init__(self, collectives: Collectives | None, what: str) -> None:
-        self._collectives = collectives
-        self._what = what
-        self._error: Exception | None = None
-
-    def attempt(self, action: Callable[[], T]) -> T | None:
-        """Do it, on the first rank, unless something has failed there."""
-        if self._error is None and (self._collectives is None or self._collectives.world.rank == 0):
-            try:
-                return action()
-            except Exception as error:
-                self._error = error
-        return None
-
-    def settle(self) -> None:
-        """Raise what has failed, on every rank."""
-        told = self._told_by_first() if self._collectives is not None else ""
-        if self._error is not None:
-            raise self._error
-        if told:
-            raise CheckpointError(f"rank 0, which writes for all, could not {self._what}: {told}")
-
-    def _told_by_first(self) -> str:
-        assert self._collectives is not None
-        text = str(self._error or "").encode()
-        lengths = self._collectives.table(torch.tensor([len(text)], device="cpu"), self._what)
-        words = torch.zeros(int(lengths[0]), dtype=torch.uint8, device="cpu")
-        if text:
-            words.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        self._collectives.broadcast(words, 0, self._what)
-        return bytes(words.tolist()).decode()
 
 
 def _there(writer: WeightWriter | None) -> WeightWriter:

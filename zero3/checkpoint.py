@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tiering import logs
 from tiering.checkpoint.directory import CheckpointDirectory, check_keep
-from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest, StoredParameter, file_name
+from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest, StoredParameter, file_name, new_run
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.checkpoint.writer import naming
 from tiering.config import format_size
@@ -119,6 +119,7 @@ class Checkpoints:
         self._collectives = parts.collectives
         self._share = Share(parts)
         self._run = RunState(engine, updates)
+        self._run_id = new_run()  # until it goes on from a checkpoint; rank 0's counts
         self._io = engine.config.tiering.io
         self._directory: CheckpointDirectory | None = None
         self._under_way: _UnderWay | None = None
@@ -238,6 +239,8 @@ class Checkpoints:
                 client_state.update(self._run.restore(shared, own, optimizer=states, scheduler=scheduler))
 
         self._together("go on from the checkpoint", go_on)
+        if restore.of_run and states:
+            self._run_id = restore.run_id
         self._updates.torn = ""
         log.log(logs.once(logging.INFO), "checkpoint %s loaded in %.1f s", path, time.monotonic() - began)
         return path, client_state
@@ -266,7 +269,7 @@ class Checkpoints:
             check_keep(keep)
             collected.append(self._run.collect(client_state))
             if self._rank == 0:
-                made.append(self._opened(save_dir).begin(tag))
+                made.append(self._opened(save_dir).begin(tag, run=self._run_id))
             return asked, made[0] if made else None
 
         def join(partial: Path) -> None:
@@ -318,7 +321,11 @@ class Checkpoints:
             files = self._files(under_way.partial)
             replace(under_way.manifest, files=files).write(under_way.partial)
         self._directory.commit(
-            under_way.partial, under_way.saving.tag, latest=under_way.latest, keep=under_way.keep
+            under_way.partial,
+            under_way.saving.tag,
+            run=under_way.manifest.run,
+            latest=under_way.latest,
+            keep=under_way.keep,
         )
 
     def _conclude(self) -> None:
@@ -438,6 +445,7 @@ class Checkpoints:
             for piece in group.layout.pieces
         }
         return Manifest(
+            run=self._run_id,
             step=self._updates.steps,
             world_size=self._parts.world.size,
             created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -23,6 +23,7 @@ from tiering.checkpoint.manifest import (
     Manifest,
     StoredParameter,
     file_name,
+    new_run,
     write_sealed,
 )
 from tiering.checkpoint.reader import Checkpoint
@@ -123,10 +124,11 @@ def to_checkpoint(
     try:
         if any(saved.tag == tag for saved in directory.tags()):
             raise CheckpointError(f"{into} has a checkpoint {tag!r} already; name another directory or --tag")
-        partial = directory.begin(tag)
+        run = new_run()
+        partial = directory.begin(tag, run=run)
         try:
-            converted = _write_checkpoint(files, partial, parameters, buffers, on_read)
-            directory.commit(partial, tag)
+            converted = _write_checkpoint(files, partial, run, parameters, buffers, on_read)
+            directory.commit(partial, tag, run=run)
         except BaseException:
             directory.discard(partial)
             raise
@@ -138,6 +140,7 @@ def to_checkpoint(
 def _write_checkpoint(
     files: WeightFiles,
     directory: Path,
+    run: str,
     parameters: list[TensorSpec],
     buffers: list[TensorSpec],
     on_read: Told,
@@ -167,6 +170,7 @@ def _write_checkpoint(
                 raise
     write_sealed(directory / file_name("rank", 0, 1, "json"), {"buffers": [each.name for each in buffers]})
     Manifest(
+        run=run,
         step=0,
         world_size=1,
         created=datetime.now(UTC).isoformat(timespec="seconds"),

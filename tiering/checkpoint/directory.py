@@ -4,6 +4,7 @@
       global_step2000/                      a checkpoint, for it holds checkpoint.json
       global_step3000/
       .global_step4000.partial-5f0c11d2/    a save under way, or what a crash left of one
+      .best.replaced-20c7e1aa/              the earlier "best", while a save takes its place by two renames
       latest                                the tag to resume from: "global_step3000"
       .lock                                 locked (flock) by the run that saves here
 
@@ -12,12 +13,18 @@ one counts on it:
 
 1. The writers fsync their files; ``commit`` fsyncs the directory that lists them, and a new ``latest`` beside it.
    What can fail for want of space has now happened, and nothing is visible yet.
-2. The directory is renamed to its tag, or exchanged with the one that has the tag; DIR is fsynced.
+2. The directory is renamed to its tag, or exchanged with the one that has the tag; DIR is fsynced. Where names cannot
+   be exchanged (NFS, Lustre), the one that has the tag is renamed first; if that is all that has happened, it is found
+   by the name that it has then, and the next run gives it its tag back.
 3. ``latest`` is renamed into place; DIR is fsynced.
 4. What is to go is renamed to a partial name; DIR is fsynced; only then are its files removed. A tag therefore never
    holds half a checkpoint.
 
 Partial directories are removed by the next run that locks DIR. Reading takes no lock and writes nothing.
+
+**Whose it is.** Nothing is removed but checkpoints that this run has saved, and of those what a save under the same tag
+replaces, or ``keep`` makes one too many: that counts default tags, for a name that was given by hand is meant to stay.
+A directory is a checkpoint if its checkpoint.json is sealed and in our format; other programs have files of that name.
 """
 
 from __future__ import annotations
@@ -30,11 +37,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tiering.checkpoint.manifest import MANIFEST
+from tiering.checkpoint.manifest import MANIFEST, run_of
 from tiering.checkpoint.run_lock import RunLock
 from tiering.errors import CheckpointError, ConfigError
 
@@ -43,7 +50,9 @@ log = logging.getLogger(__name__)
 LATEST = "latest"
 
 _PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{8}", re.DOTALL)
-_LONGEST_TAG = 200  # bytes; a partial name adds 18, and 255 is what file systems take
+_REPLACED = re.compile(r"\.(.+)\.replaced-[0-9a-f]{8}", re.DOTALL)
+_BY_DEFAULT = re.compile(r"global_step\d+", re.ASCII)
+_LONGEST_TAG = 200  # bytes; a replaced name adds 19, and 255 is what file systems take
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # <linux/fs.h>
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -77,56 +86,57 @@ class CheckpointDirectory:
             _make_durably(self.path)
             self._lock.take()
         if self._lock.alone:
-            self._remove(self.partials())
+            self._restore_replaced()
+            self._remove([*self.partials(), *(path for _, path in self._replaced())])
 
     def close(self) -> None:
         """Give the lock back."""
         self._lock.give_back()
 
-    def begin(self, tag: str) -> Path:
-        """A new, empty directory for the files of ``tag``: hand it to ``commit`` or to ``discard``."""
+    def begin(self, tag: str, *, run: str) -> Path:
+        """A new, empty directory for the files of ``tag``: hand it to ``commit`` or to ``discard``.
+
+        CheckpointError where ``tag`` is there and not of the same ``run``.
+        """
         check_tag(tag)
         self.lock()
         with self._failing(f"cannot take a checkpoint '{tag}'"):
-            replaces = self._replaces(tag)
+            self._check_replaces(tag, run)
             if (self.path / LATEST).is_dir():
                 raise CheckpointError(
                     f"{self.path / LATEST} is a directory, where a file with a tag belongs; move it"
                 )
             partial = self._partial_name(tag)
             partial.mkdir()
-            if replaces:
-                try:
-                    self._try_exchange(partial, tag)
-                except BaseException:
-                    self.discard(partial)
-                    raise
         return partial
 
-    def commit(self, partial: Path, tag: str, *, latest: bool = True, keep: int | None = None) -> Path:
+    def commit(
+        self, partial: Path, tag: str, *, run: str, latest: bool = True, keep: int | None = None
+    ) -> Path:
         """Make the files in ``partial``, all of them fsynced, the checkpoint ``tag``; returns where it is now.
 
-        ``latest`` makes it the one to resume from. ``keep`` leaves that many checkpoints, the newest; the one that
-        ``latest`` names, and those that a symbolic link here points to, stay in any case. After an error the old state
-        stands, and ``partial`` is still to be discarded.
+        ``latest`` makes it the one to resume from. ``keep`` leaves that many checkpoints of the ``run`` with default
+        tags (global_step<N>), the newest; the one that ``latest`` names, and those that a symbolic link here points
+        to, stay in any case. After an error the old state stands, unless the message says that the checkpoint is
+        there; ``partial`` is still to be discarded.
         """
         check_keep(keep)
         with self._failing(f"could not take checkpoint '{tag}'"):
             (partial / MANIFEST).stat()  # without it nobody would find what is there
-            replaces = self._replaces(tag)
+            replaces = self._check_replaces(tag, run)
             _fsync_directory(partial)
             new_latest = self._write_latest(tag) if latest else None
             try:
-                self._show(partial, tag, new_latest, replaces=replaces)
+                replaced = self._show(partial, tag, new_latest, replaces=replaces)
             except BaseException:
                 if new_latest:
                     new_latest.unlink(missing_ok=True)
                 raise
-            _fsync_directory(self.path)  # should this fail, the new state is in sight, and whole
-        if replaces:
-            self._remove([partial])
+        with self._failing(f"has checkpoint '{tag}', whole, but may lose '{LATEST}' when the power goes"):
+            _fsync_directory(self.path)
+        self._remove([replaced] if replaced else [])
         if keep is not None:
-            self._prune(tag, keep)
+            self._prune(tag, run, keep)
         return self.path / tag
 
     def discard(self, partial: Path) -> None:
@@ -136,14 +146,11 @@ class CheckpointDirectory:
 
     def tags(self) -> list[Saved]:
         """The checkpoints that are there, oldest first: by the time of their record, then as people count."""
-        found = []
-        for name in self._names():
-            if not name.startswith(".") and _why_not_a_tag(name) is None:
-                with contextlib.suppress(OSError):  # another user's, perhaps
-                    if self._holds(name):
-                        time = (self.path / name / MANIFEST).stat().st_mtime_ns
-                        found.append((time, _by_number(name), name))
-        return [Saved(name, time / 1e9) for time, _, name in sorted(found)]
+        return self._tags(lambda path: run_of(path) is not None)
+
+    def damaged(self) -> list[Saved]:
+        """What has a checkpoint.json that is not one, or not any more."""
+        return self._tags(lambda path: run_of(path) is None)
 
     def partials(self) -> list[Path]:
         """What saves under way have written, or crashed ones have left."""
@@ -165,7 +172,7 @@ class CheckpointDirectory:
         tag = content.decode(errors="replace").removesuffix("\n")
         if why := _why_not_a_tag(tag):
             raise CheckpointError(f"{file} holds no tag, for it {why}; {self._there()}")
-        if not self._readable(tag):
+        if self._place(tag) is None:
             raise CheckpointError(f"{file} names '{tag}', but there is no such checkpoint; {self._there()}")
         return tag
 
@@ -177,10 +184,11 @@ class CheckpointDirectory:
         """
         if tag is not None:
             check_tag(tag)
-            if not self._readable(tag):
+            place = self._place(tag)
+            if place is None:
                 raise CheckpointError(f"{self.path} holds no checkpoint '{tag}'; {self._there()}")
-            return self.path / tag
-        if self._readable("."):
+            return place
+        if self._holds(self.path):
             raise CheckpointError(
                 f"{self.path} is itself a checkpoint; name the directory that holds it and its tag:"
                 f" {self.path.parent} and '{self.path.name}'"
@@ -191,49 +199,60 @@ class CheckpointDirectory:
             log.warning(
                 "%s has no file '%s'; '%s', the newest checkpoint there, is taken", self.path, LATEST, found
             )
-        return None if found is None else self.path / found
+        return None if found is None else self._place(found)
 
-    def _holds(self, tag: str) -> bool:
-        return (self.path / tag / MANIFEST).is_file()
+    def _tags(self, wanted: Callable[[Path], bool]) -> list[Saved]:
+        found = []
+        places = {tag: path for tag, path in self._replaced() if path.is_dir()}
+        places |= {name: self.path / name for name in self._names() if _why_not_a_tag(name) is None}
+        for tag, path in places.items():
+            with contextlib.suppress(OSError):  # another user's, perhaps
+                if (path / MANIFEST).is_file() and wanted(path):
+                    found.append(((path / MANIFEST).stat().st_mtime_ns, _by_number(tag), tag))
+        return [Saved(tag, time / 1e9) for time, _, tag in sorted(found)]
 
-    def _readable(self, tag: str) -> bool:
+    def _place(self, tag: str) -> Path | None:
+        """Where checkpoint ``tag`` is: under its name, unless a crash has come between the renames that replace it."""
+        path = self.path / tag
+        if self._holds(path):
+            return path
+        if os.path.lexists(path):
+            return None
+        return next((path for name, path in self._replaced() if name == tag and self._holds(path)), None)
+
+    def _holds(self, path: Path) -> bool:
         try:
-            return self._holds(tag)
+            return (path / MANIFEST).is_file()
         except OSError as error:
             raise CheckpointError(
-                f"checkpoint {self.path / tag} cannot be read: {error.strerror}; name another, or mend this one"
+                f"checkpoint {path} cannot be read: {error.strerror}; name another, or mend this one"
             ) from error
 
-    def _replaces(self, tag: str) -> bool:
-        """Whether there is a checkpoint ``tag`` already. CheckpointError when something else has that name."""
+    def _check_replaces(self, tag: str, run: str) -> bool:
+        """Whether there is a checkpoint ``tag`` of ``run``. CheckpointError when something else has that name."""
         place = self.path / tag
+        if not os.path.lexists(place):
+            return False
         if place.is_symlink():
             raise CheckpointError(
                 f"{place} is a symbolic link, which is read but not replaced; choose another tag"
             )
-        if self._holds(tag):
-            return True
-        if place.exists():
+        if not (place / MANIFEST).is_file():
             raise CheckpointError(
                 f"{place} is no checkpoint (it has no {MANIFEST}) and stays; choose another tag"
             )
-        return False
-
-    def _try_exchange(self, partial: Path, tag: str) -> None:
-        """See, while both are empty, whether two directories can change places here."""
-        other = self._partial_name(tag)
-        other.mkdir()
-        try:
-            _exchange(partial, other)
-        except OSError as error:
-            if error.errno not in _NO_EXCHANGE:
-                raise
+        saved_by = run_of(place)
+        if saved_by is None:
             raise CheckpointError(
-                f"checkpoint '{tag}' is in {self.path} already, and this file system cannot replace a directory in"
-                " one step (renameat2 with RENAME_EXCHANGE); save under another tag, or remove the old one first"
-            ) from error
-        finally:
-            other.rmdir()
+                f"{place} is no checkpoint (its {MANIFEST} is another program's, or damaged) and stays; choose another"
+                " tag, or remove it"
+            )
+        if saved_by != run:
+            raise CheckpointError(
+                f"{place} is a checkpoint of another run, which this one has not gone on from, and stays; save to"
+                " another directory, choose another tag, or remove it"
+            )
+        return True
 
     def _write_latest(self, tag: str) -> Path:
         file = self._partial_name(LATEST)
@@ -247,26 +266,71 @@ class CheckpointDirectory:
             raise
         return file
 
-    def _show(self, partial: Path, tag: str, new_latest: Path | None, *, replaces: bool) -> None:
-        """Put ``partial`` in the place of ``tag``, and ``latest`` in its own: both, or neither."""
+    def _show(self, partial: Path, tag: str, new_latest: Path | None, *, replaces: bool) -> Path | None:
+        """Put ``partial`` in the place of ``tag``, and ``latest`` in its own: both, or neither.
+
+        Returns where the checkpoint is that it ``replaces``.
+        """
         place = self.path / tag
-        swap = _exchange if replaces else Path.rename
-        swap(partial, place)
+        replaced = self._swap(partial, place) if replaces else None
+        if replaced is None:
+            partial.rename(place)
         try:
             _fsync_directory(self.path)
             if new_latest:
                 new_latest.rename(self.path / LATEST)
         except BaseException:
-            swap(place, partial)
+            if replaced == partial:
+                _exchange(place, partial)
+            else:
+                place.rename(partial)
+                if replaced is not None:
+                    replaced.rename(place)
             raise
+        return replaced
 
-    def _prune(self, tag: str, keep: int) -> None:
+    def _swap(self, partial: Path, place: Path) -> Path:
+        """Put ``partial`` in the place of a checkpoint; returns where that is then."""
+        try:
+            _exchange(partial, place)
+        except OSError as error:
+            if error.errno not in _NO_EXCHANGE:
+                raise
+        else:
+            return partial
+        replaced = self.path / f".{place.name}.replaced-{secrets.token_hex(4)}"
+        place.rename(replaced)
+        try:
+            partial.rename(place)
+        except BaseException:
+            replaced.rename(place)
+            raise
+        return replaced
+
+    def _replaced(self) -> list[tuple[str, Path]]:
+        """Tags, and where the checkpoints were put that had them."""
+        found = ((_REPLACED.fullmatch(name), self.path / name) for name in self._names())
+        return [(match[1], path) for match, path in found if match]
+
+    def _restore_replaced(self) -> None:
+        """Undo what a crash has cut short: a tag is not there, because its checkpoint was to be replaced."""
+        for tag, path in self._replaced():
+            if not os.path.lexists(self.path / tag) and run_of(path) is not None:
+                with self._failing(f"cannot give checkpoint '{tag}' its name back"):
+                    path.rename(self.path / tag)
+
+    def _prune(self, tag: str, run: str, keep: int) -> None:
         """Remove the oldest checkpoints beyond ``keep``. A failure is told, for the save has succeeded."""
         try:
-            tags = [saved.tag for saved in self.tags()]
-            links = [name for name in tags if (self.path / name).is_symlink()]
-            stays = {(self.path / name).resolve() for name in (tag, self.latest() or tag, *links)}
-            real = [name for name in tags if name not in links]
+            own = [
+                saved.tag
+                for saved in self._tags(
+                    lambda path: bool(_BY_DEFAULT.fullmatch(path.name)) and run_of(path) == run
+                )
+            ]
+            links = [path for name in self._names() if (path := self.path / name).is_symlink()]
+            stays = {path.resolve() for path in (self.path / tag, self.path / (self.latest() or tag), *links)}
+            real = [name for name in own if self.path / name not in links]
             old = [name for name in real[:-keep] if (self.path / name).resolve() not in stays]
         except (OSError, CheckpointError) as error:
             log.warning("old checkpoints of %s stay: %s", self.path, error)
@@ -277,15 +341,19 @@ class CheckpointDirectory:
                 hidden.append((self.path / name).rename(self._partial_name(name)))
             except OSError as error:
                 log.warning("old checkpoint %s stays: %s", self.path / name, error.strerror)
+        self._remove(hidden)
         if hidden:
-            try:
-                _fsync_directory(self.path)
-            except OSError as error:
-                log.warning("old checkpoints of %s are not removed: %s", self.path, error.strerror)
-            else:
-                self._remove(hidden)
+            log.info("%s: %d older than the newest %d removed", self.path, len(hidden), keep)
 
     def _remove(self, partials: Collection[Path]) -> None:
+        """Remove what has lost its name, once that is durable: nothing is to lose its files and find its name again."""
+        if not partials:
+            return
+        try:
+            _fsync_directory(self.path)
+        except OSError as error:
+            log.warning("what is left over in %s is not removed: %s", self.path, error.strerror)
+            return
         for partial in partials:
             try:
                 if partial.is_dir() and not partial.is_symlink():

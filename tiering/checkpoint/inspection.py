@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiering.checkpoint.directory import CheckpointDirectory
+from tiering.checkpoint.directory import CheckpointDirectory, Saved
 from tiering.checkpoint.integrity import Damage, damages, without_code
 from tiering.checkpoint.manifest import WEIGHTS, Manifest
 from tiering.checkpoint.reader import Checkpoint, open_checkpoint
@@ -125,7 +125,9 @@ def list_checkpoints(path: Path) -> Listing:
         lost = without_code(error)
     return Listing(
         path,
-        tuple(_entry(path / saved.tag, saved.tag, saved.time) for saved in directory.tags()),
+        tuple(
+            _entry(directory, saved) for saved in sorted([*directory.tags(), *directory.damaged()], key=_time)
+        ),
         latest,
         lost,
         {partial.name: _bytes_below(partial) for partial in directory.partials()},
@@ -157,12 +159,20 @@ def inspect(path: Path, *, quick: bool = False, on_read: Told = lambda _: None) 
     return Inspection(path, manifest, _kinds(checkpoint), nbytes, checked, tuple(found))
 
 
-def _entry(path: Path, tag: str, time: float) -> Entry:
+def _entry(directory: CheckpointDirectory, saved: Saved) -> Entry:
+    step, damage, nbytes = None, "", 0
     try:
-        step, damage = open_checkpoint(path).manifest.step, ""
+        path = directory.find(saved.tag)
+        assert path is not None
+        nbytes = _bytes_below(path)
+        step = open_checkpoint(path).manifest.step
     except CheckpointError as error:
-        step, damage = None, without_code(error)
-    return Entry(tag, time, _bytes_below(path), step, damage)
+        damage = without_code(error)
+    return Entry(saved.tag, saved.time, nbytes, step, damage)
+
+
+def _time(saved: Saved) -> float:
+    return saved.time
 
 
 def _wrong_sizes(path: Path, manifest: Manifest) -> list[Damage]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import uuid
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from tiering.errors import CheckpointError
+from tiering.errors import CheckpointError, WeightsError
 from tiering.strict_json import FormatError, parse, short
 from tiering.weights.files import opened
 
@@ -61,8 +62,12 @@ class StoredParameter:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What checkpoint.json says. ``kinds`` are the optimizer's state tensors, ``training`` what else ranks share."""
+    """What checkpoint.json says. ``kinds`` are the optimizer's state tensors, ``training`` what else ranks share.
 
+    ``run`` is the same in all checkpoints of a run, also after it has gone on from one of them.
+    """
+
+    run: str
     step: int
     world_size: int
     created: str  # ISO 8601
@@ -78,6 +83,7 @@ class Manifest:
         content = {
             "format": FORMAT,
             "version": VERSION,
+            "run": self.run,
             "step": self.step,
             "world_size": self.world_size,
             "created": self.created,
@@ -114,6 +120,21 @@ class Manifest:
             return _manifest(content)
         except FormatError as wrong:
             raise damaged(path, str(wrong)) from None
+
+
+def new_run() -> str:
+    """A name for a run that nothing is known of yet."""
+    return uuid.uuid4().hex
+
+
+def run_of(directory: Path) -> str | None:
+    """The run whose checkpoint ``directory`` is. None where it is none, or its record is damaged."""
+    try:
+        content = read_sealed(directory / MANIFEST)
+    except (CheckpointError, WeightsError):
+        return None
+    run = content.get("run")
+    return run if content.get("format") == FORMAT and isinstance(run, str) else None
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> int:
@@ -174,6 +195,7 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
     if not 1 <= world_size <= 99999:
         raise FormatError(f"its 'world_size' is {world_size}")
     return Manifest(
+        run=_field(content, "run", str),
         step=_count(content, "step"),
         world_size=world_size,
         created=_field(content, "created", str),

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiering.checkpoint.operations import intercepted
-from tests.tiering.checkpoint.saving import number_of, write_checkpoint
+from tests.tiering.checkpoint.saving import RUN, number_of, write_checkpoint
 from tiering.checkpoint.directory import LATEST, CheckpointDirectory
 from tiering.checkpoint.writer import Output
 from tiering.config import IoConfig
@@ -37,15 +37,15 @@ KEEP = 2
 
 def tag_of(number: int) -> str:
     """Each tag is saved twice: what is even is new, and has others pruned; what is odd is replaced."""
-    return f"step{number // 2}"
+    return f"global_step{number // 2}"
 
 
 def save(path: Path, number: int) -> None:
     directory = CheckpointDirectory(path)
     with Output(IoConfig(engine="threads"), windows=1) as output:
-        partial = directory.begin(tag_of(number))
+        partial = directory.begin(tag_of(number), run=RUN)
         write_checkpoint(partial, number, output)
-        directory.commit(partial, tag_of(number), keep=KEEP)
+        directory.commit(partial, tag_of(number), run=RUN, keep=KEEP)
     directory.close()
 
 

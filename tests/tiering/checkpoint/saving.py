@@ -19,6 +19,7 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
     "bias": (7,),
 }
 KINDS = ("exp_avg",)
+RUN = "6e1f0c"
 
 
 def write_checkpoint(
@@ -35,6 +36,7 @@ def write_checkpoint(
     files = {file.name: file.stat().st_size for file in directory.iterdir()}
     parameters = {name: StoredParameter(shape, "F32", True, number) for name, shape in shapes.items()}
     Manifest(
+        run=RUN,
         step=number,
         world_size=ranks,
         created="2026-11-22T08:00:00+00:00",

@@ -83,6 +83,7 @@ def write(
                 writer.append(found)
             writer.close()
     Manifest(
+        run="",
         step=3,
         world_size=ranks,
         created="2026-11-22T08:00:00+00:00",

@@ -16,14 +16,17 @@ import pytest
 
 from tests.tiering.checkpoint.operations import intercepted
 from tests.tiering.checkpoint.power_cuts import Crash, Recorder, Recording, Returned, Synced, Tree
-from tests.tiering.checkpoint.saving import number_of, write_checkpoint
+from tests.tiering.checkpoint.saving import RUN, number_of, write_checkpoint
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.writer import Output
 from tiering.config import IoConfig
 from tiering.errors import CheckpointError
 
 # Tag and keep of save 1, 2, ...: new tags and replaced ones, and all that pruning can remove.
-SAVES = [("a", None), ("b", 1), ("b", 1), ("c", 2), ("d", 2), ("c", None), ("e", 1)]
+SAVES = [
+    (f"global_step{number}", keep)
+    for number, keep in [(1, None), (2, 1), (2, 1), (3, 2), (4, 2), (3, None), (5, 1)]
+]
 ANOTHER = 99
 BELOW = Path("runs", "mine")  # of the recorded root: where the checkpoints are
 
@@ -36,9 +39,9 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
     directory = CheckpointDirectory(root / BELOW)
     with Output(IoConfig(engine="threads")) as output, intercepted(recorder):
         for number, (tag, keep) in enumerate(SAVES, 1):
-            partial = directory.begin(tag)
+            partial = directory.begin(tag, run=RUN)
             write_checkpoint(partial, number, output)
-            directory.commit(partial, tag, keep=keep)
+            directory.commit(partial, tag, run=RUN, keep=keep)
             recorder.events.append(Returned(number))
     directory.close()
     yield Recording(root.stat().st_ino, {*recorder.directories}, recorder.events)
@@ -87,10 +90,10 @@ def check(crash: Crash, scratch: Path, another: Path) -> None:
         assert (None if found is None else number_of(found)) in last
         for saved in directory.tags():
             number_of(directory.path / saved.tag)
-        for tag in ("c", "new"):
-            partial = directory.begin(tag)
+        for tag in ("global_step3", "new"):
+            partial = directory.begin(tag, run=RUN)
             shutil.copytree(another, partial, dirs_exist_ok=True)
-            directory.commit(partial, tag)
+            directory.commit(partial, tag, run=RUN)
             found = directory.find()
             assert found == directory.path / tag and number_of(found) == ANOTHER
         assert directory.partials() == []

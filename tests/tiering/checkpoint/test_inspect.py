@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiering.checkpoint.saving import write_checkpoint
+from tests.tiering.checkpoint.saving import RUN, write_checkpoint
 from tiering import cli, ds_config
 from tiering.arena import PAGE
 from tiering.budgets import resolve_budgets
@@ -42,9 +42,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = CheckpointDirectory(tmp_path_factory.mktemp("inspected") / "checkpoints")
     with Output(IoConfig(engine="threads")) as output:
         for number, ranks in ((100, 1), (200, 2)):
-            partial = directory.begin(f"global_step{number}")
+            partial = directory.begin(f"global_step{number}", run=RUN)
             write_checkpoint(partial, number, output, shapes=SHAPES, ranks=ranks)
-            directory.commit(partial, f"global_step{number}")
+            directory.commit(partial, f"global_step{number}", run=RUN)
     directory.close()
     return directory.path
 
@@ -107,7 +107,7 @@ def test_a_directory_and_its_latest_checkpoint(checkpoints: Path, inspect: Inspe
 
 def test_all_that_is_known_as_json(checkpoints: Path, inspect: Inspect) -> None:
     partial = CheckpointDirectory(checkpoints)
-    (partial.begin("global_step300") / "weights").write_bytes(bytes(5000))
+    (partial.begin("global_step300", run=RUN) / "weights").write_bytes(bytes(5000))
     partial.close()
     answer = told(inspect, checkpoints)
     listing = answer["directory"]
@@ -335,6 +335,7 @@ def test_what_is_no_checkpoint(checkpoints: Path, inspect: Inspect, tmp_path: Pa
 
 def manifest(parameters: Mapping[str, StoredParameter], **changes: Any) -> Manifest:
     usual: dict[str, Any] = {
+        "run": "",
         "step": 1,
         "world_size": 1,
         "created": "",

@@ -16,6 +16,7 @@ from tiering.checkpoint.manifest import MANIFEST, Manifest, StoredParameter, rea
 from tiering.errors import CheckpointError
 
 RECORD = Manifest(
+    run="6e1f0c",
     step=7,
     world_size=2,
     created="2026-11-22T09:00:00+00:00",

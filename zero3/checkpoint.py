@@ -118,7 +118,7 @@ class Checkpoints:
         self._stalls = parts.tiers.stalls
         self._collectives = parts.collectives
         self._share = Share(parts)
-        self._run = RunState(engine, updates)
+        self._run = RunState(engine, updates, parts.world.rank)
         self._run_id = new_run()  # until it goes on from a checkpoint; rank 0's counts
         self._io = engine.config.tiering.io
         self._directory: CheckpointDirectory | None = None

@@ -49,10 +49,11 @@ class RankState:
 
 
 class RunState:
-    """Collects and restores what ``engine`` is beside its tensors."""
+    """Collects and restores what ``engine`` is beside its tensors, on this ``rank``."""
 
-    def __init__(self, engine: Engine, updates: Update) -> None:
+    def __init__(self, engine: Engine, updates: Update, rank: int) -> None:
         self._engine = engine
+        self._rank = rank
         self._updates = updates
         self._name_of: dict[nn.Parameter, str] = {}
 
@@ -68,12 +69,15 @@ class RunState:
         }
         buffers = list(tensors)
         loader, scheduler, optimizer = engine.training_dataloader, engine.lr_scheduler, engine.optimizer
+        leads = self._rank == 0  # whose the state of a client is that all ranks have
         found = {
             "engine": {"micro_steps": engine.micro_steps, **self._updates.state_dict()},
             "param_groups": [
                 {"options": _options(group), "names": self._names(group)} for group in optimizer.param_groups
             ],
-            "optimizer": optimizer.client.state_dict() if isinstance(optimizer, ClientOptimizer) else None,
+            "optimizer": optimizer.client.state_dict()
+            if leads and isinstance(optimizer, ClientOptimizer)
+            else None,
             "lr_scheduler": None
             if scheduler is None
             else {"class": type(scheduler).__name__, "state": _without_functions(scheduler.state_dict())},

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     )
     from zero3 import init as zero
     from zero3.access import gathered
-    from zero3.checkpoint import Saving
     from zero3.engine import Engine
     from zero3.initialize import EngineParts, initialize
     from zero3.planning import measure_rates, plan_for
+    from zero3.saving import Saving
 
 __version__ = "0.1.0"
 
@@ -36,7 +36,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "initialize": ("zero3.initialize", "initialize"),
     "Engine": ("zero3.engine", "Engine"),
-    "Saving": ("zero3.checkpoint", "Saving"),
+    "Saving": ("zero3.saving", "Saving"),
     "EngineParts": ("zero3.initialize", "EngineParts"),
     "gathered": ("zero3.access", "gathered"),
     "plan_for": ("zero3.planning", "plan_for"),

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiering import logs
 from tiering.checkpoint.directory import CheckpointDirectory, check_keep
@@ -23,12 +22,14 @@ from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest, StoredParam
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.checkpoint.writer import naming
 from tiering.config import format_size
-from tiering.errors import CheckpointError, SwapError, TieringError, WeightsError
+from tiering.errors import CheckpointError, TieringError
 from tiering.interrupts import deferred_interrupts
+from zero3.agreement import together
 from zero3.assembly import Assembly
 from zero3.restore import Restore, optimizer_name, rank_state
 from zero3.run_state import RankState, RunState
 from zero3.saver import Saver
+from zero3.saving import Asked, Saving, Standstill, UnderWay, uncommitted
 from zero3.share import Share
 from zero3.tiles import Tile
 from zero3.update import NOT_LOADED
@@ -45,69 +46,6 @@ T = TypeVar("T")
 _SLICE = 0.1  # seconds after which a wait listens for Ctrl-C
 
 
-class Saving:
-    """A save: ``path`` is where the checkpoint is once it is ``done``, unless there was an ``error``.
-
-    ``nbytes`` are those of this rank's files, ``seconds`` passed from the call until the checkpoint was there, and in
-    ``stalled`` of them training stood still.
-    """
-
-    def __init__(self, checkpoints: Checkpoints, path: Path, tag: str) -> None:
-        self.path = path
-        self.tag = tag
-        self.done = False
-        self.error: TieringError | None = None
-        self.nbytes = 0
-        self.seconds = 0.0
-        self.stalled = 0.0
-        self._checkpoints = checkpoints
-        self.told = False  # whether somebody had the error raised
-
-    def wait(self) -> None:
-        """Wait until the checkpoint is there; all ranks call it together. CheckpointError if it could not be saved."""
-        if not self.done:
-            self._checkpoints.finish()
-        self.told = self.told or self.error is not None
-        if self.error is not None:
-            raise self.error
-
-    def tell(self) -> None:
-        """Raise the error if nobody has been told of it."""
-        if not self.told:
-            self.wait()
-
-    def __repr__(self) -> str:
-        state = "failed" if self.error else "done" if self.done else "under way"
-        return f"<Saving {self.path}, {state}>"
-
-
-class _UnderWay(NamedTuple):
-    """A save under way: ``partial`` becomes the checkpoint. ``manifest`` is as of its beginning, and lacks files."""
-
-    saving: Saving
-    saver: Saver
-    manifest: Manifest
-    partial: Path
-    latest: bool
-    keep: int | None
-    began: float
-    background: bool
-
-
-class _Asked(NamedTuple):
-    """What a save was called with, and all ranks have to want."""
-
-    save_dir: str
-    tag: str
-    latest: bool
-    keep: int | None
-    background: bool
-
-    def __str__(self) -> str:
-        how = f"save_latest={self.latest}, keep={self.keep}, background={self.background}"
-        return f"'{self.tag}' to {self.save_dir} ({how})"
-
-
 class Checkpoints:
     """Saves and loads the state of ``engine``, which is made of ``parts``."""
 
@@ -115,16 +53,15 @@ class Checkpoints:
         self._engine = engine
         self._parts = parts
         self._updates = updates
-        self._stalls = parts.tiers.stalls
         self._collectives = parts.collectives
         self._share = Share(parts)
         self._run = RunState(engine, updates, parts.world.rank)
         self._run_id = new_run()  # until it goes on from a checkpoint; rank 0's counts
         self._io = engine.config.tiering.io
         self._directory: CheckpointDirectory | None = None
-        self._under_way: _UnderWay | None = None
+        self._under_way: UnderWay | None = None
         self._last: Saving | None = None
-        self._stalled = 0.0
+        self._standstill = Standstill(parts.tiers.stalls)
 
     def save(
         self,
@@ -139,10 +76,11 @@ class Checkpoints:
         """See Engine.save_checkpoint. The engine is idle, and its masters are up to date."""
         self.finish()
         earlier = self._last
-        began, self._stalled = time.monotonic(), 0.0
+        self._standstill = Standstill(self._parts.tiers.stalls)
         tag = tag if tag is not None else f"global_step{self._updates.steps}"
-        with self._standing_still():
-            under_way = self._begin(save_dir, tag, client_state, latest, keep, began, background=background)
+        asked = Asked(str(save_dir), tag, latest, keep, background)
+        with self._standstill.now():
+            under_way = self._begin(asked, client_state)
             with deferred_interrupts():  # what is under way has begun
                 self._under_way = under_way
                 self._parts.optimizer.before_change = self._before_change
@@ -249,27 +187,16 @@ class Checkpoints:
     def _rank(self) -> int:
         return self._parts.world.rank
 
-    def _begin(
-        self,
-        save_dir: Path,
-        tag: str,
-        client_state: Mapping[str, Any],
-        latest: bool,
-        keep: int | None,
-        began: float,
-        *,
-        background: bool,
-    ) -> _UnderWay:
-        asked = _Asked(str(save_dir), tag, latest, keep, background)
+    def _begin(self, asked: Asked, client_state: Mapping[str, Any]) -> UnderWay:
         collected: list[RankState] = []
         made: list[Path] = []
         savers: list[Saver] = []
 
-        def prepare() -> tuple[_Asked, Path | None]:
-            check_keep(keep)
+        def prepare() -> tuple[Asked, Path | None]:
+            check_keep(asked.keep)
             collected.append(self._run.collect(client_state))
             if self._rank == 0:
-                made.append(self._opened(save_dir).begin(tag, run=self._run_id))
+                made.append(self._opened(Path(asked.save_dir)).begin(asked.tag, run=self._run_id))
             return asked, made[0] if made else None
 
         def join(partial: Path) -> None:
@@ -284,20 +211,23 @@ class Checkpoints:
                     self._parts.world.size,
                     self._io,
                     self._commit_alone,
+                    self._settle_alone,
                 )
             )
 
         try:
             said = self._together("begin a checkpoint", prepare)
-            _check_asked([theirs for theirs, _ in said])
+            Asked.check_same([theirs for theirs, _ in said])
             partial = said[0][1]
             assert partial is not None
             self._together("write to the directory that rank 0 has made", lambda: join(partial))
         except BaseException:
             self._discard(made)
             raise
-        saving = Saving(self, partial.parent / tag, tag)
-        return _UnderWay(saving, savers[0], self._manifest(), partial, latest, keep, began, background)
+        saving = Saving(self, partial.parent / asked.tag, asked.tag)
+        if self._collectives is not None:
+            uncommitted.add(saving.path)
+        return UnderWay(asked, saving, savers[0], self._manifest(), partial, self._standstill)
 
     def _opened(self, save_dir: Path) -> CheckpointDirectory:
         """The directory ``save_dir``, which is this engine's until it saves elsewhere."""
@@ -313,6 +243,19 @@ class Checkpoints:
         if self._collectives is None:
             self._commit()
 
+    def _settle_alone(self) -> None:
+        """The saver is at its end, and there is nobody to agree with: this is known now, and not at the next step."""
+        if self._collectives is not None:
+            return
+        under_way = self._under_way
+        assert under_way is not None
+        try:
+            self._together("save the checkpoint", under_way.saver.result)
+        except CheckpointError as error:
+            self._settle(under_way, error)
+        else:
+            self._settle(under_way, None)
+
     def _commit(self) -> None:
         """All ranks have written their files: rank 0 makes them a checkpoint."""
         under_way = self._under_way
@@ -324,8 +267,8 @@ class Checkpoints:
             under_way.partial,
             under_way.saving.tag,
             run=under_way.manifest.run,
-            latest=under_way.latest,
-            keep=under_way.keep,
+            latest=under_way.asked.latest,
+            keep=under_way.asked.keep,
         )
 
     def _conclude(self) -> None:
@@ -334,37 +277,48 @@ class Checkpoints:
         assert under_way is not None
         saver = under_way.saver
         saver.join()
+        if self._collectives is None:
+            self._end(under_way)  # its saver has settled it
+            return
         try:
-            with self._standing_still():
+            with self._standstill.now():
                 self._together("save its part of the checkpoint", saver.result)
-                if self._collectives is not None:
-                    self._together("commit the checkpoint", self._commit if self._rank == 0 else lambda: None)
+                self._together("commit the checkpoint", self._commit if self._rank == 0 else lambda: None)
         except CheckpointError as error:
-            self._end(under_way, error)
+            self._settle(under_way, error)
+            self._end(under_way)
         except BaseException as error:  # a rank is lost, Ctrl-C
             self._end_by(under_way, error)
             raise
         else:
-            self._end(under_way, None)
+            self._settle(under_way, None)
+            self._end(under_way)
 
-    def _end(self, under_way: _UnderWay, error: TieringError | None) -> None:
-        """The save is over."""
-        self._under_way = None
-        self._parts.optimizer.before_change = _nothing_is_saved
-        saving, saver = under_way.saving, under_way.saver
-        saving.done, saving.error, saving.nbytes = True, error, saver.nbytes
-        saving.seconds, saving.stalled = time.monotonic() - under_way.began, self._stalled
-        self._last = saving
+    def _settle(self, under_way: UnderWay, error: TieringError | None) -> None:
+        """What has become of the save is known, and told."""
+        saving, saver, standstill = under_way.saving, under_way.saver, under_way.standstill
+        if saving.done:
+            return
         if error is not None:
             self._discard([under_way.partial])
-            if under_way.background:
+            if under_way.asked.background:
                 log.error("the checkpoint %s was not saved: %s", saving.path, error)
-            return
-        log.log(
-            logs.once(logging.INFO),
-            "checkpoint %s saved: %s in %.1f s, of which training waited %.2f s",
-            *(saving.path, format_size(saver.nbytes), saving.seconds, saving.stalled),
-        )
+        saving.error, saving.nbytes = error, saver.nbytes
+        saving.seconds, saving.stalled = standstill.lasted, standstill.stalled
+        saving.done = True  # after what is to be seen then
+        if error is None:
+            log.log(
+                logs.once(logging.INFO),
+                "checkpoint %s saved: %s in %.1f s, of which training waited %.2f s",
+                *(saving.path, format_size(saver.nbytes), saving.seconds, saving.stalled),
+            )
+
+    def _end(self, under_way: UnderWay) -> None:
+        """What has become of the save is known, and training waits for nothing more of it."""
+        self._under_way = None
+        self._parts.optimizer.before_change = _nothing_is_saved
+        uncommitted.discard(under_way.saving.path)
+        self._last = under_way.saving
 
     def _end_earlier(self) -> None:
         """Another save, or a load, or the end: the one before is over first, and its error is told."""
@@ -378,10 +332,11 @@ class Checkpoints:
         under_way.saver.cancel()
         self._end_by(under_way, error)
 
-    def _end_by(self, under_way: _UnderWay, error: BaseException | str) -> None:
+    def _end_by(self, under_way: UnderWay, error: BaseException | str) -> None:
         """The save is over, because of what is raised in any case."""
         saving = under_way.saving
-        self._end(under_way, CheckpointError(f"{saving.path}: the save was ended by {error!r}"))
+        self._settle(under_way, CheckpointError(f"{saving.path}: the save was ended by {error!r}"))
+        self._end(under_way)
         saving.told = True
 
     def _discard(self, partials: list[Path]) -> None:
@@ -404,22 +359,13 @@ class Checkpoints:
 
         Meanwhile this rank hears of others that are lost, and they see that it moves, as long as its saver does.
         """
-        with self._standing_still():
+        with self._standstill.now():
             while not over(_SLICE):
                 if self._collectives is not None:
                     self._collectives.check()
                     self._collectives.peers.note(f"a save, of which {saver.progress} chunks are copied")
         if self._collectives is not None:
             self._collectives.peers.note("")
-
-    @contextmanager
-    def _standing_still(self) -> Iterator[None]:
-        began = time.monotonic()
-        try:
-            with self._stalls.waiting_for("checkpoint"):
-                yield
-        finally:
-            self._stalled += time.monotonic() - began
 
     def _files(self, partial: Path) -> dict[str, int]:
         """The files of all ranks, with their bytes."""
@@ -458,30 +404,7 @@ class Checkpoints:
         )
 
     def _together(self, what: str, work: Callable[[], T]) -> list[T]:
-        """What ``work`` gives on each rank. An error on one is one on all of them."""
-        value: T | None = None
-        error: Exception | None = None
-        try:
-            value = work()
-        except (WeightsError, SwapError) as caught:
-            error = CheckpointError(str(caught).partition("] ")[2])
-            error.__cause__ = caught
-        except OSError as caught:
-            error = CheckpointError(f"{caught.filename or 'a file'}: {caught.strerror or caught}; see dmesg")
-            error.__cause__ = caught
-        except Exception as caught:  # also of the user's: nobody may wait for this rank
-            error = caught
-        if self._collectives is None:
-            if error is not None:
-                raise error
-            return [value]  # type: ignore[list-item] # no error: it is there
-        said = self._collectives.say((value, None if error is None else _in_words(error)), what)
-        if error is not None:
-            raise error
-        for rank, (_, message) in enumerate(said):
-            if message is not None:
-                raise CheckpointError(f"rank {rank} could not {what}: {message}")
-        return [theirs for theirs, _ in said]  # type: ignore[misc] # no rank had an error: it is there
+        return together(self._collectives, what, work)
 
 
 def _check_shared(partial: Path) -> None:
@@ -489,20 +412,6 @@ def _check_shared(partial: Path) -> None:
         raise CheckpointError(
             f"{partial}, which rank 0 has made, is not there on this node: save to a file system that all nodes share"
         )
-
-
-def _check_asked(of_all: list[_Asked]) -> None:
-    """CheckpointError, on all ranks alike, unless they want the same."""
-    for rank, theirs in enumerate(of_all):
-        if theirs != of_all[0]:
-            raise CheckpointError(
-                f"rank {rank} is to save {theirs}, and rank 0 {of_all[0]}: all ranks save one checkpoint together, each"
-                " its part; call save_checkpoint with the same arguments, but for client_state"
-            )
-
-
-def _in_words(error: Exception) -> str:
-    return str(error) if isinstance(error, TieringError) else f"{type(error).__name__}: {error}"
 
 
 def _nothing_is_saved(tile: Tile) -> None:

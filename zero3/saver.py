@@ -58,7 +58,8 @@ class _Reading:
 class Saver(threading.Thread):
     """Writes ``share`` and ``state`` into ``directory``, as the files of rank ``rank`` of ``world_size``.
 
-    ``written`` runs at the end, in the thread, if all went well; ``error`` is what ended it otherwise.
+    ``written`` runs at the end, in the thread, if all went well; ``error`` is what ended it otherwise. Then comes
+    ``at_end``, in any case: training no longer waits for the copies.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Saver(threading.Thread):
         world_size: int,
         io: IoConfig,
         written: Callable[[], None],
+        at_end: Callable[[], None],
     ) -> None:
         super().__init__(name="checkpoint")
         self.error: BaseException | None = None
@@ -83,6 +85,7 @@ class Saver(threading.Thread):
         self._standing = rank, world_size
         self._io = io
         self._written = written
+        self._at_end = at_end
         self._change = threading.Condition()
         self._copied: set[Tile] = set(share.not_here)
         self._copied_all = False
@@ -148,8 +151,11 @@ class Saver(threading.Thread):
     def _end(self, error: BaseException | None) -> None:
         self.error = error
         self._reads.forget_memory()
-        self._ended.set()
         self._let_all_change()
+        try:
+            self._at_end()
+        finally:
+            self._ended.set()
 
     def _save(self, output: Output) -> None:
         files = {kind: self._share.tensors(kind) for kind in self._share.kinds}

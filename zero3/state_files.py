@@ -12,12 +12,13 @@ from torch import nn
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
 from zero3.access import Access
-from zero3.checkpoint import Checkpoints, Saving
+from zero3.checkpoint import Checkpoints
 from zero3.client_optimizer import ClientOptimizer
 from zero3.export import Export
 from zero3.optimizer import TieredOptimizer
 from zero3.prefetch import Prefetcher
 from zero3.readiness import Readiness
+from zero3.saving import Saving
 from zero3.state import TieredState
 from zero3.update import Update
 

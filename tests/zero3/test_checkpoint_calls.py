@@ -1,14 +1,18 @@
-"""save_checkpoint and load_checkpoint as scripts that were written for DeepSpeed call them."""
+"""Calls of save_checkpoint and load_checkpoint: where scripts for DeepSpeed have arguments, and what is told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tiering.errors import ConfigError
+from tiering.errors import CheckpointError, ConfigError
 
 from .resuming import Model, train
 
@@ -40,3 +44,47 @@ def test_some_of_a_model_is_another_call(
     with pytest.raises(ConfigError, match=r"tiering.initialize\(weights=..., strict=False\)"):
         engine.load_checkpoint(tmp_path, **options)
     train(engine, range(1))
+
+
+@pytest.mark.parametrize("room", [None, 6000])
+def test_a_save_in_the_background_is_done_without_another_step(
+    start: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int | None
+) -> None:
+    """A loop that asks while it does something else sees it, and reads it in the log."""
+    caplog.set_level(logging.INFO, "zero3.checkpoint")
+    engine = begin(start)
+    with limited(room):
+        saving = engine.save_checkpoint(tmp_path / "saved", background=True)
+        deadline = time.monotonic() + 60
+        while not saving.done and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert saving.done
+    told = [record.getMessage() for record in caplog.records if "saved" in record.getMessage()]
+    if room is None:
+        assert saving.error is None
+        assert (saving.path / "checkpoint.json").is_file()
+        assert saving.nbytes > 0
+        assert saving.seconds >= saving.stalled > 0
+        assert [line for line in told if line.startswith(f"checkpoint {saving.path} saved: ")] == told
+        train(engine, range(1))
+        saving.wait()
+        engine.close()
+    else:
+        assert isinstance(saving.error, CheckpointError)
+        assert [line for line in told if "was not saved" in line] == told
+        assert [path.name for path in (tmp_path / "saved").iterdir()] == [".lock"]
+        train(engine, range(1))
+        with pytest.raises(CheckpointError):
+            engine.close()
+    assert len(told) == 1
+
+
+@contextmanager
+def limited(room: int | None) -> Iterator[None]:
+    """No file may grow beyond ``room`` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if room is None else room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

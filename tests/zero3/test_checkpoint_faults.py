@@ -115,8 +115,8 @@ def test_state_that_cannot_be_read_is_not_saved_and_the_parameter_is_named(
             engine = begin(start, **STREAMED)
         with pytest.raises(CheckpointError, match=r"EIO.*'[a-z0-9_.]+'|'[a-z0-9_.]+'.*EIO"):  # noqa: PT012 (which save meets it depends on the plan)
             for _ in range(20):
-                engine.save_checkpoint(tmp_path / "saved")
-        engine.save_checkpoint(tmp_path / "saved")
+                engine.save_checkpoint(tmp_path / f"saved{first}")
+        engine.save_checkpoint(tmp_path / f"saved{first}")
         engine.close()
 
 
@@ -202,8 +202,9 @@ def test_the_same_tag_again_latest_and_keep(start: Start, tmp_path: Path) -> Non
     assert all(torch.equal(masters[name], master) for name, master in engine.master_state_dict().items())
     assert entries(tmp_path / "saved") == ["latest", "other", "same"]
     for number in range(3):
-        engine.save_checkpoint(tmp_path / "saved", f"new{number}", keep=2, background=True).wait()
-    assert entries(tmp_path / "saved") == ["latest", "new1", "new2"]
+        train(engine, range(number, number + 1))
+        engine.save_checkpoint(tmp_path / "saved", keep=2, background=True).wait()
+    assert entries(tmp_path / "saved") == ["global_step4", "global_step5", "latest", "other", "same"]
 
 
 def test_a_save_waits_for_the_end_of_what_would_be_cut_in_two(start: Start, tmp_path: Path) -> None:

@@ -91,11 +91,13 @@ class RunState:
             try:
                 content[name] = plain.encode(value, tensors, name)
             except ConfigError as error:
-                if name in _OWNERS:
-                    error.add_note(
-                        f"{name} is what {_OWNERS[name]} gave: let it give plain values, or leave it out"
-                    )
-                raise
+                if name not in _OWNERS:
+                    raise
+                words = str(error).removeprefix(f"[{error.code}] ")
+                raise ConfigError(
+                    f"{words}. It is what {_OWNERS[name]} gave: let that give plain values, or keep what it is of out"
+                    " of initialize() and save it in client_state"
+                ) from error
         return RankState({"buffers": buffers, **content}, tensors)
 
     def check(self, shared: RankState, *, optimizer: bool, scheduler: bool) -> None:

@@ -229,6 +229,50 @@ def test_functions_of_a_schedule_are_left_out_and_named(
         assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 6)
 
 
+def test_what_a_schedule_gives_that_has_no_plain_form_is_told_with_who_gave_it(
+    nvme: Path, tmp_path: Path
+) -> None:
+    class Odd(torch.optim.lr_scheduler.StepLR):
+        def state_dict(self) -> dict[str, Any]:
+            return super().state_dict() | {"odd": object()}
+
+    with scheduled(nvme, lambda optimizer: Odd(optimizer, 2)) as engine:
+        with pytest.raises(
+            ConfigError, match=r"\['odd'\] is of class .*the learning rate schedule's state_dict"
+        ):
+            engine.save_checkpoint(tmp_path / "saved")
+        assert not (tmp_path / "saved").exists()
+        train(engine, range(1))
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+    "PolynomialLR": lambda o: torch.optim.lr_scheduler.PolynomialLR(o, 20),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.ConstantLR(o, 0.1, 2), torch.optim.lr_scheduler.ExponentialLR(o, 0.8)],
+        [2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on_by_its_rates_without_the_optimizers_state(
+    nvme: Path, tmp_path: Path, name: str
+) -> None:
+    """Those that multiply the rate that they find, too."""
+    with scheduled(nvme, SCHEDULES[name]) as engine:
+        train(engine, range(4))
+        engine.save_checkpoint(tmp_path)
+        train(engine, range(3))
+        expected = engine.optimizer.param_groups[0]["lr"]
+    with scheduled(nvme, SCHEDULES[name]) as engine:
+        engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+        train(engine, range(3))
+        assert engine.optimizer.param_groups[0]["lr"] == expected
+
+
 class Unfinished(Model):
     """Has a parameter that files may leave out, by its own word."""
 

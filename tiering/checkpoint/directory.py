@@ -87,7 +87,7 @@ class CheckpointDirectory:
             self._lock.take()
         if self._lock.alone:
             self._restore_replaced()
-            self._remove([*self.partials(), *(path for _, path in self._replaced())])
+            self._remove(self.partials())
 
     def close(self) -> None:
         """Give the lock back."""
@@ -154,7 +154,10 @@ class CheckpointDirectory:
 
     def partials(self) -> list[Path]:
         """What saves under way have written, or crashed ones have left."""
-        return [self.path / name for name in self._names() if _PARTIAL.fullmatch(name)]
+        return [
+            *(self.path / name for name in self._names() if _PARTIAL.fullmatch(name)),
+            *(path for tag, path in self._replaced() if os.path.lexists(self.path / tag)),
+        ]
 
     def latest(self) -> str | None:
         """The tag that the file ``latest`` names; None when there is no such file.

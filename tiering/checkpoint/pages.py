@@ -7,10 +7,13 @@ A last page that is not whole counts as filled up with zeros.
 from __future__ import annotations
 
 import os
+import weakref
+from pathlib import Path
 
 import numpy as np
 
 from tiering._aio import ffi, lib
+from tiering.descriptors import close_alone, open_alone
 from tiering.errors import CheckpointError
 from tiering.weights.files import StoredTensor
 
@@ -24,11 +27,27 @@ def sums_of(address: int, pages: int) -> np.ndarray:
     return sums
 
 
-class PageSums:
-    """The sums of one file, in the tensor ``stored`` of another."""
+class SumsSource:
+    """A file with sums, which is opened when it is first read, and stays so as long as somebody has this."""
 
-    def __init__(self, stored: StoredTensor) -> None:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        """Fewer bytes where the file ends. Raises OSError."""
+        if self._fd < 0:
+            self._fd = open_alone(self._path, os.O_RDONLY)
+            weakref.finalize(self, close_alone, self._fd)
+        return os.pread(self._fd, nbytes, at)
+
+
+class PageSums:
+    """The sums of one file, in the tensor ``stored`` of another, which is read from ``source``."""
+
+    def __init__(self, stored: StoredTensor, source: SumsSource) -> None:
         self._stored = stored
+        self._source = source
 
     def first_difference(self, address: int, page: int, pages: int) -> int | None:
         """The first of ``pages`` whole pages in memory at ``address`` that is not page ``page + i`` of the file.
@@ -46,11 +65,7 @@ class PageSums:
                 " load an earlier checkpoint"
             )
         try:
-            fd = os.open(self._stored.file, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                content = os.pread(fd, pages * SUM, self._stored.offset + page * SUM)
-            finally:
-                os.close(fd)
+            content = self._source.read(self._stored.offset + page * SUM, pages * SUM)
         except OSError as error:
             raise CheckpointError(
                 f"{self._stored.file}: it cannot be read: {error.strerror}; load an earlier checkpoint"

@@ -18,7 +18,7 @@ import numpy as np
 
 from tiering.arena import PAGE, round_up
 from tiering.checkpoint.manifest import WEIGHTS, Manifest, damaged, file_name, read_sealed
-from tiering.checkpoint.pages import PageSums
+from tiering.checkpoint.pages import PageSums, SumsSource
 from tiering.errors import CheckpointError, WeightsError
 from tiering.strict_json import short
 from tiering.weights.files import FileVersion, StoredTensor, WeightFiles, open_weights, opened
@@ -200,7 +200,7 @@ def _first_element(file: Path, name: str, metadata: Mapping[str, str]) -> int:
 def _sums(path: Path, manifest: Manifest, number: int) -> dict[Path, PageSums]:
     """Those of a rank's files."""
     file = path / file_name("checksums", number, manifest.world_size)
-    stored = open_weights(file).tensors
+    stored, source = open_weights(file).tensors, SumsSource(file)
     found = {}
     for kind in (WEIGHTS, *manifest.kinds, "rank"):
         name = file_name(kind, number, manifest.world_size)
@@ -208,5 +208,5 @@ def _sums(path: Path, manifest: Manifest, number: int) -> dict[Path, PageSums]:
         tensor = stored.get(name)
         if tensor is None or tensor.dtype != "U32" or tensor.numel != pages:
             raise damaged(file, f"it does not have the {pages} sums of {name}")
-        found[path / name] = PageSums(tensor)
+        found[path / name] = PageSums(tensor, source)
     return found

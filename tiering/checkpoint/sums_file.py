@@ -10,6 +10,7 @@ import numpy as np
 
 from tiering.checkpoint.pages import SUM
 from tiering.checkpoint.writer import SumSink, TensorSpec, header_of, naming
+from tiering.descriptors import close_alone, open_alone
 
 
 class SumsFile:
@@ -27,7 +28,7 @@ class SumsFile:
             at += tensor.nbytes
         self.nbytes = at
         with naming(path, at):
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._fd = open_alone(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
                 os.truncate(self._fd, at)
                 self._write(header, 0)
@@ -60,5 +61,5 @@ class SumsFile:
     def abandon(self) -> None:
         """Close the file as it is. A second call does nothing."""
         if self._fd >= 0:
-            os.close(self._fd)
+            close_alone(self._fd)
             self._fd = -1

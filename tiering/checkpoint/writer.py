@@ -24,6 +24,7 @@ from tiering.aio import AioContext
 from tiering.arena import PAGE, Arena, Lease, round_up
 from tiering.checkpoint.pages import sums_of
 from tiering.config import IoConfig
+from tiering.descriptors import close_alone, open_alone
 from tiering.errors import CheckpointError, SwapError
 from tiering.io_stats import errno_text
 from tiering.weights.files import nbytes_of
@@ -125,7 +126,7 @@ class TensorFileWriter:
                 _reserve(self._fd, self.nbytes)
                 self._file = output.aio.add_file(self._fd, direct=direct, name=str(path))
             except BaseException:
-                os.close(self._fd)
+                close_alone(self._fd)
                 self._fd = -1
                 raise
         self.append(header)
@@ -171,7 +172,7 @@ class TensorFileWriter:
 
     def _give_up_file(self) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
+            close_alone(self._fd)
             self._fd = -1
 
     def _send(self) -> None:
@@ -236,15 +237,15 @@ def _remedy(code: int, nbytes: int) -> str:
 
 def _create(path: Path) -> tuple[int, bool]:
     """A new file, and whether it goes around the page cache."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o666), True
+        return open_alone(path, flags | os.O_DIRECT), True
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
     with contextlib.suppress(FileNotFoundError):  # some kernels have made it by then
         path.unlink()
-    return os.open(path, flags, 0o666), False
+    return open_alone(path, flags), False
 
 
 def _reserve(fd: int, nbytes: int) -> None:

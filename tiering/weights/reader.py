@@ -24,6 +24,7 @@ from typing import Self
 from tiering.aio import AioContext, Ticket
 from tiering.arena import PAGE, Arena, Lease, round_up
 from tiering.config import IoConfig
+from tiering.descriptors import close_alone, open_alone
 from tiering.errors import SwapError, WeightsError
 from tiering.interrupts import deferred_interrupts
 from tiering.io_stats import errno_text
@@ -185,7 +186,7 @@ class WeightReader:
             window.settle()
         self._aio.close()
         while self._open:
-            os.close(self._open.popitem()[1][0])
+            close_alone(self._open.popitem()[1][0])
 
     def __enter__(self) -> Self:
         return self
@@ -259,7 +260,7 @@ class WeightReader:
                 self._check_version(path, fd)
                 self._open[path] = fd, self._aio.add_file(fd, direct=direct, name=str(path))
             except BaseException:
-                os.close(fd)
+                close_alone(fd)
                 raise
         return self._open[path][1]
 
@@ -282,7 +283,7 @@ def _open_for_reading(path: Path) -> tuple[int, bool]:
         if fd >= 0:
             return fd, True
         log.warning("the file system of %s refuses O_DIRECT: reading it fills the page cache", path)
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
+        return open_alone(path, os.O_RDONLY), False
     except OSError as error:
         raise unopened(path, error) from error
 
@@ -291,12 +292,12 @@ def _open_direct(path: Path) -> int:
     """A descriptor that goes around the page cache, or -1: some file systems open one and refuse the transfer."""
     fd = -1
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        fd = open_alone(path, os.O_RDONLY | os.O_DIRECT)
         with mmap.mmap(-1, PAGE) as page:
             os.preadv(fd, [page], 0)
     except OSError as error:
         if fd >= 0:
-            os.close(fd)
+            close_alone(fd)
         if error.errno != errno.EINVAL:
             raise
         return -1

@@ -1,6 +1,7 @@
 """Saves are killed (SIGKILL), and what they leave is read: a program, so that it can fork without torch and threads.
 
-    python killed.py operations DIR          before each operation of a save in turn, of a new tag and of one replaced
+    python killed.py operations DIR [renamed]  before each operation of a save in turn, of a new tag and of one
+                                             replaced ("renamed": as where names cannot be exchanged)
     python killed.py moments DIR N SEED      N times, at any moment of one save after the other
     python killed.py stops DIR N SYNCED      not at all: N saves stop before each operation, for others to look
 
@@ -22,11 +23,11 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from tests.tiering.checkpoint.operations import intercepted
+from tests.tiering.checkpoint.operations import intercepted, no_exchange
 from tests.tiering.checkpoint.saving import RUN, number_of, write_checkpoint
 from tiering.checkpoint.directory import LATEST, CheckpointDirectory
 from tiering.checkpoint.writer import Output
@@ -55,11 +56,11 @@ def check(path: Path, saved: int) -> tuple[int, int]:
     found = directory.find()
     number = -1 if found is None else number_of(found)
     assert number in (saved, saved + 1), f"save {number} is found, and {saved} had returned"
-    tags = [each.tag for each in directory.tags()]
-    for tag in tags:
-        assert tag_of(number_of(path / tag)) == tag
+    places = {each.tag: directory.find(each.tag) or path for each in directory.tags()}
+    for tag, place in places.items():
+        assert tag_of(number_of(place)) == tag
     partials = directory.partials()
-    rest = {entry.name for entry in path.iterdir()} - {*tags, *(each.name for each in partials)}
+    rest = {entry.name for entry in path.iterdir()} - {each.name for each in (*places.values(), *partials)}
     assert rest <= {LATEST, ".lock"}
     return number, len(partials)
 
@@ -186,6 +187,7 @@ if __name__ == "__main__":
     if mode == "stops":
         stops(Path(where), int(rest[0]), rest[1] == "True")
     elif mode == "operations":
-        print(json.dumps(at_operations(Path(where))))
+        with no_exchange() if "renamed" in rest else nullcontext():
+            print(json.dumps(at_operations(Path(where))))
     else:
         print(json.dumps(at_moments(Path(where), *map(int, rest))))

@@ -39,6 +39,13 @@ def intercepted(around: Around) -> Iterator[None]:
             patch.stop()
 
 
+@contextmanager
+def no_exchange() -> Iterator[None]:
+    """Two names cannot change places, as on NFS and Lustre, which answer EINVAL."""
+    with mock.patch.object(directory, "_RENAME_EXCHANGE", 1 << 20):
+        yield
+
+
 def _wrapped(where: object, name: str, around: Around) -> Callable[..., Any]:
     original = getattr(where, name)
 

@@ -38,8 +38,9 @@ def told(*arguments: object) -> dict[str, int]:
     return counted
 
 
-def test_killed_before_each_operation(directory: Path) -> None:
-    counted = told("operations", directory)
+@pytest.mark.parametrize("how", ["exchanged", "renamed"])
+def test_killed_before_each_operation(directory: Path, how: str) -> None:
+    counted = told("operations", directory, how)
     assert counted["kills"] > 80
     assert min(counted["old"], counted["new"], counted["partials"]) > 10
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tiering.checkpoint.manifest import WEIGHTS
-from tiering.checkpoint.writer import TensorSpec
+from tiering.checkpoint.writer import WINDOW, TensorSpec
 from zero3.assembly import Assembly
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece, Segment, product, segments, shard_ranges, tiles
@@ -20,8 +20,8 @@ from zero3.tiers import Home
 from zero3.tiles import Tile
 from zero3.weights import STORED_NAMES
 
-CHUNK = 512 << 10
-"""Elements that are copied at once: 2 MiB in fp32."""
+CHUNK = WINDOW // 4
+"""Elements that are copied at once: whatever their state is made of, all of it fits a window."""
 
 
 @dataclass(frozen=True)

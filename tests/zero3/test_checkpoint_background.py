@@ -15,10 +15,12 @@ import torch
 
 import tiering
 from tiering.aio import AioContext, Fault, FaultPlan
+from tiering.arena import Arena
 from tiering.checkpoint import writer
+from tiering.checkpoint.writer import WINDOW
 from zero3 import share, tiers
 from zero3.engine import Engine
-from zero3.saver import Saver
+from zero3.saver import AHEAD, WRITING, Saver
 
 from .resuming import MIXED, ON_CPU, STREAMED, Left, Model, straight, train
 
@@ -125,18 +127,19 @@ def test_a_step_waits_for_what_it_would_change_and_no_longer(
     engine = begin(start, **PLACES[place])
     train(engine, range(2))
     before = Left.by(engine)
-    stepped = threading.Event()
+    stepped, early = threading.Event(), list[bool]()
     with holding(monkeypatch, after) as let:
         saving = engine.save_checkpoint(tmp_path / "saved", background=True)
         loss = engine(torch.arange(24))  # forward and backward wait for nothing
         engine.backward(loss)
-        watching = threading.Thread(target=lambda: (stepped.wait(0.3), let.set()))
+        watching = threading.Thread(target=lambda: (early.append(stepped.wait(0.3)), let.set()))
         watching.start()
         engine.step()
         stepped.set()
         watching.join()
     saving.wait()
-    assert saving.stalled > 0.1
+    assert early == [False], "the step did not wait"
+    assert saving.stalled > 0
     assert saving.seconds >= saving.stalled
     assert saving.nbytes == sum(
         file.stat().st_size for file in saving.path.iterdir() if file.name != "checkpoint.json"
@@ -201,9 +204,18 @@ def test_buffers_options_and_counters_are_those_of_the_call(
     assert same_state(before, Left.by(engine)) == []
 
 
-def test_a_save_takes_its_own_windows_and_nothing_of_the_tiers(start: Start, tmp_path: Path) -> None:
-    """What the plan promised stays the peak, while a save goes on and while one is loaded."""
+def test_a_save_takes_its_own_windows_and_nothing_of_the_tiers(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the plan promised stays the peak, and what is mapped beside it is what a save and a load say."""
     engine = begin(start, **STREAMED)
+    mapped, plain = [], Arena.map
+
+    def mapping(nbytes: int, name: str, *given: Any, **options: Any) -> Arena:
+        mapped.append((name, nbytes))
+        return plain(nbytes, name, *given, **options)
+
+    monkeypatch.setattr(Arena, "map", mapping)
     for number in range(3):
         train(engine, range(number, number + 1))
         engine.save_checkpoint(tmp_path / "saved", background=number > 0)
@@ -211,6 +223,11 @@ def test_a_save_takes_its_own_windows_and_nothing_of_the_tiers(start: Start, tmp
     engine.load_checkpoint(tmp_path / "saved")
     for tier in engine.snapshot().tiers:
         assert tier.peak <= tier.budget, tier.name
+    saved = [nbytes for name, nbytes in mapped if name == "checkpoint"]
+    windows = AHEAD * WINDOW, (3 + 1 + WRITING) * WINDOW
+    assert sorted(saved) == sorted(3 * windows)
+    assert {name for name, _ in mapped} == {"checkpoint", "weights"}
+    assert all(nbytes < 13 << 20 for name, nbytes in mapped if name == "weights")
 
 
 def test_a_trace_shows_who_waits_for_a_save(

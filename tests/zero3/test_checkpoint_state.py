@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +26,7 @@ from zero3 import loader
 from zero3.engine import Engine
 from zero3.partition import lay_out, shard
 from zero3.restore import _order
+from zero3.saver import Saver
 from zero3.weights import FileSource, OpenFiles
 
 from .conftest import config
@@ -345,3 +348,38 @@ def test_ranks_read_each_element_of_each_part_once(world_size: int) -> None:
             read[part.name] += end - first
     parts = [part for source in sources.values() for part in source.parts]
     assert read == {part.name: part.numel for part in parts if part.numel}
+
+
+def test_a_save_that_is_given_up_says_that_alone(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gives it up: Ctrl-C, a rank that is lost, close()."""
+    begun, copy = threading.Event(), Saver._copy
+
+    def cancelled(self: Saver, writers: Any) -> None:
+        begun.set()
+        while not self._cancelled:
+            time.sleep(0.001)
+        copy(self, writers)
+
+    monkeypatch.setattr(Saver, "_copy", cancelled)
+    engine = begin(start)
+    saving = engine.save_checkpoint(tmp_path, background=True)
+    under_way = engine._checkpoints._under_way
+    assert under_way is not None and begun.wait(30)
+    under_way.saver.cancel()
+    with pytest.raises(CheckpointError, match="the save was given up before its end; save again") as caught:
+        saving.wait()
+    assert "clos" not in str(caught.value)
+
+
+def test_one_tensor_of_another_shape_is_told_as_one(start: Start, tmp_path: Path) -> None:
+    begin(start).save_checkpoint(tmp_path)
+
+    class Wider(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Parameter(torch.zeros(32, 33), requires_grad=False)
+
+    with pytest.raises(CheckpointError, match=r"holds 1 tensor of other shapes.*'frozen' is \[32, 32\]"):
+        begin(start, Wider).load_checkpoint(tmp_path)

@@ -22,12 +22,16 @@ from __future__ import annotations
 
 
 class TieringError(Exception):
-    """Root of all errors raised by this project. ``code`` is stable across versions."""
+    """Root of all errors raised by this project. ``code`` is stable across versions.
+
+    ``words`` are the message without it.
+    """
 
     code = "TIER"
 
     def __init__(self, message: str) -> None:
         super().__init__(f"[{self.code}] {message}")
+        self.words = message
 
 
 class ConfigError(TieringError):
@@ -79,9 +83,16 @@ class TelemetryError(TieringError):
 
 
 class WeightsError(TieringError):
-    """Files of weights are not what they say they are, cannot be read, or do not belong to the model."""
+    """Files of weights are not what they say they are, cannot be read, or do not belong to the model.
+
+    ``what`` is that, without the remedy: whoever wanted something else of the files knows another one.
+    """
 
     code = "TIER-WEIGHTS"
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}; {remedy}")
+        self.what = what
 
 
 class CheckpointError(TieringError):

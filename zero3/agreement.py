@@ -66,7 +66,7 @@ class Leading:
 
 def _of_checkpoint(error: Exception) -> Exception:
     if isinstance(error, WeightsError | SwapError):
-        told = CheckpointError(str(error).partition("] ")[2])
+        told = CheckpointError(error.words)
     elif isinstance(error, OSError):
         told = CheckpointError(f"{error.filename or 'a file'}: {error.strerror or error}; see dmesg")
     else:

@@ -47,9 +47,8 @@ class Restore:
         try:
             self._matched = match(model, checkpoint.with_buffers(parts.world.rank))
         except WeightsError as error:
-            what = str(error).partition("] ")[2].rpartition("; ")[0]
             raise CheckpointError(
-                f"checkpoint {checkpoint.path} is of another model: {what}; build the model that was saved"
+                f"checkpoint {checkpoint.path} is of another model: {error.what}; build the model that was saved"
             ) from error
         without = [name for name, param in model.named_parameters() if param not in self._matched.sources]
         if without:

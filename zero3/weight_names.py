@@ -121,7 +121,8 @@ def _stack(files: WeightFiles, place: str, columns: list[list[StoredTensor]]) ->
     if len({len(column) for column in columns}) > 1 or not alike or not parts[0].shape:
         raise WeightsError(
             f"{files.path}: {parts[0].name!r} and the others that make up {place!r} are not as many of each kind, or"
-            " not of one shape and dtype; download them again"
+            " not of one shape and dtype",
+            "download them again",
         )
     rows = parts[0].shape
     if len(columns) > 1:
@@ -138,8 +139,9 @@ def _natural(stored: StoredTensor) -> list[tuple[bool, int, str]]:
 def _computed(files: WeightFiles, name: str, place: str) -> WeightsError:
     return WeightsError(
         f"{files.path} stores {name!r} in another form than the model keeps it, in {place!r}: transformers computes the"
-        " one from the other when it loads, which a stream cannot. Load it once with from_pretrained, where there is"
-        " memory for that, and save it with save_pretrained(NEW_DIR, save_original_format=False); then give NEW_DIR"
+        " one from the other when it loads, which a stream cannot",
+        "load it once with from_pretrained, where there is memory for that, and save it with save_pretrained(NEW_DIR,"
+        " save_original_format=False); then give NEW_DIR",
     )
 
 

@@ -162,7 +162,7 @@ def match(model: nn.Module, files: WeightFiles, *, strict: bool = True) -> Match
         difference = _difference(files, missing, unexpected)
         if strict:
             raise WeightsError(
-                f"{difference}; build the model that these files belong to, or load it with strict=False"
+                difference, "build the model that these files belong to, or load it with strict=False"
             )
         outcome = "what is missing keeps the model's values" if missing else "they are not loaded"
         log.warning("%s; %s", difference, outcome)
@@ -197,8 +197,8 @@ def _check_shapes(files: WeightFiles, partners: Partners) -> None:
     ]
     if wrong:
         raise WeightsError(
-            f"{files.path} holds {_tensors(wrong)} of other shapes than the model's: {_first(wrong)};"
-            " build the model from the config.json beside the weights"
+            f"{files.path} holds {_tensors(wrong)} of other shapes than the model's: {_first(wrong)}",
+            "build the model from the config.json beside the weights",
         )
 
 
@@ -211,8 +211,8 @@ def _check_dtypes(files: WeightFiles, partners: Partners) -> None:
     ]
     if wrong:
         raise WeightsError(
-            f"{files.path} holds {_tensors(wrong)} of dtypes that the model's cannot be made of: {_first(wrong)};"
-            " quantised weights must be dequantised and saved anew"
+            f"{files.path} holds {_tensors(wrong)} of dtypes that the model's cannot be made of: {_first(wrong)}",
+            "quantised weights must be dequantised and saved anew",
         )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tiering.checkpoint.directory import CheckpointDirectory, Saved
-from tiering.checkpoint.integrity import Damage, damages, without_code
+from tiering.checkpoint.integrity import Damage, damages
 from tiering.checkpoint.manifest import WEIGHTS, Manifest
 from tiering.checkpoint.reader import Checkpoint, open_checkpoint
 from tiering.errors import CheckpointError
@@ -122,7 +122,7 @@ def list_checkpoints(path: Path) -> Listing:
     try:
         latest = directory.latest()
     except CheckpointError as error:
-        lost = without_code(error)
+        lost = error.words
     return Listing(
         path,
         tuple(
@@ -144,7 +144,7 @@ def inspect(path: Path, *, quick: bool = False, on_read: Told = lambda _: None) 
         found = _wrong_sizes(path, manifest)
         checkpoint = open_checkpoint(path) if not found else None
     except CheckpointError as error:
-        checkpoint, found = None, [Damage(None, without_code(error))]
+        checkpoint, found = None, [Damage(None, error.words)]
     if checkpoint is None:
         return Inspection(path, manifest, {}, nbytes, 0, tuple(found))
     checked = 0
@@ -167,7 +167,7 @@ def _entry(directory: CheckpointDirectory, saved: Saved) -> Entry:
         nbytes = _bytes_below(path)
         step = open_checkpoint(path).manifest.step
     except CheckpointError as error:
-        damage = without_code(error)
+        damage = error.words
     return Entry(saved.tag, saved.time, nbytes, step, damage)
 
 

@@ -40,7 +40,7 @@ def damages(checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda _: N
         try:
             rank = checkpoint.rank(number)
         except CheckpointError as error:
-            yield Damage(None, without_code(error))
+            yield Damage(None, error.words)
         else:
             stored[rank.tensors.path] = list(rank.tensors.tensors.values())
     files = _as_bytes(checkpoint)
@@ -53,7 +53,7 @@ def damages(checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda _: N
                     pages = list(_different(view, first // PAGE, checkpoint.sums[file]))
                 except (WeightsError, CheckpointError) as error:
                     names = _between(stored.get(file, ()), first, first + numel)
-                    yield Damage(None, without_code(error), first // PAGE, names)
+                    yield Damage(None, error.words, first // PAGE, names)
                 else:
                     for page in pages:
                         names = _between(stored.get(file, ()), page * PAGE, (page + 1) * PAGE)
@@ -101,8 +101,3 @@ def _between(stored: Iterable[StoredTensor], begin: int, end: int) -> tuple[str,
     return tuple(
         tensor.name for tensor in stored if tensor.offset < end and begin < tensor.offset + tensor.nbytes
     )
-
-
-def without_code(error: Exception) -> str:
-    """A message without what stands before it: the code, which is that of all such errors."""
-    return str(error).partition("] ")[2]

@@ -110,8 +110,9 @@ class _naming:  # noqa: N801 # read as a function
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, WeightsError):
-            what = str(error).partition("] ")[2].rpartition("; ")[0]
-            raise CheckpointError(f"{what}; load another checkpoint than {self._path} (tag=)") from error
+            raise CheckpointError(
+                f"{error.what}; load another checkpoint than {self._path} (tag=)"
+            ) from error
 
 
 def _check_files(path: Path, manifest: Manifest) -> None:

@@ -160,7 +160,7 @@ def opened(path: Path) -> Iterator[int]:
 
 def damaged(file: Path, what: str, remedy: str = "download it again") -> WeightsError:
     """``file`` is not what it should be."""
-    return WeightsError(f"{file}: {what}; {remedy}")
+    return WeightsError(f"{file}: {what}", remedy)
 
 
 def unopened(path: Path, error: OSError) -> WeightsError:

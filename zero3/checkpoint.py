@@ -243,6 +243,14 @@ class Checkpoints:
         if self._collectives is None:
             self._commit()
 
+    def _prune(self, under_way: UnderWay) -> None:
+        """The others know already, and need not wait for it."""
+        keep = under_way.asked.keep
+        if self._rank == 0 and keep is not None:
+            assert self._directory is not None
+            with under_way.standstill.now():
+                self._directory.prune(under_way.saving.tag, under_way.manifest.run, keep)
+
     def _settle_alone(self) -> None:
         """The saver is at its end, and there is nobody to agree with: this is known now, and not at the next step."""
         if self._collectives is not None:
@@ -268,7 +276,7 @@ class Checkpoints:
             under_way.saving.tag,
             run=under_way.manifest.run,
             latest=under_way.asked.latest,
-            keep=under_way.asked.keep,
+            keep=under_way.asked.keep if self._collectives is None else None,
         )
 
     def _conclude(self) -> None:
@@ -293,6 +301,7 @@ class Checkpoints:
         else:
             self._settle(under_way, None)
             self._end(under_way)
+            self._prune(under_way)
 
     def _settle(self, under_way: UnderWay, error: TieringError | None) -> None:
         """What has become of the save is known, and told."""

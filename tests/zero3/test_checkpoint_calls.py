@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,6 +79,12 @@ def test_a_save_in_the_background_is_done_without_another_step(
         with pytest.raises(CheckpointError):
             engine.close()
     assert len(told) == 1
+
+
+def test_a_save_that_ranks_never_agreed_on_is_named_when_the_script_ends() -> None:
+    program = "import pathlib, zero3.saving as s; s.uncommitted.add(pathlib.Path('runs/7/global_step500'))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "checkpoint runs/7/global_step500 is not there" in ended.stderr
 
 
 @contextmanager

@@ -136,8 +136,34 @@ class CheckpointDirectory:
             _fsync_directory(self.path)
         self._remove([replaced] if replaced else [])
         if keep is not None:
-            self._prune(tag, run, keep)
+            self.prune(tag, run, keep)
         return self.path / tag
+
+    def prune(self, tag: str, run: str, keep: int) -> None:
+        """Remove the oldest checkpoints beyond ``keep``. A failure is told, for the save has succeeded."""
+        try:
+            own = [
+                saved.tag
+                for saved in self._tags(
+                    lambda path: bool(_BY_DEFAULT.fullmatch(path.name)) and run_of(path) == run
+                )
+            ]
+            links = [path for name in self._names() if (path := self.path / name).is_symlink()]
+            stays = {path.resolve() for path in (self.path / tag, self.path / (self.latest() or tag), *links)}
+            real = [name for name in own if self.path / name not in links]
+            old = [name for name in real[:-keep] if (self.path / name).resolve() not in stays]
+        except (OSError, CheckpointError) as error:
+            log.warning("old checkpoints of %s stay: %s", self.path, error)
+            return
+        hidden = []
+        for name in old:
+            try:
+                hidden.append((self.path / name).rename(self._partial_name(name)))
+            except OSError as error:
+                log.warning("old checkpoint %s stays: %s", self.path / name, error.strerror)
+        self._remove(hidden)
+        if hidden:
+            log.info("%s: %d older than the newest %d removed", self.path, len(hidden), keep)
 
     def discard(self, partial: Path) -> None:
         """Remove what a save that failed has written; what cannot be removed goes when DIR is locked next."""
@@ -321,32 +347,6 @@ class CheckpointDirectory:
             if not os.path.lexists(self.path / tag) and run_of(path) is not None:
                 with self._failing(f"cannot give checkpoint '{tag}' its name back"):
                     path.rename(self.path / tag)
-
-    def _prune(self, tag: str, run: str, keep: int) -> None:
-        """Remove the oldest checkpoints beyond ``keep``. A failure is told, for the save has succeeded."""
-        try:
-            own = [
-                saved.tag
-                for saved in self._tags(
-                    lambda path: bool(_BY_DEFAULT.fullmatch(path.name)) and run_of(path) == run
-                )
-            ]
-            links = [path for name in self._names() if (path := self.path / name).is_symlink()]
-            stays = {path.resolve() for path in (self.path / tag, self.path / (self.latest() or tag), *links)}
-            real = [name for name in own if self.path / name not in links]
-            old = [name for name in real[:-keep] if (self.path / name).resolve() not in stays]
-        except (OSError, CheckpointError) as error:
-            log.warning("old checkpoints of %s stay: %s", self.path, error)
-            return
-        hidden = []
-        for name in old:
-            try:
-                hidden.append((self.path / name).rename(self._partial_name(name)))
-            except OSError as error:
-                log.warning("old checkpoint %s stays: %s", self.path / name, error.strerror)
-        self._remove(hidden)
-        if hidden:
-            log.info("%s: %d older than the newest %d removed", self.path, len(hidden), keep)
 
     def _remove(self, partials: Collection[Path]) -> None:
         """Remove what has lost its name, once that is durable: nothing is to lose its files and find its name again."""

@@ -26,6 +26,7 @@ from tiering.interrupts import EXIT_SAVED
 from zero3 import random_state
 from zero3.checkpoint import Checkpoints
 from zero3.saver import Saver
+from zero3.saving import uncommitted
 from zero3.share import Share
 
 from .pool import Pool, Raised, in_words
@@ -412,6 +413,35 @@ def uneven(rank: int, nvme: Path, directory: Path, slow: int) -> list[Any]:
                 break
         seen.append((directory / "global_step1" / "checkpoint.json").exists())
         return [*seen, saving.error, *ends, 0 < saving.stalled <= saving.seconds]
+
+
+def pruned_late(rank: int, nvme: Path, directory: Path) -> list[Any]:
+    """The first rank removes nothing before the second one has gone on."""
+    seen, prune, gone_on = [], CheckpointDirectory.prune, directory.parent / "gone on"
+
+    def waiting(*asked: Any) -> None:
+        for _ in range(3000):
+            if gone_on.exists():
+                seen.append("told")
+                break
+            time.sleep(0.01)
+        prune(*asked)
+
+    with start(nvme) as engine:
+        engine.save_checkpoint(directory)
+        train(engine, rank, range(1))
+        with patched(CheckpointDirectory, "prune", waiting):
+            saving = engine.save_checkpoint(directory, keep=1, background=True)
+            begun = saving.path in uncommitted
+            saving.wait()
+        if rank == 1:
+            gone_on.touch()
+        return [*seen, begun, saving.path in uncommitted]
+
+
+def test_ranks_go_on_while_the_first_removes_what_is_old(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
+    assert ranks(2).run(pruned_late, nvme, tmp_path / "saved") == [["told", True, False], [True, False]]
+    assert names_in(tmp_path / "saved") == {"global_step1", "latest", ".lock"}
 
 
 @pytest.mark.parametrize("slow", [1, 0])

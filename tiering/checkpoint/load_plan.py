@@ -33,6 +33,8 @@ def configuration(manifest: Manifest, swap_directory: Path) -> dict[str, Any]:
     optimizer: dict[str, Any] = {"type": manifest.optimizer if manifest.optimizer in RULES else "AdamW"}
     if optimizer["type"] == "SGD" and manifest.kinds:
         optimizer["params"] = {"momentum": 0.9}
+    if optimizer["type"] == "Adam":  # which means AdamW unless it says otherwise
+        optimizer["params"] = {"adam_w_mode": False}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
     if manifest.precision != "fp32":
         config[manifest.precision] = {"enabled": True}

@@ -373,7 +373,7 @@ def test_the_plan_counts_what_training_needs(tmp_path: Path) -> None:
     ("optimizer", "kinds", "precision", "itemsize"),
     [
         ("Adam", ("exp_avg", "exp_avg_sq"), "fp32", 4 + 4 + 8),
-        ("Adam", ("exp_avg", "exp_avg_sq"), "fp16", 2 + 2 + 12),
+        ("AdamW", ("exp_avg", "exp_avg_sq"), "fp16", 2 + 2 + 12),
         ("Lion", ("exp_avg",), "bf16", 2 + 2 + 8),
         ("SGD", (), "bf16", 2 + 2 + 4),
         ("SGD", ("momentum_buffer",), "bf16", 2 + 2 + 8),
@@ -396,6 +396,8 @@ def test_the_plan_is_of_the_optimizer_that_was_saved(
     config, _ = ds_config.load(configuration(saved, tmp_path))  # which loads as it is
     assert config.precision == precision
     assert config.zero.swap_directories == (tmp_path,)
+    assert config.optimizer is not None
+    assert config.optimizer.decoupled is (optimizer != "Adam")
 
 
 def test_budgets_are_this_machines(tmp_path: Path) -> None:

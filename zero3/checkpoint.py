@@ -83,6 +83,8 @@ class Checkpoints:
             under_way = self._begin(asked, client_state)
             with deferred_interrupts():  # what is under way has begun
                 self._under_way = under_way
+                if self._collectives is not None:
+                    uncommitted.add(under_way.saving.path)
                 self._parts.optimizer.before_change = self._before_change
                 under_way.saver.start()
         if not background:
@@ -225,8 +227,6 @@ class Checkpoints:
             self._discard(made)
             raise
         saving = Saving(self, partial.parent / asked.tag, asked.tag)
-        if self._collectives is not None:
-            uncommitted.add(saving.path)
         return UnderWay(asked, saving, savers[0], self._manifest(), partial, self._standstill)
 
     def _opened(self, save_dir: Path) -> CheckpointDirectory:

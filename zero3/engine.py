@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tiering import logs
 from tiering.checkpoint.directory import check_keep
 from tiering.config import TieringConfig
-from tiering.errors import ConfigError, EngineStateError
+from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.interrupts import deferred_interrupts
 from tiering.telemetry import Publisher, Snapshot
 from tiering.telemetry.snapshot import Phase
@@ -361,7 +361,13 @@ class Engine(NamedState, StateFiles):
         ends_well = isinstance(error, SystemExit) and not error.code
         if error is not None and not ends_well and self._collectives is not None and not self._ready.closed:
             self._collectives.peers.fail(error)
-        self.close()
+        try:
+            self.close()
+        except (
+            CheckpointError
+        ):  # of a save in the background, and in the log: what ends the block counts more
+            if error is None:
+                raise
 
     def _pid_of_first(self) -> int:
         """The process id of rank 0."""

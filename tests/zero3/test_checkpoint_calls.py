@@ -81,6 +81,20 @@ def test_a_save_in_the_background_is_done_without_another_step(
     assert len(told) == 1
 
 
+def test_a_save_that_failed_unseen_does_not_hide_what_ends_the_block(
+    start: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for error in (KeyboardInterrupt, None):
+        with pytest.raises(error or CheckpointError), begin(start) as engine:  # noqa: PT012 (close() is in the block's end)
+            with limited(6000):
+                engine.save_checkpoint(tmp_path / "saved", background=True)
+                engine._checkpoints._under_way.saver.join()
+            if error is not None:
+                raise error
+        assert "was not saved" in caplog.text
+        caplog.clear()
+
+
 def test_a_save_that_ranks_never_agreed_on_is_named_when_the_script_ends() -> None:
     program = "import pathlib, zero3.saving as s; s.uncommitted.add(pathlib.Path('runs/7/global_step500'))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

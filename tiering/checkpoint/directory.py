@@ -44,6 +44,7 @@ from typing import NamedTuple
 from tiering.checkpoint.manifest import MANIFEST, run_of
 from tiering.checkpoint.run_lock import RunLock
 from tiering.errors import CheckpointError, ConfigError
+from tiering.file_system import fsync, remedy
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class CheckpointDirectory:
         with self._failing(f"could not take checkpoint '{tag}'"):
             (partial / MANIFEST).stat()  # without it nobody would find what is there
             replaces = self._check_replaces(tag, run)
-            _fsync_directory(partial)
+            fsync(partial)
             new_latest = self._write_latest(tag) if latest else None
             try:
                 replaced = self._show(partial, tag, new_latest, replaces=replaces)
@@ -133,7 +134,7 @@ class CheckpointDirectory:
                     new_latest.unlink(missing_ok=True)
                 raise
         with self._failing(f"has checkpoint '{tag}', whole, but may lose '{LATEST}' when the power goes"):
-            _fsync_directory(self.path)
+            fsync(self.path)
         self._remove([replaced] if replaced else [])
         if keep is not None:
             self.prune(tag, run, keep)
@@ -305,7 +306,7 @@ class CheckpointDirectory:
         if replaced is None:
             partial.rename(place)
         try:
-            _fsync_directory(self.path)
+            fsync(self.path)
             if new_latest:
                 new_latest.rename(self.path / LATEST)
         except BaseException:
@@ -353,7 +354,7 @@ class CheckpointDirectory:
         if not partials:
             return
         try:
-            _fsync_directory(self.path)
+            fsync(self.path)
         except OSError as error:
             log.warning("what is left over in %s is not removed: %s", self.path, error.strerror)
             return
@@ -392,8 +393,9 @@ class CheckpointDirectory:
         try:
             yield
         except OSError as error:
+            todo = remedy(error.errno or errno.EIO)
             raise CheckpointError(
-                f"checkpoint directory {self.path} {what}: {error.strerror or error}; {_remedy(error)}"
+                f"checkpoint directory {self.path} {what}: {error.strerror or error}; {todo}"
             ) from error
 
 
@@ -436,20 +438,9 @@ def _make_durably(path: Path) -> None:
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     for directory in reversed(missing):
         directory.mkdir(exist_ok=True)
-        _fsync_directory(directory.parent)
+        fsync(directory.parent)
     if not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "it is not a directory")
-
-
-def _fsync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system whose directories are not for the caller to sync
-            raise
-    finally:
-        os.close(fd)
 
 
 def _exchange(one: Path, other: Path) -> None:
@@ -461,13 +452,3 @@ def _exchange(one: Path, other: Path) -> None:
     if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(one), None, str(other))
-
-
-def _remedy(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "make room there, or save with keep=N so that old checkpoints go"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "save where you may write"
-    if error.errno == errno.EIO:
-        return "the disk failed, see dmesg; save to another one"
-    return "name a directory that can hold checkpoints"

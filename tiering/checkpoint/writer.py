@@ -26,6 +26,7 @@ from tiering.checkpoint.pages import sums_of
 from tiering.config import IoConfig
 from tiering.descriptors import close_alone, open_alone
 from tiering.errors import CheckpointError, SwapError
+from tiering.file_system import remedy
 from tiering.io_stats import errno_text
 from tiering.weights.files import nbytes_of
 
@@ -216,23 +217,11 @@ class naming:  # noqa: N801 # read as a function
             return
         code = error.errno or errno.EIO
         path = Path(error.filename) if isinstance(error, SwapError) and error.filename else self._path
+        full = self._nbytes and code in (errno.ENOSPC, errno.EDQUOT)
+        needs = f" for a file of {self._nbytes} bytes" if full else ""
         raise CheckpointError(
-            f"{path}: it cannot be written: {errno_text(code)}; {_remedy(code, self._nbytes)}"
+            f"{path}: it cannot be written: {errno_text(code)}{needs}; {remedy(code)}"
         ) from error
-
-
-def _remedy(code: int, nbytes: int) -> str:
-    needs = f", and this file needs {nbytes} bytes" if nbytes else ""
-    return {
-        errno.ENOSPC: f"the file system is full{needs}: free space there, keep fewer checkpoints (keep=), or save"
-        " elsewhere",
-        errno.EDQUOT: "the disk quota is used up: raise it, keep fewer checkpoints (keep=), or save elsewhere",
-        errno.EFBIG: "the file would pass the process's file size limit: raise it with `ulimit -f`",
-        errno.EEXIST: "somebody else writes there: give each run a directory of its own",
-        errno.ENOENT: "its directory is gone: somebody has removed it",
-        errno.EACCES: "change the mode of the directory, or save elsewhere",
-        errno.EROFS: "the file system is mounted read-only: remount it, or save elsewhere",
-    }.get(code, "see dmesg, and save elsewhere")
 
 
 def _create(path: Path) -> tuple[int, bool]:

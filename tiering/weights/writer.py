@@ -8,8 +8,8 @@ an earlier one is replaced, and never a mixture of two.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
-import os
 import re
 import secrets
 import shutil
@@ -23,6 +23,7 @@ import numpy as np
 from tiering.checkpoint.writer import Output, TensorFileWriter, TensorSpec
 from tiering.config import IoConfig
 from tiering.errors import CheckpointError, SwapError
+from tiering.file_system import fsync, remedy
 from tiering.interrupts import deferred_interrupts
 from tiering.io_stats import errno_text
 
@@ -35,7 +36,8 @@ class WeightWriter:
     With ``most_bytes``, tensors of more than that are written as shards, each of them as long as that at most, or one
     tensor that is longer. What else belongs beside the weights is put into ``folder`` before ``finish``.
 
-    Raises CheckpointError if something cannot be written; then, and after ``abandon``, nothing of it is left.
+    Raises CheckpointError if something cannot be written; then, and after ``abandon``, nothing of it is left, unless
+    all was written, and could not be moved to where it belongs: the message names the folder in which the rest is.
     """
 
     def __init__(
@@ -57,6 +59,9 @@ class WeightWriter:
         self._number = -1  # of the shard that is being written
         self._writer: TensorFileWriter | None = None
         self._left = 0  # bytes of that shard which have not come yet
+        self._moving = (
+            False  # what is written out of the folder: an earlier set of weights is not whole any more
+        )
         self.folder = directory / f".partial-{secrets.token_hex(4)}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -108,7 +113,8 @@ class WeightWriter:
             self._writer = None
         with contextlib.suppress(SwapError):  # whoever wrote it was told
             self._output.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if not self._moving:
+            shutil.rmtree(self.folder, ignore_errors=True)
         for path in self._made:
             with contextlib.suppress(OSError):  # somebody else has put something there
                 path.rmdir()
@@ -153,27 +159,33 @@ class WeightWriter:
         others = sorted(path.name for path in self.folder.iterdir() if path.name not in self.files)
         *shards, first = self.files
         for name in (*others, first) if shards else others:  # shards are on the disk since they were closed
-            _sync(self.folder / name)
+            fsync(self.folder / name)
+        self._moving = True
         if shards:  # an older file to begin with would name shards of two kinds
             for name in {first, self._stem + SUFFIX}:
                 (self._directory / name).unlink(missing_ok=True)
-            _sync(self._directory)
+            fsync(self._directory)
         for name in (*others, *shards):
             (self.folder / name).replace(self._directory / name)
-        _sync(self._directory)
+        fsync(self._directory)
         (self.folder / first).replace(self._directory / first)
         ours = re.compile(re.escape(self._stem) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
         for path in self._directory.iterdir():
             if ours.fullmatch(path.name) and path.name not in self.files:
                 path.unlink()
         self.folder.rmdir()
+        self._moving = False
         self._made.clear()
-        _sync(self._directory)
+        fsync(self._directory)
 
     def _unwritten(self, error: OSError) -> CheckpointError:
+        code = error.errno or errno.EIO
+        begun = ""
+        if self._moving:
+            begun = f"; all that was to be written is there: move what is still in {self.folder} to {self._directory}"
         return CheckpointError(
-            f"{self._directory} cannot be written: {errno_text(error.errno or 0)}"
-            f" ({error.filename or self.folder}); make room there, or name another directory"
+            f"{self._directory} cannot be written: {errno_text(code)} ({error.filename or self.folder});"
+            f" {remedy(code)}{begun}"
         )
 
 
@@ -188,11 +200,3 @@ def _shards(tensors: Sequence[TensorSpec], most_bytes: int | None) -> list[list[
         shards[-1].append(tensor)
         held += tensor.nbytes
     return shards
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

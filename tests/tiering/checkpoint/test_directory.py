@@ -719,7 +719,7 @@ def test_a_read_only_file_system_is_read(checkpoints: CheckpointDirectory) -> No
     assert done.stdout == (
         "global_step1 global_step1 ['global_step1']\n"
         f"[TIER-CHECKPOINT] checkpoint directory {checkpoints.path} cannot be saved to: Read-only file system;"
-        " save where you may write\n"
+        " the file system is mounted read-only: save where you may write, or remount it\n"
     )
 
 

@@ -1,0 +1,42 @@
+"""What a file system is asked for where files are saved: to make them last, and what to do when it refuses."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+_MAY_NOT = "save where you may write, or change the mode of the directory"
+_ANOTHER = "something else has that name: save elsewhere, or move it"
+_REMEDIES = {
+    errno.ENOSPC: "make room there, keep fewer checkpoints (keep=), or save elsewhere",
+    errno.EDQUOT: "raise the quota, make room there, keep fewer checkpoints (keep=), or save elsewhere",
+    errno.EFBIG: "the file would pass the process's file size limit: raise it with `ulimit -f`",
+    errno.EMFILE: "raise the limit of open files with `ulimit -n`",
+    errno.EEXIST: "somebody else writes there: give each run a directory of its own",
+    errno.ENOENT: "its directory is gone: somebody has removed it",
+    errno.EIO: "the disk failed, see dmesg; save to another one",
+    errno.EACCES: _MAY_NOT,
+    errno.EPERM: _MAY_NOT,
+    errno.EROFS: "the file system is mounted read-only: save where you may write, or remount it",
+    errno.ENOTDIR: _ANOTHER,
+    errno.EISDIR: _ANOTHER,
+    errno.ENOTEMPTY: _ANOTHER,
+}
+
+
+def remedy(code: int) -> str:
+    """What to do if saving fails with the error number ``code``."""
+    return _REMEDIES.get(code, "see dmesg, and save elsewhere")
+
+
+def fsync(path: Path) -> None:
+    """Wait until ``path`` is on the disk: a file's bytes, or the names in a directory."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system whose directories are not for the caller to sync
+            raise
+    finally:
+        os.close(fd)

@@ -255,7 +255,7 @@ def sever(group: ProcessGroup) -> None:
     for rank in range(group.size()):
         if rank != group.rank():
             with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], rank, SEVERED).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, device="cpu")], rank, SEVERED).wait(timedelta(milliseconds=1))
 
 
 class Stillness:

@@ -93,10 +93,9 @@ class RunState:
             except ConfigError as error:
                 if name not in _OWNERS:
                     raise
-                words = str(error).removeprefix(f"[{error.code}] ")
                 raise ConfigError(
-                    f"{words}. It is what {_OWNERS[name]} gave: let that give plain values, or keep what it is of out"
-                    " of initialize() and save it in client_state"
+                    f"{error.words}. It is what {_OWNERS[name]} gave: let that give plain values, or keep what it is of"
+                    " out of initialize() and save it in client_state"
                 ) from error
         return RankState({"buffers": buffers, **content}, tensors)
 

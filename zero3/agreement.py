@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from tiering.errors import CheckpointError, SwapError, TieringError, WeightsError
+from tiering.file_system import remedy
 from zero3.collectives import Collectives
 
 T = TypeVar("T")
@@ -68,7 +69,9 @@ def _of_checkpoint(error: Exception) -> Exception:
     if isinstance(error, WeightsError | SwapError):
         told = CheckpointError(error.words)
     elif isinstance(error, OSError):
-        told = CheckpointError(f"{error.filename or 'a file'}: {error.strerror or error}; see dmesg")
+        told = CheckpointError(
+            f"{error.filename or 'a file'}: {error.strerror or error}; {remedy(error.errno or 0)}"
+        )
     else:
         return error
     told.__cause__ = error

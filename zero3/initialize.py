@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from tiering import ds_config, logs
 from tiering.errors import ConfigError, EngineStateError
@@ -21,7 +21,7 @@ from zero3.client_optimizer import ClientOptimizer
 from zero3.collectives import standing
 from zero3.engine import Engine
 from zero3.init import recipe_of
-from zero3.loader import make_loader
+from zero3.loader import TrainingLoader, make_loader
 from zero3.optimizer import TieredOptimizer
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
 
@@ -35,7 +35,7 @@ class EngineParts(NamedTuple):
 
     engine: Engine
     optimizer: TieredOptimizer | ClientOptimizer
-    dataloader: DataLoader[Any] | None
+    dataloader: TrainingLoader | None
     lr_scheduler: LRScheduler | None
 
 

@@ -121,7 +121,7 @@ HINDRANCES: dict[str, tuple[int, Callable[[], Any], dict[str, Any], str]] = {
     "a client_state that raises": (1, given, {"client_state": Unreadable()}, "in the user's code"),
     "no commit": (
         0,
-        lambda: patched(tiering.checkpoint.directory, "_fsync_directory", not_synced),
+        lambda: patched(tiering.checkpoint.directory, "fsync", not_synced),
         {},
         "see dmesg; save to another one",
     ),

@@ -121,7 +121,6 @@ class StateFiles:
         self,
         save_dir: str | os.PathLike[str],
         save_filename: str = "model.safetensors",
-        *,
         exclude_frozen_parameters: bool = False,
     ) -> Path:
         """Write the model's ``state_dict`` in 16 bits as one safetensors file; returns its path. See export.py."""

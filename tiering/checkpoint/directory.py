@@ -75,6 +75,7 @@ class CheckpointDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()  # the program may change its directory before the next save
         self._lock = RunLock(self.path)
+        self._runs: dict[tuple[int, ...], str | None] = {}  # by the version of their record
 
     def lock(self) -> None:
         """Make the directory if need be, take its lock, and remove what crashed saves left.
@@ -146,7 +147,7 @@ class CheckpointDirectory:
             own = [
                 saved.tag
                 for saved in self._tags(
-                    lambda path: bool(_BY_DEFAULT.fullmatch(path.name)) and run_of(path) == run
+                    lambda path: bool(_BY_DEFAULT.fullmatch(path.name)) and self._run_of(path) == run
                 )
             ]
             links = [path for name in self._names() if (path := self.path / name).is_symlink()]
@@ -176,8 +177,8 @@ class CheckpointDirectory:
         return self._tags(lambda path: run_of(path) is not None)
 
     def damaged(self) -> list[Saved]:
-        """What has a checkpoint.json that is not one, or not any more."""
-        return self._tags(lambda path: run_of(path) is None)
+        """What was a checkpoint, and is none any more: its record begins as ours do. Those of others are left out."""
+        return self._tags(lambda path: run_of(path) is None and _begins_as_ours(path / MANIFEST))
 
     def partials(self) -> list[Path]:
         """What saves under way have written, or crashed ones have left."""
@@ -240,6 +241,14 @@ class CheckpointDirectory:
                 if (path / MANIFEST).is_file() and wanted(path):
                     found.append(((path / MANIFEST).stat().st_mtime_ns, _by_number(tag), tag))
         return [Saved(tag, time / 1e9) for time, _, tag in sorted(found)]
+
+    def _run_of(self, path: Path) -> str | None:
+        """As ``run_of``, which reads all of a record: once, though each save asks for all of them."""
+        status = (path / MANIFEST).stat()
+        version = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        if version not in self._runs:
+            self._runs[version] = run_of(path)
+        return self._runs[version]
 
     def _place(self, tag: str) -> Path | None:
         """Where checkpoint ``tag`` is: under its name, unless a crash has come between the renames that replace it."""
@@ -427,6 +436,11 @@ def _why_not_a_tag(tag: str) -> str | None:
     if len(tag.encode()) > _LONGEST_TAG:
         return f"is longer than {_LONGEST_TAG} bytes"
     return None
+
+
+def _begins_as_ours(record: Path) -> bool:
+    with record.open("rb") as file:
+        return b'"crc32"' in file.read(64)
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:

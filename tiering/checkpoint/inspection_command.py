@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,12 +98,22 @@ def _find(path: Path, tag: str | None) -> tuple[Listing | None, Path | None]:
         return None, directory.find(tag)
     listing = list_checkpoints(path)
     if not listing.entries:
+        below = next(_holding_checkpoints(path), None)
+        named = f", as {_printable(str(below))} does," if below else ","
         raise CheckpointError(
-            f"{path} holds no checkpoint: no directory with a {MANIFEST}; name one that does, or a checkpoint"
+            f"{path} holds no checkpoint: no directory with a {MANIFEST}; name one that does{named} or a checkpoint"
         )
     if listing.lost:
         return listing, None
-    return listing, path / (listing.latest or listing.entries[-1].tag)
+    return listing, directory.find(listing.latest or listing.entries[-1].tag)
+
+
+def _holding_checkpoints(path: Path) -> Iterator[Path]:
+    """The directories in ``path`` that would have been something to name."""
+    for below in sorted(path.iterdir()):
+        with suppress(CheckpointError):  # it is another user's, perhaps
+            if below.is_dir() and CheckpointDirectory(below).tags():
+                yield below
 
 
 def _parts(

@@ -264,7 +264,9 @@ def test_other_programs_and_damaged_records_are_no_checkpoints(
         at(checkpoints, name, 1)
     mine = content(checkpoints)
     assert checkpoints.tags() == [] and checkpoints.find() is None
-    assert [each.tag for each in checkpoints.damaged()] == ["global_step1", "thesis"]
+    assert [each.tag for each in checkpoints.damaged()] == (
+        ["global_step1", "thesis"] if "crc32" in text else []
+    )
     for number in range(2, 5):
         save(checkpoints, f"global_step{number}", keep=1)
     for name in ("global_step1", "thesis"):

@@ -266,6 +266,21 @@ def test_damaged_json(checkpoints: Path, inspect: Inspect, name: str) -> None:
     assert f"{file}: it is damaged: its content is not what its crc32 says" in out
 
 
+def test_a_record_that_is_damaged_is_listed_and_another_programs_is_not(
+    checkpoints: Path, inspect: Inspect
+) -> None:
+    whole = [each["tag"] for each in told(inspect, checkpoints)["directory"]["checkpoints"]]
+    record = checkpoints / whole[0] / MANIFEST
+    record.write_bytes(record.read_bytes()[:-100])
+    (checkpoints / "thesis").mkdir()
+    (checkpoints / "thesis" / MANIFEST).write_text('{"of": "another program"}')
+    code, out, _ = inspect(checkpoints, "--json")
+    listed = {each["tag"]: each["damage"] for each in json.loads(out)["directory"]["checkpoints"]}
+    assert code == 1
+    assert listed.keys() == set(whole)
+    assert [tag for tag, damage in listed.items() if damage and "is damaged" in damage] == [whole[0]]
+
+
 def test_a_damaged_header(checkpoints: Path, inspect: Inspect) -> None:
     flip(checkpoints / "global_step200" / WEIGHTS_2, 8)
     code, out, _ = inspect(checkpoints)
@@ -313,6 +328,7 @@ def test_what_is_no_checkpoint(checkpoints: Path, inspect: Inspect, tmp_path: Pa
     for arguments, why in [
         ([tmp_path / "nowhere"], "is no directory; name one that holds checkpoints"),
         ([checkpoints / LATEST], "is no directory"),
+        ([checkpoints.parent], f"name one that does, as {checkpoints} does, or a checkpoint"),
         ([tmp_path / "empty"], "holds no checkpoint: no directory with a checkpoint.json"),
         (
             [checkpoints, "--tag", "no"],

@@ -62,7 +62,9 @@ def main() -> None:
     parser.add_argument("--stage", type=int, choices=range(4), default=3)
     parser.add_argument("--nvme", type=Path, metavar="DIRECTORY", help="swap there what may leave the device")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--checkpoints", type=Path, metavar="DIRECTORY", help="save there, and go on from there")
+    parser.add_argument(
+        "--checkpoints", type=Path, metavar="DIRECTORY", help="save there, and go on from there"
+    )
     parser.add_argument("--weights", type=Path, metavar="FILE", help="where to save them at the end")
     options = parser.parse_args()
 

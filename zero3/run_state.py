@@ -118,7 +118,11 @@ class RunState:
         for number, (group, ours) in enumerate(zip(saved, here, strict=True)):
             _check_like(group, {"options": {}, "names": []}, f"param_groups[{number}]")
             options = group["options"]
-            known = {name: value for name, value in _options(ours).items() if name in options}
+            known = {
+                name: value
+                for name, value in _options(ours).items()
+                if name in options and name not in _ITS_OWN
+            }
             _check_like(options, known, f"param_groups[{number}]['options']")
             for name in group["names"]:
                 _check_like(name, "", f"a name in param_groups[{number}]")
@@ -271,12 +275,20 @@ class RunState:
 def _check_like(saved: Any, here: Any, where: str) -> None:
     """CheckpointError unless ``saved`` can stand for what is ``here``: its keys, and values of their kinds."""
     # An option may be set here and not there, or there alone.
-    free = here is None or (saved is None and _kind(here) not in (float, dict, list))
+    free = here is None or (saved is None and _kind(here) not in (bool, float, dict, list))
     if not free and _kind(saved) is not _kind(here):
         raise CheckpointError(
             f"{where} of the checkpoint is a {type(saved).__name__} where this engine has a {type(here).__name__}: it"
             " is damaged, or of another kind of run; load another one (tag=)"
         )
+    if _kind(here) is list and here:
+        if len(saved) != len(here):
+            raise CheckpointError(
+                f"{where} of the checkpoint has {len(saved)} values where this engine has {len(here)}: it is damaged;"
+                " load another one (tag=)"
+            )
+        for number, (theirs, ours) in enumerate(zip(saved, here, strict=True)):
+            _check_like(theirs, ours, f"{where}[{number}]")
     if isinstance(here, dict):
         for key, value in here.items():
             if key not in saved:

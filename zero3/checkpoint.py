@@ -314,13 +314,13 @@ class Checkpoints:
                 log.error("the checkpoint %s was not saved: %s", saving.path, error)
         saving.error, saving.nbytes = error, saver.nbytes
         saving.seconds, saving.stalled = standstill.lasted, standstill.stalled
-        saving.done = True  # after what is to be seen then
         if error is None:
             log.log(
                 logs.once(logging.INFO),
                 "checkpoint %s saved: %s in %.1f s, of which training waited %.2f s",
                 *(saving.path, format_size(saver.nbytes), saving.seconds, saving.stalled),
             )
+        saving.done = True  # after all that is to be seen then
 
     def _end(self, under_way: UnderWay) -> None:
         """What has become of the save is known, and training waits for nothing more of it."""

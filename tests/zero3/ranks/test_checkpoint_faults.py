@@ -220,6 +220,7 @@ def close_at_once(rank: int, nvme: Path, directory: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         engine = start(nvme, **(WATCHFUL | SAVING))
         at("within its files", die, patch) if rank == 1 else at("at every chunk", doze, patch)
+        time.sleep(3)  # the other has seen this process by then, and knows it again when it is gone
         engine.save_checkpoint(directory, background=True)
         try:
             engine.close()
@@ -228,6 +229,7 @@ def close_at_once(rank: int, nvme: Path, directory: Path) -> None:
             raise
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_another_closes(doomed: Ranks, nvme: Path, tmp_path: Path) -> None:
     """Whose checkpoint is not there, then: its close() says so, however long its own files would take."""
     other, _ = doomed(2).outcomes(close_at_once, nvme, tmp_path / "saved")
@@ -312,7 +314,7 @@ def test_a_load_that_takes_one_rank_longer_than_the_timeout(ranks: Ranks, nvme: 
         assert seconds > 3, "the load was not slow"
 
 
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("background", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_save_that_takes_one_rank_longer_than_the_timeout(
     ranks: Ranks, nvme: Path, tmp_path: Path, background: bool
 ) -> None:

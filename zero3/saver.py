@@ -1,7 +1,7 @@
 """The saver: a thread that streams a rank's share of all state, from wherever it lives, into files.
 
 It has windows of its own, so a save takes no room from the tiers, and training may go on meanwhile: what was copied may
-change, and ``before_change`` holds the update of a tile back until it was. The order is that in which steps come to
+change, and who is about to update a tile waits until it was. The order is that in which steps come to
 tiles, so an update during a save follows close behind.
 """
 

@@ -17,8 +17,10 @@ import tiering
 from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.arena import Arena
 from tiering.checkpoint import writer
+from tiering.checkpoint.manifest import Manifest
 from tiering.checkpoint.writer import WINDOW
 from zero3 import share, tiers
+from zero3.checkpoint import Checkpoints
 from zero3.engine import Engine
 from zero3.saver import AHEAD, WRITING, Saver
 
@@ -245,3 +247,27 @@ def test_a_trace_shows_who_waits_for_a_save(
         timer.join()
     saving.wait()
     assert "checkpoint" in (tmp_path / "trace.json").read_text()
+
+
+def test_what_a_checkpoint_says_of_itself_is_of_its_call(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training is a step on when the commit record is written."""
+    let, files = threading.Event(), Checkpoints._files
+
+    def late(self: Checkpoints, partial: Path) -> dict[str, int]:
+        assert let.wait(30)
+        return files(self, partial)
+
+    monkeypatch.setattr(Checkpoints, "_files", late)
+    engine = begin(start)
+    train(engine, range(2))
+    counts = dict(engine.optimizer.steps)
+    saving = engine.save_checkpoint(tmp_path, background=True)
+    train(engine, range(2, 3))
+    let.set()
+    saving.wait()
+    assert Manifest.read(saving.path).step == 2
+    other = begin(start)
+    other.load_checkpoint(tmp_path)
+    assert other.optimizer.steps == counts != engine.optimizer.steps

@@ -25,6 +25,7 @@ from .fields import (
     parse_size,
     whole_number,
 )
+from .monitor_config import MonitorConfig
 from .optimizer_config import OptimizerConfig
 from .scheduler_config import Schedule, SchedulerConfig
 
@@ -35,6 +36,7 @@ __all__ = [
     "IoConfig",
     "LeafModulesConfig",
     "LossScaleConfig",
+    "MonitorConfig",
     "OffloadConfig",
     "OffloadOptimizerConfig",
     "OptimizerConfig",
@@ -297,6 +299,12 @@ class TieringConfig(Section):
     )
     gradient_clipping: Number = Field(default=0.0, description="Largest global gradient norm; 0 is off.")
     steps_per_print: Count | None = Field(default=None, description="Log every so many steps; null is never.")
+    wall_clock_breakdown: StrictBool = Field(default=False, description="Log where the time of a step goes.")
+    dataloader_drop_last: StrictBool = Field(
+        default=False,
+        description="Leave out the last micro-batch of a pass over training_data if it is short.",
+    )
+    monitor: MonitorConfig = Field(default=MonitorConfig(), description="What writes a run's figures.")
     optimizer: OptimizerConfig | None = Field(
         default=None, description="Update rule; null leaves it to the optimizer given to initialize()."
     )

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from .config import TiersConfig
+from .monitor_config import MonitorConfig
 from .optimizer_config import RULES
 from .scheduler_config import PARAMS
 
@@ -100,6 +101,17 @@ def _dtype_among(*dtypes: str) -> Callable[[object], object]:
         raise ValueError(f"one of {', '.join(dtypes)} is needed, not {name!r}")
 
     return read
+
+
+def _native(model: type[BaseModel], prefix: str) -> Tree:
+    tree: Tree = {}
+    for name, info in model.model_fields.items():
+        kind: object = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            tree[name] = _native(kind, f"{prefix}.{name}")
+        else:
+            tree[name] = _same(f"{prefix}.{name}")
+    return tree
 
 
 _DTYPES = {
@@ -278,11 +290,12 @@ _FILE: Tree = {
     },
     "activation_checkpointing": _ignored("use torch.utils.checkpoint in the model"),
     **_each("checkpoint datastates_ckpt", _ignored("options of DeepSpeed's checkpoint files")),
-    "dataloader_drop_last": _refused("pass a DataLoader of your own with drop_last", False),
+    "dataloader_drop_last": _same("dataloader_drop_last"),
     "dump_state": _ignored("see 'tiering check'"),
     "vocabulary_size": _NO_MATTER,
-    **_each("wall_clock_breakdown memory_breakdown comms_logger flops_profiler timers", _TELEMETRY),
-    **_each("monitor_config tensorboard wandb csv_monitor comet", _TELEMETRY),
+    "wall_clock_breakdown": _same("wall_clock_breakdown"),
+    **_each("memory_breakdown comms_logger flops_profiler timers comet", _TELEMETRY),
+    **_native(MonitorConfig, "monitor"),
     "communication_data_type": _mapped(
         "tiering.reduce_dtype", read=_dtype_among("fp32", "bf16", "fp16"), off=(None,)
     ),
@@ -300,17 +313,6 @@ _FILE: Tree = {
     "managed_gradient_accumulation": _refused("use gradient_accumulation_steps", True),
     **_each("disable_python_gc log_level", _NO_MATTER),
 }
-
-
-def _native(model: type[BaseModel], prefix: str) -> Tree:
-    tree: Tree = {}
-    for name, info in model.model_fields.items():
-        kind: object = info.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            tree[name] = _native(kind, f"{prefix}.{name}")
-        else:
-            tree[name] = _same(f"{prefix}.{name}")
-    return tree
 
 
 def _flat(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Key]]:

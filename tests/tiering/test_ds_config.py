@@ -117,6 +117,7 @@ def test_a_usual_zero3_nvme_file_passes() -> None:
             "precision": "bf16",
             "gradient_clipping": 1.0,
             "steps_per_print": 2000,
+            "monitor": {"tensorboard": {"enabled": True, "output_path": "logs"}},
             "optimizer": {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
             "zero": {
                 "stage": 3,

@@ -1,0 +1,46 @@
+"""Where a run's figures are written beside telemetry: DeepSpeed's monitor sections, with its own names and defaults."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, StrictBool, StringConstraints
+
+from .fields import Section
+
+Text = Annotated[str, StringConstraints(strict=True)]
+
+
+class TensorBoardConfig(Section):
+    """Event files that TensorBoard shows."""
+
+    enabled: StrictBool = Field(default=False, description="Write TensorBoard event files.")
+    output_path: Text = Field(default="", description="Directory of all jobs; empty is 'runs', here.")
+    job_name: Text = Field(default="DeepSpeedJobName", description="Directory of this job, in output_path.")
+
+
+class WandbConfig(Section):
+    """A run of Weights & Biases."""
+
+    enabled: StrictBool = Field(default=False, description="Log to Weights & Biases.")
+    group: Text | None = Field(default=None, description="Group of the run.")
+    team: Text | None = Field(default=None, description="Entity that the run belongs to.")
+    project: Text = Field(default="deepspeed", description="Project of the run.")
+
+
+class CsvMonitorConfig(Section):
+    """One CSV file for each figure."""
+
+    enabled: StrictBool = Field(default=False, description="Write CSV files.")
+    output_path: Text = Field(default="", description="Directory of all jobs; empty is the current one.")
+    job_name: Text = Field(default="DeepSpeedJobName", description="Directory of this job, in output_path.")
+
+
+class MonitorConfig(Section):
+    """What writes a run's figures."""
+
+    tensorboard: TensorBoardConfig = Field(
+        default=TensorBoardConfig(), description="Event files of TensorBoard."
+    )
+    wandb: WandbConfig = Field(default=WandbConfig(), description="Weights & Biases.")
+    csv_monitor: CsvMonitorConfig = Field(default=CsvMonitorConfig(), description="CSV files.")

@@ -100,11 +100,12 @@ class _Layout:
     samples: int
     batch_size: int
     world_size: int
+    drop_last: bool = False  # whether a pass ends before a micro-batch that is short
 
     def micro_batches(self) -> int:
         """In a whole pass, for each rank."""
         share = -(-self.samples // self.world_size)
-        return -(-share // self.batch_size)
+        return share // self.batch_size if self.drop_last else -(-share // self.batch_size)
 
 
 class TrainingLoader(DataLoader[Any]):
@@ -120,8 +121,12 @@ class TrainingLoader(DataLoader[Any]):
         batch_size: int,
         collate_fn: Callable[[list[Any]], Any] | None,
         sampler: WholeSampler | RankSampler,
+        *,
+        drop_last: bool = False,
     ) -> None:
-        super().__init__(data, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn)
+        super().__init__(
+            data, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last
+        )
         self.passes = sampler
         self._position = _Position()
         self._awaited = False  # whether the next iter() goes on at this position
@@ -212,7 +217,8 @@ class TrainingLoader(DataLoader[Any]):
     def _layout(self) -> _Layout:
         assert self.batch_size is not None
         world_size = self.passes.num_replicas if isinstance(self.passes, RankSampler) else 1
-        return _Layout(len(self.dataset), self.batch_size, world_size)  # type: ignore[arg-type]  # it has a length
+        samples = len(self.dataset)  # type: ignore[arg-type]  # it has a length
+        return _Layout(samples, self.batch_size, world_size, self.drop_last)
 
 
 class _Pass(Iterator[Any]):
@@ -244,7 +250,8 @@ class _Pass(Iterator[Any]):
 def _read(state: Mapping[str, Any]) -> tuple[_Position, _Layout]:
     try:
         position = _Position(*(state[field.name] for field in fields(_Position)))
-        layout = _Layout(*(state[field.name] for field in fields(_Layout)))
+        drop_last = state.get("drop_last", False)  # which earlier versions did not have
+        layout = _Layout(state["samples"], state["batch_size"], state["world_size"], drop_last)
     except (KeyError, TypeError):
         possible = False
     else:
@@ -258,10 +265,12 @@ def _read(state: Mapping[str, Any]) -> tuple[_Position, _Layout]:
 
 
 def _is_possible(position: _Position, layout: _Layout) -> bool:
-    counts = (position.pass_number, position.micro_batches, *astuple(layout))
+    counts = (position.pass_number, position.micro_batches, *astuple(layout)[:3])
     if not all(type(count) is int and 0 <= count < 2**62 for count in counts):
         return False
-    if not (type(position.begun) is bool and layout.batch_size and layout.world_size):
+    if not (
+        type(position.begun) is type(layout.drop_last) is bool and layout.batch_size and layout.world_size
+    ):
         return False
     if position.seed is None:
         return position.micro_batches == 0
@@ -296,11 +305,15 @@ def make_loader(
     *,
     rank: int,
     world_size: int,
+    drop_last: bool = False,
 ) -> TrainingLoader:
-    """Shuffled batches of ``batch_size`` samples, over all of ``data`` or, of several ranks, over this one's share."""
+    """Shuffled batches of ``batch_size`` samples, over all of ``data`` or, of several ranks, over this one's share.
+
+    ``drop_last`` leaves out the last batch of a pass if it is short.
+    """
     sampler = (
         WholeSampler(data)  # type: ignore[arg-type]  # which asks for its length
         if world_size == 1
         else RankSampler(data, rank, world_size)
     )
-    return TrainingLoader(data, batch_size, collate_fn, sampler)
+    return TrainingLoader(data, batch_size, collate_fn, sampler, drop_last=drop_last)

@@ -352,6 +352,23 @@ def test_a_batch_that_could_not_be_read_is_behind_the_loader_as_in_torch() -> No
     assert [*map(numbers, resumed)] == expected != []
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_last_batch_of_a_pass_is_left_out_if_it_is_short(world_size: int) -> None:
+    loader = make_loader(Numbers(11), 4, None, rank=0, world_size=world_size, drop_last=True)
+    assert len(loader) == 2 // world_size
+    for _ in range(2):
+        assert [len(batch) for batch in loader] == [4] * len(loader)
+    iterator = iter(loader)
+    handed = numbers(next(iterator))
+    resumed = resumed_from(loader, batch_size=4, world_size=world_size, drop_last=True)
+    assert len([*handed, *read(resumed)]) == 4 * len(loader)
+    kept = resumed_from(loader, batch_size=4, world_size=world_size)
+    whole = [*handed, *read(kept)]
+    assert (
+        len(whole) == len({*whole}) == (11 if world_size == 1 else 4)
+    )  # a pass that was at its end stays so
+
+
 layouts = st.tuples(st.integers(1, 4), st.integers(1, 4))  # batch size, ranks
 
 

@@ -1,5 +1,8 @@
 """The loader that ``initialize(training_data=...)`` gives: shuffled micro-batches, of a rank's own share.
 
+``for batch in loader`` is one pass over the data, in an order that is new each time; ``next(loader)`` goes on from pass
+to pass, as RepeatingLoader does with any loader.
+
 Note [Where a run goes on in its data]
     The order of a pass follows from one number: a draw from torch's generator, as everywhere in torch, or for several
     ranks the number of the pass. So a pass, its seed and how many micro-batches were handed out say all. Behind those
@@ -16,15 +19,24 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from tiering import logs
-from tiering.errors import CheckpointError
+from tiering.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -123,14 +135,23 @@ class TrainingLoader(DataLoader[Any]):
         sampler: WholeSampler | RankSampler,
         *,
         drop_last: bool = False,
+        workers: int = 0,
+        pin_memory: bool = False,
     ) -> None:
         super().__init__(
-            data, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last
+            data,
+            batch_size=batch_size,
+            sampler=sampler,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            num_workers=workers,
+            pin_memory=pin_memory,
         )
         self.passes = sampler
         self._position = _Position()
         self._awaited = False  # whether the next iter() goes on at this position
         self._made: Callable[[], _Pass | None] = lambda: None  # weak: whether anybody holds the last iterator
+        self._held: _Pass | None = None  # by next(loader)
 
     def __iter__(self) -> _Pass:  # type: ignore[override]  # torch's has only private things beside next() and len()
         if self._awaited and self._position.pass_number != self.passes.epoch:
@@ -146,12 +167,31 @@ class TrainingLoader(DataLoader[Any]):
         made = _Pass(self, self._position)
         if not self._position.begun:
             made.batches = self.begin(self._position)
-        self._made = weakref.ref(made)
+        self._made, self._held = weakref.ref(made), None
         return made
+
+    def __next__(self) -> Any:
+        """The next micro-batch of the pass under way; at its end, or where there is none, the first of another."""
+        under_way = self._made()
+        for _ in range(2):  # what was loaded may be the end of a pass, too
+            self._held = under_way = iter(self) if under_way is None else under_way
+            with suppress(StopIteration):
+                return next(under_way)
+            under_way = None
+        raise ConfigError(
+            f"a pass over the training data has no micro-batch of {self.batch_size} samples for each rank: give more"
+            " data, or set dataloader_drop_last to false"
+        )
 
     def begin(self, position: _Position) -> Iterator[Any]:
         """torch's iterator, which is behind ``position`` when it is asked."""
         self._arrive()
+        batches = self._batches_behind(position)
+        if self.num_workers:  # they have been told their first samples
+            position.seed, position.pass_number = self.passes.last_seed, self.passes.epoch - 1
+        return batches
+
+    def _batches_behind(self, position: _Position) -> Iterator[Any]:
         if not position.begun:
             position.begun = True
             return super().__iter__()
@@ -298,6 +338,39 @@ def _converted(position: _Position, layout: _Layout, here: _Layout) -> _Position
     return replace(position, micro_batches=done // each)
 
 
+class RepeatingLoader(Iterator[Any]):
+    """Goes through ``loader``, any that can be gone through again, without an end.
+
+    Samplers that count passes by ``set_epoch`` are told when another begins, so that its order is another, too. Over
+    the loader that ``initialize`` gave, it goes on from a checkpoint as that does.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+        self._ended = 0  # passes
+
+    def __next__(self) -> Any:
+        with suppress(StopIteration):
+            return next(self.data_iter)
+        self._begin_another()
+        with suppress(StopIteration):
+            return next(self.data_iter)
+        raise ConfigError(
+            f"RepeatingLoader got nothing in a whole pass of {type(self.loader).__name__}: give it a loader that can be"
+            " gone through again, as a generator cannot, with at least one batch"
+        )
+
+    def _begin_another(self) -> None:
+        self._ended += 1
+        if not isinstance(self.loader, TrainingLoader):  # which counts by itself
+            counting: tuple[Any, ...] = (getattr(self.loader, "sampler", None), self.loader)
+            for each in counting:
+                if hasattr(each, "set_epoch"):
+                    each.set_epoch(getattr(each, "epoch", self._ended - 1) + 1)
+        self.data_iter = iter(self.loader)
+
+
 def make_loader(
     data: Dataset[Any],
     batch_size: int,
@@ -306,14 +379,69 @@ def make_loader(
     rank: int,
     world_size: int,
     drop_last: bool = False,
+    workers: int = 0,
+    pin_memory: bool = False,
 ) -> TrainingLoader:
     """Shuffled batches of ``batch_size`` samples, over all of ``data`` or, of several ranks, over this one's share.
 
-    ``drop_last`` leaves out the last batch of a pass if it is short.
+    ``drop_last`` leaves out the last batch of a pass if it is short. ``workers`` are processes that read ahead; random
+    numbers that ``data`` draws in them are others after a checkpoint. ConfigError for data that cannot be shuffled.
     """
     sampler = (
         WholeSampler(data)  # type: ignore[arg-type]  # which asks for its length
-        if world_size == 1
+        if _checked_size(data) and world_size == 1
         else RankSampler(data, rank, world_size)
     )
-    return TrainingLoader(data, batch_size, collate_fn, sampler, drop_last=drop_last)
+    return TrainingLoader(
+        data,
+        batch_size,
+        collate_fn,
+        sampler,
+        drop_last=drop_last,
+        workers=workers,
+        pin_memory=pin_memory and torch.cuda.is_available(),
+    )
+
+
+def make_ordered_loader(
+    data: Dataset[Any],
+    batch_size: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    *,
+    rank: int,
+    world_size: int,
+    sampler: Sampler[int] | None = None,
+    drop_last: bool = False,
+    workers: int = 0,
+    pin_memory: bool = False,
+) -> DataLoader[Any]:
+    """torch's loader of this rank's share of ``data`` in its own order, as an evaluation reads it, or in ``sampler``'s.
+
+    Checkpoints do not know its place. Shares and errors are those of ``make_loader``.
+    """
+    if sampler is None and _checked_size(data) and world_size == 1:
+        sampler = SequentialSampler(data)  # type: ignore[arg-type]  # as above
+    elif sampler is None:
+        sampler = DistributedSampler(data, world_size, rank, shuffle=False)
+    return DataLoader(
+        data,
+        batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+        num_workers=workers,
+        pin_memory=pin_memory and torch.cuda.is_available(),
+    )
+
+
+def _checked_size(data: Any) -> int:
+    has_both = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if isinstance(data, IterableDataset) or not has_both:
+        raise ConfigError(
+            f"the training data is a {type(data).__name__}, whose samples cannot be asked for by number, and so neither"
+            " shuffled nor dealt out to ranks: give a dataset with __getitem__ and __len__, or none, and go through"
+            " what this rank reads with a DataLoader of your own"
+        )
+    if not len(data):
+        raise ConfigError("the training data is empty: give a dataset with at least one sample")
+    return len(data)

@@ -17,11 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
-from tiering.errors import CheckpointError
+from tiering.errors import CheckpointError, ConfigError
 from zero3 import plain, random_state
-from zero3.loader import TrainingLoader, make_loader
+from zero3.loader import RepeatingLoader, TrainingLoader, make_loader, make_ordered_loader
 
 
 class Numbers(Dataset[int]):
@@ -214,10 +214,14 @@ def test_stopped_at_every_step_is_as_straight(world_size: int) -> None:
 
 
 class Script:
-    """Any order of what a script can do with a loader; ``seen`` is all that it notices."""
+    """Any order of what a script can do with a loader; ``seen`` is all that it notices.
 
-    def __init__(self, world_size: int) -> None:
+    It asks for batches in one of three ways: of ``iter(loader)``, of a RepeatingLoader, or of the loader itself.
+    """
+
+    def __init__(self, world_size: int, way: str) -> None:
         self.loader = make_loader(Noisy(5), 2, None, rank=0, world_size=world_size)
+        self.iter = {"iter": iter, "repeating": RepeatingLoader, "loader": lambda loader: loader}[way]
         self.iterator: Iterator[Any] | None = None
         self.seen: list[Any] = []
 
@@ -225,7 +229,7 @@ class Script:
         if event == "draw":
             self.seen.append(torch.rand(1).item())
         elif event == "iter":
-            self.iterator = iter(self.loader)
+            self.iterator = self.iter(self.loader)
         elif event == "leave":
             self.iterator = None
         elif self.iterator is not None:
@@ -240,25 +244,25 @@ class Script:
 events = st.lists(st.sampled_from(["iter", "next", "next", "next", "draw", "leave"]), max_size=14)
 
 
-@given(events, events, st.sampled_from([1, 2]))
+@given(events, events, st.sampled_from([1, 2]), st.sampled_from(["iter", "repeating", "loader"]))
 @settings(max_examples=200, deadline=None)
 def test_every_order_of_events_goes_on_as_straight(
-    before: list[str], after: list[str], world_size: int
+    before: list[str], after: list[str], world_size: int, way: str
 ) -> None:
     seed_everything(1)
-    straight = Script(world_size)
+    straight = Script(world_size, way)
     for event in before:
         straight.do(event)
     state, drawn = saved([straight.loader.state_dict(), random_state.capture()])
     holds = straight.iterator is not None
-    if state["begun"] and not holds:
+    if state["begun"] and not holds and way != "loader":
         return  # left in mid-pass: that goes on, as the next test says
     straight.seen.clear()
     for event in after:
         straight.do(event)
 
     seed_everything(2)
-    resumed = Script(world_size)
+    resumed = Script(world_size, way)
     resumed.loader.load_state_dict(state)
     random_state.restore(drawn)
     assert resumed.loader.state_dict() == state
@@ -268,6 +272,84 @@ def test_every_order_of_events_goes_on_as_straight(
     for event in after:
         resumed.do(event)
     assert resumed.seen == straight.seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_loader_goes_on_from_pass_to_pass(world_size: int) -> None:
+    loader = make_loader(Numbers(8), 2, None, rank=0, world_size=world_size)
+    share = 8 // world_size
+    for endless in (loader, RepeatingLoader(loader)):
+        passes = [[int(n) for _ in range(share // 2) for n in next(endless)] for _ in range(3)]
+        assert [len({*each}) for each in passes] == [share] * 3
+        assert len({*map(tuple, passes)}) == 3
+    short = make_loader(Numbers(8), 9, None, rank=0, world_size=world_size, drop_last=True)
+    with pytest.raises(
+        ConfigError, match="no micro-batch of 9 samples for each rank: give more data, or set"
+    ):
+        next(short)
+    at = iter(loader)
+    assert len({*numbers(next(at)), *numbers(next(loader))}) == 4  # it is in the pass of who came last
+    assert len([*at]) == share // 2 - 2
+
+
+def test_what_repeats_tells_samplers_of_the_next_pass() -> None:
+    sampler = DistributedSampler(Numbers(40), num_replicas=2, rank=1)
+    whole = []
+    for epoch in (3, 4, 5):
+        sampler.set_epoch(epoch)
+        whole.append([*sampler])
+    sampler.set_epoch(3)
+    repeating = RepeatingLoader(DataLoader(Numbers(40), batch_size=20, sampler=sampler))
+    assert [numbers(next(repeating)) for _ in whole] == whole
+    once = RepeatingLoader(iter([1, 2]))
+    assert [next(once), next(once)] == [1, 2]
+    with pytest.raises(
+        ConfigError, match="nothing in a whole pass of list_iterator: give it a loader that can"
+    ):
+        next(once)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_data_that_workers_read_goes_on_too(world_size: int) -> None:
+    loader = make_loader(Numbers(12), 2, None, rank=0, world_size=world_size, workers=1)
+    iterator = iter(loader)
+    state, drawn = saved([loader.state_dict(), torch.get_rng_state()])
+    straight = [numbers(batch) for batch in iterator]
+    assert len({*chain(*straight)}) == 12 // world_size
+    for taken in (0, 2):
+        resumed = make_loader(Numbers(12), 2, None, rank=0, world_size=world_size, workers=taken // 2)
+        resumed.load_state_dict(state | {"micro_batches": taken})
+        torch.set_rng_state(drawn)
+        assert [numbers(batch) for batch in resumed] == straight[taken:]
+
+
+def test_an_ordered_loader_reads_a_share_as_it_lies() -> None:
+    def ordered(rank: int, world_size: int, **options: Any) -> list[int]:
+        return read(make_ordered_loader(Numbers(7), 2, None, rank=rank, world_size=world_size, **options))
+
+    assert ordered(0, 1) == [0, 1, 2, 3, 4, 5, 6]
+    assert [ordered(rank, 2) for rank in (0, 1)] == [[0, 2, 4, 6], [1, 3, 5, 0]]
+    assert ordered(0, 1, drop_last=True) == [0, 1, 2, 3, 4, 5]
+    assert ordered(1, 2, sampler=[5, 3, 1]) == [5, 3, 1]
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 1
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (Endless(), "is a Endless, whose samples cannot be asked for by number"),
+        (DataLoader(Numbers(2)), "is a DataLoader, whose samples"),
+        ([], "is empty: give a dataset with at least one sample"),
+    ],
+)
+def test_data_that_cannot_be_shuffled_is_an_error(data: Any, words: str) -> None:
+    for make in (make_loader, make_ordered_loader):
+        with pytest.raises(ConfigError, match=f"the training data {words}"):
+            make(data, 2, None, rank=0, world_size=1)
 
 
 def resumed_from(loader: TrainingLoader, **layout: Any) -> TrainingLoader:

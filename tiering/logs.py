@@ -5,18 +5,22 @@ the one that is there), for a filter on a logger does not see what its children 
 handlers of ours. Records of other libraries pass untouched.
 
     TIERING_LOG=info torchrun ...      levels: debug, info, warning, error
+
+What a user has asked to see, as by steps_per_print, goes to a logger of its own, ``progress()``, which is shown without
+being asked for again.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tiering.errors import ConfigError
 
 LOGGERS = ("tiering", "zero3", "optim_cpu")
+PROGRESS = "tiering.progress"
 VARIABLE = "TIERING_LOG"
 LEVELS = {
     "debug": logging.DEBUG,
@@ -53,11 +57,27 @@ def follow(environ: Mapping[str, str]) -> None:
         return
     if chosen.lower() not in LEVELS:
         raise ConfigError(f"{VARIABLE} is {chosen!r}; use one of {', '.join(LEVELS)}")
-    for name in LOGGERS:
+    for name in (*LOGGERS, PROGRESS):
         logger = logging.getLogger(name)
         logger.setLevel(LEVELS[chosen.lower()])
-        if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
-            logger.addHandler(_ToStderr())
+        _show(logger)
+
+
+def progress() -> logging.Logger:
+    """The logger of what a user has asked to see: INFO is shown on stderr, unless the program has handlers of its own.
+
+    A level that TIERING_LOG or the program has set, here or for "tiering", holds.
+    """
+    logger = logging.getLogger(PROGRESS)
+    if logger.level == logging.getLogger("tiering").level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    _show(logger)
+    return logger
+
+
+def _show(logger: logging.Logger) -> None:
+    if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
+        logger.addHandler(_ToStderr())
 
 
 class _RankedRecords:
@@ -77,14 +97,15 @@ class _RankedRecords:
 
 
 class _ToStderr(logging.Handler):
-    """Writes where nobody else does, as logging's last resort, but at every level."""
+    """Writes where nobody else does, as logging's last resort, but at every level. Of several, the nearest one does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _has_other_handlers(record.name):
+        handlers = list(_handlers(record.name))
+        if handlers[0] is not self or not all(isinstance(handler, _ToStderr) for handler in handlers):
             return
         try:
             sys.stderr.write(self.format(record) + "\n")
@@ -92,10 +113,9 @@ class _ToStderr(logging.Handler):
             self.handleError(record)
 
 
-def _has_other_handlers(name: str) -> bool:
+def _handlers(name: str) -> Iterator[logging.Handler]:
+    """What handles records of the logger ``name``: its own handlers, and those above it."""
     logger: logging.Logger | None = logging.getLogger(name)
     while logger is not None:
-        if any(not isinstance(handler, _ToStderr) for handler in logger.handlers):
-            return True
+        yield from logger.handlers
         logger = logger.parent if logger.propagate else None
-    return False

@@ -16,8 +16,11 @@ from tiering.errors import ConfigError
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     factory = logging.getLogRecordFactory()
-    loggers = [logging.getLogger(name) for name in logs.LOGGERS]
+    loggers = [logging.getLogger(name) for name in (*logs.LOGGERS, logs.PROGRESS)]
     before = [(logger.level, list(logger.handlers)) for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.NOTSET)
+        logger.handlers = []
     yield
     logging.setLogRecordFactory(factory)
     for logger, (level, handlers) in zip(loggers, before, strict=True):
@@ -80,6 +83,40 @@ def test_the_variable_sets_the_level_of_ours(
     logging.getLogger("another").info("silent")
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" INFO ")[2] for line in lines] == ["tiering.swap_space: swap space"]
+
+
+@pytest.mark.parametrize(("chosen", "said"), [("", 1), ("debug", 1), ("warning", 0)])
+def test_what_was_asked_for_is_said_once_unless_the_variable_forbids_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, chosen: str, said: int
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logs.progress()  # of an engine before, perhaps
+    logs.follow({"TIERING_LOG": chosen})
+    logs.progress().info("step 10")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" INFO ")[2] for line in lines] == ["tiering.progress: step 10"] * said
+
+
+@pytest.mark.parametrize("name", ["tiering", "tiering.progress"])
+def test_a_level_of_the_programs_holds_for_what_was_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logging.getLogger(name).setLevel(logging.ERROR)
+    logs.progress().info("step 10")
+    assert capsys.readouterr().err == ""
+
+
+def test_what_was_asked_for_goes_to_the_programs_handlers_and_nowhere_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = io.StringIO()
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [logging.StreamHandler(text)])
+    monkeypatch.setattr(root, "level", logging.WARNING)  # as basicConfig() leaves it
+    logs.progress().info("step 10")
+    logs.progress().debug("what rank 1 says")
+    assert (text.getvalue(), capsys.readouterr().err) == ("step 10\n", "")
 
 
 def test_handlers_of_the_program_come_first(

@@ -5,7 +5,6 @@ Reading and setting by name is in named_state.py, checkpoints and exports are in
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from tiering import logs
 from tiering.checkpoint.directory import check_keep
 from tiering.config import TieringConfig
 from tiering.errors import CheckpointError, ConfigError, EngineStateError
@@ -30,12 +28,14 @@ from zero3.assembly import Assembly, Weights, assemble
 from zero3.checkpoint import Checkpoints
 from zero3.eager import eager
 from zero3.loader import TrainingLoader
+from zero3.monitor import Monitor, check_monitors
 from zero3.named_state import NamedState
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
 from zero3.param_group import ParamGroup
 from zero3.precision import COMPUTE_DTYPES, LossScale, autocast, cast_floating
 from zero3.preemption import Preemption
 from zero3.prefetch import Prefetcher
+from zero3.progress import Progress
 from zero3.readiness import Readiness
 from zero3.run_record import RunRecord
 from zero3.schedule import PassSchedule
@@ -43,8 +43,6 @@ from zero3.state import TieredState
 from zero3.state_files import StateFiles
 from zero3.trace import StepTrace
 from zero3.update import Update
-
-log = logging.getLogger(__name__)
 
 
 class Engine(NamedState, StateFiles):
@@ -69,6 +67,7 @@ class Engine(NamedState, StateFiles):
         self._loss: Tensor | None = None
         self._trace: StepTrace | None = None
 
+        check_monitors(config.monitor)
         parts = assemble(model, config, model_parameters, optimizer, weights)
         self._collectives, self._sink = parts.collectives, parts.sink
         try:
@@ -112,6 +111,8 @@ class Engine(NamedState, StateFiles):
         self._access = Access(model, self._groups, self._schedule, self._prefetcher, self._state)
         self._ready = Readiness(config, parts, self._updates, self._schedule, self._access)
         self._preemption = Preemption(self._updates, alone=self._collectives is None)
+        self.monitor = Monitor(config, parts.world.rank)
+        self._progress = Progress(config, parts, self._updates, self._record, self.monitor)
         self._publisher = self._record.publish(config.tiering.telemetry)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +212,7 @@ class Engine(NamedState, StateFiles):
                 self._record.end_step()
                 if self._trace is not None and self._trace.end_step(self.global_steps):
                     self._trace = None
-                self._say_progress()
+                self._progress.end_step()
             self._prefetcher.look_ahead()
         if boundary:
             self._preemption.answer(self.close)
@@ -340,6 +341,7 @@ class Engine(NamedState, StateFiles):
         for handle in self._handles:
             handle.remove()
         with ExitStack() as closing:
+            closing.callback(self.monitor.close)
             if self._collectives is not None:
                 closing.callback(self._collectives.close)
             closing.callback(self._tiers.close)
@@ -438,14 +440,3 @@ class Engine(NamedState, StateFiles):
         if self._updates.under_way:
             self._prefetcher.forget()  # also groups that are stepped only now
         self._updates.end_of_backward()
-
-    def _say_progress(self) -> None:
-        every = self.config.steps_per_print
-        if every and self.global_steps % every == 0:
-            log.log(
-                logs.once(logging.INFO),
-                "step %d: loss %s, gradient norm %s",
-                self.global_steps,
-                self._record.loss,
-                self._updates.norm,
-            )

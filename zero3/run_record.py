@@ -66,12 +66,14 @@ class RunRecord:
         self.world_size = world_size
         self.loss: float | None = None
         self.step = 0
+        self.elapsed = 0.0  # seconds from the first forward to the end of the last step
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # by phase, since the run began
         self._tiers = tiers
         self._activations = activations
         self._traffic = traffic
         self._started_at = time.time()
         self._phase: Phase = "start"
-        self._seconds: defaultdict[str, float] = defaultdict(float)  # by phase, since the last step
+        self._seconds_before: dict[str, float] = {}
         self._steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self._step_began = time.perf_counter()
         self._stalled_before = 0.0
@@ -93,25 +95,29 @@ class RunRecord:
     def phase(self, phase: Phase) -> Iterator[None]:
         """Time the block as ``phase`` of the step that is under way."""
         began = time.perf_counter()
+        if self._phase == "start":  # what a program does before its first forward is no part of a step
+            self._step_began = began
         self._phase = phase
         try:
             yield
         finally:
             self._phase = "idle"
-            self._seconds[phase] += time.perf_counter() - began
+            self.seconds[phase] += time.perf_counter() - began
 
     def end_step(self) -> None:
         """An optimizer step has ended: record it."""
         self.step += 1
         now, moved, stalled = time.perf_counter(), self.moved(), self._tiers.stalls.total
         sent = self.sent()
+        seconds = now - self._step_began
+        self.elapsed += seconds
         self._steps.append(
             StepRecord(
                 step=self.step,
-                seconds=now - self._step_began,
-                forward=self._seconds["forward"],
-                backward=self._seconds["backward"],
-                update=self._seconds["step"],
+                seconds=seconds,
+                forward=self._in_step("forward"),
+                backward=self._in_step("backward"),
+                update=self._in_step("step"),
                 stall=stalled - self._stalled_before,
                 read_bytes=moved[0] - self._moved_before[0],
                 written_bytes=moved[1] - self._moved_before[1],
@@ -120,13 +126,16 @@ class RunRecord:
         )
         self._sent_before = sent
         self._step_began, self._moved_before, self._stalled_before = now, moved, stalled
-        self._seconds.clear()
+        self._seconds_before = dict(self.seconds)
         if self.step == 1:
             log.log(
                 logs.once(logging.INFO),
                 "beside the tiers, activations of the first step took up to %s",
                 format_size(self._activations.peak),
             )
+
+    def _in_step(self, phase: Phase) -> float:
+        return self.seconds[phase] - self._seconds_before.get(phase, 0.0)
 
     def moved(self) -> tuple[int, int]:
         """Bytes (read, written) over NVMe so far."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tiering.errors import ConfigError
+from tiering import check_command
 from tiering.planning import command
 
 
@@ -35,15 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     check = commands.add_parser("check", help="say what becomes of each key of a DeepSpeed configuration")
-    check.add_argument("file", type=Path, help="a ds_config.json")
-    check.add_argument(
-        "--ranks",
-        type=_ranks,
-        default=1,
-        metavar="N",
-        help="for training with N ranks (default: %(default)s)",
-    )
-    check.set_defaults(run=_check)
+    check_command.add_arguments(check)
 
     plan = commands.add_parser(
         "plan", help="say what lives where, how long a step takes, and what would make it fit"
@@ -103,36 +95,12 @@ def _steps(text: str) -> int:
     return steps
 
 
-def _ranks(text: str) -> int:
-    ranks = int(text)
-    if ranks < 1:
-        raise argparse.ArgumentTypeError(f"at least 1 rank trains, not {ranks}")
-    return ranks
-
-
 def _demo(options: argparse.Namespace) -> int:
     from tiering.demo.run import demo
     from tiering.demo.settings import Settings
 
     settings = Settings() if options.steps is None else Settings(steps=options.steps)
     return demo(options.dir, port=options.port, settings=settings, plant_fault=options.plant_fault)
-
-
-def _check(options: argparse.Namespace) -> int:
-    """0 when the file loads, 1 when keys are refused, 2 when it cannot be read."""
-    from rich.console import Console
-
-    from tiering.ds_config import examine
-
-    try:
-        _, report = examine(options.file, world_size=options.ranks)
-    except ConfigError as error:
-        print(f"tiering check: {error}", file=sys.stderr)
-        return 2
-    Console().print(report.table())
-    for entry in report.refused:
-        print(f"{entry.key}: {entry.note}", file=sys.stderr)
-    return 1 if report.refused else 0
 
 
 def _convert(options: argparse.Namespace) -> int:

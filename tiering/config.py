@@ -404,10 +404,18 @@ def resolve_batch(
         micro = train // (accumulation * world_size)
     elif accumulation is None:
         accumulation = train // (micro * world_size)
-    if train != micro * accumulation * world_size:
+    product = micro * accumulation * world_size
+    if train != product:
         told = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        if None in given.values():
+            divisor = " x ".join(
+                f"{name} {value}" for name, value in list(given.items())[1:] if value is not None
+            )
+            why = f"{train} cannot be divided by {divisor + ' x ' if divisor else ''}{world_size} ranks"
+        else:
+            why = f"{micro} x {accumulation} x {world_size} ranks is {product}; give two of the three"
         raise ValueError(
-            f"{told} with world size {world_size} do not agree: train_batch_size must equal "
-            "train_micro_batch_size_per_gpu * gradient_accumulation_steps * world size"
+            f"{told} with world size {world_size} do not agree: {why} (train_batch_size is"
+            " train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size)"
         )
     return Batch(train, micro, accumulation)

@@ -6,110 +6,117 @@ found only after days of training. All problems are reported together.
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from .config import Batch, TieringConfig, parse_size, resolve_batch, whole_number
-from .ds_keys import KEYS, PARAMS_BY_TYPE, SECTIONS, Key, Verdict
+from .config import (
+    Batch,
+    OptimizerConfig,
+    SchedulerConfig,
+    TieringConfig,
+    parse_size,
+    resolve_batch,
+    whole_number,
+)
+from .ds_auto import UNSET, Filled, Known, argument, missing
+from .ds_keys import KEYS, PARAMS_BY_TYPE, SECTIONS, SHORT_FORMS, Key, Verdict
+from .ds_report import Entry, Origin, Report, brief
 from .errors import ConfigError
+from .json_comments import key_lines, plain
+from .optimizer_config import RULES
 from .scheduler_config import PARAMS
+from .strict_json import FormatError, parse
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
-    from rich.table import Table
 
-__all__ = ["Entry", "Report", "Verdict", "examine", "load"]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One given key: its dotted path, its value, and what became of it."""
-
-    key: str
-    value: object
-    verdict: Verdict
-    note: str = ""
+__all__ = ["Entry", "Known", "Origin", "Report", "Verdict", "examine", "load"]
 
 
-@dataclass(frozen=True)
-class Report:
-    """Every given key with its verdict, in the order of the file; what was missing comes last."""
-
-    entries: tuple[Entry, ...]
-
-    @property
-    def refused(self) -> tuple[Entry, ...]:
-        return tuple(entry for entry in self.entries if entry.verdict is Verdict.REFUSED)
-
-    def table(self) -> Table:
-        """The report as a table for the terminal."""
-        from rich.table import Column, Table
-        from rich.text import Text
-
-        colours = {"honoured": "green", "mapped": "cyan", "ignored": "yellow", "refused": "bold red"}
-        table = Table(Column("key", overflow="fold"), "value", "verdict", "note", title="Configuration")
-        for entry in self.entries:
-            value = json.dumps(entry.value, default=str)
-            short = value if len(value) <= 40 else f"{value[:36]} ..."
-            table.add_row(
-                entry.key, Text(short), Text(entry.verdict, colours[entry.verdict]), Text(entry.note)
-            )
-        return table
-
-
-def load(config: Mapping[str, Any] | str | Path, *, world_size: int = 1) -> tuple[TieringConfig, Report]:
+def load(
+    config: Mapping[str, Any] | str | Path, *, world_size: int = 1, known: Known | None = None
+) -> tuple[TieringConfig, Report]:
     """The native configuration from DeepSpeed's keys and the ``tiering`` block, and what became of each key.
 
-    ``config`` is a mapping or the path of a JSON file. Raises :class:`ConfigError` that lists every problem.
+    ``config`` is a mapping or the path of a JSON file, which may have comments and trailing commas. "auto" is filled
+    in from what is ``known``. Raises :class:`ConfigError` that lists every problem.
     """
-    resolved, report = examine(config, world_size=world_size)
+    resolved, report = examine(config, world_size=world_size, known=known)
     if resolved is None:
-        problems = [f"{entry.key}: {entry.note}" for entry in report.refused]
-        many = f"{len(problems)} problems in the configuration:"
+        problems = [entry.problem() for entry in report.refused]
+        of = f" {report.source}" if report.source else ""
+        many = f"{len(problems)} problems in the configuration{of}:"
         raise ConfigError(problems[0] if len(problems) == 1 else "\n  ".join([many, *problems]))
     return resolved, report
 
 
 def examine(
-    config: Mapping[str, Any] | str | Path, *, world_size: int = 1
+    config: Mapping[str, Any] | str | Path, *, world_size: int = 1, known: Known | None = None
 ) -> tuple[TieringConfig | None, Report]:
     """As :func:`load`, but problems only appear in the report, and the configuration is then ``None``.
 
     Raises :class:`ConfigError` for a file that cannot be read or is no JSON object.
     """
-    reading = _Reading(world_size)
-    reading.walk(config if isinstance(config, Mapping) else _read_json(Path(config)))
+    source = ""
+    lines: dict[tuple[str, ...], int] = {}
+    if not isinstance(config, Mapping):
+        source = str(config)
+        config, lines = _read_json(config)
+    reading = _Reading(world_size, known or Known(), lines)
+    reading.walk(config)
     resolved = reading.resolve()
-    report = Report(tuple(reading.entries.values()))
-    return (None if report.refused else resolved), report
+    entries = tuple(reading.entries.values())
+    if resolved is None or any(entry.verdict is Verdict.REFUSED for entry in entries):
+        return None, Report(entries, source=source)
+    entries = tuple(_shown(entry, resolved) for entry in entries)
+    defaults = tuple(_defaults(resolved, reading.entries))
+    return resolved, Report(entries, defaults, source, _outcome(resolved))
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(f"{path}: the key {name!r} is there twice; keep one of them")
-        return dict(pairs)
-
+def _read_json(given: str | Path) -> tuple[Mapping[str, Any], dict[tuple[str, ...], int]]:
+    """What is in the file, and the lines of its keys. DeepSpeed's launchers hand over the text itself, in base64."""
+    handed_over = _from_base64(given) if isinstance(given, str) and not Path(given).exists() else None
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+        data = Path(given).read_bytes() if handed_over is None else handed_over
+        text = plain(data.decode("utf-8-sig"))
+        return parse(text.encode(), constant=float), key_lines(text)
     except OSError as problem:
-        raise ConfigError(f"cannot read the configuration file {path}: {problem.strerror}") from problem
-    except ValueError as problem:
-        raise ConfigError(f"{path} is not JSON: {problem}") from problem
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not a {type(config).__name__}")
-    return config
+        raise ConfigError(f"cannot read the configuration file {given}: {problem.strerror}") from problem
+    except UnicodeDecodeError as problem:
+        raise ConfigError(f"the configuration file {given} is not JSON: it is no UTF-8 text") from problem
+    except FormatError as problem:
+        raise ConfigError(f"the configuration file {given} cannot be used: {problem}") from problem
 
 
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+def _from_base64(text: str) -> bytes | None:
+    """The JSON object that ``text`` is, or None."""
+    try:
+        data = base64.b64decode(text, altchars=b"-_", validate=True)
+    except ValueError:
+        return None
+    return data if data.lstrip().startswith(b"{") else None
+
+
+_MICRO = "train_micro_batch_size_per_gpu"
+_BATCH = {
+    "train_batch_size": "",
+    _MICRO: "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+"""The three numbers of a batch, and the trainer's arguments that fill them in."""
+_NATIVE = dict(
+    zip(_BATCH, ("train_batch_size", "micro_batch_size", "gradient_accumulation_steps"), strict=True)
+)
+_CLIPPING = 1.0
+"""DeepSpeed's since 0.19, where nothing is said."""
+_OFF = "off: there is nothing to do"
 _AUTO = "'auto' is for a trainer to fill in; give a value"
 _ANY_SCHEDULER = "Any other can be passed to initialize(lr_scheduler=...)"
 _ABSENT = "as if it were not there"
@@ -118,25 +125,29 @@ _ABSENT = "as if it were not there"
 class _Reading:
     """One pass over one configuration: the entries by key, and the native values they set."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, known: Known, lines: Mapping[tuple[str, ...], int]) -> None:
         self.world_size = world_size
+        self.known = known
+        self.lines = {_dotted(path): line for path, line in lines.items()}
         self.entries: dict[str, Entry] = {}
         self.values: dict[str, tuple[str, object]] = {}  # native field -> (given key, value)
 
     def walk(self, given: Mapping[str, Any], prefix: str = "") -> None:
         for name, value in given.items():
-            # Quoted, a name with dots in it cannot pass for the path of a nested key.
-            key = f'{prefix}"{name}"' if "." in str(name) else f"{prefix}{name}"
+            key = f"{prefix}{_dotted((str(name),))}"
             if key in KEYS:
                 self._take(key, value, KEYS[key])
             elif key not in SECTIONS:
-                self._note(key, value, Verdict.REFUSED, f"unknown key; {_suggestion(key)}")
+                known = {path.removeprefix(prefix) for path in (*KEYS, *SECTIONS) if path.startswith(prefix)}
+                self._note(key, value, Verdict.REFUSED, f"unknown key; {_suggestion(key, known)}")
             elif value is None or value == {}:
-                self._note(key, value, Verdict.IGNORED, _ABSENT)
+                self._note(key, value, Verdict.NO_EFFECT, _ABSENT, off=True)
             elif isinstance(value, Mapping):
                 self.walk(value, f"{key}.")
+            elif key in SHORT_FORMS:
+                self._take(key, value, SHORT_FORMS[key])
             else:
-                self._note(key, value, Verdict.REFUSED, f"a section {{...}} is needed, not {value!r}")
+                self._note(key, value, Verdict.REFUSED, f"a section {{...}} is needed, not {brief(value)}")
 
     def resolve(self) -> TieringConfig | None:
         """The native configuration; what is wrong with it becomes refused entries."""
@@ -145,6 +156,7 @@ class _Reading:
         self._settle_precision()
         self._settle_overflow_checks()
         self._settle_average()
+        self.values.setdefault("gradient_clipping", ("gradient_clipping", _CLIPPING))
         # A stand-in for a batch that is wrong lets the schema look at the rest; the entry is refused by then.
         batch = self._batch() or Batch(self.world_size, 1, 1)
         tree: dict[str, Any] = {"world_size": self.world_size}
@@ -160,41 +172,98 @@ class _Reading:
                 self._refuse(self._key_of(problem["loc"]), _reason(problem))
         return None
 
-    def _note(self, key: str, value: object, verdict: Verdict, note: str = "") -> None:
-        self.entries[key] = Entry(key, value, verdict, note)
+    def _note(
+        self,
+        key: str,
+        value: object,
+        verdict: Verdict,
+        note: str = "",
+        *,
+        origin: Origin = Origin.FILE,
+        off: bool = False,
+    ) -> None:
+        self.entries[key] = Entry(key, value, verdict, note, origin, off, self.lines.get(key))
 
     def _refuse(self, key: str, note: str) -> None:
         """Turns the entry of ``key``, given or not, into a refusal; the first reason stays."""
-        entry = self.entries.get(key, Entry(key, None, Verdict.IGNORED))
+        entry = self.entries.get(key, Entry(key, None, Verdict.NO_EFFECT))
         if entry.verdict is not Verdict.REFUSED:
-            self.entries[key] = replace(entry, verdict=Verdict.REFUSED, note=note)
+            self.entries[key] = replace(entry, verdict=Verdict.REFUSED, note=note, off=False)
 
     def _take(self, key: str, value: object, rule: Key) -> None:
-        if rule.asks_nothing(value):
-            self._note(key, value, Verdict.IGNORED, "off: there is nothing to do")
-        elif value == "auto" and rule.auto:
-            self._note(key, value, Verdict.MAPPED, rule.auto)
-            for filled in rule.auto_sets:
-                self.values[rule.to] = (key, filled)
-        elif value == "auto" and rule.verdict is Verdict.REFUSED:
-            self._note(key, value, Verdict.REFUSED, _AUTO)
-        elif rule.to:
+        section = key.partition(".")[0]
+        if section in self.known.replaced:
+            self._note(key, value, Verdict.NO_EFFECT, f"replaced by what initialize() was given as {section}")
+        elif value == "auto" and key in _BATCH:
+            self._note(key, value, rule.verdict, origin=Origin.AUTO)  # filled in when all three are read
+        elif value == "auto" and section != "tiering" and not rule.asks_nothing(value):
+            self._fill(key, rule)
+        else:
+            self._judge(key, value, rule)
+
+    def _fill(self, key: str, rule: Key) -> None:
+        """Judge what "auto" comes to."""
+        try:
+            if rule.auto is None:
+                raise ValueError(_AUTO)
+            value, source = rule.auto(self.known)
+        except ValueError as problem:
+            self._note(key, "auto", Verdict.REFUSED, str(problem), origin=Origin.AUTO)
+            return
+        if value is UNSET:
+            self._note(key, "auto", rule.verdict, source, origin=Origin.AUTO)
+            return
+        self._judge(key, value, rule)
+        entry = self.entries[key]
+        note = entry.note if entry.verdict is Verdict.REFUSED else source
+        self.entries[key] = replace(entry, origin=Origin.AUTO, note=note)
+
+    def _judge(self, key: str, value: object, rule: Key) -> None:
+        off = rule.asks_nothing(value)
+        section = isinstance(value, Mapping)
+        if section and rule.verdict is not Verdict.REFUSED and not rule.inside:
+            self._note(key, value, Verdict.REFUSED, f"a plain value is needed, not {brief(value)}")
+        elif rule.verdict is Verdict.REFUSED and not off:
+            name = key.rpartition(".")[2]
+            self._note(
+                key,
+                value,
+                rule.verdict,
+                f"{rule.note}; delete the line {json.dumps(name)}: {brief(value, 60)}",
+            )
+        elif off and rule.verdict is Verdict.REFUSED:
+            self._note(key, value, Verdict.NO_EFFECT, _OFF, off=True)
+        elif rule.to and not off:
             self._set(key, value, rule)
         else:
-            self._note(key, value, rule.verdict, rule.note)
+            self._note(key, value, rule.verdict, rule.note or (_OFF if off else ""), off=off)
+        if isinstance(value, Mapping) and rule.inside:
+            self._check_inside(key, value, rule)
+
+    def _check_inside(self, section: str, given: Mapping[str, Any], rule: Key) -> None:
+        """Refuse names that the section does not have; all others share the fate of the section."""
+        for path, value in _leaves(given):
+            if not rule.has_inside(path):
+                hint = _suggestion(f"{section}.{path}", rule.inside)
+                self._note(f"{section}.{path}", value, Verdict.REFUSED, f"unknown key; {hint}")
 
     def _set(self, key: str, value: object, rule: Key) -> None:
-        self._note(key, value, rule.verdict)
         try:
-            read = rule.read(value)
+            read = value if rule.read is None else rule.read(value)
         except ValueError as problem:
-            self._refuse(key, _AUTO if value == "auto" else str(problem))
+            self._note(key, value, Verdict.REFUSED, str(problem))
             return
+        note = rule.note or description(rule.to)
         if rule.verdict is Verdict.MAPPED:
-            self._note(key, value, rule.verdict, f"{rule.to} = {read}")
+            note = f"{rule.to} = {brief(read)}: {note}"
+        elif read != value and not rule.note:
+            note = f"{brief(read)}: {note}"
+        self._note(key, value, rule.verdict, note)
         other, known = self.values.setdefault(rule.to, (key, read))
         if not _equal(known, read):
-            self._refuse(key, f"{value!r} contradicts {other}, which says {known!r}; keep one of them")
+            self._refuse(
+                key, f"{brief(value)} contradicts {other}, which says {brief(known)}; keep one of them"
+            )
 
     def _settle_optimizer(self) -> None:
         self._settle_type("optimizer", "for example 'AdamW'")
@@ -202,6 +271,11 @@ class _Reading:
         if torch_adam and torch_adam.value is True and self._value("optimizer.decoupled") is not False:
             # torch.optim.AdamW has a default of its own, and DeepSpeed leaves it to that
             self.values.setdefault("optimizer.weight_decay", (torch_adam.key, 0.01))
+
+        if self._value("optimizer.type") == "AdamW" and self._value("optimizer.decoupled") is False:
+            self._leave_out(
+                "optimizer.decoupled", "AdamW decays weights directly, as in DeepSpeed; Adam can be told"
+            )
 
     def _settle_scheduler(self) -> None:
         schedule = self._settle_type("scheduler", "for example 'WarmupLR'")
@@ -235,10 +309,12 @@ class _Reading:
 
     def _settle_precision(self) -> None:
         enabled = self.entries.get("torch_autocast.enabled")
-        if enabled is None or enabled.verdict is Verdict.IGNORED:
+        if enabled is None or enabled.off:
             self._leave_out("autocast")
             for key in [key for key in self.entries if key.startswith("torch_autocast.") and key in KEYS]:
-                self._note(key, self.entries[key].value, Verdict.IGNORED, "off: autocast is not enabled")
+                if key != "torch_autocast.enabled":
+                    why = "off: autocast is not enabled"
+                    self._note(key, self.entries[key].value, Verdict.NO_EFFECT, why, off=True)
         elif enabled.value is not True:
             self._refuse(
                 enabled.key, _AUTO if enabled.value == "auto" else f"true or false, not {enabled.value!r}"
@@ -284,29 +360,45 @@ class _Reading:
         for field in [field for field in self.values if field.startswith(fields)]:
             key, _ = self.values.pop(field)
             if why and self.entries[key].verdict is not Verdict.REFUSED:
-                self._note(key, self.entries[key].value, Verdict.IGNORED, why)
+                self._note(key, self.entries[key].value, Verdict.NO_EFFECT, why, off=True)
 
     def _batch(self) -> Batch | None:
         numbers: dict[str, int | None] = dict.fromkeys(_BATCH)
-        for key in _BATCH:
+        sources: dict[str, str] = {}
+        for key, trainers in _BATCH.items():
             given = self.entries.get(key)
-            if given is None or given.value is None or given.value == "auto":
+            if given is None or given.value is None:
                 continue
             try:
-                numbers[key] = whole_number(given.value)
+                if given.value != "auto":
+                    numbers[key] = whole_number(given.value)
+                elif trainers:
+                    value, sources[key] = argument(trainers, Filled(None, ""))(self.known)
+                    numbers[key] = None if value is None else whole_number(value)
             except ValueError as problem:
                 self._refuse(key, str(problem))
                 return None
-        auto = [key for key in _BATCH if key in self.entries and self.entries[key].value == "auto"]
-        if auto and list(numbers.values()).count(None) > 1:
-            self._refuse(auto[0], f"{_AUTO}, or the two other batch sizes")
-            return None
+        asked = [key for key in _BATCH if key in self.entries]
         try:
             train, micro, accumulation = numbers.values()
-            return resolve_batch(train, micro, accumulation, self.world_size)
+            resolved = resolve_batch(train, micro, accumulation, self.world_size)
         except ValueError as problem:
-            self._refuse(next((key for key in _BATCH if key in self.entries), _BATCH[0]), str(problem))
+            autos = [key for key in asked if self.entries[key].value == "auto"]
+            unknown = (
+                numbers["train_batch_size"] is None and numbers["train_micro_batch_size_per_gpu"] is None
+            )
+            if autos and unknown:
+                self._refuse(autos[-1 if autos[-1] == _MICRO else 0], missing(str(_BATCH[_MICRO])))
+            else:
+                self._refuse(asked[0] if asked else next(iter(_BATCH)), str(problem))
             return None
+        for key, value in zip(_BATCH, resolved, strict=True):
+            if key in asked:
+                entry = self.entries[key]
+                auto = entry.origin is Origin.AUTO
+                note = sources.get(key) or ("what the others make it" if auto else description(_NATIVE[key]))
+                self.entries[key] = replace(entry, value=value if auto else entry.value, note=note)
+        return resolved
 
     def _key_of(self, location: tuple[int | str, ...]) -> str:
         """The given key that set the native field at ``location``, or the section that did."""
@@ -330,17 +422,121 @@ def _reason(problem: ErrorDetails) -> str:
     return f"{problem['msg'].removeprefix('Input ')}, not {problem['input']!r}"
 
 
-def _suggestion(key: str) -> str:
+def _suggestion(key: str, known: Iterable[str]) -> str:
+    """What ``key`` may have been meant as; ``known`` are the names below its section."""
     if '"' in key:
         return "a dot in a name means nothing here; nest the sections"
-    section, _, name = key.rpartition(".")
-    known = [*KEYS, *SECTIONS]
-    elsewhere = sorted(path for path in known if path.rpartition(".")[2] == name)
+    name = key.rpartition(".")[2]
+    elsewhere = sorted(path for path in (*KEYS, *SECTIONS) if path.rpartition(".")[2] == name)
     if elsewhere and len(elsewhere) <= 2:
         return f"did you mean {' or '.join(elsewhere)}?"
-    siblings = {path.rpartition(".")[2] for path in known if path.rpartition(".")[0] == section}
+    siblings = {path.partition(".")[0] for path in known}
     similar = get_close_matches(name, sorted(siblings), n=1)
-    return f"did you mean {similar[0]}?" if similar else "remove it: neither DeepSpeed nor tiering has it"
+    if similar:
+        return f"did you mean {similar[0]}?"
+    leaves = {path.rpartition(".")[2]: path for path in KEYS}
+    further = get_close_matches(name, sorted(leaves), n=1, cutoff=0.8)
+    return (
+        f"did you mean {leaves[further[0]]}?"
+        if further
+        else "remove it: neither DeepSpeed nor tiering has it"
+    )
+
+
+def _dotted(path: Iterable[str]) -> str:
+    """``path`` as one text. Quoted, a name with dots in it cannot pass for the path of a nested key."""
+    return ".".join(f'"{name}"' if "." in name else name for name in path)
+
+
+def _leaves(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in given.items():
+        path = f"{prefix}{_dotted((str(name),))}"
+        yield path, value
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}.")
+
+
+def _shown(entry: Entry, config: TieringConfig) -> Entry:
+    """``entry`` with the default in place of an "auto" that comes to it."""
+    rule = KEYS.get(entry.key)
+    if entry.origin is not Origin.AUTO or entry.value != "auto" or rule is None or rule.read is not None:
+        return entry
+    return replace(entry, value=value_of(config, rule.to)) if rule.to and _applies(rule.to, config) else entry
+
+
+def _defaults(config: TieringConfig, given: Mapping[str, Entry]) -> Iterator[Entry]:
+    """The settings that nobody gave, by the first of their names, with what the rest has made of them."""
+    settled = {_NATIVE[key] for key in _BATCH if key in given}
+    settled |= {KEYS[key].to for key in given if key in KEYS}
+    for key, to in ((key, _NATIVE.get(key, rule.to)) for key, rule in KEYS.items() if rule.read is None):
+        if to and to not in settled and _applies(to, config):
+            settled.add(to)
+            yield Entry(key, value_of(config, to), KEYS[key].verdict, description(to), Origin.DEFAULT)
+
+
+def _applies(to: str, config: TieringConfig) -> bool:
+    """Whether the field ``to`` matters in ``config``."""
+    section, _, rest = to.partition(".")
+    if section == "optimizer":
+        return config.optimizer is not None and rest in RULES[config.optimizer.type]
+    if section == "scheduler":
+        name = rest.removeprefix("params.")
+        return config.scheduler is not None and name in PARAMS[config.scheduler.type].model_fields
+    if section == "loss_scale":
+        return "fp16" in (config.precision, config.autocast)
+    if section == "cast_inputs":
+        return config.precision == "fp16"
+    if section == "monitor":
+        return bool(getattr(config.monitor, rest.partition(".")[0]).enabled)
+    return True
+
+
+def value_of(config: TieringConfig, path: str) -> object:
+    """The field of ``config`` at the dotted ``path``, in values that JSON has."""
+    found: Any = config.model_dump(mode="json", include=_nested(path.split(".")))
+    for name in path.split("."):
+        found = found[name]
+    return found
+
+
+def _nested(names: list[str]) -> Any:
+    return {names[0]: _nested(names[1:]) if len(names) > 1 else True}
+
+
+def description(path: str) -> str:
+    """What the schema says about the field at the dotted ``path``."""
+    *sections, name = path.split(".")
+    if sections == ["scheduler", "params"]:
+        return next(str(p.model_fields[name].description) for p in PARAMS.values() if name in p.model_fields)
+    model: Any = TieringConfig
+    for section in sections:
+        model = _SCHEMAS.get(section) or model.model_fields[section].annotation
+    return str(model.model_fields[name].description)
+
+
+_SCHEMAS = {"optimizer": OptimizerConfig, "scheduler": SchedulerConfig}
+
+
+def _outcome(config: TieringConfig) -> str:
+    """What ``config`` comes to, in one line."""
+    zero = config.zero
+    accumulation = config.gradient_accumulation_steps
+    parts = [
+        f"batch {config.train_batch_size} = {config.micro_batch_size}"
+        + (f" x {accumulation} micro-batches" if accumulation > 1 else "")
+        + (f" x {config.world_size} ranks" if config.world_size > 1 else ""),
+        config.precision + (f" under autocast to {config.autocast}" if config.autocast else ""),
+        f"ZeRO stage {zero.stage}",
+    ]
+    if zero.offload_param.device != "none":
+        parts.append(f"parameters on {zero.offload_param.device}")
+    if zero.offload_optimizer.device != "none":
+        parts.append(f"optimizer state on {zero.offload_optimizer.device}")
+    parts += [named.type for named in (config.optimizer, config.scheduler) if named is not None]
+    parts.append(
+        f"gradients clipped at {config.gradient_clipping:g}" if config.gradient_clipping else "no clipping"
+    )
+    return ", ".join(parts)
 
 
 def _equal(one: object, other: object) -> bool:

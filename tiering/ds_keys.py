@@ -6,14 +6,29 @@ The native ``tiering`` block is not listed: its keys are the schema's.
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from pydantic import BaseModel
 
 from .config import TiersConfig
+from .ds_auto import (
+    UNSET,
+    Auto,
+    Filled,
+    argument,
+    betas,
+    default,
+    of_hidden_size,
+    of_precision,
+    total_steps,
+    warmup_steps,
+)
 from .monitor_config import MonitorConfig
 from .optimizer_config import RULES
 from .scheduler_config import PARAMS
@@ -24,8 +39,12 @@ class Verdict(StrEnum):
 
     HONOURED = "honoured"  # means here what it means in DeepSpeed
     MAPPED = "mapped"  # a native setting of another name or value serves its purpose
-    IGNORED = "ignored"  # nothing to do here; the note says why
+    NO_EFFECT = "no effect"  # nothing to do here; the note says why
+    DEPRECATED = "deprecated"  # an old spelling, translated
     REFUSED = "refused"  # would change the training and cannot be done: loading fails
+
+
+Off = tuple[object, ...] | Callable[[object], bool]
 
 
 @dataclass(frozen=True)
@@ -35,13 +54,24 @@ class Key:
     verdict: Verdict
     to: str = ""
     note: str = ""
-    read: Callable[[Any], object] = lambda value: value  # raises ValueError
-    off: tuple[object, ...] = ()  # values that ask for nothing
-    auto: str = ""  # what "auto" comes to, where that is known without a trainer
-    auto_sets: tuple[object, ...] = ()  # the value of ``to`` then, if it is not the default
+    read: Callable[[Any], object] | None = None  # raises ValueError; None takes the value as it is
+    off: Off = ()  # values that ask for nothing, or what tells them
+    auto: Auto | None = None  # what "auto" comes to; None refuses it
+    inside: frozenset[str] = (
+        frozenset()
+    )  # of a section that meets one fate: the names in it; "a.*" is all of a's
+
+    def has_inside(self, path: str) -> bool:
+        """Whether a section that meets one fate has the dotted name ``path``."""
+        sections = [path[:end] for end in range(len(path) + 1) if path[end:].startswith(".")]
+        return (
+            path in self.inside or "*" in self.inside or any(f"{each}.*" in self.inside for each in sections)
+        )
 
     def asks_nothing(self, value: object) -> bool:
         """Whether ``value`` leaves the feature off; a section is off when it is empty or says so."""
+        if callable(self.off):
+            return self.off(value)
         if isinstance(value, Mapping):
             return bool(self.off) and (not value or value.get("enabled") is False)
         return bool(self.off) and (value is None or value in self.off)
@@ -50,39 +80,78 @@ class Key:
 Tree = dict[str, "Key | Tree"]
 
 
-def _same(to: str, *, read: Callable[[Any], object] = lambda value: value, auto: str = "") -> Key:
-    return Key(Verdict.HONOURED, to, read=read, auto=auto)
+def _same(
+    to: str,
+    *,
+    read: Callable[[Any], object] | None = None,
+    auto: Auto | None = None,
+    off: Off = (),
+) -> Key:
+    return Key(Verdict.HONOURED, to, read=read, auto=auto, off=off)
 
 
 def _mapped(
     to: str,
     *,
-    read: Callable[[Any], object] = lambda value: value,
-    off: tuple[object, ...] = (),
-    auto: str = "",
+    read: Callable[[Any], object] | None = None,
+    off: Off = (),
+    auto: Auto | None = None,
 ) -> Key:
     return Key(Verdict.MAPPED, to, read=read, off=off, auto=auto)
 
 
-def _ignored(why: str) -> Key:
-    return Key(Verdict.IGNORED, note=why)
+def _no_effect(why: str, inside: str = "", *, off: Off = ()) -> Key:
+    """``off`` are the values that ask for what is so anyway."""
+    return Key(
+        Verdict.NO_EFFECT, note=why, off=off, auto=default("its default"), inside=frozenset(inside.split())
+    )
 
 
-def _refused(instead: str, *off: object) -> Key:
-    return Key(Verdict.REFUSED, note=f"not supported in this version; {instead}", off=off or (None,))
+def _deprecated(
+    note: str, to: str = "", *, read: Callable[[Any], object] | None = None, off: Off = ()
+) -> Key:
+    return Key(Verdict.DEPRECATED, to, note, read, off, default("its default"))
+
+
+def _refused(why: str, *off: object, when: Callable[[object], bool] | None = None, inside: str = "") -> Key:
+    """``off`` are the values that ask for nothing, ``when`` says which ask for something.
+
+    The line to delete is told by whoever reads the file.
+    """
+    asks = when
+    nothing: Off = (lambda value: not asks(value)) if asks else off or (None,)
+    return Key(Verdict.REFUSED, note=why, off=nothing, inside=frozenset(inside.split()))
 
 
 def _each(names: str, key: Key) -> Tree:
     return dict.fromkeys(names.split(), key)
 
 
-def _one_of(choices: Mapping[bool, str]) -> Callable[[Any], object]:
-    def read(value: object) -> str:
+def _one_of(choices: Mapping[bool, object]) -> Callable[[Any], object]:
+    def read(value: object) -> object:
         if isinstance(value, bool) and value in choices:
             return choices[value]
         raise ValueError(f"true or false is needed, not {value!r}")
 
     return read
+
+
+def _expanded(given: object) -> object:
+    """Paths with the variables of the environment in them filled in; ``~`` is the schema's."""
+    if isinstance(given, list | tuple):
+        return [_expanded(each) for each in given]
+    return _VARIABLE.sub(_variable, given) if isinstance(given, str) else given
+
+
+def _variable(match: re.Match[str]) -> str:
+    name = match[1] or match[2]
+    value = os.environ.get(name)
+    if not value:
+        raise ValueError(f"the environment has no {name}, which it names; set it, or write the directory")
+    return value
+
+
+_VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)", re.ASCII)
 
 
 def _update_rule(name: object) -> object:
@@ -119,99 +188,152 @@ _DTYPES = {
     "bf16": ("bf16", "bfloat16"),
     "fp16": ("fp16", "float16", "half"),
 }
-_BATCH = "what the other two make it"
-_COLLECTIVES = _ignored("ranks exchange shards, in one collective for each group, always")
-_AVERAGE = _ignored(
+_TO_DEFAULT = default("its default")
+_ITS_OWN = Filled(UNSET, "the optimizer's default")
+_NO_DECAY = Filled(0.0, "0, as trainers fill in")
+_ALWAYS = (True,)  # asks for what is always so here
+_NEVER = (False, None)  # asks for what is never so here
+_COLLECTIVES = _no_effect("ranks exchange shards, in one collective for each group, always")
+_AVERAGE = _no_effect(
     "gradients of all ranks are summed in fp32 and averaged once: there is no overflow to avoid"
 )
-_SEQUENCES = _ignored("there is no sequence parallelism")
-_BUDGETS = _ignored("tiering.device_budget and tiering.host_budget decide this")
-_STREAMS = _ignored("tensors stream through one arena; there are no fixed buffers to size")
-_PINNED = _ignored("host memory is one pinned arena, always")
-_OVERLAP = _ignored("the step always reads and writes ahead")
-_KERNEL = _ignored("the step is one fused kernel, always")
-_TELEMETRY = _ignored("progress is published as telemetry, which tierd shows")
-_GATHERS = _ignored("engine.state_dict() always gathers")
-_DRIVER = _ignored("one driver thread keeps queue_depth requests in flight")
-_NO_MATTER = _ignored("makes no difference here")
-_NOT_YET = _refused("remove it", False, 0)
+_SEQUENCES = _no_effect("there is no sequence parallelism")
+_BUDGETS = _no_effect("tiering.device_budget and tiering.host_budget decide this")
+_MINIMUM = _no_effect("a minimum: the plan takes as many and as large buffers as the budgets allow")
+_PINNED = _no_effect("host memory is one pinned arena, always", off=_ALWAYS)
+_OVERLAP = _no_effect("the step always reads and writes ahead", off=_ALWAYS)
+_KERNEL = _no_effect("the step is one fused kernel, always")
+_TELEMETRY = "progress is published as telemetry, which tierd shows"
+_GATHERS = _no_effect("engine.state_dict() and the exports always gather", off=_ALWAYS)
+_DRIVER = _no_effect("one driver thread keeps queue_depth requests in flight on each path")
+_NO_MATTER = _no_effect("makes no difference here", off=_NEVER)
+_NOT_YET = _refused("not supported in this version", False, 0, None)
+_REMOVED = _refused("neither DeepSpeed 0.19 nor tiering has it", False, 0, None)
 _CPU = _one_of({True: "cpu"})
 _BF16: Tree = {
-    "enabled": _mapped("precision", read=_one_of({True: "bf16"}), off=(False,)),
-    "immediate_grad_update": _NO_MATTER,
-    "check_grad_overflow": _ignored("gradients are always checked, except with tiering.step_in_backward"),
-    "bf16_master_weights_and_grads": _refused("masters are fp32", False),
-    "bf16_optimizer_states": _refused('set tiering.state to "bf16"', False),
+    "enabled": _mapped("precision", read=_one_of({True: "bf16"}), off=(False,), auto=of_precision("bf16")),
+    "immediate_grad_update": _no_effect("gradients are accumulated as they come, always", off=_ALWAYS),
+    "check_grad_overflow": _no_effect(
+        "gradients are always checked, except with tiering.step_in_backward", off=_ALWAYS
+    ),
+    "check_overflow": _deprecated(
+        "an old name of check_grad_overflow: gradients are always checked", off=_ALWAYS
+    ),
+    "bf16_master_weights_and_grads": _refused("masters are fp32 here", False),
+    "bf16_optimizer_states": _refused('moments in bf16 are tiering.state "bf16" here', False),
 }
 
 # DeepSpeed takes these with and without the prefix "stage3_".
 _STAGE3: Tree = {
-    "prefetch_bucket_size": _mapped("zero.prefetch_elements", auto="DeepSpeed's default, 5e7 elements"),
+    "prefetch_bucket_size": _mapped(
+        "zero.prefetch_elements",
+        auto=of_hidden_size("0.9 h^2", lambda h: int(0.9 * h * h), "DeepSpeed's default"),
+    ),
     "param_persistence_threshold": _mapped(
-        "zero.persistence_threshold", auto="DeepSpeed's default, 1e5 elements"
+        "zero.persistence_threshold",
+        auto=of_hidden_size("10 h", lambda h: 10 * h, "DeepSpeed's default"),
     ),
     **_each("model_persistence_threshold max_live_parameters max_reuse_distance", _BUDGETS),
-    **_each("gather_16bit_weights_on_model_save gather_fp16_weights_on_model_save", _GATHERS),
-    "module_granularity_threshold": _ignored("groups follow the model's repeated blocks"),
+    "gather_16bit_weights_on_model_save": _GATHERS,
+    "gather_fp16_weights_on_model_save": _deprecated(
+        "an old name of stage3_gather_16bit_weights_on_model_save: exports always gather", off=_NEVER
+    ),
+    "module_granularity_threshold": _no_effect("groups follow the model's repeated blocks", off=(0,)),
     **_each("use_all_reduce_for_fetch_params allgather_sequential", _COLLECTIVES),
-    "partition_stream_chunk_size": _STREAMS,
+}
+
+_AIO: Tree = {
+    "block_size": _same("tiering.io.block_size"),
+    "queue_depth": _same("tiering.io.queue_depth"),
+    # the code, older files and the benchmarks each have a name of their own for it
+    "intra_op_parallelism": _DRIVER,
+    "thread_count": _deprecated(f"an old name of intra_op_parallelism: {_DRIVER.note}"),
+    "num_threads": _DRIVER,
+    "single_submit": _no_effect("requests are submitted together, as many as there is room for"),
+    "overlap_events": _no_effect("requests are submitted while others complete, always", off=_ALWAYS),
+    "use_gds": _refused("not supported in this version", False),
 }
 
 _ZERO: Tree = {
     "stage": _same("zero.stage"),
     "offload_param": {
         "device": _same("zero.offload_param.device"),
-        "nvme_path": _same("zero.offload_param.nvme_path"),
-        **_each("buffer_count buffer_size", _STREAMS),
+        "nvme_path": _same("zero.offload_param.nvme_path", read=_expanded),
+        **_each("buffer_count buffer_size", _MINIMUM),
         "max_in_cpu": _BUDGETS,
         "pin_memory": _PINNED,
     },
     "offload_optimizer": {
         "device": _same("zero.offload_optimizer.device"),
-        "nvme_path": _same("zero.offload_optimizer.nvme_path"),
-        "buffer_count": _STREAMS,
+        "nvme_path": _same("zero.offload_optimizer.nvme_path", read=_expanded),
+        **_each("buffer_count buffer_size", _MINIMUM),
         "pin_memory": _PINNED,
         **_each("pipeline pipeline_read pipeline_write", _OVERLAP),
-        "fast_init": _ignored("swap space is preallocated and written once"),
+        "fast_init": _no_effect("swap space is preallocated and written once"),
         "ratio": _same("zero.offload_optimizer.ratio"),
-        "super_offload": _NOT_YET,
-        "convert_grad_on_cpu": _ignored("gradients are not cast on their way"),
-        "cpuadam_cores_perc": _ignored("kernel threads follow the affinity mask"),
+        "super_offload": _no_effect("groups are stepped while others are on their way, always", off=_NEVER),
+        "cpuadam_cores_perc": _no_effect("kernel threads follow the affinity mask"),
     },
     "sub_group_size": _same("zero.sub_group_size"),
     **{f"{prefix}{name}": key for prefix in ("stage3_", "") for name, key in _STAGE3.items()},
+    "stage3_partition_stream_chunk_size": _MINIMUM,
     **_each("reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce", _COLLECTIVES),
     **_each("reduce_bucket_size allgather_bucket_size", _COLLECTIVES),
-    "overlap_comm": _ignored("collectives always run beside compute"),
-    "contiguous_gradients": _ignored("gradients are sent from one buffer for each group, always"),
-    "round_robin_gradients": _ignored("every rank takes an equal shard of each group, always"),
+    "overlap_comm": _no_effect("collectives always run beside compute", off=_ALWAYS),
+    "contiguous_gradients": _no_effect(
+        "gradients are sent from one buffer for each group, always", off=_ALWAYS
+    ),
+    "round_robin_gradients": _no_effect("every rank takes an equal shard of each group, always", off=_ALWAYS),
     "leaf_module": {
         name: _same(f"zero.leaf_module.{name}") for name in ("classes", "names", "name_suffixes")
     },
     **_each("ignore_unused_parameters memory_efficient_linear override_module_apply", _NO_MATTER),
-    **_each("log_trace_cache_warnings enable_sanity_checks legacy_stage1", _NO_MATTER),
+    **_each("log_trace_cache_warnings enable_sanity_checks", _NO_MATTER),
     **_each("pipeline_loading_checkpoint save_muon_momentum_buffer_in_memory", _NO_MATTER),
-    **_each("zero_quantized_weights zero_quantized_nontrainable_weights", _NOT_YET),
-    **_each("zero_quantized_gradients zeropp_loco_param zenflow elastic_checkpoint", _NOT_YET),
-    "zero_hpz_partition_size": _refused("remove it", 0, 1),
-    "mics_shard_size": _refused("remove it", -1, 0),
-    "mics_hierarchical_params_gather": _ignored("belongs to mics_shard_size"),
-    "compute_grad_norm": _ignored("the norm is always computed"),
-    "parameter_alignment": _ignored("parameters are aligned, always"),
-    "load_from_fp32_weights": _ignored("the master starts from the original values, always"),
-    "cpu_offload": _mapped("zero.offload_optimizer.device", read=_CPU, off=(False,)),
-    **_each(
-        "cpu_offload_param cpu_offload_params", _mapped("zero.offload_param.device", read=_CPU, off=(False,))
+    "legacy_stage1": _deprecated("stage 1 is one of the stages here", off=_NEVER),
+    "elastic_checkpoint": _deprecated(
+        "any checkpoint loads with any number of ranks, stage and placement", off=_NEVER
     ),
-    "cpu_offload_use_pin_memory": _PINNED,
+    **_each("zero_quantized_weights zero_quantized_nontrainable_weights", _NOT_YET),
+    "zero_quantized_gradients": _NOT_YET,
+    # an empty section turns it on
+    "zenflow": _refused("not supported in this version", when=lambda value: value not in (None, False)),
+    "zeropp_loco_param": _REMOVED,
+    "zero_hpz_partition_size": _no_effect(
+        "every rank keeps one shard of each group, and nodes keep no second copy", off=(0, 1, None)
+    ),
+    "mics_shard_size": _refused("neither DeepSpeed 0.19 nor tiering has it", -1, 0),
+    "mics_hierarchical_params_gather": _no_effect("belongs to mics_shard_size", off=_NEVER),
+    "compute_grad_norm": _no_effect("the norm is always computed", off=_ALWAYS),
+    "parameter_alignment": _no_effect("parameters are aligned, always", off=_ALWAYS),
+    "load_from_fp32_weights": _no_effect("the master starts from the original values, always", off=_ALWAYS),
+    "cpu_offload": _deprecated(
+        'an old name of offload_optimizer {"device": "cpu"}',
+        "zero.offload_optimizer.device",
+        read=_CPU,
+        off=_NEVER,
+    ),
+    **_each(
+        "cpu_offload_param cpu_offload_params",
+        _deprecated(
+            'an old name of offload_param {"device": "cpu"}',
+            "zero.offload_param.device",
+            read=_CPU,
+            off=_NEVER,
+        ),
+    ),
+    "cpu_offload_use_pin_memory": _deprecated("host memory is one pinned arena, always", off=_NEVER),
+    # where it is read by mistake, and meant all the same
+    "aio": _AIO,
 }
 
 _FILE: Tree = {
-    "train_batch_size": _same("train_batch_size", auto=_BATCH),
-    "train_micro_batch_size_per_gpu": _same("micro_batch_size", auto=_BATCH),
-    "gradient_accumulation_steps": _same("gradient_accumulation_steps", auto=_BATCH),
-    "gradient_clipping": _same("gradient_clipping"),
-    "steps_per_print": _same("steps_per_print"),
+    **_each("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps", _same("")),
+    "gradient_clipping": _same(
+        "gradient_clipping",
+        auto=argument("max_grad_norm", Filled(1.0, "1.0, as trainers and DeepSpeed fill in")),
+    ),
+    "steps_per_print": _same("steps_per_print", read=lambda value: None if value == math.inf else value),
     "optimizer": {
         "type": _same("optimizer.type", read=_update_rule),
         "params": {
@@ -221,15 +343,29 @@ _FILE: Tree = {
                 for name in rule
                 if name != "decoupled"
             },
+            "lr": _same("optimizer.lr", auto=argument("learning_rate")),
+            "betas": _same("optimizer.betas", auto=betas),
+            "eps": _same("optimizer.eps", auto=argument("adam_epsilon", _ITS_OWN)),
+            "weight_decay": _same("optimizer.weight_decay", auto=argument("weight_decay", _NO_DECAY)),
             "adam_w_mode": _mapped("optimizer.decoupled"),
             **_each("torch_adam foreach fused capturable", _KERNEL),
             "set_grad_none": _NO_MATTER,
-            "bias_correction": _refused("bias correction is always on", True),
-            "amsgrad": _refused("use AdamW without amsgrad", False),
-            "maximize": _refused("negate the loss", False),
-            "differentiable": _refused("remove it", False),
-            "fp32_optimizer_states": _refused('set tiering.state to "bf16"', True),
-            "max_grad_norm": _refused("use gradient_clipping", 0),
+            "bias_correction": _refused("bias correction is always on here", True),
+            "amsgrad": _refused("AdamW is without amsgrad here", False),
+            "maximize": _refused("negate the loss in its place", False),
+            "differentiable": _refused("not supported in this version", False),
+            "fp32_optimizer_states": _refused('moments in bf16 are tiering.state "bf16" here', True),
+            "max_grad_norm": _refused("gradient_clipping is the key that clips", 0),
+            "decoupled_weight_decay": _mapped("optimizer.decoupled"),
+            **_each(
+                "max_coeff min_coeff eps_inside_sqrt ns_method muon_lr adam_lr per_head_muon",
+                _refused("belongs to an optimizer that is not here"),
+            ),
+            **_each(
+                "freeze_step cuda_aware comm_backend_name coeff_beta factor_max factor_min factor_threshold"
+                " var_freeze_step var_update_scaler local_step_scaler local_step_clipper exp_avg_mask",
+                _refused("belongs to an optimizer that is neither in DeepSpeed 0.19 nor here"),
+            ),
         },
         "legacy_fusion": _KERNEL,
     },
@@ -241,23 +377,34 @@ _FILE: Tree = {
                 for params in PARAMS.values()
                 for name in params.model_fields
             },
-            "warmup_min_lr": _same("scheduler.params.warmup_min_lr", auto="0, as trainers fill in"),
-            "warmup_max_lr": Key(
-                Verdict.HONOURED,
-                "scheduler.params.warmup_max_lr",
-                auto="the optimizer's rate, as trainers fill in",
-                auto_sets=(None,),
+            "warmup_min_lr": _same(
+                "scheduler.params.warmup_min_lr", auto=lambda known: Filled(0.0, "0, as trainers fill in")
             ),
-            "last_batch_iteration": _refused("load the scheduler's state instead", -1),
+            "warmup_max_lr": _same(
+                "scheduler.params.warmup_max_lr",
+                auto=argument("learning_rate", Filled(None, "the optimizer's rate, as trainers fill in")),
+            ),
+            "warmup_num_steps": _same("scheduler.params.warmup_num_steps", auto=warmup_steps),
+            "total_num_steps": _same("scheduler.params.total_num_steps", auto=total_steps),
+            "last_batch_iteration": _refused("load the scheduler's state in its place", -1),
         },
     },
+    "aio": _AIO,
     "zero_optimization": _ZERO,
-    "zero_allow_untested_optimizer": _NO_MATTER,
+    "zero_allow_untested_optimizer": _no_effect("no optimizer is untested here", off=_ALWAYS),
     "zero_force_ds_cpu_optimizer": _KERNEL,
+    "allgather_size": _deprecated("an old name of zero_optimization.allgather_bucket_size"),
     "bf16": _BF16,
-    "bfloat16": _BF16,
+    "bfloat16": {
+        name: replace(key, verdict=Verdict.DEPRECATED, note='an old name of the section "bf16"')
+        if isinstance(key, Key) and key.verdict is not Verdict.REFUSED
+        else key
+        for name, key in _BF16.items()
+    },
     "fp16": {
-        "enabled": _mapped("precision", read=_one_of({True: "fp16"}), off=(False,)),
+        "enabled": _mapped(
+            "precision", read=_one_of({True: "fp16"}), off=(False,), auto=of_precision("fp16")
+        ),
         "auto_cast": _mapped("cast_inputs"),
         "loss_scale": _mapped("loss_scale.scale"),
         "initial_scale_power": _mapped("loss_scale.initial_power"),
@@ -265,21 +412,14 @@ _FILE: Tree = {
         "hysteresis": _mapped("loss_scale.hysteresis"),
         "consecutive_hysteresis": _mapped("loss_scale.consecutive_hysteresis"),
         "min_loss_scale": _mapped("loss_scale.min_scale"),
-        "fused_mode": _KERNEL,
-        "fp16_master_weights_and_grads": _refused("masters are fp32", False),
+        "fp16_master_weights_and_grads": _refused("masters are fp32 here", False),
     },
     "torch_autocast": {
-        "enabled": Key(Verdict.HONOURED, off=(False,)),
+        "enabled": _same("", off=(False,)),
         "dtype": _mapped("autocast", read=_dtype_among("bf16", "fp16")),
-        "lower_precision_safe_modules": _ignored(
-            "tiering.reduce_dtype is that of all gradients between ranks"
+        "lower_precision_safe_modules": _no_effect(
+            "tiering.reduce_dtype is that of all gradients between ranks", off=(None,)
         ),
-    },
-    "aio": {
-        "block_size": _same("tiering.io.block_size"),
-        "queue_depth": _same("tiering.io.queue_depth"),
-        **_each("thread_count intra_op_parallelism single_submit overlap_events", _DRIVER),
-        "use_gds": _NOT_YET,
     },
     "data_types": {
         "grad_accum_dtype": _mapped(
@@ -287,14 +427,42 @@ _FILE: Tree = {
         ),
         "param_dtype": _mapped("precision", read=_dtype_among("fp32", "bf16", "fp16"), off=(None,)),
         "buffer_dtype": _refused("cast the model's buffers yourself"),
+        "keep_in_fp32_modules": _refused(
+            "call .float() on these modules' buffers before initialize", "auto", [], None
+        ),
     },
-    "activation_checkpointing": _ignored("use torch.utils.checkpoint in the model"),
-    **_each("checkpoint datastates_ckpt", _ignored("options of DeepSpeed's checkpoint files")),
+    "activation_checkpointing": _no_effect(
+        "the model decides what it checkpoints; see tiering.checkpointing",
+        "partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints"
+        " synchronize_checkpoint_boundary profile",
+    ),
+    "checkpoint": _no_effect(
+        "ranks always agree on a checkpoint, save it to one directory that all of them see, and any number loads it",
+        "tag_validation load_universal use_node_local_storage checkpoint_serialization parallel_write"
+        " parallel_write.pipeline_stage writer writer.type writer.decoupled writer.io_buffer_size"
+        " writer.io_buffer_double writer.io_multiplier writer.show_statistics writer.data_parallel",
+    ),
+    **_each(
+        "datastates_ckpt nebula",
+        _no_effect("engine.save_checkpoint(..., background=True) writes beside training", "*", off=_NEVER),
+    ),
     "dataloader_drop_last": _same("dataloader_drop_last"),
-    "dump_state": _ignored("see 'tiering check'"),
+    "dump_state": _no_effect("see 'tiering check'", off=_NEVER),
     "vocabulary_size": _NO_MATTER,
     "wall_clock_breakdown": _same("wall_clock_breakdown"),
-    **_each("memory_breakdown comms_logger flops_profiler timers comet", _TELEMETRY),
+    "memory_breakdown": _no_effect(_TELEMETRY, off=_NEVER),
+    "comms_logger": _no_effect(_TELEMETRY, "enabled verbose prof_all debug prof_ops", off=_NEVER),
+    "flops_profiler": _no_effect(
+        _TELEMETRY,
+        "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
+        off=_NEVER,
+    ),
+    "timers": _no_effect(_TELEMETRY, "throughput throughput.enabled throughput.synchronized"),
+    "comet": _no_effect(
+        "tensorboard, wandb and csv_monitor are what is written to",
+        "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode",
+        off=_NEVER,
+    ),
     **_native(MonitorConfig, "monitor"),
     "communication_data_type": _mapped(
         "tiering.reduce_dtype", read=_dtype_among("fp32", "bf16", "fp16"), off=(None,)
@@ -302,17 +470,122 @@ _FILE: Tree = {
     **_each("seq_parallel_comm_data_type seq_parallel_communication_data_type", _SEQUENCES),
     **_each("prescale_gradients gradient_predivide_factor", _AVERAGE),
     "disable_allgather": _COLLECTIVES,
-    **_each("use_data_before_expert_parallelism nebula", _NO_MATTER),
-    **_each("amp elasticity autotuning compression_training", _NOT_YET),
-    **_each("curriculum_learning data_efficiency eigenvalue progressive_layer_drop", _NOT_YET),
-    **_each("hybrid_engine sparse_attention sparse_gradients graph_harvesting compile", _NOT_YET),
-    **_each("tensor_parallel pipeline expert_parallel", _NOT_YET),
-    "sequence_parallel_size": _refused("remove it", False, 0, 1),
-    **_each("quantize_training weight_quantization", _NOT_YET),
-    "gradient_allreduce_op": _ignored("gradients are averaged over ranks"),
-    "managed_gradient_accumulation": _refused("use gradient_accumulation_steps", True),
+    "use_data_before_expert_parallelism": _NO_MATTER,
+    **_each("amp elasticity curriculum_learning eigenvalue progressive_layer_drop", _REMOVED),
+    **_each("sparse_attention quantize_training", _REMOVED),
+    "compression_training": _refused(
+        "neither DeepSpeed 0.19 nor tiering has it", when=lambda value: _enabled_anywhere(value)
+    ),
+    "sparse_gradients": _deprecated("sent whole, which has the same sum", off=_NEVER),
+    "graph_harvesting": _deprecated("DeepSpeed has removed it, too", off=_NEVER),
+    "autotuning": _no_effect(
+        "'tiering plan' says what fits and how fast it is",
+        "enabled arg_mappings arg_mappings.* end_profile_step exps_dir fast max_train_batch_size"
+        " max_train_micro_batch_size_per_gpu metric metric_path min_train_batch_size"
+        " min_train_micro_batch_size_per_gpu model_info model_info.hidden_size model_info.num_layers"
+        " model_info.num_params model_info.profile model_info_path mp_size num_tuning_micro_batch_sizes overwrite"
+        " results_dir start_profile_step tuner_early_stopping tuner_num_trials tuner_type",
+        off=_NEVER,
+    ),
+    "hybrid_engine": _no_effect(
+        "generate() runs on the engine's own parameters",
+        "enabled enable_cuda_graph inference_tp_size max_out_tokens pin_parameters release_inference_cache"
+        " tp_gather_partition_size",
+        off=_NEVER,
+    ),
+    "compile": _no_effect(
+        "compile the model's blocks with torch.compile",
+        "enabled autoep_non_moe debug_log deepcompile double_buffer free_activation free_activation_threshold"
+        " keep_all_input_tensors keep_int_input_tensors offload_activation offload_activation_pin_memory"
+        " offload_opt_states offload_parameters passes symmetric_memory sync_after_allgather sync_after_reduce"
+        " sync_before_allgather sync_before_reduce backend kwargs kwargs.*",
+        off=_NEVER,
+    ),
+    "data_efficiency": _refused(
+        "not supported in this version",
+        *_NEVER,
+        inside="enabled seed data_routing data_routing.enabled data_routing.random_ltd data_routing.random_ltd.*"
+        " data_sampling data_sampling.enabled data_sampling.num_epochs data_sampling.num_workers"
+        " data_sampling.pin_memory data_sampling.curriculum_learning data_sampling.curriculum_learning.*"
+        " data_sampling.dynamic_batching data_sampling.dynamic_batching.*",
+    ),
+    "weight_quantization": _refused(
+        "not supported in this version",
+        when=lambda value: not isinstance(value, Mapping) or bool(value.get("quantized_initialization")),
+        inside="enabled num_bits q_groups q_type post_init_quant post_init_quant.* quantized_initialization"
+        " quantized_initialization.*",
+    ),
+    "tensor_parallel": _refused(
+        "not supported in this version",
+        when=lambda value: _splits_tensors(value),
+        inside="autotp_size dtype injection_policy_tuple keep_module_on_host kernel_inject partition_config"
+        " partition_config.* preset_model replace_with_kernel_inject tensor_parallel tensor_parallel.* tp tp.*"
+        " tp_overlap_comm vocab_parallel_ce_backend vocab_parallel_lm_head",
+    ),
+    "expert_parallel": _refused(
+        "not supported in this version",
+        when=lambda value: not isinstance(value, Mapping) or value.get("enabled") not in (None, False),
+        inside="async_split_plan autoep_size combine_impl comm_backend comm_max_tokens_per_rank comm_num_sm"
+        " comm_qp_margin disable_triton_grouped_mm enabled expert_activation expert_pattern"
+        " expert_tensor_parallel_size expert_w1 expert_w2 expert_w3 gate_up_impl has_shared_experts"
+        " load_balance_coeff moe_layer_pattern num_expert_groups num_experts_attr num_limited_groups preset_model"
+        " route_norm route_scale routed_scaling_factor router_pattern row_weighting_impl score_apply score_func"
+        " shared_experts_gate_pattern shared_experts_pattern top_k top_k_attr use_grouped_mm"
+        " validate_folding_routing",
+    ),
+    "pipeline": _no_effect(
+        "belongs to PipelineModule, which is not here",
+        "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant",
+    ),
+    "data_parallel_size": _refused("all ranks are data parallel ranks here"),
+    "sequence_parallel_size": _refused("not supported in this version", False, 0, 1),
+    "gradient_allreduce_op": _no_effect("gradients are averaged over ranks", off=("mean",)),
+    "managed_gradient_accumulation": _refused("gradient_accumulation_steps does this here", True),
     **_each("disable_python_gc log_level", _NO_MATTER),
 }
+
+
+def _enabled_anywhere(section: object) -> bool:
+    if not isinstance(section, Mapping):
+        return section not in (None, False)
+    return any(
+        value is True if name == "enabled" else _enabled_anywhere(value)
+        for name, value in section.items()
+        if isinstance(value, Mapping) or name == "enabled"
+    )
+
+
+def _splits_tensors(section: object) -> bool:
+    """Over more than one rank."""
+    if not isinstance(section, Mapping):
+        return section not in (None, False)
+    inner = (section.get(name) for name in ("tp", "tensor_parallel"))
+    sizes = [
+        section.get("autotp_size"),
+        *(each.get("tp_size") for each in inner if isinstance(each, Mapping)),
+    ]
+    return any(size not in (None, 0, 1, "auto") for size in sizes)
+
+
+# DeepSpeed drops "auto" in these before it looks at them, and so takes the default.
+_DROPS_AUTO = (
+    "zero_optimization.",
+    "fp16.",
+    "bf16.",
+    "bfloat16.",
+    "aio.",
+    *(f"{name}." for name in MonitorConfig.model_fields),
+)
+
+
+def _with_auto(key: str, rule: Key) -> Key:
+    if not key.startswith(_DROPS_AUTO) or key == "zero_optimization.stage":
+        return rule
+    if rule.verdict is Verdict.REFUSED:
+        off = rule.off
+        drops = (lambda value: value == "auto" or off(value)) if callable(off) else (*off, "auto")
+        return replace(rule, off=drops)
+    return rule if rule.auto else replace(rule, auto=_TO_DEFAULT)
 
 
 def _flat(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Key]]:
@@ -323,8 +596,19 @@ def _flat(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Key]]:
             yield from _flat(key, f"{prefix}{name}.")
 
 
-KEYS: dict[str, Key] = dict(_flat({**_FILE, "tiering": _native(TiersConfig, "tiering")}))
+KEYS: dict[str, Key] = {
+    key: _with_auto(key, rule) for key, rule in _flat({**_FILE, "tiering": _native(TiersConfig, "tiering")})
+}
 """Every known key by its dotted path."""
+
+SHORT_FORMS: dict[str, Key] = {
+    "zero_optimization": _deprecated(
+        'an old form of {"stage": 1}, and {"stage": 0} for false',
+        "zero.stage",
+        read=_one_of({True: 1, False: 0}),
+    )
+}
+"""What a section means that is given as a plain value."""
 
 SECTIONS: frozenset[str] = frozenset(
     key.rsplit(".", depth)[0] for key in KEYS for depth in range(1, key.count(".") + 1)

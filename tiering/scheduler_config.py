@@ -32,7 +32,7 @@ Whole = Annotated[int, BeforeValidator(whole_number)]
 class SchedulerConfig(Section):
     """A schedule and its parameters; each schedule below is one of these."""
 
-    type: str
+    type: str = Field(description="Schedule of the learning rate, by DeepSpeed's name.")
     params: Section
 
 

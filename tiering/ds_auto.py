@@ -1,0 +1,139 @@
+"""What "auto" comes to: from the model, from a trainer's arguments, or from what trainers fill in when nobody says.
+
+A trainer's arguments go by the names of Hugging Face's ``TrainingArguments``: ``initialize(args=...)`` takes those, or
+any namespace that has some of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .fields import whole_number
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known beside the file.
+
+    ``hidden_size`` is the model's, ``dtype`` that of its parameters ("fp32", "bf16", "fp16"), ``arguments`` a trainer's
+    by name; ``replaced`` are the sections in whose place ``initialize`` was given an object.
+    """
+
+    hidden_size: int | None = None
+    dtype: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    replaced: frozenset[str] = frozenset()
+
+    def argument(self, name: str) -> Any:
+        """The trainer's argument; None if there is none."""
+        return self.arguments.get(name)
+
+
+class Filled(NamedTuple):
+    """A value in place of "auto", and where it is from. ``UNSET`` leaves the setting at its default."""
+
+    value: object
+    source: str
+
+
+UNSET = object()
+
+Auto = Callable[[Known], Filled]
+"""Raises ValueError, with the remedy, if nothing that is known says what the value is."""
+
+
+def default(source: str) -> Auto:
+    """The default of the setting, whatever is known."""
+    return lambda known: Filled(UNSET, source)
+
+
+def of_hidden_size(rule: str, compute: Callable[[int], int], otherwise: str) -> Auto:
+    """By the model's hidden size h."""
+
+    def fill(known: Known) -> Filled:
+        if known.hidden_size is None:
+            return Filled(UNSET, f"{otherwise}; {rule} where the model tells its hidden size h")
+        return Filled(compute(known.hidden_size), f"{rule}, h = {known.hidden_size}")
+
+    return fill
+
+
+def of_precision(name: str) -> Auto:
+    """The trainer's argument ``name``, or whether the model is kept in that dtype."""
+
+    def fill(known: Known) -> Filled:
+        told = known.argument(name)
+        if told is not None:
+            return Filled(told, f"args.{name}")
+        if known.dtype is None:
+            return Filled(False, f"true where the model's parameters are {name}")
+        return Filled(known.dtype == name, f"the model's parameters are {known.dtype}")
+
+    return fill
+
+
+def argument(name: str, otherwise: Filled | None = None) -> Auto:
+    """The trainer's argument ``name``, or else ``otherwise``; a number that nobody can know has to be given."""
+
+    def fill(known: Known) -> Filled:
+        told = known.argument(name)
+        if told is not None:
+            return Filled(told, f"args.{name}")
+        if otherwise is None:
+            raise ValueError(missing(name))
+        return otherwise
+
+    return fill
+
+
+def betas(known: Known) -> Filled:
+    """Adam's, which trainers keep in two arguments."""
+    names = ("adam_beta1", "adam_beta2")
+    told = [known.argument(name) for name in names]
+    if None in told:
+        return Filled(UNSET, "the optimizer's default")
+    return Filled(told, "args.adam_beta1, args.adam_beta2")
+
+
+def warmup_steps(known: Known) -> Filled:
+    """``warmup_steps``, or ``warmup_ratio`` of ``max_steps``, as trainers have them: 0 means the other one."""
+    steps, ratio, total = (known.argument(name) for name in ("warmup_steps", "warmup_ratio", "max_steps"))
+    if steps is None and ratio is None:
+        raise ValueError(missing("warmup_steps"))
+    if isinstance(steps, float) and 0 < steps < 1:  # newer trainers: a share, in place of warmup_ratio
+        steps, ratio = None, steps
+    if steps or not ratio:
+        return Filled(whole_number(steps or 0), "args.warmup_steps")
+    if total is None or total <= 0:
+        raise ValueError(missing("max_steps"))
+    return Filled(math.ceil(ratio * total), "args.warmup_ratio of args.max_steps")
+
+
+def total_steps(known: Known) -> Filled:
+    """``max_steps``, which trainers set to -1 where epochs count."""
+    told = known.argument("max_steps")
+    if told is None or told <= 0:
+        raise ValueError(missing("max_steps"))
+    return Filled(told, "args.max_steps")
+
+
+def missing(name: str) -> str:
+    return f"'auto' is for a trainer to fill in: give a number, or initialize(args=...) with {name}"
+
+
+_HIDDEN = ("hidden_size", "hidden_sizes", "d_model", "n_embd")
+
+
+def hidden_size_of(config: Mapping[str, Any]) -> int | None:
+    """The hidden size that a transformers configuration tells, its text model's where it has several."""
+    for section in (config, config.get("text_config")):
+        found = section if isinstance(section, Mapping) else {}
+        for name in _HIDDEN:
+            value = found.get(name)
+            sizes = value if isinstance(value, list | tuple) else [value]
+            if sizes and all(isinstance(size, int) and size > 0 for size in sizes):
+                return int(max(sizes))
+    return None

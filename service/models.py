@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 from tiering.telemetry import (
     ActivationStatus,
     CollectiveStatus,
+    ConfigurationStatus,
     IoEngineStatus,
     Page,
     PageReading,
@@ -33,6 +34,9 @@ class RankStatus(BaseModel):
     step: int | None = None
     phase: str | None = None
     loss: float | Literal["NaN", "Infinity", "-Infinity"] | None = None
+    configuration: ConfigurationStatus | None = Field(
+        default=None, description="what the run was configured with"
+    )
     tiers: list[TierStatus] = []
     activations: ActivationStatus | None = Field(default=None, description="what autograd keeps for backward")
     io: list[PathStatus] = []
@@ -89,6 +93,7 @@ def _rank_status(page: Page, reading: PageReading) -> RankStatus:
         step=said.step,
         phase=said.phase,
         loss=_json_number(said.loss),
+        configuration=said.configuration,
         tiers=said.tiers,
         activations=said.activations,
         io=said.io,

@@ -127,13 +127,16 @@ def missing(name: str) -> str:
 _HIDDEN = ("hidden_size", "hidden_sizes", "d_model", "n_embd")
 
 
-def hidden_size_of(config: Mapping[str, Any]) -> int | None:
-    """The hidden size that a transformers configuration tells, its text model's where it has several."""
-    for section in (config, config.get("text_config")):
-        found = section if isinstance(section, Mapping) else {}
+def hidden_size_of(config: Any) -> int | None:
+    """The hidden size that a transformers configuration, or its JSON, tells; its text model's where it has several."""
+    for section in (config, _named(config, "text_config")):
         for name in _HIDDEN:
-            value = found.get(name)
+            value = _named(section, name)
             sizes = value if isinstance(value, list | tuple) else [value]
-            if sizes and all(isinstance(size, int) and size > 0 for size in sizes):
+            if sizes and all(type(size) is int and size > 0 for size in sizes):
                 return int(max(sizes))
     return None
+
+
+def _named(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)

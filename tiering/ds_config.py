@@ -211,7 +211,9 @@ class _Reading:
             self._note(key, "auto", Verdict.REFUSED, str(problem), origin=Origin.AUTO)
             return
         if value is UNSET:
-            self._note(key, "auto", rule.verdict, source, origin=Origin.AUTO)
+            asks_nothing = rule.verdict in (Verdict.NO_EFFECT, Verdict.DEPRECATED) and not rule.to
+            note = rule.note if asks_nothing else source
+            self._note(key, "auto", rule.verdict, note, origin=Origin.AUTO, off=asks_nothing)
             return
         self._judge(key, value, rule)
         entry = self.entries[key]

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from .ds_keys import Verdict
+from .telemetry import ConfigurationStatus
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -79,7 +80,7 @@ class Report:
 
     def short(self) -> str:
         """The report in one line, for the start of a run: what it comes to, and the keys that do less than they say."""
-        said = [self.outcome]
+        said = [f"{self.source}: {self.outcome}" if self.source else self.outcome]
         if self.without_effect:
             said.append(f"without effect here: {_names(self.without_effect)}")
         if self.deprecated:
@@ -87,6 +88,16 @@ class Report:
         if len(said) > 1:
             said.append(f"`tiering check {self.source or 'FILE'}` explains")
         return "; ".join(said)
+
+    def status(self) -> ConfigurationStatus:
+        """The short form, for telemetry."""
+        return ConfigurationStatus(
+            source=self.source,
+            outcome=self.outcome,
+            counts=self.counts(),
+            without_effect=[entry.key for entry in self.without_effect],
+            deprecated=[entry.key for entry in self.deprecated],
+        )
 
     def shown(self, width: int, *, defaults: bool = False) -> RenderableType:
         """The report for a terminal of ``width`` columns, with what was not given if ``defaults``.

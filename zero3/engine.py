@@ -20,7 +20,7 @@ from tiering.checkpoint.directory import check_keep
 from tiering.config import TieringConfig
 from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.interrupts import deferred_interrupts
-from tiering.telemetry import Publisher, Snapshot
+from tiering.telemetry import ConfigurationStatus, Publisher, Snapshot
 from tiering.telemetry.snapshot import Phase
 from zero3 import hooks
 from zero3.access import Access
@@ -59,9 +59,11 @@ class Engine(NamedState, StateFiles):
         model_parameters: ModelParameters | None = None,
         optimizer: ClientOptimizerChoice | None = None,
         weights: Weights | None = None,
+        configuration: ConfigurationStatus | None = None,
     ) -> None:
         self.module = model
         self.config = config
+        self._configuration = configuration
         self.lr_scheduler: LRScheduler | None = None
         self.training_dataloader: TrainingLoader | None = None
         self._loss: Tensor | None = None
@@ -105,6 +107,7 @@ class Engine(NamedState, StateFiles):
             rank=parts.world.rank,
             world_size=parts.world.size,
             traffic=self._collectives,
+            configuration=self._configuration,
         )
         self._publisher: Publisher | None = None
         self._handles = hooks.install(model, self._groups, self._schedule)

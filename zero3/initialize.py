@@ -14,16 +14,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from tiering import ds_config, logs
+from tiering.ds_auto import Known, hidden_size_of
 from tiering.errors import ConfigError, EngineStateError
 from zero3 import resharded, schedulers
 from zero3.assembly import Weights
 from zero3.client_optimizer import ClientOptimizer
 from zero3.collectives import standing
+from zero3.deepspeed.distributed import init_distributed
 from zero3.engine import Engine
 from zero3.init import recipe_of
 from zero3.loader import TrainingLoader, make_loader
 from zero3.optimizer import TieredOptimizer
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
+from zero3.precision import COMPUTE_DTYPES
 
 log = logging.getLogger(__name__)
 
@@ -40,26 +43,35 @@ class EngineParts(NamedTuple):
 
 
 def initialize(
-    *,
-    model: nn.Module,
-    config: Mapping[str, Any] | str | Path,
-    model_parameters: ModelParameters | None = None,
+    args: Any = None,
+    model: nn.Module | None = None,
     optimizer: ClientOptimizerChoice | None = None,
+    model_parameters: ModelParameters | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: LRScheduler | SchedulerFactory | None = None,
+    distributed_port: int = 29500,
+    mpu: None = None,
+    dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    mesh_param: None = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+    *,
     weights: str | Path | None = None,
     strict: bool = True,
 ) -> EngineParts:
     """Place ``model`` on the tiers that ``config`` allows and return (engine, optimizer, dataloader, lr_scheduler).
 
-    ``config`` is a DeepSpeed configuration (dict or path) with an optional ``tiering`` block. ``model_parameters`` may
-    be param groups with hyperparameters of their own; the default is every parameter that requires a gradient.
+    ``config`` is a DeepSpeed configuration (dict or path) with an optional ``tiering`` block; ``config_params`` and
+    ``args.deepspeed_config`` are other ways to give it. ``args`` may be a trainer's: "auto" in the configuration is
+    filled in from what goes by the names of Hugging Face's TrainingArguments there. ``model_parameters`` may be param
+    groups with hyperparameters of their own; the default is every parameter that requires a gradient.
     ``optimizer`` (a torch optimizer over the model's parameters, or a function from them to one) replaces the section
     of that name: a class that has a kernel here gives its groups and hyperparameters, any other one steps what stays on
     the device. ``lr_scheduler`` is a torch scheduler, made for ``optimizer`` or, as a function, for the one returned;
     it replaces the section "scheduler". ``training_data`` gives a loader of shuffled micro-batches, over
-    this rank's share.
+    this rank's share. ``dist_init_required`` True joins the ranks of a launcher as ``init_distributed`` does, with
+    ``distributed_port``, False insists that they have been joined; without, torchrun's are joined where there are any.
 
     ``weights`` is a safetensors file, or a Hugging Face style directory of them: parameters take their first values
     from there, on their way to the tiers, and masters keep the precision of the file. Names that only one side has are
@@ -69,17 +81,34 @@ def initialize(
     Raises ConfigError, PlacementError, WeightsError or SwapSpaceError, each before anything is moved; in mid-way
     SwapError where a disk fails, and WeightsError where a file of weights changes or cannot be read.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize needs a model, a torch.nn.Module, not {type(model).__name__}")
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError(
+            "initialize got mpu or mesh_param, which split a model over ranks in other ways; not supported in this"
+            " version: leave them out, and all ranks are data parallel"
+        )
+    given = _given(args, config, config_params)
+    if dist_init_required is not None:
+        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     rank, world_size = standing()
     logs.set_rank(rank, world_size)
     logs.follow(os.environ)
-    settings, report = ds_config.load(config, world_size=world_size)
+    replaced = {"optimizer": optimizer, "scheduler": lr_scheduler}
+    known = Known(
+        hidden_size=hidden_size_of(getattr(model, "config", None)),
+        dtype=_dtype_of(model),
+        arguments=_arguments(args),
+        replaced=frozenset(section for section, by in replaced.items() if by is not None),
+    )
+    settings, report = ds_config.load(given, world_size=world_size, known=known)
     for entry in report.entries:
         log.debug("config: %s", entry)
     if torch.is_inference_mode_enabled():
         raise EngineStateError("initialize was called in inference_mode, whose tensors cannot be trained")
     _check_untouched(model)
     stored = None if weights is None else Weights(Path(weights), strict)
-    engine = Engine(model, settings, model_parameters, optimizer, stored)
+    engine = Engine(model, settings, model_parameters, optimizer, stored, report.status())
     try:
         scheduler = lr_scheduler
         if scheduler is None and settings.scheduler is not None:
@@ -89,13 +118,67 @@ def initialize(
         engine.lr_scheduler = scheduler
         loader = None
         if training_data is not None:
-            micro_batch = settings.micro_batch_size
-            loader = make_loader(training_data, micro_batch, collate_fn, rank=rank, world_size=world_size)
+            loader = make_loader(
+                training_data,
+                settings.micro_batch_size,
+                collate_fn,
+                rank=rank,
+                world_size=world_size,
+                drop_last=settings.dataloader_drop_last,
+            )
             engine.training_dataloader = loader
+        _say_once(report.short())
     except BaseException:
         engine.close()
         raise
     return EngineParts(engine, engine.optimizer, loader, scheduler)
+
+
+def _given(args: Any, *configs: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
+    """The one configuration that there is, as an argument of ``initialize`` or in ``args``."""
+    arguments = _arguments(args)
+    named = {name: arguments.get(name) for name in ("deepspeed_config", "deepscale_config", "deepspeed")}
+    if not isinstance(named["deepspeed"], str | dict):  # else it is the flag --deepspeed
+        del named["deepspeed"]
+    ways = [*zip(("config", "config_params"), configs, strict=True)]
+    ways += [(f"args.{name}", value) for name, value in named.items()]
+    found = [(name, value) for name, value in ways if value is not None]
+    if not found:
+        raise ConfigError(
+            "initialize got no configuration; give it config=..., a dict or a path, or args with deepspeed_config, as"
+            " `add_config_arguments(parser)` makes it of --deepspeed_config FILE"
+        )
+    (first, chosen), *others = found
+    for other, value in others:
+        if value != chosen:
+            raise ConfigError(
+                f"initialize got a configuration as {first} and another as {other}; give one of them"
+            )
+    return chosen
+
+
+def _arguments(args: Any) -> Mapping[str, Any]:
+    """What ``args`` holds, by name."""
+    if isinstance(args, Mapping):
+        return args
+    return vars(args) if hasattr(args, "__dict__") else {}
+
+
+def _dtype_of(model: nn.Module) -> str:
+    """That of all floating-point parameters, or "fp32"."""
+    dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    names = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
+    return names.get(dtypes.pop(), "fp32") if len(dtypes) == 1 else "fp32"
+
+
+_said: set[str] = set()
+
+
+def _say_once(line: str) -> None:
+    """What a configuration comes to: the first time that this process trains with it."""
+    if line not in _said:
+        _said.add(line)
+        logs.progress().log(logs.once(logging.INFO), "%s", line)
 
 
 def _check_untouched(model: nn.Module) -> None:

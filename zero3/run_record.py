@@ -22,6 +22,7 @@ from tiering.swap_file import free_by_file_system
 from tiering.telemetry import (
     ActivationStatus,
     CollectiveStatus,
+    ConfigurationStatus,
     DirectionStatus,
     IoEngineStatus,
     PageWriter,
@@ -60,8 +61,10 @@ class RunRecord:
         rank: int = 0,
         world_size: int = 1,
         traffic: Traffic | None = None,
+        configuration: ConfigurationStatus | None = None,
     ) -> None:
         self.run_name = run_name
+        self.configuration = configuration
         self.rank = rank
         self.world_size = world_size
         self.loss: float | None = None
@@ -160,6 +163,7 @@ class RunRecord:
             phase=self._phase,
             loss=self.loss,
             tiers=[self._tier(tier) for tier in Tier],
+            configuration=self.configuration,
             activations=self._activation_status(),
             io=self._paths(),
             io_engine=self._engine(),

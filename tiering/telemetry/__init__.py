@@ -14,6 +14,7 @@ from tiering.telemetry.publisher import Publisher
 from tiering.telemetry.snapshot import (
     ActivationStatus,
     CollectiveStatus,
+    ConfigurationStatus,
     DirectionStatus,
     IoEngineStatus,
     PathStatus,
@@ -26,6 +27,7 @@ from tiering.telemetry.snapshot import (
 __all__ = [
     "ActivationStatus",
     "CollectiveStatus",
+    "ConfigurationStatus",
     "DirectionStatus",
     "IoEngineStatus",
     "Page",

@@ -96,6 +96,20 @@ class CollectiveStatus:
 
 
 @dataclass(frozen=True)
+class ConfigurationStatus:
+    """What the run was configured with: the file (empty for a dict), what it comes to, and keys by what became of them.
+
+    ``without_effect`` and ``deprecated`` are dotted keys.
+    """
+
+    source: str
+    outcome: str
+    counts: dict[str, int] = field(default_factory=dict)
+    without_effect: list[str] = field(default_factory=list)
+    deprecated: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One finished optimizer step: seconds in all and by phase, seconds stalled, bytes over NVMe and to other ranks."""
 
@@ -126,6 +140,7 @@ class Snapshot:
     step: int = 0
     phase: Phase = "start"
     loss: float | None = None
+    configuration: ConfigurationStatus | None = None
     tiers: list[TierStatus] = field(default_factory=list)
     activations: ActivationStatus | None = None
     io: list[PathStatus] = field(default_factory=list)

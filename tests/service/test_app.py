@@ -21,6 +21,7 @@ from service.app import create_app
 from tiering.telemetry import (
     ActivationStatus,
     CollectiveStatus,
+    ConfigurationStatus,
     DirectionStatus,
     IoEngineStatus,
     PageWriter,
@@ -41,6 +42,12 @@ SAID = Snapshot(
     step=12,
     phase="step",
     loss=3.5,
+    configuration=ConfigurationStatus(
+        "ds_config.json",
+        "batch 8 = 2 x 4 ranks, bf16",
+        {"honoured": 3, "no effect": 1},
+        ["zero_optimization.reduce_bucket_size"],
+    ),
     tiers=[
         TierStatus("host", 96 * MIB, 16384 * MIB, 60 * MIB, 90 * MIB, {"parameters": 50 * MIB}),
         TierStatus("nvme", 900 * MIB, 99999 * MIB, 400 * MIB, 400 * MIB, {"optimizer state": 300 * MIB}),
@@ -128,6 +135,13 @@ def test_a_live_page_is_shown_whole(client: TestClient) -> None:
         "step": 12,
         "phase": "step",
         "loss": 3.5,
+        "configuration": {
+            "source": "ds_config.json",
+            "outcome": "batch 8 = 2 x 4 ranks, bf16",
+            "counts": {"honoured": 3, "no effect": 1},
+            "without_effect": ["zero_optimization.reduce_bucket_size"],
+            "deprecated": [],
+        },
         "tiers": [
             {
                 "name": "host",

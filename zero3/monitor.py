@@ -1,7 +1,7 @@
 """Monitors: where the figures of a run go, beside telemetry, that a configuration names. Rank 0 alone writes.
 
-An event is DeepSpeed's: (name, value, samples so far). A monitor that cannot be had ends ``initialize``; one that fails
-later, on a full disk, says so once and training goes on.
+An event is DeepSpeed's: (name, value, samples so far). A monitor that cannot be had ends ``initialize``; where one
+fails later, as on a full disk, that is said once and training goes on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ LONGEST_ROW = 4096
 
 
 class Writer(Protocol):
-    """One place that events go to. Both methods may raise anything."""
+    """One place that events go to. Both methods may raise anything; one that ``recovers`` is tried again."""
+
+    recovers: bool
 
     def write_events(self, events: list[Event]) -> None: ...
     def close(self) -> None: ...
@@ -70,11 +72,13 @@ class Monitor:
     def write_events(self, events: Iterable[Event]) -> None:
         """Write ``events``, of the run or of a program's own, to every monitor. Fails with a warning, once for each."""
         told = [(name, float(value), int(samples)) for name, value, samples in events]
-        for section, writer in self._writers.items():
+        for section, writer in [*self._writers.items()]:
             try:
                 writer.write_events(told)
             except Exception as error:  # whatever a library of others raises, training goes on
                 self._say_failed(section, error)
+                if not writer.recovers:
+                    del self._writers[section]
 
     def close(self) -> None:
         """Write what is still to be written. Idempotent."""
@@ -89,8 +93,7 @@ class Monitor:
         if section not in self._failed:
             self._failed.add(section)
             log.warning(
-                "%s could not be written (%s: %s): its figures have a gap from here on for as long as that lasts, and"
-                " training goes on",
+                "%s could not be written (%s: %s): from here on figures are missing there, and training goes on",
                 *(section, type(error).__name__, error),
             )
 
@@ -101,6 +104,8 @@ class CsvFiles:
     A row is one write to the end of the file, so that an unexpected end leaves at most a piece of the last one, which
     is cut off when the file is opened again.
     """
+
+    recovers = True
 
     def __init__(self, config: CsvMonitorConfig) -> None:
         self.directory = _directory("csv_monitor", config)
@@ -152,6 +157,8 @@ def _cut_off_torn_row(file: FileIO) -> int:
 class TensorBoard:
     """Event files of TensorBoard, complete after each step."""
 
+    recovers = False  # the library's writer has a thread, which an error ends
+
     def __init__(self, config: TensorBoardConfig) -> None:
         library = _library("torch.utils.tensorboard", "tensorboard")
         self._writer = library.SummaryWriter(log_dir=str(_directory("tensorboard", config)))
@@ -167,6 +174,8 @@ class TensorBoard:
 
 class Wandb:
     """A run of Weights & Biases: the one that the program has begun, or one of ours, which ends with the engine."""
+
+    recovers = False  # errors of the network are not told here: what is left is a run that is over
 
     def __init__(self, config: WandbConfig, whole: TieringConfig) -> None:
         library = _library("wandb", "wandb")

@@ -293,6 +293,8 @@ class _Reading:
 
     def _settle_type(self, section: str, example: str) -> str | None:
         """The type that ``section`` names. Refuses params that it does not have, and params without any type."""
+        if section in self.known.replaced:
+            return None
         kind = self._value(f"{section}.type")
         params = [key for key in self.entries if key.startswith(f"{section}.params.") and key in KEYS]
         if kind is None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from torch.utils.data import TensorDataset
 import tiering
 from optim_cpu.formats import split
 from tiering.errors import ConfigError, PlacementError, SwapSpaceError
+from zero3.schedulers import WarmupLR
 
 from .mixture import mixture, train_mixture
 
@@ -139,3 +143,103 @@ def test_a_missing_directory_is_refused_by_name(start: Callable[..., Any], nvme:
     nvme.rmdir()
     with pytest.raises(SwapSpaceError, match="does not exist"):
         start(**STREAMED)
+
+
+USUAL: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 5,
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": "auto",
+        "reduce_bucket_size": 1e6,
+        "cpu_offload": False,
+    },
+    "bf16": {"enabled": "auto"},
+    "gradient_clipping": "auto",
+    "tiering": {"telemetry": {"enabled": False}},
+}
+
+
+class Sized(nn.Linear):
+    """As transformers' models, it knows its configuration."""
+
+    config = SimpleNamespace(hidden_size=8)
+
+
+def test_auto_is_filled_in_from_a_trainers_arguments_and_the_model() -> None:
+    args = argparse.Namespace(
+        learning_rate=2e-3, warmup_steps=3, adam_beta1=0.8, adam_beta2=0.9, max_grad_norm=0.5
+    )
+    model = Sized(8, 8).to(torch.bfloat16)
+    engine, optimizer, _, scheduler = tiering.initialize(args, model, config=USUAL)
+    with engine:
+        assert engine.config.precision == "bf16"
+        assert engine.config.zero.persistence_threshold == 80
+        assert engine.config.gradient_clipping == 0.5
+        assert isinstance(scheduler, WarmupLR)
+        (group,) = optimizer.param_groups
+        assert group["betas"] == (0.8, 0.9)
+        for _ in range(4):
+            engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).sum())
+            engine.step()
+        assert group["lr"] == 2e-3
+    with pytest.raises(
+        ConfigError, match=r"lr: 'auto' is .* initialize\(args=...\) with learning_rate"
+    ) as caught:
+        tiering.initialize(model=nn.Linear(4, 4), config=USUAL)
+    assert "scheduler.params.warmup_num_steps" in str(caught.value)
+
+
+def test_what_an_object_replaces_need_not_be_filled_in() -> None:
+    model = nn.Linear(4, 4)
+    mine = torch.optim.AdamW(model.parameters(), lr=0.25)
+    halved = torch.optim.lr_scheduler.ConstantLR(mine, factor=0.5)
+    engine, optimizer, _, scheduler = tiering.initialize(
+        model=model, optimizer=mine, lr_scheduler=halved, config=USUAL
+    )
+    with engine:
+        assert scheduler is halved
+        assert optimizer.param_groups[0]["lr"] == 0.125
+        assert engine.config.optimizer is None
+        assert engine.config.scheduler is None
+
+
+def test_the_configuration_is_given_once(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    usual = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "tiering": USUAL["tiering"]}
+    path.write_text(json.dumps(usual))
+    args = argparse.Namespace(deepspeed=True, deepspeed_config=str(path))
+    for given in ({"args": args}, {"config_params": usual}, {"config": path}, {"args": {"deepspeed": usual}}):
+        engine, *_ = tiering.initialize(model=nn.Linear(4, 4), **given)
+        engine.close()
+        assert engine.config.train_batch_size == 1
+    with pytest.raises(ConfigError, match=r"as config and another as args.deepspeed_config"):
+        tiering.initialize(args, nn.Linear(4, 4), config=usual)
+    with pytest.raises(ConfigError, match="got no configuration"):
+        tiering.initialize(argparse.Namespace(deepspeed_config=None, deepspeed=True), nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match=r"needs a model.*not NoneType"):
+        tiering.initialize(config=usual)
+    with pytest.raises(ConfigError, match="all ranks are data parallel"):
+        tiering.initialize(model=nn.Linear(4, 4), config=usual, mpu=object())
+    with pytest.raises(ConfigError, match="dist_init_required"):
+        tiering.initialize(model=nn.Linear(4, 4), config=usual, dist_init_required=False)
+
+
+def test_the_start_says_what_the_configuration_comes_to(caplog: pytest.LogCaptureFixture) -> None:
+    config = USUAL | {"optimizer": {"type": "Lion"}, "scheduler": {}, "train_micro_batch_size_per_gpu": 3}
+    for _ in range(2):
+        engine, *_ = tiering.initialize(model=nn.Linear(4, 4), config=config)
+        engine.close()
+    said = [record.getMessage() for record in caplog.records if record.name == "tiering.progress"]
+    assert said == [  # once
+        (
+            "batch 3 = 3, fp32, ZeRO stage 3, Lion, gradients clipped at 1; without effect here: reduce_bucket_size;"
+            " deprecated: cpu_offload;"
+            " `tiering check FILE` explains"
+        )
+    ]
+    told = engine.snapshot().configuration
+    assert told is not None
+    assert told.outcome == "batch 3 = 3, fp32, ZeRO stage 3, Lion, gradients clipped at 1"
+    assert told.without_effect == ["zero_optimization.reduce_bucket_size"]

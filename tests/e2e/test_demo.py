@@ -416,37 +416,6 @@ def test_a_killed_demo_takes_its_children_along(tmp_path: Path) -> None:
 # -- The command line ----------------------------------------------------------------------------------------
 
 
-def test_check_prints_every_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "ds_config.json"
-    config: dict[str, Any] = {
-        "train_batch_size": 1,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 3},
-    }
-    path.write_text(json.dumps(config), encoding="utf-8")
-    assert main(["check", str(path)]) == 0
-    assert "zero_optimization.stage" in capsys.readouterr().out
-    path.write_text(json.dumps(config | {"train_batchsize": 1}), encoding="utf-8")
-    assert main(["check", str(path)]) == 1
-    assert "train_batchsize: unknown key; did you mean train_batch_size?" in capsys.readouterr().err
-    assert main(["check", str(tmp_path / "missing.json")]) == 2
-    assert "cannot read the configuration file" in capsys.readouterr().err
-
-
-def test_check_counts_the_batch_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "ds_config.json"
-    config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
-    path.write_text(json.dumps(config | {"optimizer": {"type": "AdamW"}}), encoding="utf-8")
-    assert main(["check", str(path), "--ranks", "8"]) == 0
-    capsys.readouterr()
-    assert main(["check", str(path)]) == main(["check", str(path), "--ranks", "4"]) == 1
-    told = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in told] == 2 * ["train_batch_size"]
-    with pytest.raises(SystemExit):
-        main(["check", str(path), "--ranks", "0"])
-    assert "at least 1 rank trains" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("steps", ["1", "0", "-3", "many"])
 def test_too_few_steps_are_refused(steps: str) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -1,0 +1,194 @@
+"""``tiering check``, as somebody at a terminal and a program call it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiering.cli import main
+
+Check = Callable[..., tuple[int, str, str]]
+
+TRAINERS = """{
+  // a file for a trainer
+  "train_batch_size": "auto",
+  "train_micro_batch_size_per_gpu": "auto",
+  "bf16": {"enabled": "auto"},
+  "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+  "zero_optimization": {
+    "stage": 3,
+    "overlap_comm": true,
+    "reduce_bucket_size": 5e8,
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+  },
+}
+"""
+
+
+@pytest.fixture
+def check(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Check:
+    """Exit code, stdout and stderr of ``tiering check`` for a file with ``text``."""
+
+    def run(text: str | dict[str, Any], *flags: str, columns: int = 140) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        path = tmp_path / "ds.json"
+        path.write_text(text if isinstance(text, str) else json.dumps(text, indent=1), encoding="utf-8")
+        capsys.readouterr()
+        code = main(["check", str(path), *flags])
+        out, err = capsys.readouterr()
+        return code, out, err.replace(str(tmp_path), "DIR")
+
+    return run
+
+
+GOOD = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+
+
+def test_a_file_that_loads(check: Check) -> None:
+    code, out, err = check(GOOD)
+    assert (code, err) == (0, "")
+    row = next(line.split() for line in out.splitlines() if "zero_optimization.stage" in line)
+    assert row[:4] == ["zero_optimization.stage", "3", "honoured", "file"]
+    assert "batch 4 = 4, fp32, ZeRO stage 3, AdamW, gradients clipped at 1" in out
+    assert out.endswith("3 honoured\n")
+
+
+def test_a_file_that_does_not(check: Check) -> None:
+    code, out, err = check(GOOD | {"train_batchsize": 1, "amp": {"enabled": True}})
+    assert code == 1
+    assert err.splitlines() == [
+        "DIR/ds.json:9: refused: train_batchsize: unknown key; did you mean train_batch_size?",
+        (
+            "DIR/ds.json:10: refused: amp: neither DeepSpeed 0.19 nor tiering has it; delete the line"
+            ' "amp": {"enabled": true}'
+        ),
+    ]
+    assert "3 honoured, 2 refused" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[1]", "not a JSON object"),
+        ('{"a": }', "line 1 column 7"),
+        ('{"fp16": {}, "fp16": {}}', "'fp16' appears twice"),
+        ('{"a": "\udcff"}', "no UTF-8"),
+        ("", "no JSON"),
+    ],
+)
+def test_a_file_that_cannot_be_read(check: Check, tmp_path: Path, text: str, says: str) -> None:
+    if "\udcff" in text:
+        (tmp_path / "odd.json").write_bytes(text.encode(errors="surrogateescape"))
+        assert main(["check", str(tmp_path / "odd.json")]) == 2
+        return
+    code, out, err = check(text)
+    assert (code, out) == (2, "")
+    assert says in err
+
+
+def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(tmp_path / "missing.json")]) == 2
+    assert "cannot read the configuration file" in capsys.readouterr().err
+
+
+def test_strict_is_about_keys_that_do_nothing(check: Check) -> None:
+    old = {
+        "zero_optimization": {
+            "stage": 2,
+            "cpu_offload": True,
+            "reduce_bucket_size": 5e8,
+            "overlap_comm": True,
+        }
+    }
+    code, out, err = check(GOOD | old)
+    assert (code, err) == (0, "")
+    assert "3 honoured, 2 no effect, 1 deprecated" in out
+    code, _, err = check(GOOD | old, "--strict")
+    assert code == 1
+    told = [line.split(": ")[1:3] for line in err.splitlines()]
+    assert told == [  # overlap_comm asks for what is so anyway
+        ["no effect", "zero_optimization.reduce_bucket_size"],
+        ["deprecated", "zero_optimization.cpu_offload"],
+    ]
+    assert check(GOOD, "--strict")[0] == 0
+
+
+def test_ranks_share_a_batch(check: Check, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    assert check(config, "--ranks", "8")[0] == 0
+    code, _, err = check(config, "--ranks", "4")
+    assert code == 1
+    assert "2 x 1 x 4 ranks is 8; give two of the three" in err
+    with pytest.raises(SystemExit):
+        check(config, "--ranks", "0")
+    assert "at least 1 rank trains" in capsys.readouterr().err
+
+
+def test_auto_is_filled_in_or_somebody_has_to(check: Check, tmp_path: Path) -> None:
+    code, _, err = check(TRAINERS)
+    assert code == 1
+    assert [line.split(": ")[2] for line in err.splitlines()] == [
+        "train_micro_batch_size_per_gpu",
+        "optimizer.params.lr",
+    ]
+    assert "initialize(args=...) with learning_rate" in err
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps({"hidden_size": 100, "dtype": "bfloat16"}), encoding="utf-8")
+    arguments = ("learning_rate=2e-5", "per_device_train_batch_size=4")
+    code, out, _ = check(TRAINERS, "--ranks", "2", "--model", str(model), "--json", "--args", *arguments)
+    assert code == 0
+    told = {each["key"]: each for each in json.loads(out)["keys"]}
+    zero = "zero_optimization.stage3_"
+    assert {key: each["value"] for key, each in told.items() if each["from"] == "auto"} == {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16.enabled": True,
+        "optimizer.params.lr": 2e-5,
+        "optimizer.params.weight_decay": 0.0,
+        f"{zero}prefetch_bucket_size": 9000,
+        f"{zero}param_persistence_threshold": 1000,
+    }
+    assert told["optimizer.params.lr"]["here"] == "args.learning_rate"
+    assert told[f"{zero}prefetch_bucket_size"]["here"] == "0.9 h^2, h = 100"
+
+
+def test_json_has_everything(check: Check) -> None:
+    code, out, _ = check(
+        GOOD | {"steps_per_print": float("inf"), "flops_profiler": {"enabled": False}}, "--json"
+    )
+    told = json.loads(out, parse_constant=pytest.fail)
+    assert (told["version"], told["exit_code"], code) == (1, 0, 0)
+    assert told["counts"] == {"honoured": 4, "mapped": 0, "no effect": 1, "deprecated": 0, "refused": 0}
+    assert told["keys"][-1] == {
+        "key": "flops_profiler",
+        "value": {"enabled": False},
+        "class": "no effect",
+        "from": "file",
+        "here": "progress is published as telemetry, which tierd shows",
+        "off": True,
+        "line": 10,
+    }
+    defaults = {each["key"]: each["value"] for each in told["defaults"]}
+    assert defaults["gradient_clipping"] == 1.0
+    assert defaults["train_micro_batch_size_per_gpu"] == 4
+    assert defaults["zero_optimization.offload_optimizer.device"] == "none"
+    assert not {each["key"] for each in told["keys"]} & set(defaults)
+
+
+def test_narrow_terminals_have_a_line_for_what_it_does(check: Check) -> None:
+    _, out, _ = check(TRAINERS, "--args", "learning_rate=1", "per_device_train_batch_size=1", columns=80)
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert max(map(len, lines)) <= 80
+    place = lines.index("zero_optimization.overlap_comm = true  no effect")
+    assert lines[place + 1] == "    collectives always run beside compute"
+
+
+def test_all_shows_what_the_file_does_not_set(check: Check) -> None:
+    assert "tiering.host_budget" not in check(GOOD)[1]
+    row = next(line.split() for line in check(GOOD, "--all")[1].splitlines() if "tiering.host_budget" in line)
+    assert row[1:4] == ['"auto"', "honoured", "default"]

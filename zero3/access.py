@@ -44,7 +44,7 @@ os.register_at_fork(after_in_child=_give_up_in_child)
 
 @contextmanager
 def gathered(
-    params: nn.Parameter | nn.Module | Iterable[nn.Parameter], *, modify: bool = False
+    params: nn.Parameter | nn.Module | Iterable[nn.Parameter], *, modify: bool = False, rank: int = 0
 ) -> Iterator[Any]:
     """Within the block, ``params`` (one, several, or a module's) hold their values, in the compute dtype.
 
@@ -52,7 +52,7 @@ def gathered(
     meanwhile and use what is shown. With ``modify``, what was changed in place becomes the parameter, and its fp32
     master takes the values of the changed elements (the others keep their bits below the compute dtype), also when the
     block ends by an exception; optimizer state stays. Yields ``params`` (as a list, unless it is one). Ordinary
-    parameters pass through. With several ranks all of them enter the block and leave it, and what rank 0 has made of
+    parameters pass through. With several ranks all of them enter the block and leave it, and what ``rank`` has made of
     the parameters counts.
 
     EngineStateError: without ``modify``, if the block has changed something (the change is dropped); with it, while a
@@ -74,17 +74,17 @@ def gathered(
                 saving.enter_context(owner.saving_copies())
             yield yielded
     finally:
-        refused = _take_back(lent, modify=modify)
+        refused = _take_back(lent, modify=modify, rank=rank)
     if refused:
         raise EngineStateError(f"inside gathered(), {refused[0]}; the change is dropped")
 
 
-def _take_back(lent: list[tuple[Access, nn.Parameter]], *, modify: bool) -> list[str]:
+def _take_back(lent: list[tuple[Access, nn.Parameter]], *, modify: bool, rank: int) -> list[str]:
     """End the loans, all of them whatever happens to one; returns what is wrong with changes that were made."""
     refused, errors = list[str](), list[BaseException]()
     for owner, param in lent:
         try:
-            problem = owner.take_back(param, modify=modify)
+            problem = owner.take_back(param, modify=modify, rank=rank)
         except BaseException as error:
             errors.append(error)
         else:
@@ -134,6 +134,11 @@ class Access:
             group.on_edit = self._store_edits
         self.handles = _watch_state_dict(model, self)
         _live.add(self)
+
+    def name_of(self, param: nn.Parameter) -> str:
+        """What ``module.named_parameters()`` calls ``param``."""
+        group, position = self._places[param]
+        return group.layout.pieces[position].name
 
     def named(self, name: str) -> tuple[ParamGroup, Piece]:
         """The group and the piece of the parameter ``name``; ConfigError if there is none."""
@@ -230,8 +235,8 @@ class Access:
         self.store_edits_of_residents(group)
         group.lend(position, self.copy_of(param))
 
-    def take_back(self, param: nn.Parameter, *, modify: bool) -> str:
-        """End ``lend`` and keep the changes; returns what is wrong with those that cannot be kept."""
+    def take_back(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
+        """End ``lend`` and keep the changes of ``rank``; returns what is wrong with those that cannot be kept."""
         group, position = self._places[param]
         piece, shown = group.layout.pieces[position], resharded.data_of(param)
         edited = group.lent_was_edited(position)
@@ -241,7 +246,7 @@ class Access:
             if tuple(shown.shape) != piece.shape or not shown.is_floating_point():
                 return f"{piece.name!r} of shape {piece.shape} became {shown.dtype} of shape {tuple(shown.shape)}"
             self._prefetcher.drop(group)
-            values = self._state.of_first(piece, shown.reshape(-1))
+            values = self._state.of_rank(rank, piece, shown.reshape(-1))
             if shown.dtype == group.dtype:
                 self._state.follow(group, piece, values, in_place=False)
             else:  # .data = what was loaded, perhaps with more bits

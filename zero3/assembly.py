@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from tiering.plan import Budgets, Plan, Tier
 from tiering.weights.files import open_weights
 from zero3.client_optimizer import ClientOptimizer
 from zero3.collectives import ALONE, Collectives, World, join
+from zero3.device import chosen_device
 from zero3.fill import Fill, Given
 from zero3.flat_storage import Streams
 from zero3.grads import GradientStore
@@ -92,7 +92,7 @@ def assemble(
     ``optimizer`` is what the user gave in place of the configuration's: an optimizer, or a function of the parameters.
     Parameters that ``weights`` hold take their first values from there.
     """
-    device = _device()
+    device = chosen_device()
     world = join(device, config.tiering.distributed.timeout)
     if device.type == "cuda" and world.local_size > 1:  # a launcher may show each rank its own GPU alone
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
@@ -253,20 +253,6 @@ def _move_buffers(
                     buffer.data = values
                 cast = buffer.is_floating_point() and name not in module._non_persistent_buffers_set
                 buffer.data = buffer.data.to(device, compute if cast else buffer.dtype)
-
-
-def _device() -> torch.device:
-    """The GPU if there is one, else the CPU; TIERING_DEVICE=cpu insists."""
-    wanted = os.environ.get("TIERING_DEVICE", "")
-    if wanted not in ("", "cpu", "cuda"):
-        raise ConfigError(f"TIERING_DEVICE is {wanted!r}; use 'cpu' or 'cuda'")
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "TIERING_DEVICE is 'cuda' but torch finds no GPU; install a CUDA build, or use 'cpu'"
-        )
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _budgets(

@@ -90,12 +90,7 @@ def join(device: torch.device, timeout: float) -> World:
             )
         return ALONE
     if not dist.is_initialized():
-        longest = timedelta(seconds=timeout + GRACE)
-        store, rank, size = next(rendezvous("env://", timeout=longest))
-        store = PrefixStore(_name_of_this_start(store, rank, size), store)
-        dist.init_process_group(
-            BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=longest
-        )
+        meet(BACKENDS[device.type], timedelta(seconds=timeout + GRACE))
     rank, size = standing()
     local_rank, local_size = _on_this_node(rank, size)
     if not 0 <= local_rank < local_size <= size:
@@ -104,6 +99,15 @@ def join(device: torch.device, timeout: float) -> World:
             " torchrun, or set both as it does"
         )
     return World(rank, size, local_rank, local_size)
+
+
+def meet(
+    backend: str, timeout: timedelta, where: str = "env://", rank: int = -1, world_size: int = -1
+) -> None:
+    """Make torch's process group of the ranks that meet at ``where``, the URL of a store; -1 is what the URL says."""
+    store, rank, size = next(rendezvous(where, rank, world_size, timeout=timeout))
+    store = PrefixStore(_name_of_this_start(store, rank, size), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def _name_of_this_start(store: Store, rank: int, size: int) -> str:

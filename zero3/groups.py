@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 ROOT = "root"
 PERSISTENT = "persistent"
+MARK = "_z3_leaf"
+"""An attribute of leaf modules, by the name that DeepSpeed's functions give it: a copied model has it, too."""
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -89,7 +91,7 @@ def form_groups(
 
 
 def leaf_modules(model: nn.Module, wanted: LeafModulesConfig) -> set[nn.Module]:
-    """The modules of ``model`` that ``wanted`` names, as DeepSpeed's leaf_module does."""
+    """The modules of ``model`` that ``wanted`` names, as DeepSpeed's leaf_module does, and those with a ``MARK``."""
     found: set[nn.Module] = set()
     unmatched = {*wanted.classes, *wanted.names, *wanted.name_suffixes}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -97,12 +99,13 @@ def leaf_modules(model: nn.Module, wanted: LeafModulesConfig) -> set[nn.Module]:
         titles = {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
         matched = titles.intersection(wanted.classes) | {name}.intersection(wanted.names)
         matched |= {suffix for suffix in wanted.name_suffixes if name.endswith(suffix)}
-        if matched and isinstance(module, NEVER_CALLED):
+        marked = bool(getattr(module, MARK, False))
+        if (matched or marked) and isinstance(module, NEVER_CALLED):
             raise ConfigError(
                 f"leaf_module names {name!r}, but a {kind.__name__} is never called, so nothing would bring its"
                 " parameters; name the module around it"
             )
-        if matched:
+        if matched or marked:
             found.add(module)
             unmatched -= matched
     if unmatched:

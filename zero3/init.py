@@ -31,7 +31,10 @@ class Init:
     Afterwards they have shapes and dtypes, but no values before ``initialize``: using one raises ResidencyError.
     Values that did not come from torch operations inside of the context (from numpy, or a file) stay in memory.
 
-    ``config`` is taken for DeepSpeed's sake, under its names there, too; nothing in it matters before ``initialize``.
+    With ``enabled`` False it does nothing. ``dtype`` is torch's default dtype inside: parameters are built in it, and
+    get their first values in it. Without it they keep the dtype of the model's code, and masters that precision. The
+    other arguments are DeepSpeed's and make no difference: where parameters go is up to ``initialize``.
+
     For one thread, and not reentrant: the context replaces ``nn.Module.register_parameter`` for the process.
     """
 
@@ -39,15 +42,44 @@ class Init:
     _deepcopy: Callable[..., Any] = nn.Parameter.__deepcopy__
 
     def __init__(
-        self, config: Any = None, *, module: nn.Module | None = None, config_dict_or_path: Any = None
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: object = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: object = None,
+        config: object = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: object = None,
+        zero_param_parallel_group: object = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: object = None,
+        param_swapper: object = None,
+        tensor_overrides: object = None,
     ) -> None:
-        if module is not None or isinstance(config, nn.Module):
+        if module is not None:
             raise ConfigError(
                 "zero.Init(module=...) is not supported in this version: build the model inside the context"
             )
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            raise ConfigError(
+                "zero.Init(zero_quantized_weights=...) would round the weights, which is not done here; leave it out"
+            )
+        if dtype is not None and not dtype.is_floating_point:
+            raise ConfigError(
+                f"zero.Init(dtype={dtype}) is no dtype of parameters; use torch.float32 or bfloat16"
+            )
         self.tape = Tape()
+        self._enabled = enabled
+        self._dtype = dtype
+        self._usual_dtype = torch.get_default_dtype()
 
     def __enter__(self) -> Self:
+        if not self._enabled:
+            return self
         if nn.Module.register_parameter is not Init._register:
             raise EngineStateError("zero.Init is open already: build the whole model in one context")
         tape = self.tape
@@ -65,11 +97,18 @@ class Init:
         nn.Module.register_parameter = register  # type: ignore[method-assign,assignment] # replaced on purpose
         nn.Parameter.__deepcopy__ = copied  # type: ignore[method-assign,assignment] # a copied module registers none
         tape.__enter__()
+        self._usual_dtype = torch.get_default_dtype()
+        if self._dtype is not None:
+            torch.set_default_dtype(self._dtype)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._enabled:
+            return
+        if self._dtype is not None:
+            torch.set_default_dtype(self._usual_dtype)
         nn.Module.register_parameter = Init._register  # type: ignore[method-assign]
         nn.Parameter.__deepcopy__ = Init._deepcopy  # type: ignore[method-assign]
         self.tape.__exit__(kind, error, trace)

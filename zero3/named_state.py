@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor, nn
 
 from tiering.errors import ConfigError, EngineStateError
-from zero3 import hooks
+from zero3 import hooks, resharded
 from zero3.access import Access
 from zero3.partition import Piece
 from zero3.readiness import Readiness
 from zero3.state import TieredState
 from zero3.update import Update
+
+_engines: weakref.WeakKeyDictionary[Access, weakref.ref[NamedState]] = weakref.WeakKeyDictionary()
+
+
+def engine_of(param: nn.Parameter) -> tuple[NamedState, str]:
+    """The engine that ``param`` belongs to, and its name there; ConfigError if it belongs to none that is open."""
+    owner = resharded.owner_of(param)
+    engine = _engines[owner]() if isinstance(owner, Access) else None
+    if not isinstance(owner, Access) or engine is None:
+        raise ConfigError(
+            f"a parameter of shape {tuple(param.shape)} belongs to no engine; initialize its model, and ask for the"
+            " parameters of engine.module"
+        )
+    return engine, owner.name_of(param)
 
 
 class NamedState:
@@ -22,6 +38,11 @@ class NamedState:
     _ready: Readiness
     _state: TieredState
     _updates: Update
+
+    def _serve(self, access: Access) -> None:
+        """Answer for the parameters of ``access``, which asks for them by object."""
+        self._access = access
+        _engines[access] = weakref.ref(self)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies, in host memory, of parameters in the compute dtype and of persistent buffers, by name."""
@@ -49,7 +70,7 @@ class NamedState:
         self._ready.check_open("set_fp32_parameter")
         group, piece = self._access.named(name)
         self._access.before_write(group, piece)
-        self._state.set_master(group, piece, self._state.of_first(piece, _flat_fp32(values, piece)))
+        self._state.set_master(group, piece, self._state.of_rank(0, piece, _flat_fp32(values, piece)))
 
     def get_fp32_gradient(self, name: str) -> Tensor | None:
         """A copy of the accumulated gradient, unscaled, before clipping, in fp32; None where there was none."""
@@ -74,7 +95,7 @@ class NamedState:
             raise EngineStateError(
                 "set_fp32_gradient was called without a backward since the last step; it replaces what that gave"
             )
-        flat = self._state.of_first(piece, _flat_fp32(values, piece))
+        flat = self._state.of_rank(0, piece, _flat_fp32(values, piece))
         self._state.set_gradient(group, piece, flat * self._updates.loss_scale.value)
 
     def get_fp32_state(self, name: str, key: str) -> Tensor:
@@ -89,7 +110,11 @@ class NamedState:
         self._ready.check_open("set_fp32_state")
         _, piece = self._access.named(name)
         _check_trained(piece)
-        self._state.set_moment(piece, key, self._state.of_first(piece, _flat_fp32(values, piece)))
+        self._state.set_moment(piece, key, self._state.of_rank(0, piece, _flat_fp32(values, piece)))
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a parameter has a master, gradients and optimizer state, or was frozen at ``initialize``."""
+        return self._access.named(name)[1].trainable
 
     @property
     def state_names(self) -> tuple[str, ...]:

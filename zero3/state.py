@@ -174,14 +174,14 @@ class TieredState:
                 tile.state, self._layout.moment_at(number, tile.numel, segment.start - tile.start), raw
             )
 
-    def of_first(self, piece: Piece, values: Tensor) -> Tensor:
-        """The flat ``values`` of ``piece`` that rank 0 has; without other ranks ``values`` themselves."""
+    def of_rank(self, rank: int, piece: Piece, values: Tensor) -> Tensor:
+        """The flat ``values`` of ``piece`` that ``rank`` has; without other ranks ``values`` themselves."""
         if self._collectives is None:
             return values
         what = f"take over {piece.name!r}"
         self._collectives.agree(what)
         theirs = values.detach().to("cpu", copy=True).contiguous()
-        self._collectives.broadcast(theirs, 0, what)
+        self._collectives.broadcast(theirs, rank, what)
         return theirs
 
     def has_gradient(self, piece: Piece) -> bool:

@@ -1,6 +1,7 @@
 """The engine: wires groups, tiers, gradients and optimizer together; the parts decide, this file does not.
 
-Reading and setting by name is in named_state.py, checkpoints and exports are in state_files.py.
+Reading and setting by name is in named_state.py, checkpoints and exports are in state_files.py, and what DeepSpeed's
+engine answers beside that in deepspeed/engine_names.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from zero3 import hooks
 from zero3.access import Access
 from zero3.assembly import Assembly, Weights, assemble
 from zero3.checkpoint import Checkpoints
+from zero3.deepspeed.engine_names import DeepSpeedNames
 from zero3.eager import eager
 from zero3.loader import TrainingLoader
 from zero3.monitor import Monitor, check_monitors
@@ -45,7 +47,7 @@ from zero3.trace import StepTrace
 from zero3.update import Update
 
 
-class Engine(NamedState, StateFiles):
+class Engine(NamedState, StateFiles, DeepSpeedNames):
     """A model whose parameters, gradients and optimizer state live on tiers. Made by ``initialize``.
 
     Usable as a context manager; ``close`` gives memory and swap space back. With several ranks, all of them make the
@@ -66,8 +68,10 @@ class Engine(NamedState, StateFiles):
         self._configuration = configuration
         self.lr_scheduler: LRScheduler | None = None
         self.training_dataloader: TrainingLoader | None = None
+        self.collate_fn: Callable[[list[Any]], Any] | None = None
         self._loss: Tensor | None = None
         self._trace: StepTrace | None = None
+        self._step_applied = False
 
         check_monitors(config.monitor)
         parts = assemble(model, config, model_parameters, optimizer, weights)
@@ -84,6 +88,7 @@ class Engine(NamedState, StateFiles):
     def _wire(self, model: nn.Module, parts: Assembly) -> None:
         config = self.config
         self.device, self.plan, self.optimizer = parts.device, parts.plan, parts.optimizer
+        self._world = parts.world
         self._tiers, self._groups, self._gradients = parts.tiers, parts.groups, parts.gradients
         self._updates = Update(config, parts)
         self._state = TieredState(parts)
@@ -111,7 +116,7 @@ class Engine(NamedState, StateFiles):
         )
         self._publisher: Publisher | None = None
         self._handles = hooks.install(model, self._groups, self._schedule)
-        self._access = Access(model, self._groups, self._schedule, self._prefetcher, self._state)
+        self._serve(Access(model, self._groups, self._schedule, self._prefetcher, self._state))
         self._ready = Readiness(config, parts, self._updates, self._schedule, self._access)
         self._preemption = Preemption(self._updates, alone=self._collectives is None)
         self.monitor = Monitor(config, parts.world.rank)
@@ -139,7 +144,7 @@ class Engine(NamedState, StateFiles):
             finally:
                 self._ready.in_forward = before
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def scale(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:
         """``loss`` as its backward needs it: times the loss scale, divided by gradient_accumulation_steps.
 
         ``engine.scale(loss).backward()`` is what ``engine.backward(loss)`` does.
@@ -153,17 +158,18 @@ class Engine(NamedState, StateFiles):
         self._schedule.activations.backward_of(loss)
         if self.config.precision == "fp16" or self.config.autocast == "fp16":
             loss = loss.float() * self.loss_scale.value
-        return loss / self.config.gradient_accumulation_steps
+        return loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
 
     @eager
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> Tensor:
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Accumulate the gradients of a scalar ``loss``, divided by gradient_accumulation_steps; returns that quotient.
 
+        With ``scale_wrt_gas`` False the script has divided the loss itself.
         After an exception the engine is as after its last step: gradients accumulated since then are gone.
         """
         self._ready.check_open("backward")
         waiting = self._ready.scaled
-        scaled = self.scale(loss)
+        scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
         with self._phase("backward"):
             try:
                 scaled.backward(retain_graph=retain_graph)
@@ -173,7 +179,7 @@ class Engine(NamedState, StateFiles):
             finally:
                 self._ready.scaled = waiting
         self._ready.pending_backward = True  # also if the loss has reached no parameter
-        return loss / self.config.gradient_accumulation_steps
+        return loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -189,8 +195,10 @@ class Engine(NamedState, StateFiles):
             self._ready.syncing = before
 
     @eager
-    def step(self) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; after gradient_accumulation_steps of them, update the parameters.
+
+        ``lr_kwargs`` is what the ``step`` of lr_scheduler is given then.
 
         A step whose gradients are not finite is skipped and leaves all state as it was; with dynamic loss scaling the
         scale is lowered, else a warning says which parameter it was. Ctrl-C waits for the end of the step (a second one
@@ -206,10 +214,11 @@ class Engine(NamedState, StateFiles):
             self._access.store_edits_of_residents()
         with deferred_interrupts():
             self._ready.pending_backward = False
-            self._ready.micro_steps += 1
+            self._ready.count(updated=boundary)
+            self._step_applied = False
             if boundary:
                 with self._phase("step"):
-                    self._update()
+                    self._update(lr_kwargs or {})
                 self._checkpoints.after_step(all_written=self._updates.saving == 2)
                 self._record.loss = self._updates.loss
                 self._record.end_step()
@@ -263,6 +272,7 @@ class Engine(NamedState, StateFiles):
     @micro_steps.setter
     def micro_steps(self, count: int) -> None:
         self._ready.micro_steps = count
+        self._ready.waiting = count % self._ready.accumulation
 
     @property
     def global_steps(self) -> int:
@@ -286,6 +296,10 @@ class Engine(NamedState, StateFiles):
         One rank that was asked stops all of them, after the same step; until then they do not say so.
         """
         return self._preemption.requested
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step`` has updated the parameters."""
+        return self._step_applied
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last one before an update."""
@@ -399,16 +413,16 @@ class Engine(NamedState, StateFiles):
         if trace is not None:
             trace.write(f"step {self.global_steps + 1}, ended by {cause}")
 
-    def _update(self) -> None:
+    def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         self._prefetcher.forget()
         try:
             loss = float(self._loss) if self._loss is not None else None
             asked = self._preemption.asked
-            stepped = self._updates.run(loss, stop=asked, saving=self._checkpoints.progress)
+            self._step_applied = self._updates.run(loss, stop=asked, saving=self._checkpoints.progress)
         finally:
             self._access.note_versions()
-        if stepped and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        if self._step_applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
 
     def _on_backward(self) -> None:
         """A backward has begun, which may bring gradients to parameters or not (torch.autograd.grad)."""
@@ -443,3 +457,7 @@ class Engine(NamedState, StateFiles):
         if self._updates.under_way:
             self._prefetcher.forget()  # also groups that are stepped only now
         self._updates.end_of_backward()
+
+
+DeepSpeedEngine = Engine
+"""By the name that scripts import."""

@@ -68,6 +68,10 @@ class LossScale:
         self._overflows_left = hysteresis  # until the factor halves, this one included
         self._clean = 0  # updates without overflow since the last one with it
 
+    def __call__(self) -> float:
+        """``value``, as DeepSpeed's engine.loss_scale() gives it."""
+        return self.value
+
     @classmethod
     def from_config(cls, config: TieringConfig) -> Self:
         """The loss scale that ``config`` asks for; 1.0, and that for good, unless something computes in fp16."""

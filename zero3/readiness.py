@@ -19,12 +19,14 @@ class Readiness:
     ) -> None:
         self.closed = False
         self.micro_steps = 0
+        self.waiting = 0  # of them, those that wait for their update
+        self.accumulation = config.gradient_accumulation_steps
+        self.boundary: bool | None = None  # what the script has said in place of counting
         self.pending_backward = False  # there are gradients for ``step``
         self.scaled = 0  # losses that were scaled and not sent backward yet
         self.syncing = True  # False inside no_sync
         self.in_forward = False
         self._stage = config.zero.stage
-        self._accumulation = config.gradient_accumulation_steps
         self._collectives, self._sink = parts.collectives, parts.sink
         self._updates = updates
         self._schedule = schedule
@@ -33,7 +35,12 @@ class Readiness:
     @property
     def at_boundary(self) -> bool:
         """Whether the micro-batch under way is the last one before an update."""
-        return (self.micro_steps + 1) % self._accumulation == 0
+        return self.waiting + 1 >= self.accumulation if self.boundary is None else self.boundary
+
+    def count(self, *, updated: bool) -> None:
+        """A micro-batch has ended, and with it an update or not."""
+        self.micro_steps += 1
+        self.waiting = 0 if updated else self.waiting + 1
 
     def check_open(self, what: str, *, loads: bool = False) -> None:
         """There is state, and it is of one step; or ``what`` loads it."""
@@ -68,7 +75,7 @@ class Readiness:
 
     def check_no_gradients(self, what: str) -> None:
         """No gradients wait for their step."""
-        if self.pending_backward or self.micro_steps % self._accumulation:
+        if self.pending_backward or self.waiting:
             raise EngineStateError(
                 f"{what} was called with gradients that no step has used, and a checkpoint holds none; call it after"
                 " the step() that uses them"
@@ -117,4 +124,5 @@ class Readiness:
     def drop_gradients(self) -> None:
         """Those since the last step are gone, and their micro-batches do not count."""
         self.pending_backward = False
-        self.micro_steps -= self.micro_steps % self._accumulation
+        self.micro_steps -= self.waiting
+        self.waiting = 0

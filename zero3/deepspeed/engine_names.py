@@ -1,0 +1,337 @@
+"""What scripts ask a DeepSpeed engine beside calling it: ranks, batches, sections of the configuration, rates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from tiering.config import OffloadConfig, OffloadOptimizerConfig, TieringConfig
+from tiering.errors import ConfigError, EngineStateError
+from zero3.client_optimizer import ClientOptimizer
+from zero3.collectives import World
+from zero3.loader import make_loader, make_ordered_loader
+from zero3.optimizer import TieredOptimizer
+from zero3.precision import COMPUTE_DTYPES
+from zero3.readiness import Readiness
+
+log = logging.getLogger(__name__)
+
+
+class DeepSpeedNames:
+    """The part of ``Engine`` that answers under DeepSpeed's names; what it lacks itself, its module may have."""
+
+    module: nn.Module
+    config: TieringConfig
+    optimizer: TieredOptimizer | ClientOptimizer
+    lr_scheduler: LRScheduler | None
+    close: Callable[[], None]
+    collate_fn: Callable[[list[Any]], Any] | None
+    _ready: Readiness
+    _world: World
+    _told_of_zero_grad = False
+
+    if TYPE_CHECKING:
+
+        @property
+        def global_steps(self) -> int: ...
+
+    else:  # our own code gets no attribute of a user's model by a slip
+
+        def __getattr__(self, name: str) -> Any:
+            """The module's attribute of that name (``parameters``, ``generate``, ...), as torch's wrappers do it."""
+            module = self.__dict__.get("module")
+            if hasattr(type(self), name):  # a property, which has raised this error itself
+                return object.__getattribute__(self, name)
+            if module is not None and not name.startswith("_") and hasattr(module, name):
+                return getattr(module, name)
+            near = get_close_matches(name, dir(self), 1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise AttributeError(
+                f"neither the engine nor its {type(module).__name__} has an attribute {name!r}{meant}",
+                name=name,
+                obj=None,
+            )
+
+    # Ranks
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among all."""
+        return self._world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its node."""
+        return self._world.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._world.size
+
+    @property
+    def dp_world_size(self) -> int:
+        """How many ranks share out the data: all."""
+        return self._world.size
+
+    @property
+    def mp_world_size(self) -> int:
+        """How many ranks share out one sample: 1."""
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank among those that share out the data."""
+        return self._world.rank
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank among those that share out one sample: 0."""
+        return 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    # Batches
+
+    def train_batch_size(self) -> int:
+        """Samples per update, over all ranks."""
+        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self._world.size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per forward and rank."""
+        return self.config.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Backwards per update."""
+        return self.config.gradient_accumulation_steps
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
+
+    @property
+    def global_samples(self) -> int:
+        """Samples so far, over all ranks, if each update had as many as the next."""
+        return self.global_steps * self.train_batch_size()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From now on ``is_boundary`` says whether a backward completes the gradients, and ``step`` updates.
+
+        For a loop that counts its micro-batches itself, and may call ``step`` once, after the last one. Losses are
+        divided by gradient_accumulation_steps all the same.
+        """
+        self._ready.check_open("set_gradient_accumulation_boundary")
+        self._ready.boundary = is_boundary
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change how many micro-batches an update has, between updates; a micro-batch stays as large as it is.
+
+        ConfigError if it is no multiple of a micro-batch on each rank, or would need gradients accumulated in another
+        dtype than was planned.
+        """
+        self._ready.check_open("set_train_batch_size")
+        self._ready.check_no_gradients("set_train_batch_size")
+        each = self.train_micro_batch_size_per_gpu() * self._world.size
+        if train_batch_size < each or train_batch_size % each:
+            raise ConfigError(
+                f"set_train_batch_size({train_batch_size}): a micro-batch on each of {self._world.size} ranks is {each}"
+                " samples; give a multiple of that"
+            )
+        steps = train_batch_size // each
+        fixed = self.config.tiering.grad_accum_dtype != "auto" or self.config.precision == "fp32"
+        if not fixed and (steps > 1) != (self.gradient_accumulation_steps() > 1):
+            raise ConfigError(
+                f"set_train_batch_size({train_batch_size}): gradients of several micro-batches are summed in fp32,"
+                f" those of one are kept in {self.config.precision}, and room was planned for"
+                f' gradient_accumulation_steps {self.gradient_accumulation_steps()}; set "tiering":'
+                ' {"grad_accum_dtype": "fp32"} in the configuration'
+            )
+        self.config = self.config.model_copy(
+            update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
+        )
+        self._ready.accumulation = steps
+
+    # Sections of the configuration
+
+    def zero_optimization(self) -> bool:
+        """Whether the stage is 1 or higher."""
+        return self.config.zero.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+        return self.config.zero.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether each rank keeps a part of the gradients only."""
+        return self.config.zero.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether each rank keeps a part of the parameters only."""
+        return self.config.zero.stage >= 3
+
+    def zero_offload_optimizer(self) -> OffloadOptimizerConfig | None:
+        """The section, if optimizer state may leave the device."""
+        section = self.config.zero.offload_optimizer
+        return None if section.device == "none" else section
+
+    def zero_offload_param(self) -> OffloadConfig | None:
+        """The section, if parameters may leave the device."""
+        section = self.config.zero.offload_param
+        return None if section.device == "none" else section
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether optimizer state is kept in host memory."""
+        return self.config.zero.offload_optimizer.device == "cpu"
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model computes in fp16."""
+        return self.config.precision == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model computes in bf16."""
+        return self.config.precision == "bf16"
+
+    def torch_autocast_enabled(self) -> bool:
+        """Whether forwards run under torch.autocast."""
+        return self.config.autocast is not None
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """What torch.autocast computes in."""
+        return None if self.config.autocast is None else COMPUTE_DTYPES[self.config.autocast]
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows the overflows, if there is one."""
+        return not self.config.loss_scale.scale
+
+    def gradient_clipping(self) -> float:
+        """The largest norm of all gradients; 0 is none."""
+        return self.config.gradient_clipping
+
+    def steps_per_print(self) -> int | None:
+        """After how many updates a line is logged; None is never."""
+        return self.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether the time of a step is logged in its parts."""
+        return self.config.wall_clock_breakdown
+
+    def dataloader_drop_last(self) -> bool:
+        """Whether a last, short micro-batch of training_data is left out."""
+        return self.config.dataloader_drop_last
+
+    # The optimizer
+
+    def optimizer_name(self) -> str:
+        """What steps the parameters ("Adam" is AdamW, too)."""
+        if isinstance(self.optimizer, ClientOptimizer):
+            return type(self.optimizer.client).__name__
+        return self.optimizer.rule.name
+
+    def scheduler_name(self) -> str | None:
+        """What the configuration names; None without a section."""
+        return None if self.config.scheduler is None else self.config.scheduler.type
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group."""
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """The betas of each param group, or its momentum."""
+        return self._of_groups("momentum" if self.optimizer_name() == "SGD" else "betas")
+
+    def get_type(self) -> list[Any]:
+        """The option "type" of each param group; 0.0 where there is none."""
+        return self._of_groups("type")
+
+    def set_lr(self, lr: float) -> None:
+        """Give all param groups this learning rate; a schedule sets its own after the next update."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing, as DeepSpeed under ZeRO: ``step`` forgets the gradients that it has used.
+
+        Those that wait for it stay, which is said once; ``optimizer.zero_grad()`` drops them.
+        """
+        if not self._told_of_zero_grad and (self._ready.pending_backward or self._ready.waiting):
+            self._told_of_zero_grad = True
+            log.warning(
+                "engine.zero_grad() leaves the gradients that wait for step(), as DeepSpeed under ZeRO does; to drop"
+                " them, call optimizer.zero_grad()"
+            )
+
+    def _of_groups(self, option: str) -> list[Any]:
+        return [group.get(option, 0.0) for group in self.optimizer.param_groups]
+
+    # State, data, the end
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Tensor]:
+        """``module.state_dict()``; of several ranks, all call it."""
+        state: dict[str, Tensor] = self.module.state_dict(
+            destination=destination,  # type: ignore[arg-type] # torch's TypeVar has None, too
+            prefix=prefix,
+            keep_vars=keep_vars,
+        )
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters():
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[int] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader of this rank's share of ``dataset``, in micro-batches unless ``batch_size`` says otherwise.
+
+        Shuffled for the route "train"; in its own order for "eval" and "predict", and in that of ``data_sampler``.
+        """
+        if route not in ("train", "eval", "predict"):
+            raise ConfigError(f"deepspeed_io got route {route!r}; use 'train', 'eval' or 'predict'")
+        options: dict[str, Any] = {
+            "rank": self._world.rank,
+            "world_size": self._world.size,
+            "drop_last": self.config.dataloader_drop_last,
+            "workers": num_local_io_workers or 0,
+            "pin_memory": pin_memory,
+        }
+        size = batch_size or self.config.micro_batch_size
+        collate = collate_fn or self.collate_fn
+        if route == "train" and data_sampler is None:
+            return make_loader(dataset, size, collate, **options)
+        return make_ordered_loader(dataset, size, collate, sampler=data_sampler, **options)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: parameters come and go, which a compiled whole does not see."""
+        raise EngineStateError(
+            "engine.compile() would compile the whole model, which does not see parameters come and go; before"
+            " initialize, compile its blocks in place (block.compile())"
+        )
+
+    def empty_partition_cache(self) -> None:
+        """Nothing: between passes no parameter is kept whole that would not be kept anyway."""
+
+    def destroy(self) -> None:
+        """``close``."""
+        self.close()

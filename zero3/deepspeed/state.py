@@ -1,0 +1,50 @@
+"""What an engine keeps of a parameter, read and set by the parameter itself. By name: named_state.py.
+
+Copies, of the parameter's shape, in fp32 and on its device; collective, as all that reads by name. A frozen parameter
+has neither gradient nor optimizer state: None.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from zero3.named_state import engine_of
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The fp32 master; a frozen parameter as it is."""
+    engine, name = engine_of(param)
+    return engine.get_fp32_parameter(name).to(param.device)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Make ``value`` the master, and the parameter what it rounds to."""
+    engine, name = engine_of(param)
+    engine.set_fp32_parameter(name, value)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """A state tensor of the optimizer ("exp_avg", ...)."""
+    engine, name = engine_of(param)
+    if not engine.is_trained(name):
+        return None
+    return engine.get_fp32_state(name, optim_state_key).to(param.device)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Replace a state tensor of the optimizer."""
+    engine, name = engine_of(param)
+    engine.set_fp32_state(name, optim_state_key, value)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The accumulated gradient, unscaled, between backward and step; None if there is none."""
+    engine, name = engine_of(param)
+    gradient = engine.get_fp32_gradient(name) if engine.is_trained(name) else None
+    return None if gradient is None else gradient.to(param.device)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Replace the accumulated gradient, between backward and step."""
+    engine, name = engine_of(param)
+    engine.set_fp32_gradient(name, value)

@@ -1,0 +1,60 @@
+"""Parameters that are elsewhere, by DeepSpeed's names. ``Init`` is in zero3/init.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from tiering.errors import ConfigError
+from zero3.access import gathered
+from zero3.collectives import standing
+from zero3.init import Init
+
+__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802 # DeepSpeed's is a class
+    params: nn.Parameter | nn.Module | Iterable[nn.Parameter],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Within the block ``params`` hold their values; with ``modifier_rank``, what that rank makes of them stays.
+
+    ``tiering.gathered`` under DeepSpeed's name, with its rules: without ``modifier_rank`` a change is an error, and all
+    ranks enter the block and leave it. ``fwd_module`` makes no difference: what a module reads of another's is found
+    without being told.
+    """
+    if not enabled:
+        yield
+        return
+    world_size = standing()[1]
+    if modifier_rank is not None and not 0 <= modifier_rank < world_size:
+        raise ConfigError(
+            f"GatheredParameters got modifier_rank {modifier_rank}, but the ranks are 0 to {world_size - 1};"
+            " modifier_rank=None reads"
+        )
+    with gathered(params, modify=modifier_rank is not None, rank=modifier_rank or 0):
+        yield
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing to do: a parameter that ``module`` reads of another module comes when it is read."""
+    _check(module, parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing to do, see ``register_external_parameter``."""
+    _check(module, parameter)
+
+
+def _check(module: Any, parameter: Any) -> None:
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise ConfigError(
+            "external parameters are an nn.Parameter that an nn.Module reads, not"
+            f" {type(parameter).__name__} and {type(module).__name__}"
+        )

@@ -1,16 +1,19 @@
-"""Memory tiering for PyTorch training: the public face.
+"""Memory tiering for PyTorch training: the public face, which has DeepSpeed's names, too.
 
-    engine, optimizer, dataloader, lr_scheduler = tiering.initialize(model=model, config="ds_config.json")
+    import tiering as deepspeed
+    engine, optimizer, dataloader, lr_scheduler = deepspeed.initialize(model=model, config="ds_config.json")
 
-Names are resolved on first use, so that ``import tiering`` loads neither torch nor the engine.
+Names are resolved on first use (see lazy.py), so that ``import tiering`` loads neither torch nor the engine.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from tiering import lazy
+
 if TYPE_CHECKING:
+    from tiering import accelerator, checkpointing, comm, ops, runtime, utils, zero
     from tiering.errors import (
         ArenaError,
         CheckpointError,
@@ -23,41 +26,43 @@ if TYPE_CHECKING:
         TieringError,
         WeightsError,
     )
-    from zero3 import init as zero
     from zero3.access import gathered
-    from zero3.engine import Engine
+    from zero3.deepspeed.accelerator import get_accelerator
+    from zero3.deepspeed.arguments import add_config_arguments
+    from zero3.deepspeed.distributed import init_distributed
+    from zero3.deepspeed.logs import log_dist
+    from zero3.engine import DeepSpeedEngine, Engine
     from zero3.initialize import EngineParts, initialize
     from zero3.planning import measure_rates, plan_for
     from zero3.saving import Saving
 
 __version__ = "0.1.0"
 
-# name -> (module, attribute); an empty attribute means the module itself.
-_LAZY = {
-    "initialize": ("zero3.initialize", "initialize"),
-    "Engine": ("zero3.engine", "Engine"),
-    "Saving": ("zero3.saving", "Saving"),
-    "EngineParts": ("zero3.initialize", "EngineParts"),
-    "gathered": ("zero3.access", "gathered"),
-    "plan_for": ("zero3.planning", "plan_for"),
-    "measure_rates": ("zero3.planning", "measure_rates"),
-    "zero": ("zero3.init", ""),
-    "TieringError": ("tiering.errors", "TieringError"),
-    "ConfigError": ("tiering.errors", "ConfigError"),
-    "PlacementError": ("tiering.errors", "PlacementError"),
-    "SwapSpaceError": ("tiering.errors", "SwapSpaceError"),
-    "SwapError": ("tiering.errors", "SwapError"),
-    "ArenaError": ("tiering.errors", "ArenaError"),
-    "EngineStateError": ("tiering.errors", "EngineStateError"),
-    "ResidencyError": ("tiering.errors", "ResidencyError"),
-    "WeightsError": ("tiering.errors", "WeightsError"),
-    "CheckpointError": ("tiering.errors", "CheckpointError"),
-}
+__getattr__, __dir__ = lazy.names(
+    __name__,
+    {
+        "tiering.errors": (
+            *("ArenaError", "CheckpointError", "ConfigError", "EngineStateError", "PlacementError"),
+            *("ResidencyError", "SwapError", "SwapSpaceError", "TieringError", "WeightsError"),
+        ),
+        "zero3.access": ("gathered",),
+        "zero3.deepspeed.accelerator": ("get_accelerator",),
+        "zero3.deepspeed.arguments": ("add_config_arguments",),
+        "zero3.deepspeed.distributed": ("init_distributed",),
+        "zero3.deepspeed.logs": ("log_dist",),
+        "zero3.engine": ("DeepSpeedEngine", "Engine"),
+        "zero3.initialize": ("EngineParts", "initialize"),
+        "zero3.planning": ("measure_rates", "plan_for"),
+        "zero3.saving": ("Saving",),
+    },
+    submodules=("accelerator", "checkpointing", "comm", "ops", "runtime", "utils", "zero"),
+)
 
 __all__ = [
     "ArenaError",
     "CheckpointError",
     "ConfigError",
+    "DeepSpeedEngine",
     "Engine",
     "EngineParts",
     "EngineStateError",
@@ -68,22 +73,19 @@ __all__ = [
     "SwapSpaceError",
     "TieringError",
     "WeightsError",
+    "accelerator",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
     "gathered",
+    "get_accelerator",
+    "init_distributed",
     "initialize",
+    "log_dist",
     "measure_rates",
+    "ops",
     "plan_for",
+    "runtime",
+    "utils",
     "zero",
 ]
-
-
-def __getattr__(name: str) -> object:
-    try:
-        module, attribute = _LAZY[name]
-    except KeyError:
-        raise AttributeError(f"module 'tiering' has no attribute {name!r}") from None
-    loaded = import_module(module)
-    return getattr(loaded, attribute) if attribute else loaded
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,13 @@
+"""``deepspeed.accelerator``: the device that this process computes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiering import lazy
+
+if TYPE_CHECKING:
+    from zero3.deepspeed.accelerator import get_accelerator
+
+__all__ = ["get_accelerator"]
+__getattr__, __dir__ = lazy.names(__name__, {"zero3.deepspeed.accelerator": __all__})

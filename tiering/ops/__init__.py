@@ -1,0 +1,13 @@
+"""``deepspeed.ops``: optimizers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiering import lazy
+
+if TYPE_CHECKING:
+    from tiering.ops import adagrad, adam, lion
+
+__all__ = ["adagrad", "adam", "lion"]
+__getattr__, __dir__ = lazy.names(__name__, {}, submodules=__all__)

@@ -1,0 +1,13 @@
+"""``deepspeed.runtime``: what of it training scripts import."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiering import lazy
+
+if TYPE_CHECKING:
+    from tiering.runtime import dataloader, lr_schedules, utils
+
+__all__ = ["dataloader", "lr_schedules", "utils"]
+__getattr__, __dir__ = lazy.names(__name__, {}, submodules=__all__)

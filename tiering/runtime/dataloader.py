@@ -1,0 +1,13 @@
+"""``deepspeed.runtime.dataloader``: loaders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiering import lazy
+
+if TYPE_CHECKING:
+    from zero3.loader import RepeatingLoader
+
+__all__ = ["RepeatingLoader"]
+__getattr__, __dir__ = lazy.names(__name__, {"zero3.loader": __all__})

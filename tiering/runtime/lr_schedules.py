@@ -1,0 +1,13 @@
+"""``deepspeed.runtime.lr_schedules``: learning rates by update."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiering import lazy
+
+if TYPE_CHECKING:
+    from zero3.schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+__all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+__getattr__, __dir__ = lazy.names(__name__, {"zero3.schedulers": __all__})

@@ -1,0 +1,18 @@
+"""``deepspeed.zero``: models whose parameters have no memory yet, and parameters that are elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiering import lazy
+
+if TYPE_CHECKING:
+    from zero3.deepspeed.zero import (
+        GatheredParameters,
+        Init,
+        register_external_parameter,
+        unregister_external_parameter,
+    )
+
+__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
+__getattr__, __dir__ = lazy.names(__name__, {"zero3.deepspeed.zero": __all__})

@@ -42,16 +42,16 @@ class Totals:
 
     @classmethod
     def of(cls, record: RunRecord, tiers: Tiers) -> Self:
-        files = tiers.aio.stats() if tiers.aio is not None else []
+        """As of the end of the last step."""
         return cls(
             steps=record.step,
             seconds=record.elapsed,
             phases=dict(record.seconds),
             stalls=dict(tiers.stalls.seconds),
-            read={file.name: file.read.bytes for file in files},
-            reading={file.name: file.read.busy_ns / 1e9 for file in files},
-            written={file.name: file.write.bytes for file in files},
-            writing={file.name: file.write.busy_ns / 1e9 for file in files},
+            read={file.name: file.read.bytes for file in record.files},
+            reading={file.name: file.read.busy_ns / 1e9 for file in record.files},
+            written={file.name: file.write.bytes for file in record.files},
+            writing={file.name: file.write.busy_ns / 1e9 for file in record.files},
             sent=record.sent(),
         )
 

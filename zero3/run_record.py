@@ -16,7 +16,7 @@ import torch
 from tiering import logs
 from tiering.budgets import host_memory
 from tiering.config import TelemetryConfig, format_size
-from tiering.io_stats import DirectionStats
+from tiering.io_stats import DirectionStats, FileStats
 from tiering.plan import Tier
 from tiering.swap_file import free_by_file_system
 from tiering.telemetry import (
@@ -80,7 +80,8 @@ class RunRecord:
         self._steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self._step_began = time.perf_counter()
         self._stalled_before = 0.0
-        self._moved_before = self.moved()  # filling the tiers is not part of the first step
+        self.files = self._stats()  # what went over each path by the end of the last step
+        self._moved_before = _moved(self.files)  # filling the tiers is not part of the first step
         self._sent_before = self.sent()
         self._capacities = _capacities(tiers)
 
@@ -110,7 +111,8 @@ class RunRecord:
     def end_step(self) -> None:
         """An optimizer step has ended: record it."""
         self.step += 1
-        now, moved, stalled = time.perf_counter(), self.moved(), self._tiers.stalls.total
+        self.files = self._stats()
+        now, moved, stalled = time.perf_counter(), _moved(self.files), self._tiers.stalls.total
         sent = self.sent()
         seconds = now - self._step_began
         self.elapsed += seconds
@@ -142,10 +144,10 @@ class RunRecord:
 
     def moved(self) -> tuple[int, int]:
         """Bytes (read, written) over NVMe so far."""
-        if self._tiers.aio is None:
-            return 0, 0
-        files = self._tiers.aio.stats()
-        return sum(f.read.bytes for f in files), sum(f.write.bytes for f in files)
+        return _moved(self._stats())
+
+    def _stats(self) -> list[FileStats]:
+        return self._tiers.aio.stats() if self._tiers.aio is not None else []
 
     def sent(self) -> int:
         """Bytes sent to other ranks so far."""
@@ -215,6 +217,10 @@ class RunRecord:
             return None
         info = self._tiers.aio.info
         return IoEngineStatus(info.engine, list(info.flags), info.registered_bytes, info.passed_over)
+
+
+def _moved(files: Sequence[FileStats]) -> tuple[int, int]:
+    return sum(file.read.bytes for file in files), sum(file.write.bytes for file in files)
 
 
 def _direction(stats: DirectionStats) -> DirectionStatus:

@@ -1,0 +1,64 @@
+"""What a user asked to see of a run with several ranks: the first one tells it, with what it sent to the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiering
+from tests.zero3.conftest import config
+from tiering import logs
+
+from .models import Blocks, vectors
+from .pool import Pool
+from .training import usual
+
+Ranks = Callable[..., Pool]
+STEPS = 2
+
+
+def seen(rank: int, nvme: Path, output: Path) -> dict[str, Any]:
+    """The lines that this rank says, and what its record has."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")
+    logger = logging.getLogger(logs.PROGRESS)
+    logger.addHandler(handler)
+    asked = {
+        "steps_per_print": 1,
+        "csv_monitor": {"enabled": True, "output_path": str(output), "job_name": "job"},
+    }
+    try:
+        settings = config(nvme, **usual()) | asked
+        with tiering.initialize(model=Blocks(), config=settings).engine as engine:
+            losses = []
+            for shares in vectors(STEPS, 2):
+                loss = engine(*shares[rank])
+                losses.append(loss.item())
+                engine.backward(loss)
+                engine.step()
+            sent = [step.sent_bytes for step in engine.snapshot().steps]
+    finally:
+        logger.removeHandler(handler)
+    return {"lines": [line for line in lines if " step " in line], "losses": losses, "sent": sent}
+
+
+def test_the_first_rank_tells_of_the_mean_loss_and_of_its_own_bytes(
+    ranks: Ranks, nvme: Path, tmp_path: Path
+) -> None:
+    first, other = ranks(2).run(seen, nvme, tmp_path)
+    assert other["lines"] == []
+    means = [sum(losses) / 2 for losses in zip(first["losses"], other["losses"], strict=True)]
+    for number, (line, mean) in enumerate(zip(first["lines"], means, strict=True), start=1):
+        assert line.startswith(f"INFO [rank 0] step {number}: loss {mean:.5g}, gradient norm ")
+    files = {path.name: path.read_text().splitlines() for path in (tmp_path / "job").iterdir()}
+    samples = [4, 8]  # of both ranks
+    assert files["Tiering_sent_bytes.csv"][1:] == [
+        f"{count},{float(nbytes)}" for count, nbytes in zip(samples, first["sent"], strict=True)
+    ]
+    losses = [float(row.partition(",")[2]) for row in files["Train_Samples_train_loss.csv"][1:]]
+    assert losses == pytest.approx(means)

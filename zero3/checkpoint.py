@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
 
 from tiering import logs
 from tiering.checkpoint.directory import CheckpointDirectory, check_keep
@@ -54,7 +56,6 @@ class Checkpoints:
         self._parts = parts
         self._updates = updates
         self._collectives = parts.collectives
-        self._share = Share(parts)
         self._run = RunState(engine, updates, parts.world.rank)
         self._run_id = new_run()  # until it goes on from a checkpoint; rank 0's counts
         self._io = engine.config.tiering.io
@@ -62,6 +63,7 @@ class Checkpoints:
         self._under_way: UnderWay | None = None
         self._last: Saving | None = None
         self._standstill = Standstill(parts.tiers.stalls)
+        self._half_loaded: set[nn.Parameter] = set()  # what loads were filling when they failed
 
     def save(
         self,
@@ -70,6 +72,7 @@ class Checkpoints:
         client_state: Mapping[str, Any],
         *,
         latest: bool,
+        exclude_frozen: bool,
         keep: int | None,
         background: bool,
     ) -> Saving:
@@ -78,7 +81,7 @@ class Checkpoints:
         earlier = self._last
         self._standstill = Standstill(self._parts.tiers.stalls)
         tag = tag if tag is not None else f"global_step{self._updates.steps}"
-        asked = Asked(str(save_dir), tag, latest, keep, background)
+        asked = Asked(str(save_dir), tag, latest, exclude_frozen, keep, background)
         with self._standstill.now():
             under_way = self._begin(asked, client_state)
             with deferred_interrupts():  # what is under way has begun
@@ -134,7 +137,7 @@ class Checkpoints:
                 self._directory = None
 
     def load(
-        self, load_dir: Path, tag: str | None, *, states: bool, scheduler: bool
+        self, load_dir: Path, tag: str | None, *, strict: bool, states: bool, scheduler: bool
     ) -> tuple[Path | None, dict[str, Any]]:
         """See Engine.load_checkpoint. The engine is idle; afterwards it has no gradients."""
         self._end_earlier()
@@ -152,7 +155,10 @@ class Checkpoints:
 
         def prepare() -> str:
             checkpoint = open_checkpoint(path)
-            restore = Restore(checkpoint, self._engine.module, self._parts, self._io, states=states)
+            restore = Restore(
+                checkpoint, self._engine.module, self._parts, self._io, states=states, strict=strict
+            )
+            restore.check_kept(self._half_loaded)
             rank = self._rank
             shared = rank_state(checkpoint.rank(0), self._io) if restore.of_run else RankState({}, {})
             has_own = rank < checkpoint.manifest.world_size
@@ -170,6 +176,7 @@ class Checkpoints:
         restore, shared, own = prepared[0]
         began = time.monotonic()
         self._updates.torn = NOT_LOADED
+        self._half_loaded |= restore.filled
         self._together("load the checkpoint", restore.run)
         restore.count_steps()
         client_state: dict[str, Any] = {}
@@ -182,6 +189,7 @@ class Checkpoints:
         if restore.of_run and states:
             self._run_id = restore.run_id
         self._updates.torn = ""
+        self._half_loaded.clear()
         log.log(logs.once(logging.INFO), "checkpoint %s loaded in %.1f s", path, time.monotonic() - began)
         return path, client_state
 
@@ -190,6 +198,7 @@ class Checkpoints:
         return self._parts.world.rank
 
     def _begin(self, asked: Asked, client_state: Mapping[str, Any]) -> UnderWay:
+        share = Share(self._parts, frozen=not asked.exclude_frozen)
         collected: list[RankState] = []
         made: list[Path] = []
         savers: list[Saver] = []
@@ -205,7 +214,7 @@ class Checkpoints:
             _check_shared(partial)
             savers.append(
                 Saver(
-                    self._share,
+                    share,
                     collected[0],
                     self._parts.tiers,
                     partial,
@@ -227,7 +236,7 @@ class Checkpoints:
             self._discard(made)
             raise
         saving = Saving(self, partial.parent / asked.tag, asked.tag)
-        return UnderWay(asked, saving, savers[0], self._manifest(), partial, self._standstill)
+        return UnderWay(asked, saving, savers[0], self._manifest(share), partial, self._standstill)
 
     def _opened(self, save_dir: Path) -> CheckpointDirectory:
         """The directory ``save_dir``, which is this engine's until it saves elsewhere."""
@@ -269,7 +278,7 @@ class Checkpoints:
         under_way = self._under_way
         assert under_way is not None and self._directory is not None
         with naming(under_way.partial / MANIFEST):
-            files = self._files(under_way.partial)
+            files = self._files(under_way.partial, under_way.manifest.kinds)
             replace(under_way.manifest, files=files).write(under_way.partial)
         self._directory.commit(
             under_way.partial,
@@ -376,29 +385,29 @@ class Checkpoints:
         if self._collectives is not None:
             self._collectives.peers.note("")
 
-    def _files(self, partial: Path) -> dict[str, int]:
+    def _files(self, partial: Path, kinds: Sequence[str]) -> dict[str, int]:
         """The files of all ranks, with their bytes."""
         world_size = self._parts.world.size
         names = [
             file_name(kind, rank, world_size)
             for rank in range(world_size)
-            for kind in (*self._share.kinds, "rank", "checksums")
+            for kind in (WEIGHTS, *kinds, "rank", "checksums")
         ]
         return {name: (partial / name).stat().st_size for name in names}
 
-    def _manifest(self) -> Manifest:
+    def _manifest(self, share: Share) -> Manifest:
         """What the checkpoint says of itself, but for its files."""
         optimizer = self._parts.optimizer
-        parameters = {
-            piece.name: StoredParameter(
-                piece.shape,
-                "F32" if piece.trainable else STORED_NAMES[group.dtype],
-                piece.trainable,
-                optimizer.steps.get(piece.index, 0) if piece.trainable else 0,
-            )
-            for group in self._parts.groups
-            for piece in group.layout.pieces
-        }
+        saved: dict[str, StoredParameter] = {}
+        excluded: dict[str, StoredParameter] = {}
+        for group in self._parts.groups:
+            for piece in group.layout.pieces:
+                (saved if piece.trainable or share.has_frozen else excluded)[piece.name] = StoredParameter(
+                    piece.shape,
+                    "F32" if piece.trainable else STORED_NAMES[group.dtype],
+                    piece.trainable,
+                    optimizer.steps.get(piece.index, 0) if piece.trainable else 0,
+                )
         return Manifest(
             run=self._run_id,
             step=self._updates.steps,
@@ -406,10 +415,11 @@ class Checkpoints:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             optimizer=optimizer_name(optimizer),
             precision=self._engine.config.precision,
-            kinds=tuple(kind for kind in self._share.kinds if kind != WEIGHTS),
-            parameters=parameters,
+            kinds=tuple(kind for kind in share.kinds if kind != WEIGHTS),
+            parameters=saved,
             files={},
             training={"micro_steps": self._engine.micro_steps, **self._updates.state_dict()},
+            excluded=excluded,
         )
 
     def _together(self, what: str, work: Callable[[], T]) -> list[T]:

@@ -10,6 +10,7 @@ Ranks take rank 0's values, range by range; from files each of them reads its ow
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -123,21 +124,28 @@ class Fill:
             forget(group.params)
 
     def again(self, groups: Sequence[ParamGroup], given: Mapping[nn.Parameter, Given]) -> None:
-        """Fill groups that have their parameters, all of which are ``given``, anew."""
+        """Fill groups that have their parameters anew, with what is ``given``.
+
+        Other parameters keep their values, and their masters; their moments start anew.
+        """
         for group in groups:
-            self._fill(group, given)
+            self._fill(group, given, keeps=True)
         self._tiers.staging.drain()
 
-    def _fill(self, group: ParamGroup, given: Mapping[nn.Parameter, Given]) -> None:
+    def _fill(self, group: ParamGroup, given: Mapping[nn.Parameter, Given], *, keeps: bool = False) -> None:
         if self._collectives is not None:  # others that wait see that this rank moves
             self._collectives.peers.note(f"filling {group.name!r}")
         kept = group.shard if group.sharded else group.layout
         params = dict(zip((piece.index for piece in group.layout.pieces), group.params, strict=True))
-        home = _Home(self._tiers, group, kept.numel, {piece.index: piece for piece in kept.pieces})
-        state = _State(self._tiers, self._tiles.get(group, []), self._layout)
+        held = {piece.index for piece in group.layout.pieces if keeps and params[piece.index] not in given}
+        home = _Home(self._tiers, group, kept.numel, {piece.index: piece for piece in kept.pieces}, held)
+        state = _State(self._tiers, self._tiles.get(group, []), self._layout, held)
         try:
             for piece in group.layout.pieces:
                 param = params[piece.index]
+                if piece.index in held:
+                    state.restart(piece.index, self._initial_state.get(param) or 0.0)
+                    continue
                 if param in given:
                     ranges = self._own(param, given[param], home.pieces.get(piece.index), state)
                 else:
@@ -220,12 +228,18 @@ class _Window:
         self._writing: AbstractContextManager[Tensor] | None = None
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def move(self, home: Home, offset: int, nbytes: int, gaps: Iterable[range]) -> None:
-        """End this range, and begin another, in which nothing will be put into ``gaps``."""
+    def move(self, home: Home, offset: int, nbytes: int, gaps: Iterable[range], *, keeps: bool) -> None:
+        """End this range, and begin another, in which nothing will be put into ``gaps``.
+
+        It ``keeps`` what is not put there, or else has no contents yet.
+        """
         self.end()
+        before = self._tiers.load(home, offset, nbytes) if keeps and not home.on_host else None
         writing = self._tiers.writing(home, offset, nbytes)
         self.bytes = writing.__enter__()
         self._writing = writing
+        if before is not None:
+            self.bytes.copy_(before)
         for gap in gaps:
             self.bytes[gap.start : gap.stop].zero_()
 
@@ -242,10 +256,16 @@ class _Window:
 
 
 class _Home:
-    """The home of a group's parameters, or of this rank's shard of them, filled from its beginning to its end."""
+    """The home of a group's parameters, or of this rank's shard of them, filled from its beginning to its end.
 
-    def __init__(self, tiers: Tiers, group: ParamGroup, numel: int, pieces: Mapping[int, Piece]) -> None:
+    Those that are ``held`` keep their values; ranges with no others are neither read nor written.
+    """
+
+    def __init__(
+        self, tiers: Tiers, group: ParamGroup, numel: int, pieces: Mapping[int, Piece], held: AbstractSet[int]
+    ) -> None:
         self.pieces = pieces
+        self._held = held
         self._group = group
         self._numel = numel
         most = tiers.chunk_bytes // group.dtype.itemsize // QUANTUM * QUANTUM
@@ -282,10 +302,15 @@ class _Home:
             start = self._at.stop
             self._at = range(start, min(start + self._chunk, self._numel))
             itemsize = self._group.dtype.itemsize
-            held = segments(self._pieces, self._at.start, self._at.stop)
-            filled = ((each.start - start, each.start - start + each.numel) for each in held)
+            parts = list(segments(self._pieces, self._at.start, self._at.stop))
+            keeps = any(part.piece.index in self._held for part in parts)
+            if keeps and all(part.piece.index in self._held for part in parts):
+                self._window.end()
+                continue
+            filled = ((each.start - start, each.start - start + each.numel) for each in parts)
             gaps = _between(filled, len(self._at), itemsize)
-            self._window.move(self._group.home, start * itemsize, len(self._at) * itemsize, gaps)
+            nbytes = len(self._at) * itemsize
+            self._window.move(self._group.home, start * itemsize, nbytes, gaps, keeps=keeps)
 
 
 def _between(filled: Iterable[tuple[int, int]], end: int, itemsize: int, base: int = 0) -> Iterator[range]:
@@ -308,10 +333,13 @@ class _Place:
 
 
 class _State:
-    """The state of a group's tiles, filled from the first to the last."""
+    """The state of a group's tiles, filled from the first to the last. Those that are ``held`` keep their masters."""
 
-    def __init__(self, tiers: Tiers, tiles: Sequence[Tile], layout: StateLayout) -> None:
+    def __init__(
+        self, tiers: Tiers, tiles: Sequence[Tile], layout: StateLayout, held: AbstractSet[int]
+    ) -> None:
         self._tiles = tiles
+        self._held = held
         self._layout = layout
         self._window = _Window(tiers)
         self._open = -1
@@ -337,6 +365,13 @@ class _State:
                         number, inside, numel, start[here] if isinstance(start, Tensor) else start
                     )
 
+    def restart(self, index: int, start: float) -> None:
+        """Set all moments of a parameter to ``start``."""
+        for place in self._places.get(index, ()):
+            self._advance(place.tile)
+            for number in range(self._layout.moments):
+                self._set_moment(number, place.inside, place.numel, start)
+
     def cut(self, mine: Piece) -> Iterator[tuple[int, int]]:
         """The elements of a parameter, or of a part of one, cut where a tile begins or ends."""
         places = self._places.get(mine.index, ())
@@ -359,7 +394,9 @@ class _State:
         while self._open < number:
             self._open += 1
             tile = self._tiles[self._open]
-            self._window.move(tile.state, 0, tile.numel * self._layout.itemsize, self._gaps(tile))
+            keeps = any(segment.piece.index in self._held for segment in tile.segments)
+            nbytes = tile.numel * self._layout.itemsize
+            self._window.move(tile.state, 0, nbytes, self._gaps(tile), keeps=keeps)
 
     def _gaps(self, tile: Tile) -> Iterator[range]:
         """What of the bytes of ``tile`` only pads, in its masters and in each moment."""

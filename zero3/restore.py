@@ -7,7 +7,8 @@ state. Every page is compared with its sum as it is read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 
 from torch import Tensor, nn
@@ -34,31 +35,47 @@ log = logging.getLogger(__name__)
 class Restore:
     """Fills the tiers of ``parts`` from ``checkpoint``; ``states`` says whether optimizer state is taken from there.
 
-    To make one checks that the checkpoint is this model's, and changes nothing: CheckpointError if it is not.
+    To make one checks that the checkpoint is this model's, and changes nothing: CheckpointError if it is not. Frozen
+    parameters that the save has excluded keep their values, and so do, unless it is to be ``strict``, all that only the
+    model has; what only the checkpoint has is left.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, model: nn.Module, parts: Assembly, io: IoConfig, *, states: bool
+        self,
+        checkpoint: Checkpoint,
+        model: nn.Module,
+        parts: Assembly,
+        io: IoConfig,
+        *,
+        states: bool,
+        strict: bool,
     ) -> None:
         self._checkpoint = checkpoint
         self._model = model
         self._parts = parts
         self._io = io
+        excluded = checkpoint.manifest.excluded
         try:
-            self._matched = match(model, checkpoint.with_buffers(parts.world.rank))
+            files = checkpoint.with_buffers(parts.world.rank)
+            self._matched = match(model, files, strict=strict, excluded=excluded)
         except WeightsError as error:
+            remedy = "build the model that was saved"
+            if strict:
+                remedy += "; load_module_strict=False leaves what only one side has"
             raise CheckpointError(
-                f"checkpoint {checkpoint.path} is of another model: {error.what}; build the model that was saved"
+                f"checkpoint {checkpoint.path} is of another model: {error.what}; {remedy}"
             ) from error
-        without = [name for name, param in model.named_parameters() if param not in self._matched.sources]
-        if without:
-            raise CheckpointError(
-                f"checkpoint {checkpoint.path} has no values for {', '.join(map(repr, without[:3]))}"
-                f"{' and others' if len(without) > 3 else ''}: build the engine with initialize(weights=), which gives"
-                " first values to what files of weights leave out"
-            )
+        self.filled = frozenset(self._matched.sources)
+        self._kept = {name: param for name, param in model.named_parameters() if param not in self.filled}
+        for name, param in self._kept.items():
+            if name in excluded and excluded[name].shape != tuple(param.shape):
+                raise CheckpointError(
+                    f"checkpoint {checkpoint.path} is of another model: its {name!r}, which it excludes, is"
+                    f" {list(excluded[name].shape)} and not {list(param.shape)}; build the model that was saved"
+                )
         self._names = {param: source.parts[0].name for param, source in self._matched.sources.items()}
         self._states = self._kinds() if states else {}
+        self._tell_kept()
 
     @property
     def of_run(self) -> bool:
@@ -69,6 +86,15 @@ class Restore:
     def run_id(self) -> str:
         """The run that saved it."""
         return self._checkpoint.manifest.run
+
+    def check_kept(self, uncertain: AbstractSet[nn.Parameter]) -> None:
+        """CheckpointError if a parameter would keep its value that is ``uncertain``."""
+        lost = [name for name, param in self._kept.items() if param in uncertain]
+        if lost:
+            raise CheckpointError(
+                f"checkpoint {self._checkpoint.path} does not have {_first(lost)}, and this engine does no longer,"
+                " after a load that failed: load a checkpoint that has all parameters, or build the engine anew"
+            )
 
     def run(self) -> None:
         """Fill the tiers. WeightsError in mid-way if a file is not what was written, or cannot be read."""
@@ -101,8 +127,8 @@ class Restore:
             return
         for group in self._parts.groups:
             for piece, param in zip(group.layout.pieces, group.params, strict=True):
-                stored = parameters[self._names[param]]
-                if piece.trainable and stored.steps:
+                stored = parameters[self._names[param]] if param in self._names else None
+                if piece.trainable and stored is not None and stored.steps:
                     optimizer.steps[piece.index] = stored.steps
 
     def _kinds(self) -> dict[str, tuple[WeightFiles, OpenFiles, dict[nn.Parameter, FileSource]]]:
@@ -124,6 +150,12 @@ class Restore:
                 f" ({', '.join(manifest.kinds) or 'none'}), and this engine trains with {wanted}"
                 f" ({', '.join(optimizer.state_names) or 'none'}): choose the optimizer that was saved, or"
                 " load_optimizer_states=False to start it anew"
+            )
+        if isinstance(optimizer, ClientOptimizer) and (self._matched.missing or self._matched.unexpected):
+            raise CheckpointError(
+                f"checkpoint {self._checkpoint.path} has other parameters than this model, and a {wanted} keeps its"
+                " state by their numbers: build the model that was saved, or start the optimizer anew"
+                " (load_optimizer_states=False)"
             )
         if manifest.optimizer != wanted:
             log.log(
@@ -157,16 +189,32 @@ class Restore:
         for dtype in stored - {wanted}:
             loss = ", which rounds them" if dtype == "F32" else ""
             self._tell(f"moments saved as {dtype} are kept as {wanted} here{loss}")
-        trained = {piece.name for group in parts.groups for piece in group.layout.pieces if piece.trainable}
-        new = [name for name in sorted(trained) if not self._had_state(name)]
-        if new and manifest.kinds:
+        stateless = [name for name, param in self._trained() if not self._had_state(param)]
+        if stateless and manifest.kinds:
             self._tell(
-                f"{len(new)} parameters were frozen then and are trained now ({new[0]!r}): their state starts anew"
+                f"{len(stateless)} parameters were not trained then and are now ({stateless[0]!r}): their state starts"
+                " anew"
             )
 
-    def _had_state(self, name: str) -> bool:
-        stored = self._checkpoint.manifest.parameters.get(name)
-        return stored is None or stored.trained
+    def _tell_kept(self) -> None:
+        """A save that excludes parameters trusts whoever loads it to have the same."""
+        excluded = [name for name in self._kept if name in self._checkpoint.manifest.excluded]
+        if excluded:
+            log.log(
+                logs.once(logging.WARNING),
+                "checkpoint %s was saved without %s: they stay as this model has them, and should be those of the run"
+                " that saved",
+                *(self._checkpoint.path, _first(excluded)),
+            )
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for group in self._parts.groups:
+            for piece, param in zip(group.layout.pieces, group.params, strict=True):
+                if piece.trainable:
+                    yield piece.name, param
+
+    def _had_state(self, param: nn.Parameter) -> bool:
+        return param in self._names and self._checkpoint.manifest.parameters[self._names[param]].trained
 
     def _tell(self, what: str) -> None:
         log.log(logs.once(logging.INFO), "checkpoint %s: %s", self._checkpoint.path, what)
@@ -194,6 +242,11 @@ def optimizer_name(optimizer: TieredOptimizer | ClientOptimizer) -> str:
     if optimizer.rule is ADAM and optimizer.param_groups[0]["decoupled_weight_decay"]:
         return "AdamW"
     return optimizer.rule.name
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
 
 
 def _order(

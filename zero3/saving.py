@@ -63,11 +63,15 @@ class Asked(NamedTuple):
     save_dir: str
     tag: str
     latest: bool
+    exclude_frozen: bool
     keep: int | None
     background: bool
 
     def __str__(self) -> str:
-        how = f"save_latest={self.latest}, keep={self.keep}, background={self.background}"
+        how = (
+            f"save_latest={self.latest}, exclude_frozen_parameters={self.exclude_frozen}, keep={self.keep},"
+            f" background={self.background}"
+        )
         return f"'{self.tag}' to {self.save_dir} ({how})"
 
     @staticmethod

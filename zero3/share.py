@@ -1,7 +1,8 @@
 """A rank's share of the state: what it saves, in which order, and as which tensors of which files.
 
 Each rank saves its shard of each group, and of what is replicated an equal part; nothing is sent between ranks. Of the
-trained part of a group there is a file for each kind of state; frozen parameters are in that of the weights.
+trained part of a group there is a file for each kind of state; frozen parameters are in that of the weights, or in
+none.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ class Chunk:
 
 
 class Share:
-    """What one rank saves of the state of ``parts``."""
+    """What one rank saves of the state of ``parts``; ``frozen`` says whether frozen parameters belong to it."""
 
-    def __init__(self, parts: Assembly) -> None:
+    def __init__(self, parts: Assembly, *, frozen: bool) -> None:
         self._world = parts.world
         self._groups = parts.groups
         self._layout = parts.layout
+        self.has_frozen = frozen
         self._shards_state = parts.world.size > 1 and parts.plan.workload.stage >= 1
         self._tiles: dict[ParamGroup, list[Tile]] = {group: [] for group in parts.groups}
         for tile in parts.tiles:
@@ -70,7 +72,7 @@ class Share:
         firsts: dict[str, str] = {}
         for group in self._groups:
             held = [(segment, self._dtype(kind)) for segment in self._trained(group)]
-            if kind == WEIGHTS:
+            if kind == WEIGHTS and self.has_frozen:
                 held += [(segment, group.dtype) for segment in self._frozen(group)]
             for segment, dtype in held:
                 shape = segment.piece.shape
@@ -79,7 +81,7 @@ class Share:
                     shape = (segment.numel,)
                 specs.append(TensorSpec(segment.piece.name, STORED_NAMES[dtype], shape))
             for piece in self._empty(group):
-                if piece.trainable or kind == WEIGHTS:
+                if piece.trainable or (kind == WEIGHTS and self.has_frozen):
                     dtype = self._dtype(kind) if piece.trainable else group.dtype
                     specs.append(TensorSpec(piece.name, STORED_NAMES[dtype], piece.shape))
         return specs, firsts
@@ -97,7 +99,8 @@ class Share:
                 if made:
                     yield from made[:-1]
                     yield replace(made[-1], tile=tile)
-            yield from self._of_frozen(group)
+            if self.has_frozen:
+                yield from self._of_frozen(group)
 
     def _range(self, tile: Tile) -> range:
         """What of ``tile`` this rank saves, in the coordinates of the group's tiles."""

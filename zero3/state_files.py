@@ -42,6 +42,7 @@ class StateFiles:
         tag: str | int | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
         *,
         keep: int | None = None,
         background: bool = False,
@@ -51,7 +52,8 @@ class StateFiles:
         That is parameters, optimizer state, learning rate schedule, loss scale, the place in ``training_data``, random
         states and ``client_state``: plain values, tensors and arrays, each rank its own. It is there whole or not at
         all, whatever ends the process or the machine. ``save_latest`` makes it what ``load_checkpoint`` takes; ``keep``
-        leaves that many of this run's checkpoints with a default tag, the newest.
+        leaves that many of this run's checkpoints with a default tag, the newest. ``exclude_frozen_parameters`` saves
+        trained parameters alone: whoever loads it has to have the others.
 
         In the ``background`` training goes on meanwhile: a step waits for what it is about to change to be copied, and
         so do edits in ``gathered``; others in place are seen too late, and may get into the checkpoint. The checkpoint
@@ -62,14 +64,16 @@ class StateFiles:
         EngineStateError with gradients that no step has used; ConfigError, before anything is written, for ``keep``
         below 1 and for what has no plain form.
         """
+        directory = _named(save_dir, "save_checkpoint")
         self._ready.check_between_steps("save_checkpoint")
         self._ready.check_no_gradients("save_checkpoint")
         self._access.store_edits_of_residents()
         return self._checkpoints.save(
-            Path(save_dir),
+            directory,
             None if tag is None else str(tag),
             {} if client_state is None else client_state,
             latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
             keep=keep,
             background=background,
         )
@@ -90,17 +94,22 @@ class StateFiles:
         ``load_optimizer_states`` parameters, buffers and the schedule alone are taken: the state of the optimizer
         starts anew, and counters (``global_steps``), data and random states stay. With ``load_module_only`` nothing but
         parameters and buffers. Gradients are dropped. Where ``load_dir`` has no checkpoint and no ``tag`` is given: a
-        warning, and (None, {}). ``load_module_strict`` and ``custom_load_fn`` are DeepSpeed's, and stay as they are.
+        warning, and (None, {}).
+
+        Frozen parameters that the save has excluded keep the values that they have here. Without ``load_module_strict``
+        so do all that the checkpoint does not have, whose state starts anew, and what only it has is left: a warning
+        names them. ``custom_load_fn`` is DeepSpeed's, and stays None.
 
         Between steps, by all ranks together. CheckpointError if it is damaged, or another model's: mostly before
         anything has changed; what is found while tensors are read leaves an engine that can load another one, or close.
         """
-        if not load_module_strict or custom_load_fn is not None:
+        if custom_load_fn is not None:
             raise ConfigError(
-                "load_checkpoint takes what the same model has saved, all of it (load_module_strict=True,"
-                " custom_load_fn=None); to begin with some of it, give the weights to"
-                " tiering.initialize(weights=..., strict=False): `tiering convert` makes them of a checkpoint"
+                "load_checkpoint has no state_dict to give a custom_load_fn: leave it out, and make `tiering convert`"
+                " write the checkpoint's weights, rename them as the function would, and begin with"
+                " tiering.initialize(weights=...)"
             )
+        directory = _named(load_dir, "load_checkpoint")
         self._ready.check_between_steps("load_checkpoint", loads=True)
         states = load_optimizer_states and not load_module_only
         self._access.store_edits_of_residents()  # they count if nothing is loaded
@@ -109,8 +118,9 @@ class StateFiles:
         self._prefetcher.forget()
         self.optimizer.release_read_ahead()
         path, client_state = self._checkpoints.load(
-            Path(load_dir),
+            directory,
             None if tag is None else str(tag),
+            strict=load_module_strict,
             states=states,
             scheduler=load_lr_scheduler_states and not load_module_only,
         )
@@ -134,3 +144,13 @@ class StateFiles:
         """Write a directory that transformers' (or peft's) ``from_pretrained`` loads; returns it. See export.py."""
         self._ready.check_between_steps("save_pretrained")
         return Export(self.module, self.config, self._state).save_pretrained(Path(save_dir), max_shard_size)
+
+
+def _named(directory: str | os.PathLike[str], call: str) -> Path:
+    if directory is None or not os.fspath(
+        directory
+    ):  # scripts hand on what nobody gave on their command lines
+        raise ConfigError(
+            f"{call} was given {directory!r} for a directory: name the one that holds checkpoints"
+        )
+    return Path(directory)

@@ -7,7 +7,7 @@ import difflib
 import itertools
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
@@ -145,16 +145,20 @@ class Matched:
                     buffer.copy_(stored)
 
 
-def match(model: nn.Module, files: WeightFiles, *, strict: bool = True) -> Matched:
+def match(
+    model: nn.Module, files: WeightFiles, *, strict: bool = True, excluded: Collection[str] = ()
+) -> Matched:
     """Find each parameter's and persistent buffer's tensor in ``files``. No tensor is read, but those stored twice.
 
     Raises WeightsError for shapes and dtypes that do not agree and, if ``strict``, for names without a partner, which
-    are logged otherwise. F64, F32, BF16 and F16 serve every floating-point parameter; other dtypes only themselves.
+    are logged otherwise; that those ``excluded`` are missing is known. F64, F32, BF16 and F16 serve every
+    floating-point parameter; other dtypes only themselves.
     """
     partners, absent, unknown = pair(model, files)
     _check_shapes(files, partners)
     _check_dtypes(files, partners)
     _warn_of_doubles(partners)
+    absent = [name for name in absent if name not in excluded]
     missing = _not_ignored(absent, _patterns(model, "_keys_to_ignore_on_load_missing"))
     ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected") | _outdated(model)
     unexpected = _not_ignored(unknown, ignored)

@@ -56,6 +56,7 @@ class Converted:
     numel: int = 0
     nbytes: int = 0
     overflowed: dict[str, int] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()  # parameters that the checkpoint does not have
 
 
 def to_weights(
@@ -77,7 +78,7 @@ def to_weights(
         name: DTYPES[dtype] if name in checkpoint.manifest.parameters else stored.dtype
         for name, stored in files.tensors.items()
     }
-    converted = Converted()
+    converted = Converted(excluded=tuple(checkpoint.manifest.excluded))
     specs = _widest_first(
         TensorSpec(name, wanted[name], stored.shape) for name, stored in files.tensors.items()
     )

@@ -42,6 +42,12 @@ def run(options: argparse.Namespace) -> int:
             " bf16 has the range of fp32",
             file=sys.stderr,
         )
+    if converted.excluded:
+        print(
+            f"tiering convert: frozen parameters are excluded from the checkpoint, and so from {options.into}:"
+            f" {len(converted.excluded)}, the first {converted.excluded[0]!r}; whoever loads that has to have them",
+            file=sys.stderr,
+        )
     print(
         f"{options.into}: {converted.tensors} tensors of {converted.numel} elements,"
         f" {format_size(converted.nbytes)}, from {options.source}"

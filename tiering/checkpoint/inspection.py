@@ -209,6 +209,8 @@ def _about(manifest: Manifest) -> dict[str, Any]:
         "parameters": len(parameters),
         "elements": sum(each.numel for each in parameters),
         "trained_elements": sum(each.numel for each in parameters if each.trained),
+        "excluded_parameters": len(manifest.excluded),
+        "excluded_elements": sum(each.numel for each in manifest.excluded.values()),
         "files": dict(manifest.files),
     }
 

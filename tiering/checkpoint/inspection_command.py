@@ -159,6 +159,13 @@ def _inspected(inspection: Inspection) -> Iterator[RenderableType]:
             f" {trained}{_printable(manifest.precision)}"
         )
         yield _contents(inspection, manifest)
+        if manifest.excluded:
+            numel = sum(each.numel for each in manifest.excluded.values())
+            yield ""
+            yield (
+                f"Frozen parameters are excluded, {len(manifest.excluded)} of {numel:,} elements, the first"
+                f" {_printable(next(iter(manifest.excluded)))}: to load it takes a model that has them."
+            )
         yield ""
     if inspection.damage:
         yield f"Damaged, in {len(inspection.damage)} {'place' if len(inspection.damage) == 1 else 'places'}:"

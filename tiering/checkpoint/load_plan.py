@@ -6,7 +6,7 @@ same: what lies below the first number in a name ("model.layers.3") is a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +48,21 @@ def plan_to_load(manifest: Manifest, swap_directory: Path, *, gpu_memory: int | 
     Raises ConfigError or SwapSpaceError where there is no such plan.
     """
     config, _ = ds_config.load(configuration(manifest, swap_directory))
-    numel = sum(each.numel for each in manifest.parameters.values())
-    groups = _groups(manifest, config.zero.persistence_threshold, ITEMSIZES[config.precision])
+    parameters = {**manifest.parameters, **manifest.excluded}
+    numel = sum(each.numel for each in parameters.values())
+    groups = _groups(parameters, config.zero.persistence_threshold, ITEMSIZES[config.precision])
     state = StateKept(len(manifest.kinds)) if manifest.optimizer else configured_state(config)
     on_gpu = gpu_memory is not None
     load = make_workload(config, groups, state, on_gpu=on_gpu, world_size=1, fetch_by_copy=on_gpu)
     return report("the model", numel, load, config, Setting(gpu_memory=gpu_memory), Rates())
 
 
-def _groups(manifest: Manifest, persistence_threshold: int, itemsize: int) -> Iterator[GroupSizes]:
+def _groups(
+    parameters: Mapping[str, StoredParameter], persistence_threshold: int, itemsize: int
+) -> Iterator[GroupSizes]:
     members: dict[str, list[StoredParameter]] = {}
-    names = _own_groups(manifest)
-    for name, stored in manifest.parameters.items():
+    names = _own_groups(parameters)
+    for name, stored in parameters.items():
         small = stored.numel < max(1, persistence_threshold)
         members.setdefault(_PERSISTENT if small else names[name], []).append(stored)
     around = list(members).index(_ROOT) if _ROOT in members else None
@@ -72,12 +75,12 @@ def _groups(manifest: Manifest, persistence_threshold: int, itemsize: int) -> It
         yield GroupSizes(name, numel * itemsize, trained, parent=parent, persistent=persistent, uses=uses)
 
 
-def _own_groups(manifest: Manifest) -> dict[str, str]:
+def _own_groups(parameters: Mapping[str, StoredParameter]) -> dict[str, str]:
     """The group of each parameter by name: its block, its module if that exceeds the mean block, or the root."""
-    homes = {name: _home(name) for name in manifest.parameters}
+    homes = {name: _home(name) for name in parameters}
     numels: dict[tuple[str, bool], int] = {}
     for name, home in homes.items():
-        numels[home] = numels.get(home, 0) + manifest.parameters[name].numel
+        numels[home] = numels.get(home, 0) + parameters[name].numel
     blocks = [numel for (_, is_block), numel in numels.items() if is_block]
     mean = sum(blocks) / len(blocks) if blocks else 0
     return {

@@ -11,7 +11,8 @@ sorted keys. A checkpoint is a directory with
     checksums-00001-of-00002.safetensors   CRC32C of every page of the rank's other safetensors files (U32, by file)
 
 Tensors have the parameters' names. With several ranks each has parts of parameters: flat, and the ``__metadata__`` of
-the file maps the name to the first element, as "4096".
+the file maps the name to the first element, as "4096". Frozen parameters that a save was told to exclude are in no
+file, and in checkpoint.json under "excluded", not under "parameters".
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import re
 import uuid
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ class Manifest:
     parameters: Mapping[str, StoredParameter]
     files: Mapping[str, int]  # bytes
     training: Mapping[str, Any]
+    excluded: Mapping[str, StoredParameter] = field(default_factory=dict)  # frozen ones, which no file has
 
     def write(self, directory: Path) -> None:
         """Write it into ``directory``, and wait until it is on the disk."""
@@ -90,15 +92,8 @@ class Manifest:
             "optimizer": self.optimizer,
             "precision": self.precision,
             "kinds": list(self.kinds),
-            "parameters": {
-                name: {
-                    "shape": list(each.shape),
-                    "dtype": each.dtype,
-                    "trained": each.trained,
-                    "steps": each.steps,
-                }
-                for name, each in self.parameters.items()
-            },
+            "parameters": _entries(self.parameters),
+            "excluded": _entries(self.excluded),
             "files": dict(self.files),
             "training": dict(self.training),
         }
@@ -178,8 +173,16 @@ def _sum(content: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(text.encode()):08x}"
 
 
+def _entries(parameters: Mapping[str, StoredParameter]) -> dict[str, Any]:
+    return {
+        name: {"shape": list(each.shape), "dtype": each.dtype, "trained": each.trained, "steps": each.steps}
+        for name, each in parameters.items()
+    }
+
+
 def _manifest(content: Mapping[str, Any]) -> Manifest:
     parameters = _field(content, "parameters", dict)
+    excluded = _field(content, "excluded", dict) if "excluded" in content else {}
     files = _field(content, "files", dict)
     kinds = _field(content, "kinds", list)
     for name in files:
@@ -188,6 +191,9 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
     for kind in kinds:
         if not isinstance(kind, str) or not _KIND.fullmatch(kind) or kind in (WEIGHTS, "rank", "checksums"):
             raise FormatError(f"it has a kind of state {short.repr(kind)}")
+    for name in excluded:
+        if name in parameters or _parameter(name, excluded[name]).trained:
+            raise FormatError(f"it excludes {short.repr(name)}, which it has or has trained")
     optimizer = content.get("optimizer")
     if optimizer is not None and not isinstance(optimizer, str):
         raise FormatError("its 'optimizer' is no name")
@@ -205,6 +211,7 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
         parameters={name: _parameter(name, entry) for name, entry in parameters.items()},
         files={name: _count(files, name) for name in files},
         training=_field(content, "training", dict),
+        excluded={name: _parameter(name, entry) for name, entry in excluded.items()},
     )
 
 

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,18 @@ def test_shards_are_those_that_an_index_names(tmp_path: Path, checkpoint: Path, 
         assert {index["weight_map"][name] for name in loaded} == {shard}
         found |= loaded
     assert same(found, {name: value.float() for name, value in values.items()} | BUFFERS)
+
+
+def test_what_a_checkpoint_excludes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "step3", {"adapter": torch.ones(3)})
+    base = {"base.weight": StoredParameter((5, 5), "BF16", False, 0)}
+    whole = Manifest.read(source)
+    (source / "checkpoint.json").unlink()
+    replace(whole, excluded=base).write(source)
+    assert convert(source, tmp_path / "out") == 0
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"adapter", *BUFFERS}
+    assert "frozen parameters are excluded from" in (told := capsys.readouterr().err)
+    assert ": 1, the first 'base.weight'; whoever loads that has to have them" in told
 
 
 def test_of_a_directory_the_latest_is_taken_or_the_one_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,22 @@ def test_all_that_is_known_as_json(checkpoints: Path, inspect: Inspect) -> None:
         "parameters": 3,
         "elements": 4507,
         "trained_elements": 4507,
+        "excluded_parameters": 0,
+        "excluded_elements": 0,
     }
+
+
+def test_what_a_checkpoint_excludes(checkpoints: Path, inspect: Inspect) -> None:
+    path = checkpoints / "global_step100"
+    found = Manifest.read(path)
+    (path / MANIFEST).unlink()
+    base = {f"base.{index}": StoredParameter((1000, 1000), "BF16", False, 0) for index in range(3)}
+    replace(found, excluded=base).write(path)
+    code, out, _ = inspect(path)
+    assert code == 0
+    assert "are excluded, 3 of 3,000,000 elements, the first base.0: to load it takes a model" in out
+    about = told(inspect, path)["checkpoint"]["about"]
+    assert (about["elements"], about["excluded_parameters"], about["excluded_elements"]) == (4507, 3, 3000000)
 
 
 @pytest.mark.parametrize("how", ["path", "tag"])
@@ -382,6 +398,8 @@ def test_the_plan_counts_what_training_needs(tmp_path: Path) -> None:
         assert numel * itemsize <= kinds <= (numel + padding) * itemsize
     frozen = plan_to_load(manifest(blocks(8, trained=False)), tmp_path)
     assert frozen.plan is not None
+    excluded = plan_to_load(manifest({}, excluded=blocks(8, trained=False)), tmp_path)
+    assert str(excluded.plan) == str(frozen.plan)
     assert numel * 2 <= frozen.plan.state_bytes() <= (numel + padding) * 2
 
 

@@ -26,7 +26,9 @@ RECORD = Manifest(
     parameters={"a": StoredParameter((2, 3), "F32", True, 7), "ä $": StoredParameter((), "BF16", False, 0)},
     files={"weights-00001-of-00002.safetensors": 4096},
     training={"micro_steps": 14, "loss_scale": {"value": 65536.0}},
+    excluded={"base": StoredParameter((4096, 4096), "BF16", False, 0)},
 )
+FROZEN = {"shape": [1], "dtype": "F32", "trained": False, "steps": 0}
 
 
 def test_it_comes_back(tmp_path: Path) -> None:
@@ -34,6 +36,9 @@ def test_it_comes_back(tmp_path: Path) -> None:
         (tmp_path / str(number)).mkdir()
         record.write(tmp_path / str(number))
         assert Manifest.read(tmp_path / str(number)) == record
+    before_there_was_that = {name: each for name, each in content_of(tmp_path).items() if name != "excluded"}
+    write_sealed(tmp_path / MANIFEST, before_there_was_that)
+    assert Manifest.read(tmp_path) == replace(RECORD, excluded={})
 
 
 def content_of(directory: Path) -> dict[str, Any]:
@@ -57,6 +62,10 @@ def content_of(directory: Path) -> dict[str, Any]:
         ({"kinds": [["exp_avg"]]}, "a kind of state"),
         ({"files": {"../../etc/passwd": 3}}, "which is none beside it"),
         ({"files": {".hidden": 3}}, "which is none beside it"),
+        ({"excluded": {"a": FROZEN}}, "it excludes 'a', which it has"),
+        ({"excluded": {"b": FROZEN | {"trained": True}}}, "it excludes 'b', which it has or has trained"),
+        ({"excluded": {"b": {}}}, "'b' does not have a shape"),
+        ({"excluded": []}, r"its 'excluded' is \[\]"),
         ({"files": {"a": -3}}, "its 'a' is -3"),
         ({"parameters": []}, "its 'parameters' is"),
         ({"parameters": {"a": {"shape": [1]}}}, "'a' does not have a shape"),

@@ -127,6 +127,7 @@ HINDRANCES: dict[str, tuple[int, Callable[[], Any], dict[str, Any], str]] = {
     ),
     "another tag": (1, given, {"tag": "mine"}, "rank 1 is to save 'mine'"),
     "another number to keep": (1, given, {"keep": 3}, "keep=3"),
+    "not the frozen": (1, given, {"exclude_frozen_parameters": True}, "exclude_frozen_parameters=True"),
     "not the latest": (1, given, {"save_latest": False}, "save_latest=False"),
     "another directory": (1, given, {"save_dir": "elsewhere"}, "to elsewhere"),
 }

@@ -28,6 +28,7 @@ from tests.zero3.resuming import (
     tokens,
     train,
 )
+from tiering.checkpoint.reader import open_checkpoint
 
 from . import models
 from .pool import Pool
@@ -302,3 +303,41 @@ def test_two_ranks_load_what_each_stage_has_saved(ranks: Ranks, nvme: Path, tmp_
         assert_the_same_elsewhere(
             ranks, nvme, tmp_path / str(number), "all sorts", 2, 1, saved, [{"precision": "fp32"}]
         )
+
+
+def load_both(rank: int, nvme: Path, directory: Path, cases: list[dict[str, Any]]) -> list[tuple[Left, Left]]:
+    """For each case what it has loaded without frozen parameters, which it has, and then with them."""
+    found = []
+    for options in cases:
+        torch.manual_seed(1)
+        with begin(nvme, models.PartlyFrozen, **options) as engine:
+            teach("partly frozen", rank, engine, range(1))
+            engine.load_checkpoint(directory, "part")
+            part = Left.by(engine)
+            engine.load_checkpoint(directory, "whole")
+            found.append((part, Left.by(engine)))
+    return found
+
+
+def save_both(rank: int, nvme: Path, directory: Path, options: dict[str, Any]) -> Left:
+    torch.manual_seed(1)
+    with begin(nvme, models.PartlyFrozen, **options) as engine:
+        teach("partly frozen", rank, engine, range(3))
+        for tag in ("whole", "part"):
+            engine.save_checkpoint(directory, tag, exclude_frozen_parameters=tag == "part")
+        return Left.by(engine)
+
+
+def test_frozen_parameters_that_were_excluded_stay_on_all_ranks(
+    ranks: Ranks, nvme: Path, tmp_path: Path
+) -> None:
+    for number, saved in enumerate(({"stage": 1}, {"stage": 3, **STREAMED})):
+        directory = tmp_path / str(number)
+        wanted = ranks(2).run(save_both, nvme, directory, saved)[0]
+        excluded = open_checkpoint(directory / "part").manifest.excluded
+        assert len(excluded) == 7 and "blocks.2.up.weight" in excluded
+        for found in ranks(3).run(load_both, nvme, directory, STAGES):
+            for part, whole in found:
+                for left in (part, whole):
+                    left.rest["norm"] = wanted.rest["norm"]
+                    assert left.differences(wanted) == []

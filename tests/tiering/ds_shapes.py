@@ -1,7 +1,7 @@
 """Configuration files as they occur, each with the report that it gets, in ``ds_files/``.
 
 A file is its own expectation. The comment behind a key is the key's class, ``auto`` if its value was filled in, and
-words of its note; behind a section's brace it is that of the whole section, and what is inside shares it. Comments above
+words of its note; behind a section's brace it is the whole section's, and what is inside shares it. Comments above
 the file say what is known beside it, which native fields it sets, and what is refused for being absent.
 """
 

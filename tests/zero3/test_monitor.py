@@ -128,13 +128,13 @@ def test_a_full_disk_is_said_once_and_what_follows_it_is_whole(
     monitor = start()
     monitor.write_events([(LR, 0.001, 4)])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))  # in the middle of the second row
-    try:
-        for samples in (8, 12):
+    for samples in (8, 12):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))  # in the middle of the second row
+        try:
             monitor.write_events([(LR, 0.001, samples)])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    (said,) = [record.getMessage() for record in caplog.records]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("csv_monitor could not be written (OSError: ")
     assert said.endswith("from here on figures are missing there, and training goes on")
     monitor.write_events([(LR, 0.002, 16)])

@@ -45,6 +45,18 @@ Auto = Callable[[Known], Filled]
 """Raises ValueError, with the remedy, if nothing that is known says what the value is."""
 
 
+TRAINERS_NAMES = {
+    "learning_rate": "optimizer.params.lr",
+    "adam_beta1": "optimizer.params.betas",
+    "adam_beta2": "optimizer.params.betas",
+    "adam_epsilon": "optimizer.params.eps",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "warmup_steps": "scheduler.params.warmup_num_steps",
+    "max_steps": "scheduler.params.total_num_steps",
+}
+"""What a trainer calls what DeepSpeed's files call otherwise."""
+
+
 def default(source: str) -> Auto:
     """The default of the setting, whatever is known."""
     return lambda known: Filled(UNSET, source)

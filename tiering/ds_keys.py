@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .config import TiersConfig
+from .config import TiersConfig, ZeroConfig
 from .ds_auto import (
     UNSET,
     Auto,
@@ -165,7 +165,7 @@ def _dtype_among(*dtypes: str) -> Callable[[object], object]:
 
     def read(name: object) -> str:
         for dtype in dtypes:
-            if isinstance(name, str) and name.removeprefix("torch.") in _DTYPES[dtype]:
+            if isinstance(name, str) and name.lower().removeprefix("torch.") in _DTYPES[dtype]:
                 return dtype
         raise ValueError(f"one of {', '.join(dtypes)} is needed, not {name!r}")
 
@@ -183,6 +183,7 @@ def _native(model: type[BaseModel], prefix: str) -> Tree:
     return tree
 
 
+SUB_GROUP = ZeroConfig.model_fields["sub_group_size"].default
 _DTYPES = {
     "fp32": ("fp32", "float32", "float"),
     "bf16": ("bf16", "bfloat16"),
@@ -210,6 +211,7 @@ _NO_MATTER = _no_effect("makes no difference here", off=_NEVER)
 _NOT_YET = _refused("not supported in this version", False, 0, None)
 _REMOVED = _refused("neither DeepSpeed 0.19 nor tiering has it", False, 0, None)
 _CPU = _one_of({True: "cpu"})
+_COMPILED = _no_effect("compile the model's blocks with torch.compile", off=_NEVER)
 _BF16: Tree = {
     "enabled": _mapped("precision", read=_one_of({True: "bf16"}), off=(False,), auto=of_precision("bf16")),
     "immediate_grad_update": _no_effect("gradients are accumulated as they come, always", off=_ALWAYS),
@@ -274,7 +276,11 @@ _ZERO: Tree = {
         "super_offload": _no_effect("groups are stepped while others are on their way, always", off=_NEVER),
         "cpuadam_cores_perc": _no_effect("kernel threads follow the affinity mask"),
     },
-    "sub_group_size": _same("zero.sub_group_size"),
+    "sub_group_size": _same(
+        # DeepSpeed's 0 makes a group of each parameter, and of the same numbers
+        "zero.sub_group_size",
+        read=lambda value: SUB_GROUP if value == 0 else value,
+    ),
     **{f"{prefix}{name}": key for prefix in ("stage3_", "") for name, key in _STAGE3.items()},
     "stage3_partition_stream_chunk_size": _MINIMUM,
     **_each("reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce", _COLLECTIVES),
@@ -328,7 +334,9 @@ _ZERO: Tree = {
 }
 
 _FILE: Tree = {
-    **_each("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps", _same("")),
+    "train_batch_size": _same("train_batch_size"),
+    "train_micro_batch_size_per_gpu": _same("micro_batch_size"),
+    "gradient_accumulation_steps": _same("gradient_accumulation_steps"),
     "gradient_clipping": _same(
         "gradient_clipping",
         auto=argument("max_grad_norm", Filled(1.0, "1.0, as trainers and DeepSpeed fill in")),
@@ -493,14 +501,20 @@ _FILE: Tree = {
         " tp_gather_partition_size",
         off=_NEVER,
     ),
-    "compile": _no_effect(
-        "compile the model's blocks with torch.compile",
-        "enabled autoep_non_moe debug_log deepcompile double_buffer free_activation free_activation_threshold"
-        " keep_all_input_tensors keep_int_input_tensors offload_activation offload_activation_pin_memory"
-        " offload_opt_states offload_parameters passes symmetric_memory sync_after_allgather sync_after_reduce"
-        " sync_before_allgather sync_before_reduce backend kwargs kwargs.*",
-        off=_NEVER,
-    ),
+    "compile": {
+        **_each(
+            "enabled disable backend autoep_non_moe debug_log deepcompile double_buffer free_activation"
+            " free_activation_threshold keep_all_input_tensors keep_int_input_tensors offload_activation"
+            " offload_activation_pin_memory offload_opt_states offload_parameters symmetric_memory"
+            " sync_after_allgather sync_after_reduce sync_before_allgather sync_before_reduce",
+            _COMPILED,
+        ),
+        "kwargs": replace(_COMPILED, inside=frozenset("*")),
+        "passes": _refused(
+            "passes that split a model over ranks are not supported in this version",
+            when=lambda value: bool({"autosp", "autotp"} & set(value if isinstance(value, list) else ())),
+        ),
+    },
     "data_efficiency": _refused(
         "not supported in this version",
         *_NEVER,

@@ -15,7 +15,7 @@ class TensorBoardConfig(Section):
     """Event files that TensorBoard shows."""
 
     enabled: StrictBool = Field(default=False, description="Write TensorBoard event files.")
-    output_path: Text = Field(default="", description="Directory of all jobs; empty is 'runs', here.")
+    output_path: Text = Field(default="", description="Directory of all jobs; empty is the current one.")
     job_name: Text = Field(default="DeepSpeedJobName", description="Directory of this job, in output_path.")
 
 

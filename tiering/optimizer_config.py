@@ -26,11 +26,14 @@ RULES: dict[str, dict[str, object]] = {
 }
 """The fields that each rule has, with the defaults of the class that DeepSpeed would make of its name."""
 
+NOT_HERE = ("Lamb", "Muon", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD")
+"""DeepSpeed's others, now or once."""
+
 UpdateRule = Annotated[
     Literal["AdamW", "Adam", "Lion", "Adagrad", "SGD"],
     BeforeValidator(
         not_yet(
-            *("Lamb", "Muon", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD"),
+            *NOT_HERE,
             instead="use 'AdamW', or pass a torch optimizer to initialize()",
         )
     ),

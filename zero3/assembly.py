@@ -222,7 +222,8 @@ def _settings(config: TieringConfig) -> Iterator[str]:
     """A line for each setting that has to be the same on all ranks: where a node keeps what is its own business."""
     own = {"tiering": {"io", "telemetry", "run_name", "device_budget", "host_budget", "nvme_budget"}}
     paths: dict[str, Any] = {"zero": {"offload_param": {"nvme_path"}, "offload_optimizer": {"nvme_path"}}}
-    for section, values in config.model_dump(mode="json", exclude=own | paths).items():
+    said = {"monitor": True, "steps_per_print": True, "wall_clock_breakdown": True}  # by rank 0 alone
+    for section, values in config.model_dump(mode="json", exclude=own | paths | said).items():
         if isinstance(values, dict):
             yield from (f"{section}.{key} {value}" for key, value in values.items())
         else:

@@ -234,12 +234,12 @@ def test_the_start_says_what_the_configuration_comes_to(caplog: pytest.LogCaptur
     said = [record.getMessage() for record in caplog.records if record.name == "tiering.progress"]
     assert said == [  # once
         (
-            "batch 3 = 3, fp32, ZeRO stage 3, Lion, gradients clipped at 1; without effect here: reduce_bucket_size;"
+            "batch 3, fp32, ZeRO stage 3, Lion, gradients clipped at 1; without effect here: reduce_bucket_size;"
             " deprecated: cpu_offload;"
             " `tiering check FILE` explains"
         )
     ]
     told = engine.snapshot().configuration
     assert told is not None
-    assert told.outcome == "batch 3 = 3, fp32, ZeRO stage 3, Lion, gradients clipped at 1"
+    assert told.outcome == "batch 3, fp32, ZeRO stage 3, Lion, gradients clipped at 1"
     assert told.without_effect == ["zero_optimization.reduce_bucket_size"]

@@ -224,7 +224,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
                 self._record.end_step()
                 if self._trace is not None and self._trace.end_step(self.global_steps):
                     self._trace = None
-                self._progress.end_step()
+                self._progress.end_step(self.train_batch_size(), self.global_samples)
             self._prefetcher.look_ahead()
         if boundary:
             self._preemption.answer(self.close)

@@ -78,13 +78,16 @@ class Progress:
         self._times = config.wall_clock_breakdown
         self._every = config.steps_per_print or (1 if self._times else 0)
         self._said = self._written = Totals.of(record, parts.tiers)
+        self._samples = 0  # since the last line
 
-    def end_step(self) -> None:
-        """A step has ended, and is in the record."""
+    def end_step(self, samples: int, so_far: int) -> None:
+        """A step of ``samples`` has ended, and is in the record; ``so_far`` are those of all steps."""
+        self._samples += samples
         if self._every and self._updates.steps % self._every == 0:
             self._say()
+            self._samples = 0
         if self._monitor.enabled:
-            self._write()
+            self._write(so_far)
 
     def _say(self) -> None:
         now = Totals.of(self._record, self._parts.tiers)
@@ -104,18 +107,17 @@ class Progress:
         yield f"lr {_rates(self._lrs())}"
         if self._scales:
             yield f"loss scale {self._updates.loss_scale.value:g}"
-        yield f"{took.steps * self._config.train_batch_size / took.seconds:.4g} samples/s"
+        yield f"{self._samples / took.seconds:.4g} samples/s"
         if any(took.read.values()) or any(took.written.values()):
             read, written = sum(took.read.values()), sum(took.written.values())
             yield f"NVMe read {_decimal(read)}B at {_decimal(_bandwidth(took.read, took.reading))}B/s"
             yield f"written {_decimal(written)}B at {_decimal(_bandwidth(took.written, took.writing))}B/s"
             yield f"stalled {100 * sum(took.stalls.values()) / took.seconds:.1f} %"
 
-    def _write(self) -> None:
+    def _write(self, so_far: int) -> None:
         now = Totals.of(self._record, self._parts.tiers)
         took, self._written = now.since(self._written), now
-        samples = self._updates.steps * self._config.train_batch_size
-        self._monitor.write_events([(name, value, samples) for name, value in self._events(took)])
+        self._monitor.write_events([(name, value, so_far) for name, value in self._events(took)])
 
     def _events(self, took: Totals) -> Iterator[tuple[str, float]]:
         """By DeepSpeed's names, where it has one."""

@@ -150,6 +150,23 @@ def test_a_line_is_about_the_steps_since_the_last_one(
     assert f"stalled {100 * sum(step.stall for step in told) / seconds:.1f} %" in line
 
 
+def test_a_batch_that_changes_counts_as_it_is(
+    start: Callable[..., Engine], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    asked = {"steps_per_print": 2, "csv_monitor": {"enabled": True, "job_name": "job"}}
+    engine = start(asked, precision="fp32")
+    for _ in steps(engine, 1):
+        pass
+    engine.set_train_batch_size(3 * SAMPLES)
+    for number in steps(engine, 1):
+        assert engine.global_steps == 1 + number
+    (line,) = said(caplog)
+    seconds = sum(step.seconds for step in engine.snapshot().steps)
+    assert f" {4 * SAMPLES / seconds:.4g} samples/s" in line
+    written = table(tmp_path / "job")["Train_Samples_lr"]
+    assert [*written] == [SAMPLES, engine.global_samples]
+
+
 def test_fp16_shows_its_loss_scale(
     start: Callable[..., Engine], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

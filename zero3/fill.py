@@ -24,7 +24,7 @@ from zero3 import heap
 from zero3.collectives import Collectives
 from zero3.init import Recipe, forget, recipe_of
 from zero3.param_group import ParamGroup
-from zero3.partition import QUANTUM, Piece, segments, tiles
+from zero3.partition import QUANTUM, FlatLayout, Piece, segments, tiles
 from zero3.tiers import Home, Tiers
 from zero3.tiles import StateLayout, Tile
 
@@ -138,7 +138,7 @@ class Fill:
         kept = group.shard if group.sharded else group.layout
         params = dict(zip((piece.index for piece in group.layout.pieces), group.params, strict=True))
         held = {piece.index for piece in group.layout.pieces if keeps and params[piece.index] not in given}
-        home = _Home(self._tiers, group, kept.numel, {piece.index: piece for piece in kept.pieces}, held)
+        home = _Home(self._tiers, group, kept, held)
         state = _State(self._tiers, self._tiles.get(group, []), self._layout, held)
         try:
             for piece in group.layout.pieces:
@@ -261,16 +261,15 @@ class _Home:
     Those that are ``held`` keep their values; ranges with no others are neither read nor written.
     """
 
-    def __init__(
-        self, tiers: Tiers, group: ParamGroup, numel: int, pieces: Mapping[int, Piece], held: AbstractSet[int]
-    ) -> None:
-        self.pieces = pieces
+    def __init__(self, tiers: Tiers, group: ParamGroup, kept: FlatLayout, held: AbstractSet[int]) -> None:
+        self.pieces = {piece.index: piece for piece in kept.pieces}
         self._held = held
         self._group = group
-        self._numel = numel
+        self._numel = kept.numel
+        self._trainable_numel = kept.trainable_numel
         most = tiers.chunk_bytes // group.dtype.itemsize // QUANTUM * QUANTUM
-        self._chunk = (most if group.home.extent is not None else numel) or QUANTUM
-        self._pieces = sorted(pieces.values(), key=lambda piece: piece.start)
+        self._chunk = (most if group.home.extent is not None else kept.numel) or QUANTUM
+        self._pieces = sorted(kept.pieces, key=lambda piece: piece.start)
         self._window = _Window(tiers)
         self._at = range(0)
         self.abandon = self._window.abandon
@@ -300,7 +299,9 @@ class _Home:
         """Let the window hold element ``at``."""
         while at >= self._at.stop:
             start = self._at.stop
-            self._at = range(start, min(start + self._chunk, self._numel))
+            # Where frozen parameters begin a window ends, so that they can be left alone.
+            cut = self._trainable_numel if self._held and start < self._trainable_numel else self._numel
+            self._at = range(start, min(start + self._chunk, cut))
             itemsize = self._group.dtype.itemsize
             parts = list(segments(self._pieces, self._at.start, self._at.stop))
             keeps = any(part.piece.index in self._held for part in parts)

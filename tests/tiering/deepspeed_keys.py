@@ -38,6 +38,7 @@ READ: dict[str, Any] = {
 MODELS = {  # sections that are pydantic models, and where they are
     "zero_optimization": "runtime.zero.config.DeepSpeedZeroConfig",
     "bf16": "runtime.precision_config.DeepSpeedBF16Config",
+    "bfloat16": "runtime.precision_config.DeepSpeedBF16Config",
     "fp16": "runtime.precision_config.DeepSpeedFP16Config",
     "comms_logger": "comm.config.CommsLoggerConfig",
     "tensorboard": "monitor.config.TensorBoardConfig",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tiering.ds_config import Known, Origin, Verdict
+from tiering.json_comments import plain
 
 FILES = Path(__file__).with_name("ds_files")
 
@@ -68,6 +69,21 @@ class Shape:
 @cache
 def shapes() -> dict[str, Shape]:
     return {path.stem: _read(path) for path in sorted(FILES.glob("*.json"))}
+
+
+def content(shape: Shape) -> dict[str, Any]:
+    """The file as Python has it."""
+    read: dict[str, Any] = json.loads(plain(shape.path.read_text(encoding="utf-8")))
+    return read
+
+
+def names(given: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted paths of all keys that are no sections."""
+    for name, value in given.items():
+        if isinstance(value, dict) and value:
+            yield from names(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def _read(path: Path) -> Shape:

@@ -203,7 +203,7 @@ def test_what_nobody_gave_is_told_with_its_default() -> None:
     assert {entry.origin for entry in report.defaults} == {Origin.DEFAULT}
     assert defaults["gradient_clipping"].value == 1.0
     assert defaults["fp16.initial_scale_power"].value == 16
-    assert defaults["zero_optimization.sub_group_size"].value == 10**9
+    assert defaults["zero_optimization.stage3_prefetch_bucket_size"].value == 5 * 10**7
     assert not defaults.keys() & {"train_batch_size", "fp16.enabled", "optimizer.params.lr", "bf16.enabled"}
     json.dumps(report.as_json(), allow_nan=False)
 

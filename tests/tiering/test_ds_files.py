@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 from tiering.config import TieringConfig
 from tiering.ds_config import examine, load, value_of
 from tiering.errors import ConfigError
-from tiering.json_comments import plain
 
-from .ds_shapes import Shape, shapes
-
-
-def content(shape: Shape) -> dict[str, Any]:
-    """The file as Python has it."""
-    read: dict[str, Any] = json.loads(plain(shape.path.read_text(encoding="utf-8")))
-    return read
-
-
-def names(given: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """The dotted paths of all keys that are no sections."""
-    for name, value in given.items():
-        if isinstance(value, dict) and value:
-            yield from names(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
+from .ds_shapes import content, names, shapes
 
 
 def test_there_are_as_many_as_the_wild_has() -> None:

@@ -55,18 +55,20 @@ def gathered(
     parameters pass through. With several ranks all of them enter the block and leave it, and what ``rank`` has made of
     the parameters counts.
 
+    Before ``initialize``, the values of parameters that zero.Init has built without memory are made again; with
+    ``modify`` they stay in memory from then on, and rank 0's will count.
+
     EngineStateError: without ``modify``, if the block has changed something (the change is dropped); with it, while a
     forward or backward is running; in the block, ``engine.step()``.
     """
     listed, yielded = _listed(params)
-    lent: list[tuple[Access, nn.Parameter]] = []
+    lent: list[tuple[resharded.Owner, nn.Parameter]] = []
     try:
         for param in dict.fromkeys(listed):
             owner = resharded.owner_of(param)
             if owner is None and resharded.is_adopted(param):
                 raise EngineStateError("a parameter cannot be gathered: its engine is closed")
             if owner is not None:
-                assert isinstance(owner, Access)
                 owner.lend(param, modify=modify)
                 lent.append((owner, param))
         with ExitStack() as saving:
@@ -79,7 +81,7 @@ def gathered(
         raise EngineStateError(f"inside gathered(), {refused[0]}; the change is dropped")
 
 
-def _take_back(lent: list[tuple[Access, nn.Parameter]], *, modify: bool, rank: int) -> list[str]:
+def _take_back(lent: list[tuple[resharded.Owner, nn.Parameter]], *, modify: bool, rank: int) -> list[str]:
     """End the loans, all of them whatever happens to one; returns what is wrong with changes that were made."""
     refused, errors = list[str](), list[BaseException]()
     for owner, param in lent:

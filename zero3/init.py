@@ -12,6 +12,7 @@ tiers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -131,6 +132,33 @@ class _Unbuilt:
     def borrow(self, param: nn.Parameter) -> bool:
         return False
 
+    def __init__(self) -> None:
+        self._lent: WeakTensorKeyDictionary = (
+            WeakTensorKeyDictionary()
+        )  # parameter -> version and address then
+
+    def lend(self, param: nn.Parameter, *, modify: bool) -> None:
+        if param in self._lent:
+            raise EngineStateError(f"{self.where(param)}, is gathered already; nest no blocks")
+        values = self.copy_of(param)
+        resharded.make_plain(param)
+        resharded.set_data(param, values)
+        self._lent[param] = param._version, values.data_ptr()
+
+    def take_back(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
+        edited = self._lent.pop(param) != (param._version, param.data_ptr())
+        if modify and rank == 0:  # whose values ``initialize`` takes
+            resharded.release(param)
+            forget([param])
+            return ""
+        _hide(param)
+        if modify:
+            return f"rank {rank} was to set {self.where(param)}, but initialize takes rank 0's values: let rank 0 do it"
+        return f"{self.where(param)}, was changed without modify=True" if edited else ""
+
+    def saving_copies(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def copy_of(self, param: nn.Parameter) -> Tensor:
         recipe: Recipe = _recipes[param]
         return recipe.make().clone()
@@ -147,7 +175,7 @@ class _Unbuilt:
     def remedy(self) -> str:
         return (
             "it has no values before tiering.initialize. What sets or reads initial values belongs into the zero.Init"
-            " context; afterwards use `with tiering.gathered(param):` (modify=True to change it)"
+            " context, or into `with tiering.gathered(param):` (modify=True to change it)"
         )
 
 
@@ -174,11 +202,16 @@ def hide(tape: Tape) -> None:
     slices = {param: made for param in tape.params if (made := tape.slice_of(param)) is not None}
     for param, made in slices.items():
         _recipes[param] = Recipe(tape, made)
-        nan = torch.full((), torch.nan, dtype=param.dtype, device="cpu")
-        resharded.set_data(param, nan.expand(param.shape))
-        param.__class__ = resharded.resharded_form(type(param))
+        _hide(param)
     resharded.adopt(slices, _UNBUILT)
     tape.finish()
+
+
+def _hide(param: nn.Parameter) -> None:
+    """Take the memory of ``param``."""
+    nan = torch.full((), torch.nan, dtype=param.dtype, device="cpu")
+    resharded.set_data(param, nan.expand(param.shape))
+    param.__class__ = resharded.resharded_form(type(param))
 
 
 def check_apart(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -64,6 +64,15 @@ class Owner(Protocol):
 
     def remedy(self) -> str:
         """Why its values cannot be used now, and what to do."""
+
+    def lend(self, param: nn.Parameter, *, modify: bool) -> None:
+        """Let ``param`` show its values until ``take_back``."""
+
+    def take_back(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
+        """End ``lend`` and keep the changes of ``rank``; returns what is wrong with those that cannot be kept."""
+
+    def saving_copies(self) -> AbstractContextManager[Any]:
+        """What autograd saves of lent parameters keeps what they show."""
 
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> weak reference to its Owner

@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING
 from tiering import lazy
 
 if TYPE_CHECKING:
-    from zero3.deepspeed.zero import (
-        GatheredParameters,
-        Init,
-        register_external_parameter,
-        unregister_external_parameter,
-    )
+    from zero3.deepspeed.zero import GatheredParameters, Init, register_external_parameter
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
+__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
 __getattr__, __dir__ = lazy.names(__name__, {"zero3.deepspeed.zero": __all__})

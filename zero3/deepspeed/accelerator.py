@@ -111,11 +111,21 @@ def _set_rng_state(new_state: Tensor, device_index: int | None = None) -> None:
     torch.set_rng_state(new_state)
 
 
-_OF_THE_CPU = {
+_TENSORS = (
+    "BFloat16Tensor",
+    "ByteTensor",
+    "DoubleTensor",
+    "FloatTensor",
+    "HalfTensor",
+    "IntTensor",
+    "LongTensor",
+)
+_OF_THE_CPU: dict[str, Any] = {
     **dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), _nothing),
     **dict.fromkeys(("memory_allocated", "max_memory_allocated"), _no_bytes),
     **dict.fromkeys(("memory_reserved", "max_memory_reserved"), _no_bytes),
     **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.manual_seed),
+    **{name: getattr(torch, name) for name in _TENSORS},
     "initial_seed": torch.initial_seed,
     "get_rng_state": _rng_state,
     "set_rng_state": _set_rng_state,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -13,7 +12,7 @@ from zero3.access import gathered
 from zero3.collectives import standing
 from zero3.init import Init
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
+__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
 
 
 @contextmanager
@@ -42,17 +41,8 @@ def GatheredParameters(  # noqa: N802 # DeepSpeed's is a class
         yield
 
 
-def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+def register_external_parameter(module: object, parameter: object) -> None:
     """Nothing to do: a parameter that ``module`` reads of another module comes when it is read."""
-    _check(module, parameter)
-
-
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do, see ``register_external_parameter``."""
-    _check(module, parameter)
-
-
-def _check(module: Any, parameter: Any) -> None:
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise ConfigError(
             "external parameters are an nn.Parameter that an nn.Module reads, not"

@@ -1,0 +1,80 @@
+"""A script with DeepSpeed's names on several ranks: the native way to the bit, whichever launcher has started it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tiering as deepspeed
+from tests.zero3.plain import differing
+from tests.zero3.test_deepspeed_names import CONFIG, data, net, tutorial
+
+from .pool import Pool
+from .training import start
+
+Ranks = Callable[[int], Pool]
+
+
+def both_ways(rank: int, path: str) -> tuple[list[float], list[str], int]:
+    """The losses of the script, what the native way leaves that is not the same, and how many ranks there were."""
+    losses, state = tutorial(deepspeed, ["--deepspeed_config", path, f"--local_rank={rank}"])
+    engine, _, loader, _ = deepspeed.initialize(model=net(), config=CONFIG, training_data=data())
+    with engine:
+        native = []
+        for _ in range(2):
+            for x, y in loader:
+                loss = nn.functional.cross_entropy(engine(x), y)
+                engine.backward(loss)
+                engine.step()
+                native.append(loss.item())
+        wrong = [] if losses == native else ["losses"]
+        return losses, wrong + differing(state, engine.master_state_dict()), engine.world_size
+
+
+def test_the_usual_script_on_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(CONFIG), encoding="utf-8")
+    first, second = ranks(2).run(both_ways, str(path))
+    assert (first[1:], second[1:]) == (([], 2), ([], 2))
+    assert len(first[0]) == 8, "half of the data each"
+    assert first[0] != second[0], "each its own half"
+
+
+def joined(rank: int) -> tuple[float, int, int, str]:
+    """As srun starts a process: without torchrun's variables, but for where rank 0 is."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ |= {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": str(rank)}
+    deepspeed.init_distributed(timeout=timedelta(seconds=60))
+    value = torch.tensor([rank + 1.0])
+    deepspeed.comm.all_reduce(value)
+    deepspeed.comm.barrier()
+    engine, *_ = deepspeed.initialize(model=net(), config=CONFIG)
+    with engine:
+        return value.item(), engine.global_rank, deepspeed.comm.get_world_size(), os.environ["LOCAL_RANK"]
+
+
+def test_ranks_that_srun_has_started_find_each_other(doomed: Callable[..., Pool]) -> None:
+    assert doomed(2).run(joined) == [(3.0, 0, 2, "0"), (3.0, 1, 2, "1")]
+
+
+def set_by_rank_1(rank: int, nvme: Path, **options: Any) -> dict[str, Tensor]:
+    with start(nvme, **options) as engine:
+        weight = engine.module.blocks[0].up.weight
+        with deepspeed.zero.GatheredParameters(weight, modifier_rank=1), torch.no_grad():
+            weight.fill_(rank + 0.5)
+        state: dict[str, Tensor] = engine.master_state_dict()
+        return state
+
+
+def test_what_the_modifier_rank_has_made_of_a_parameter_stays(ranks: Ranks, nvme: Path) -> None:
+    first, second = ranks(2).run(set_by_rank_1, nvme, threshold=0, offload_param="nvme", cache_in_host=False)
+    assert differing(first, second) == []
+    assert (first["blocks.0.up.weight"] == 1.5).all()

@@ -203,6 +203,10 @@ class LossScaleConfig(Section):
         return self
 
 
+DEEPEST = 512
+"""Requests that a path takes at a time."""
+
+
 class IoConfig(Section):
     """How bytes travel between memory and NVMe."""
 
@@ -213,7 +217,7 @@ class IoConfig(Section):
         default=1 << 20,
         description="Largest single request in bytes, a multiple of 4096; longer ones are split.",
     )
-    queue_depth: Annotated[Count, Field(le=512)] = Field(
+    queue_depth: Annotated[Count, Field(le=DEEPEST)] = Field(
         default=16, description="Requests in flight per path."
     )
     registered: StrictBool = Field(default=True, description="Register buffers where the backend can.")

@@ -7,16 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 from .config import OptimizerConfig, SchedulerConfig, TieringConfig
-from .ds_keys import KEYS
+from .ds_keys import KEYS, Key, Verdict
 from .ds_report import Entry, Origin
 from .optimizer_config import RULES
 from .scheduler_config import PARAMS
 
 
+def translates(rule: Key) -> bool:
+    """Whether the value of the key and that of the field are not of one kind."""
+    return rule.verdict is Verdict.MAPPED and rule.read is not None
+
+
 def shown(entry: Entry, config: TieringConfig) -> Entry:
     """``entry`` with the default in place of an "auto" that comes to it."""
     rule = KEYS.get(entry.key)
-    if entry.origin is not Origin.AUTO or entry.value != "auto" or rule is None or rule.read is not None:
+    if entry.origin is not Origin.AUTO or entry.value != "auto" or rule is None or translates(rule):
         return entry
     return replace(entry, value=value_of(config, rule.to)) if rule.to and _applies(rule.to, config) else entry
 
@@ -25,7 +30,7 @@ def defaults(config: TieringConfig, given: Mapping[str, Entry]) -> Iterator[Entr
     """The settings that nobody gave, by the first of their names, with what the rest has made of them."""
     settled = {KEYS[key].to for key in given if key in KEYS}
     for key, rule in KEYS.items():
-        if rule.to and rule.to not in settled and rule.read is None and _applies(rule.to, config):
+        if rule.to and rule.to not in settled and not translates(rule) and _applies(rule.to, config):
             settled.add(rule.to)
             yield Entry(key, value_of(config, rule.to), rule.verdict, description(rule.to), Origin.DEFAULT)
 

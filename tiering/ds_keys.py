@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .config import TiersConfig, ZeroConfig
+from .config import DEEPEST, TiersConfig, ZeroConfig
 from .ds_auto import (
     UNSET,
     Auto,
@@ -29,6 +29,7 @@ from .ds_auto import (
     total_steps,
     warmup_steps,
 )
+from .fields import ALIGNMENT, whole_number
 from .monitor_config import MonitorConfig
 from .optimizer_config import RULES
 from .scheduler_config import PARAMS
@@ -154,6 +155,17 @@ def _variable(match: re.Match[str]) -> str:
 _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)", re.ASCII)
 
 
+def _aligned(size: object) -> object:
+    """Requests are of whole blocks of a drive: the next larger one is as good."""
+    nbytes = whole_number(size)
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _depth(wanted: object) -> object:
+    """More requests than a path takes at a time only wait elsewhere."""
+    return min(whole_number(wanted), DEEPEST)
+
+
 def _update_rule(name: object) -> object:
     # DeepSpeed compares the names of its own optimizers in lower case.
     known = {rule.lower(): rule for rule in RULES}
@@ -245,8 +257,8 @@ _STAGE3: Tree = {
 }
 
 _AIO: Tree = {
-    "block_size": _same("tiering.io.block_size"),
-    "queue_depth": _same("tiering.io.queue_depth"),
+    "block_size": _same("tiering.io.block_size", read=_aligned),
+    "queue_depth": _same("tiering.io.queue_depth", read=_depth),
     # the code, older files and the benchmarks each have a name of their own for it
     "intra_op_parallelism": _DRIVER,
     "thread_count": _deprecated(f"an old name of intra_op_parallelism: {_DRIVER.note}"),

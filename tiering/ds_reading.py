@@ -58,7 +58,7 @@ class Reading:
                 self._note(key, value, Verdict.NO_EFFECT, _ABSENT, off=True)
             elif isinstance(value, Mapping):
                 self.walk(value, f"{key}.")
-            elif key in SHORT_FORMS:
+            elif key in SHORT_FORMS and isinstance(value, bool):
                 self._take(key, value, SHORT_FORMS[key])
             else:
                 self._note(key, value, Verdict.REFUSED, f"a section {{...}} is needed, not {brief(value)}")

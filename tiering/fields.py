@@ -7,11 +7,12 @@ say so. What is planned but not done yet is refused with the words "not supporte
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from fractions import Fraction
-from typing import Annotated
+from typing import Annotated, SupportsIndex
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -71,8 +72,8 @@ def format_need(size: int) -> str:
 
 def whole_number(value: object) -> int:
     """``value`` as int; a whole float counts, as JSON writers say ``1e9``. Raises ``ValueError``."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):  # numpy's, too
+        return operator.index(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
     raise ValueError(f"a whole number is needed, not {value!r}")

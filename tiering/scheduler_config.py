@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool
 
-from .fields import Count, Number, Section, whole_number
+from .fields import Count, Elements, Number, Section, whole_number
 
 
 def _per_group(value: object) -> object:
@@ -37,8 +37,8 @@ class SchedulerConfig(Section):
 
 
 class _Warmup(Section):
-    warmup_num_steps: Count = Field(
-        default=1000, description="Updates until the rate is reached; 1 counts as 2."
+    warmup_num_steps: Elements = Field(
+        default=1000, description="Updates until the rate is reached; 0 and 1 count as 2."
     )
     warmup_type: Shape = Field(default="log", description="How the rate rises: log or linear.")
 

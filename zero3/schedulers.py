@@ -267,7 +267,8 @@ class _Warmup:
     """A share that rises from 0 at iteration 0 to 1, along a logarithm or a line."""
 
     def __init__(self, steps: int, shape: str) -> None:
-        _positive("warmup_num_steps", steps)
+        if not isinstance(steps, int) or steps < 0:
+            raise ConfigError(f"warmup_num_steps must be a whole number of 0 or more, not {steps!r}")
         if shape not in ("log", "linear"):
             raise ConfigError(f"warmup_type must be 'log' or 'linear', not {shape!r}")
         self.steps = max(2, steps)

@@ -197,9 +197,9 @@ def test_auto_is_what_a_trainer_would_fill_in(kind: str) -> None:
         ({"params": {"warmup_num_steps": 3}}, "type", "missing; name one, for example 'WarmupLR'"),
         ({"type": "WarmupDecayLR"}, "params.total_num_steps", "missing; WarmupDecayLR needs it"),
         (
-            {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
+            {"type": "WarmupLR", "params": {"warmup_num_steps": -1}},
             "params.warmup_num_steps",
-            "greater than 0",
+            "greater than or equal to 0",
         ),
         ({"type": "WarmupLR", "params": {"warmup_type": "cos"}}, "params.warmup_type", "'log' or 'linear'"),
         (

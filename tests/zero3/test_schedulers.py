@@ -166,8 +166,8 @@ def test_a_list_has_one_value_per_param_group(kind: str, params: dict[str, Any])
 
 def test_wrong_parameters_are_refused_without_a_configuration_too() -> None:
     optimizer = make_optimizer("AdamW", 1)
-    with pytest.raises(ConfigError, match="warmup_num_steps must be a positive whole number, not 0"):
-        WarmupLR(optimizer, warmup_num_steps=0)
+    with pytest.raises(ConfigError, match="warmup_num_steps must be a whole number of 0 or more, not -1"):
+        WarmupLR(optimizer, warmup_num_steps=-1)
     with pytest.raises(ConfigError, match="'log' or 'linear', not 'cosine'"):
         WarmupLR(optimizer, warmup_type="cosine")
     with pytest.raises(ConfigError, match="not 0 and None"):

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_PICKLES = (".bin", ".pt", ".pth")
+
 
 class Export:
     """Writes what ``state`` keeps of ``model``. Every rank makes the same calls.
@@ -66,15 +68,11 @@ class Export:
     ) -> Path:
         """Write the model's ``state_dict`` as one safetensors file; returns its path.
 
-        Parameters have 16 bits: those that they compute in or, of a model in fp32, as bf16. Buffers are as they are.
+        A pickle's name, which DeepSpeed's scripts have, gives a safetensors file of that name: pytorch_model.bin is
+        model.safetensors. Parameters have 16 bits: those that they compute in or, of a model in fp32, as bf16. Buffers
+        are as they are.
         """
-        stem = save_filename.removesuffix(SUFFIX)
-        if stem == save_filename or not stem or "/" in stem:
-            raise ConfigError(
-                f"save_filename {save_filename!r} is not the name of a {SUFFIX} file, and no other kind is written"
-                " (pickles run code when they are read): name it model.safetensors, and read it with"
-                " safetensors.torch.load_file"
-            )
+        stem = _stem(save_filename)
         tensors = own_names(self._model)
         if exclude_frozen_parameters:
             frozen = {param for param, (_, piece) in self._places.items() if not piece.trainable}
@@ -82,7 +80,15 @@ class Export:
         precision = self._config.precision
         dtype = COMPUTE_DTYPES[(self._config.autocast or "bf16") if precision == "fp32" else precision]
         self._write(Path(save_dir), tensors, dtype, stem=stem)
-        return Path(save_dir) / save_filename
+        path = Path(save_dir) / f"{stem}{SUFFIX}"
+        if path.name != save_filename:
+            log.log(
+                logs.once(logging.WARNING),
+                "%s was written in place of %s: pickles run code when they are read; read it with"
+                " safetensors.torch.load_file",
+                *(path, save_filename),
+            )
+        return path
 
     def save_pretrained(self, save_dir: str | Path, max_shard_size: int | str = "5GB") -> Path:
         """Write what ``from_pretrained`` loads, in the compute dtype; returns the directory.
@@ -169,6 +175,17 @@ class Export:
                     rounded = torch.empty(values.numel(), dtype=dtype, device="cpu")
                     round_parameters(values, rounded)
                     yield rounded
+
+
+def _stem(save_filename: str) -> str:
+    """The name of the file that is written, without its suffix."""
+    path = Path(save_filename)
+    if path.name != save_filename or path.suffix not in (SUFFIX, *_PICKLES):
+        raise ConfigError(
+            f"save_filename {save_filename!r} is not the name of a {SUFFIX} file, and no other kind is written: name it"
+            " model.safetensors"
+        )
+    return "model" if path.stem == "pytorch_model" else path.stem
 
 
 def _there(writer: WeightWriter | None) -> WeightWriter:

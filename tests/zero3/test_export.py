@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -97,12 +98,24 @@ def test_frozen_parameters_may_be_left_out(start: Callable[..., Any], tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "name", ["pytorch_model.bin", "model.pt", "model", ".safetensors", "a/model.safetensors"]
+    ("name", "written"),
+    [("pytorch_model.bin", "model.safetensors"), ("last.1.pt", "last.1.safetensors"), ("a.safetensors", "")],
 )
-def test_pickles_are_not_written(engine: Any, tmp_path: Path, name: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"not the name of a \.safetensors file.*name it model\.safetensors"
-    ):
+def test_a_name_of_a_pickle_gives_safetensors(
+    engine: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, written: str
+) -> None:
+    path = engine.save_16bit_model(tmp_path / "out", name)
+    assert path == tmp_path / "out" / (written or name)
+    assert load_file(path).keys() == load_file(engine.save_16bit_model(tmp_path)).keys()
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line.startswith(f"{path} was written in place of {name}") for line in told] == [True] * bool(
+        written
+    )
+
+
+@pytest.mark.parametrize("name", ["model", ".safetensors", ".bin", "a/model.safetensors", "model.onnx", ""])
+def test_other_names_are_refused(engine: Any, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"not the name of a \.safetensors file.*name it model\.saf"):
         engine.save_16bit_model(tmp_path / "out", name)
     assert not (tmp_path / "out").exists()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def configuration(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stage", type=int, choices=range(4), default=3)
     parser.add_argument("--nvme", type=Path, metavar="DIRECTORY", help="swap there what may leave the device")
@@ -66,7 +67,7 @@ def main() -> None:
         "--checkpoints", type=Path, metavar="DIRECTORY", help="save there, and go on from there"
     )
     parser.add_argument("--weights", type=Path, metavar="FILE", help="where to save them at the end")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
 
     torch.manual_seed(0)  # the same model on every rank
     model = GPT(width=128, layers=4, heads=4, sequence=SEQUENCE)

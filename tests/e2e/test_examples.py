@@ -1,63 +1,242 @@
-"""The scripts in examples/ do what they say."""
+"""The scripts in examples/ do what they say, on one rank and on two."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.run import parse_args
+
+import tiering
+from tiering.demo.model import GPT
+from tiering.plan import Tier
+from zero3.engine import Engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_ranks_train_and_one_of_them_prints(tmp_path: Path, ranks: int) -> None:
-    weights = tmp_path / "weights.pt"
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    script = [str(EXAMPLES / "train_ranks.py"), "--stage", "3", "--steps", "3"]
+@dataclass
+class Said:
+    """What a script prints, on rank 0."""
+
+    text: str
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """By the number of the step."""
+        found = re.findall(r"^step (\d+): loss ([\d.]+)", self.text, re.MULTILINE)
+        return {int(step): float(loss) for step, loss in found}
+
+    @property
+    def right(self) -> float:
+        """The share of right answers about what was not trained on."""
+        return float(re.findall(r"^right answers: ([\d.]+)%$", self.text, re.MULTILINE)[0]) / 100
+
+    def falls(self, *, by: float) -> bool:
+        """Whether the loss has fallen, from the first that is told to the last, by at least this much."""
+        first, *_, last = self.losses.values()
+        return last < first - by
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., tuple[Said, Engine]]]:
+    """``run(name, argument...)`` is an example in this process: what it has printed, and its engine."""
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")
+    engines: list[Engine] = []
+    initialize = tiering.initialize
+
+    def watched(**given: Any) -> Any:
+        parts = initialize(**given)
+        engines.append(parts.engine)
+        return parts
+
+    monkeypatch.setattr(tiering, "initialize", watched)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # these models are too small to share out
+
+    def start(name: str, *arguments: object) -> tuple[Said, Engine]:
+        main = runpy.run_path(str(EXAMPLES / name))["main"]
+        main([str(argument) for argument in arguments])
+        return Said(capsys.readouterr().out), engines[-1]
+
+    yield start
+    torch.set_num_threads(threads)
+    if dist.is_initialized():  # by init_distributed
+        dist.destroy_process_group()
+
+
+def test_digits_are_told_apart(run: Callable[..., tuple[Said, Engine]]) -> None:
+    said, engine = run("mnist/train.py", "--steps", 40)
+    assert said.falls(by=0.7) and said.right > 0.4, said.text
+    assert engine.config.precision == "fp32"
+
+
+def test_shapes_are_told_apart(run: Callable[..., tuple[Said, Engine]]) -> None:
+    said, engine = run("cifar/train.py", "--steps", 30)
+    assert said.falls(by=0.3) and said.right > 0.2, said.text
+    rates = re.findall(r"lr ([\d.e-]+)$", said.text, re.MULTILINE)
+    assert rates == ["1.80e-03", "2.00e-03", "2.00e-03"]
+    assert (engine.config.precision, engine.config.zero.stage) == ("bf16", 1)
+
+
+def test_masked_bytes_are_found_with_the_optimizer_on_the_cpu(
+    run: Callable[..., tuple[Said, Engine]],
+) -> None:
+    said, engine = run("bert_mlm/train.py", "--steps", 6)
+    assert said.falls(by=0.7), said.text
+    assert said.text.startswith("ZeRO stage 2, 16 samples a step\n")
+    trained = sum(param.numel() for param in engine.module.parameters())
+    assert engine.plan.contents(Tier.HOST)["optimizer state"] >= 12 * trained
+    assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.01, 0.0]
+
+
+def test_lines_are_told_apart_in_fp16(run: Callable[..., tuple[Said, Engine]], tmp_path: Path) -> None:
+    said, engine = run("text_classification/train.py", "--steps", 60, "--save", tmp_path)
+    assert said.falls(by=0.05) and said.right > 0.3, said.text
+    assert (engine.config.precision, engine.config.zero.stage) == ("fp16", 2)
+    assert engine.micro_steps == 2 * engine.global_steps == 120
+    saved = load_file(tmp_path / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float16}
+    assert saved["head.weight"].shape == (5, 64)
+
+
+def test_stage_3_in_host_memory(run: Callable[..., tuple[Said, Engine]], tmp_path: Path) -> None:
+    said, engine = run("zero3_offload/train.py", "--steps", 8, "--save", tmp_path)
+    assert said.falls(by=0.5), said.text
+    assert {"parameters", "gradients", "optimizer state"} <= engine.plan.contents(Tier.HOST).keys()
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == GPT(width=128, layers=4, heads=4, sequence=64).state_dict().keys()
+    norms = [saved[name].float().norm().item() for name in ("head.weight", "embedding.weight")]
+    assert said.text.endswith(f"norm of the head {norms[0]:.3f}, of the embedding {norms[1]:.3f}\n")
+
+
+def test_stage_3_on_nvme_goes_on_where_it_stopped(
+    run: Callable[..., tuple[Said, Engine]], tmp_path: Path
+) -> None:
+    """To the last digit that it prints, with the weights on disk; and nothing stays there."""
+    (nvme := tmp_path / "nvme").mkdir()
+    swap = ("--nvme", nvme, "--save_interval", 3)
+    whole, engine = run("zero3_nvme/train.py", "--steps", 6, *swap)
+    assert whole.falls(by=0.5), whole.text
+    assert engine.plan.contents(Tier.NVME).keys() == {"parameters", "optimizer state"}
+    (path,) = engine.snapshot().io
+    assert path.path == str(nvme) and path.read.bytes > 0 and path.written.bytes > 0
+    run("zero3_nvme/train.py", "--steps", 3, *swap, "--checkpoints", tmp_path / "saved")
+    rest, _ = run("zero3_nvme/train.py", "--steps", 6, *swap, "--checkpoints", tmp_path / "saved")
+    assert rest.text.startswith("goes on behind 24 samples\n")
+    assert list(whole.losses.items())[3:] == list(rest.losses.items())
+    assert list(nvme.iterdir()) == []
+
+
+def test_the_script_for_ranks_is_that_of_one_process(
+    run: Callable[..., tuple[Said, Engine]], tmp_path: Path
+) -> None:
+    said, engine = run("train_ranks.py", "--steps", 4, "--nvme", tmp_path)
+    assert said.falls(by=0.1) and said.text.startswith(str(engine.plan)), said.text
+    assert engine.plan.contents(Tier.NVME).keys() == {"parameters", "optimizer state"}
+
+
+def test_two_ranks_run_them_all(tmp_path: Path) -> None:
+    (nvme := tmp_path / "nvme").mkdir()
+    arguments: dict[str, list[object]] = {
+        "mnist/train.py": ["--steps", 30],
+        "cifar/train.py": ["--steps", 20],
+        "bert_mlm/train.py": ["--steps", 4],
+        "text_classification/train.py": ["--steps", 40],
+        "zero3_offload/train.py": ["--steps", 5, "--save", tmp_path],
+        "zero3_nvme/train.py": [
+            "--steps",
+            4,
+            "--nvme",
+            nvme,
+            "--checkpoints",
+            tmp_path,
+            "--save_interval",
+            4,
+        ],
+        "train_ranks.py": ["--steps", 3, "--nvme", nvme, "--weights", tmp_path / "weights.pt"],
+    }
+    scripts = {str(EXAMPLES / name): [*map(str, given)] for name, given in arguments.items()}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    driver = Path(__file__).with_name("one_after_another.py")
     done = subprocess.run(
-        [sys.executable, *launch, *script, "--nvme", str(tmp_path), "--weights", str(weights)],
+        [
+            sys.executable,
+            *launch,
+            str(driver),
+            json.dumps([[name, *given] for name, given in scripts.items()]),
+        ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TIERING_DEVICE": "cpu"},
     )
     assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
-    assert len(losses) == 3
-    assert losses[-1] < losses[0]
+    parts = re.split(r"^== (.+)\n", done.stdout, flags=re.MULTILINE)[1:]
+    said = {name: Said(text) for name, text in zip(parts[::2], parts[1::2], strict=True)}
+    assert said.keys() == scripts.keys()
+    assert [name for name, script in said.items() if not script.falls(by=0.02)] == [], done.stdout
+    steps = [len(script.losses) for script in said.values()]
+    assert steps == [3, 2, 4, 4, 5, 4, 3], "one rank prints"
     assert done.stdout.count("Placement plan") == 1
-    saved = torch.load(weights)
-    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
-    assert saved["embedding.weight"].shape == (256, 128)
+    assert (tmp_path / "latest").read_text() == "global_step4"
+    assert load_file(tmp_path / "model.safetensors")["head.weight"].shape == (256, 128)
+    assert torch.load(tmp_path / "weights.pt")["embedding.weight"].dtype is torch.bfloat16
+    assert list(nvme.iterdir()) == []
 
 
-def test_the_slurm_script_is_one(tmp_path: Path) -> None:
-    """With srun and scontrol in its path that only show what they were called with."""
-    for name, says in (("srun", 'printf "%s\\n" "$@"'), ("scontrol", 'printf "node7\\nnode8\\n"')):
-        tool = tmp_path / name
-        tool.write_text(f"#!/bin/sh\n{says}\n")
-        tool.chmod(0o755)
-    given = {
-        "SLURM_CPUS_PER_TASK": "96",
-        "SLURM_NNODES": "2",
-        "SLURM_GPUS_ON_NODE": "8",
-        "SLURM_JOB_ID": "4711",
-    }
+def called(script: Path, tools: Path, *arguments: str, **environment: str) -> list[str]:
+    """What a launch file calls, where srun, torchrun and scontrol only show their arguments."""
+    shown = {"srun": 'printf "%s\\n" "$@"', "scontrol": 'printf "node7\\nnode8\\n"'}
+    for name, says in (shown | {"torchrun": shown["srun"]}).items():
+        (tools / name).write_text(f"#!/bin/sh\n{says}\n")
+        (tools / name).chmod(0o755)
     done = subprocess.run(
-        ["bash", str(EXAMPLES / "ranks.sbatch")],
+        ["bash", str(script), *arguments],
         capture_output=True,
         text=True,
         check=True,
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "node[7-8]"} | given,
+        env={"PATH": f"{tools}:/usr/bin:/bin"} | environment,
     )
-    called = done.stdout.splitlines()
-    assert called[:2] == ["--cpus-per-task=96", "torchrun"]
-    launch = parse_args(called[2:])
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("script", ["ranks.sbatch", "cifar/launch.sbatch"])
+def test_the_slurm_scripts_are_some(tmp_path: Path, script: str) -> None:
+    given = called(
+        EXAMPLES / script,
+        tmp_path,
+        SLURM_CPUS_PER_TASK="96",
+        SLURM_NNODES="2",
+        SLURM_GPUS_ON_NODE="8",
+        SLURM_JOB_ID="4711",
+        SLURM_JOB_NODELIST="node[7-8]",
+    )
+    assert given[:2] == ["--cpus-per-task=96", "torchrun"]
+    launch = parse_args(given[2:])
     assert (launch.nnodes, launch.nproc_per_node, launch.rdzv_id) == ("2", "8", "4711")
     assert launch.rdzv_endpoint == "node7:29500"
     assert (EXAMPLES.parent / launch.training_script).is_file()
+
+
+def test_the_shell_script_starts_a_rank_for_each_gpu(tmp_path: Path) -> None:
+    launch = parse_args(called(EXAMPLES / "cifar" / "launch.sh", tmp_path, "--steps", "7"))
+    assert (launch.standalone, launch.nproc_per_node) == (True, "gpu")
+    assert Path(launch.training_script) == EXAMPLES / "cifar" / "train.py"
+    config = str(EXAMPLES / "cifar" / "ds_config.json")
+    assert launch.training_script_args == ["--deepspeed", "--deepspeed_config", config, "--steps", "7"]

@@ -30,7 +30,7 @@ def seen(rank: int, nvme: Path, output: Path) -> dict[str, Any]:
     logger.addHandler(handler)
     asked = {
         "steps_per_print": 1,
-        "csv_monitor": {"enabled": True, "output_path": str(output), "job_name": "job"},
+        "csv_monitor": {"enabled": True, "output_path": str(output), "job_name": f"seen-by-{rank}"},
     }
     try:
         settings = config(nvme, **usual()) | asked
@@ -55,7 +55,8 @@ def test_the_first_rank_tells_of_the_mean_loss_and_of_its_own_bytes(
     means = [sum(losses) / 2 for losses in zip(first["losses"], other["losses"], strict=True)]
     for number, (line, mean) in enumerate(zip(first["lines"], means, strict=True), start=1):
         assert line.startswith(f"INFO [rank 0] step {number}: loss {mean:.5g}, gradient norm ")
-    files = {path.name: path.read_text().splitlines() for path in (tmp_path / "job").iterdir()}
+    assert [path.name for path in tmp_path.glob("seen-by-*")] == ["seen-by-0"]
+    files = {path.name: path.read_text().splitlines() for path in (tmp_path / "seen-by-0").iterdir()}
     samples = [4, 8]  # of both ranks
     assert files["Tiering_sent_bytes.csv"][1:] == [
         f"{count},{float(nbytes)}" for count, nbytes in zip(samples, first["sent"], strict=True)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from torch import nn
 
 import tiering
 from tiering import logs
@@ -145,7 +146,9 @@ def test_an_unknown_level_is_refused() -> None:
         logs.follow({"TIERING_LOG": "loud"})
 
 
-def test_initialize_follows_the_variable_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initialize_follows_the_variable_before_it_reads_the_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TIERING_LOG", "loud")
     with pytest.raises(ConfigError, match="TIERING_LOG is 'loud'"):
-        tiering.initialize(model=None, config={})
+        tiering.initialize(model=nn.Linear(1, 1), config={})

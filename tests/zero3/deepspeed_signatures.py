@@ -31,6 +31,10 @@ CALLED = {
         *("get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "unset_z3_leaf_modules"),
         "z3_leaf_module",
     ],
+    "utils.zero_to_fp32": [
+        *("get_fp32_state_dict_from_zero_checkpoint", "load_state_dict_from_zero_checkpoint"),
+        "convert_zero_checkpoint_to_fp32_state_dict",
+    ],
     "runtime.lr_schedules": ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"],
     "runtime.utils": ["see_memory_usage"],
     "runtime.dataloader": ["RepeatingLoader"],

@@ -51,7 +51,7 @@ class DeepSpeedNames:
                 return object.__getattribute__(self, name)
             if module is not None and not name.startswith("_") and hasattr(module, name):
                 return getattr(module, name)
-            near = get_close_matches(name, dir(self), 1)
+            near = [] if name.startswith("_") else get_close_matches(name, dir(self), 1)
             meant = f"; did you mean {near[0]!r}?" if near else ""
             raise AttributeError(
                 f"neither the engine nor its {type(module).__name__} has an attribute {name!r}{meant}",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tiering import lazy
 
 if TYPE_CHECKING:
+    from tiering.utils import zero_to_fp32
     from zero3.deepspeed.leaves import (
         get_z3_leaf_modules,
         set_z3_leaf_module,
@@ -40,6 +41,7 @@ __all__ = [
     "set_z3_leaf_modules",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
+    "zero_to_fp32",
 ]
 __getattr__, __dir__ = lazy.names(
     __name__,
@@ -55,4 +57,5 @@ __getattr__, __dir__ = lazy.names(
         ),
         "zero3.loader": ("RepeatingLoader",),
     },
+    submodules=("zero_to_fp32",),
 )

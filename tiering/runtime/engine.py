@@ -1,0 +1,13 @@
+"""``deepspeed.runtime.engine``: the engine's class."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiering import lazy
+
+if TYPE_CHECKING:
+    from zero3.engine import DeepSpeedEngine
+
+__all__ = ["DeepSpeedEngine"]
+__getattr__, __dir__ = lazy.names(__name__, {"zero3.engine": __all__})

@@ -1,0 +1,92 @@
+"""The weights in a checkpoint, in fp32: as a ``state_dict``, or as files; ``tiering convert`` writes the same ones."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tiering.checkpoint.conversion import to_weights
+from tiering.checkpoint.directory import CheckpointDirectory
+from tiering.checkpoint.reader import Checkpoint, open_checkpoint
+from tiering.config import IoConfig
+from tiering.errors import CheckpointError, ConfigError
+from tiering.fields import parse_size
+from tiering.weights.reader import WeightReader
+from zero3.weights import STORED_NAMES
+
+_DTYPES = {name: dtype for dtype, name in STORED_NAMES.items()}
+
+Directory = str | os.PathLike[str]
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: Directory,
+    tag: str | int | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """Parameters in fp32 and buffers as they are, by name, of the checkpoint ``tag`` or the latest; in host memory.
+
+    All of it at once, also in ``lazy_mode``. CheckpointError if there is none, or a byte of it is not what was written.
+    """
+    checkpoint = _found(checkpoint_dir, tag)
+    files, parameters, state = checkpoint.with_buffers(0), checkpoint.manifest.parameters, dict[str, Tensor]()
+    with WeightReader(files, IoConfig()) as reader:
+        for name, stored in files.tensors.items():
+            if exclude_frozen_parameters and name in parameters and not parameters[name].trained:
+                continue
+            whole = torch.empty(stored.shape, dtype=_DTYPES[stored.dtype], device="cpu")
+            flat, first = whole.view(-1), 0
+            for part in files.parts_of(stored):
+                if part.numel:
+                    raw = torch.frombuffer(reader.read(part, 0, part.numel), dtype=whole.dtype)
+                    flat[first : first + part.numel] = raw
+                first += part.numel
+            state[name] = whole.float() if name in parameters else whole
+    return state
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: Directory,
+    output_dir: Directory,
+    max_shard_size: str = "5GB",
+    safe_serialization: bool = False,
+    tag: str | int | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the weights as safetensors into ``output_dir``; nothing here writes pickles, whatever is asked for."""
+    if exclude_frozen_parameters:
+        raise ConfigError(
+            "exclude_frozen_parameters: convert writes what the checkpoint has; save it with"
+            " save_checkpoint(exclude_frozen_parameters=True), or take get_fp32_state_dict_from_zero_checkpoint"
+        )
+    try:
+        most_bytes = parse_size(max_shard_size)
+    except ValueError as error:
+        raise ConfigError(f"max_shard_size: {error}") from None
+    to_weights(_found(checkpoint_dir, tag), Path(output_dir), most_bytes=most_bytes)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: Directory, tag: str | int | None = None
+) -> nn.Module:
+    """Give ``model``, an ordinary one, the weights of a checkpoint, and return it on the CPU. Not for an engine's."""
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def _found(directory: Directory, tag: str | int | None) -> Checkpoint:
+    there = CheckpointDirectory(directory)
+    try:
+        path = there.find(None if tag is None else str(tag))
+        if path is None:
+            raise CheckpointError(
+                f"{directory} holds no checkpoint; name the directory that was given to save_checkpoint"
+            )
+        return open_checkpoint(path)
+    finally:
+        there.close()

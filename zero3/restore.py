@@ -197,14 +197,14 @@ class Restore:
             )
 
     def _tell_kept(self) -> None:
-        """A save that excludes parameters trusts whoever loads it to have the same."""
-        excluded = [name for name in self._kept if name in self._checkpoint.manifest.excluded]
-        if excluded:
+        """What a save has excluded, or the model says may be absent, is trusted to be the same here."""
+        kept = [name for name in self._kept if name not in self._matched.missing]
+        if kept:
             log.log(
                 logs.once(logging.WARNING),
                 "checkpoint %s was saved without %s: they stay as this model has them, and should be those of the run"
                 " that saved",
-                *(self._checkpoint.path, _first(excluded)),
+                *(self._checkpoint.path, _first(kept)),
             )
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -157,6 +157,13 @@ def test_what_a_checkpoint_excludes(checkpoints: Path, inspect: Inspect) -> None
     assert "are excluded, 3 of 3,000,000 elements, the first base.0: to load it takes a model" in out
     about = told(inspect, path)["checkpoint"]["about"]
     assert (about["elements"], about["excluded_parameters"], about["excluded_elements"]) == (4507, 3, 3000000)
+    (path / MANIFEST).unlink()
+    rest = {name: each for name, each in found.parameters.items() if name != "bias"}
+    replace(
+        found, parameters=rest, excluded={"bias": replace(found.parameters["bias"], trained=False)}
+    ).write(path)
+    code, out, _ = inspect(path)
+    assert code == 1 and "weights of 'bias', which checkpoint.json does not name" in out
 
 
 @pytest.mark.parametrize("how", ["path", "tag"])

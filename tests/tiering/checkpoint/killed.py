@@ -1,11 +1,11 @@
 """Saves are killed (SIGKILL), and what they leave is read: a program, so that it can fork without torch and threads.
 
-    python killed.py operations DIR [renamed]  before each operation of a save in turn, of a new tag and of one
-                                             replaced ("renamed": as where names cannot be exchanged)
+    python killed.py operations DIR          before each operation of a save in turn, of a new tag and of one replaced
+    python killed.py renames DIR             where names cannot be exchanged: before each from the one that finds out on
     python killed.py moments DIR N SEED      N times, at any moment of one save after the other
     python killed.py stops DIR N SYNCED      not at all: N saves stop before each operation, for others to look
 
-The first two print {"kills": how many, "old": after how many the earlier checkpoint was found, "new": the one under
+All but the last print {"kills": how many, "old": after how many the earlier checkpoint was found, "new": the one under
 way, "partials": how many left something half done}, and end with a traceback if a checkpoint was lost.
 """
 
@@ -23,7 +23,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +86,15 @@ def died(pid: int) -> bool:
 
 
 @contextmanager
-def killed_before(nth: int) -> Iterator[None]:
-    """This process is killed before its operation number ``nth``."""
+def killed_before(nth: int, first: str | None = None) -> Iterator[None]:
+    """This process is killed before its operation number ``nth``, of those from the one named ``first`` on."""
     numbers = itertools.count()
+    counts = first is None
 
     def around(name: str, operation: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
-        if next(numbers) == nth:
+        nonlocal counts
+        counts = counts or name == first
+        if counts and next(numbers) == nth:
             os.kill(os.getpid(), signal.SIGKILL)
         return operation()
 
@@ -99,7 +102,7 @@ def killed_before(nth: int) -> Iterator[None]:
         yield
 
 
-def at_operations(path: Path) -> Counter[str]:
+def at_operations(path: Path, first: str | None = None) -> Counter[str]:
     told: Counter[str] = Counter()
     number = 0
     for nth in itertools.count():
@@ -107,7 +110,7 @@ def at_operations(path: Path) -> Counter[str]:
         for _ in ("new", "replaced"):
 
             def dies(number: int = number, nth: int = nth) -> None:
-                with killed_before(nth):
+                with killed_before(nth, first):
                     save(path, number)
 
             if died(forked(dies)):
@@ -187,7 +190,9 @@ if __name__ == "__main__":
     if mode == "stops":
         stops(Path(where), int(rest[0]), rest[1] == "True")
     elif mode == "operations":
-        with no_exchange() if "renamed" in rest else nullcontext():
-            print(json.dumps(at_operations(Path(where))))
+        print(json.dumps(at_operations(Path(where))))
+    elif mode == "renames":
+        with no_exchange():
+            print(json.dumps(at_operations(Path(where), "_exchange")))
     else:
         print(json.dumps(at_moments(Path(where), *map(int, rest))))

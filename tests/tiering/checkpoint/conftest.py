@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tiering.checkpoint.directory import CheckpointDirectory
+
 
 @pytest.fixture(scope="session")
 def memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -17,3 +19,10 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         dir=shared if shared.is_dir() else tmp_path_factory.getbasetemp()
     ) as path:
         yield Path(path)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Iterator[CheckpointDirectory]:
+    directory = CheckpointDirectory(tmp_path / "checkpoints")
+    yield directory
+    directory.close()

@@ -1,0 +1,103 @@
+"""Which checkpoint is found: the one that latest names, the newest without it, or an error that lists them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tiering.checkpoint.directories import OURS, names, save, tags
+from tiering.checkpoint.directory import LATEST, CheckpointDirectory
+from tiering.errors import CheckpointError
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "holds no tag, for it is empty"),
+        (b"../global_step1", "holds no tag, for it begins with a dot"),
+        (b"/etc/passwd", "holds no tag, for it is a path"),
+        (b"global_step1\nstep2", "has characters that do not print"),
+        (b"global_step1\n\n", "has characters that do not print"),
+        (b"\xff\xfe\x00", "has characters that do not print"),
+        (b"\0" * 100, "has characters that do not print"),
+        (b"x" * 1_000_000, "is longer than 200 bytes"),
+        (b"latest", "is the name of the file"),
+        (b"gone", "names 'gone', but there is no such checkpoint"),
+        (b"notes", "names 'notes', but there is no such checkpoint"),
+    ],
+)
+def test_a_latest_that_names_none(checkpoints: CheckpointDirectory, content: bytes, why: str) -> None:
+    save(checkpoints, "global_step1")
+    save(checkpoints, "global_step2")
+    (checkpoints.path / "notes").mkdir()
+    (checkpoints.path / LATEST).write_bytes(content)
+    for call in (checkpoints.find, checkpoints.latest):
+        with pytest.raises(
+            CheckpointError, match=rf"{why}.*name one that is there: 'global_step1', 'global_step2'$"
+        ):
+            call()
+    assert checkpoints.find("global_step1") == checkpoints.path / "global_step1"
+    save(checkpoints, "aside", latest=False, keep=1)  # what it should have named is not for us to guess
+    assert tags(checkpoints) == ["global_step1", "global_step2", "aside"]
+    save(checkpoints, "global_step3")
+    assert checkpoints.latest() == "global_step3"
+
+
+def test_a_latest_that_an_editor_wrote(checkpoints: CheckpointDirectory) -> None:
+    save(checkpoints, "global_step1")
+    save(checkpoints, "global_step2")
+    (checkpoints.path / LATEST).write_text("global_step1\n")
+    assert checkpoints.latest() == "global_step1"
+
+
+def test_a_latest_that_is_no_file(checkpoints: CheckpointDirectory) -> None:
+    save(checkpoints, "global_step1")
+    (checkpoints.path / LATEST).unlink()
+    (checkpoints.path / LATEST).mkdir()
+    with pytest.raises(CheckpointError, match="latest cannot be read: Is a directory"):
+        checkpoints.find()
+    with pytest.raises(CheckpointError, match="latest is a directory, where a file with a tag belongs"):
+        checkpoints.begin("global_step2", run=OURS)
+
+
+def test_without_latest_the_newest_is_found(
+    checkpoints: CheckpointDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (1, 2):
+        save(checkpoints, f"global_step{number}", latest=False)
+    assert checkpoints.latest() is None
+    assert checkpoints.find() == checkpoints.path / "global_step2"
+    assert caplog.messages == [
+        f"{checkpoints.path} has no file 'latest'; 'global_step2', the newest checkpoint there, is taken"
+    ]
+
+
+def test_a_checkpoint_is_not_the_directory_of_checkpoints(checkpoints: CheckpointDirectory) -> None:
+    path = save(checkpoints, "global_step1")
+    with pytest.raises(
+        CheckpointError, match=f"is itself a checkpoint; .*: {checkpoints.path} and 'global_step1'"
+    ):
+        CheckpointDirectory(path).find()
+
+
+def test_a_tag_that_is_not_there(checkpoints: CheckpointDirectory) -> None:
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint 'a'; \S+ holds no checkpoint at all"):
+        checkpoints.find("a")
+    for number in range(7):
+        save(checkpoints, f"global_step{number}")
+    with pytest.raises(
+        CheckpointError,
+        match="there: 'global_step2', 'global_step3', 'global_step4', 'global_step5', 'global_step6' and 2 older",
+    ):
+        checkpoints.find("a")
+
+
+def test_reading_writes_nothing_and_locks_nothing(checkpoints: CheckpointDirectory) -> None:
+    save(checkpoints, "global_step1")
+    checkpoints.close()
+    (checkpoints.path / ".lock").unlink()
+    reading = CheckpointDirectory(checkpoints.path)
+    reading.find()
+    reading.find("global_step1")
+    assert reading.partials() == []
+    assert names(checkpoints) == {"global_step1", LATEST}
+    checkpoints.lock()

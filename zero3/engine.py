@@ -416,7 +416,11 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         self._prefetcher.forget()
         try:
-            loss = float(self._loss) if self._loss is not None else None
+            last, self._loss = (
+                self._loss,
+                None,
+            )  # or the next step's, by loss.backward(), would show as this one's
+            loss = None if last is None else float(last)
             asked = self._preemption.asked
             self._step_applied = self._updates.run(loss, stop=asked, saving=self._checkpoints.progress)
         finally:

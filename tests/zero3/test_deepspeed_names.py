@@ -41,6 +41,7 @@ OTHERWISE = {
     ("zero.Init", "tensor_overrides"): "its default is DeepSpeed's own enum",
     ("runtime.lr_schedules.OneCycle", "cycle_momentum"): "None is what DeepSpeed does, True insists",
     ("engine.save_16bit_model", "save_filename"): "safetensors, never pickle",
+    ("engine.save_fp16_model", "save_filename"): "likewise",
     ("engine.save_checkpoint", "client_state"): "None stands for the empty dict",
 }
 LEFT_OUT = {"last_batch_iteration"}  # a schedule goes on by load_state_dict
@@ -696,7 +697,7 @@ def test_another_batch_size(start: Callable[..., Any], micro_batches: Callable[.
     changed.set_train_batch_size(8)
     assert changed.get_batch_info() == (8, 2, 4)
     train(changed, batches[2:])
-    assert changed.global_steps == 2
+    assert (changed.global_steps, changed.global_samples) == (2, 4 + 8)
     with other.no_sync():
         for batch in batches[2:5]:
             other.backward(other(*batch) / 4, scale_wrt_gas=False)
@@ -759,3 +760,17 @@ def test_a_loader_of_an_engine(start: Callable[..., Any]) -> None:
     assert batch == 3
     with pytest.raises(ConfigError, match="'test'; use 'train'"):
         engine.deepspeed_io(dataset, route="test")
+
+
+def test_a_loss_that_the_engine_was_not_told_is_not_that_of_an_earlier_step(
+    start: Callable[..., Any], micro_batches: Callable[..., Any]
+) -> None:
+    engine = start(accumulation=1)
+    first, second = micro_batches(2)
+    told = engine(*first)
+    engine.backward(told)
+    engine.step()
+    assert engine.snapshot().loss == told.item()
+    engine(*second).backward()
+    engine.step()
+    assert engine.snapshot().loss is None

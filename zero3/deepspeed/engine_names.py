@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,9 +34,11 @@ class DeepSpeedNames:
     lr_scheduler: LRScheduler | None
     close: Callable[[], None]
     collate_fn: Callable[[list[Any]], Any] | None
+    save_16bit_model: Callable[..., Path]
     _ready: Readiness
     _world: World
     _told_of_zero_grad = False
+    _sampled = 0, 0  # updates, and samples in them, when the batch size was changed
 
     if TYPE_CHECKING:
 
@@ -120,8 +123,9 @@ class DeepSpeedNames:
 
     @property
     def global_samples(self) -> int:
-        """Samples so far, over all ranks, if each update had as many as the next."""
-        return self.global_steps * self.train_batch_size()
+        """Samples so far, over all ranks; a checkpoint's are counted as if all its updates had had as many as now."""
+        steps, samples = self._sampled
+        return samples + (self.global_steps - steps) * self.train_batch_size()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on ``is_boundary`` says whether a backward completes the gradients, and ``step`` updates.
@@ -155,6 +159,7 @@ class DeepSpeedNames:
                 f' gradient_accumulation_steps {self.gradient_accumulation_steps()}; set "tiering":'
                 ' {"grad_accum_dtype": "fp32"} in the configuration'
             )
+        self._sampled = self.global_steps, self.global_samples
         self.config = self.config.model_copy(
             update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
         )
@@ -292,6 +297,10 @@ class DeepSpeedNames:
                 if not param.requires_grad:
                     state.pop(prefix + name, None)
         return state
+
+    def save_fp16_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> Path:
+        """``save_16bit_model``, by its older name."""
+        return self.save_16bit_model(save_dir, save_filename)
 
     def deepspeed_io(
         self,

@@ -29,15 +29,9 @@ from zero3.restore import _order
 from zero3.saver import Saver
 from zero3.weights import FileSource, OpenFiles
 
+from .checkpoints import SETTINGS, Start, begin
 from .conftest import config
 from .resuming import STREAMED, Model, train
-
-SETTINGS: dict[str, Any] = {"precision": "bf16", "accumulation": 1, "threshold": 40}
-Start = Callable[..., Engine]
-
-
-def begin(start: Start, build: Callable[[], nn.Module] = Model, **options: Any) -> Engine:
-    return start(build(), **(SETTINGS | options))
 
 
 def with_client(start: Start, make: Callable[[list[nn.Parameter]], Any], **options: Any) -> Engine:

@@ -14,7 +14,7 @@ from torch import nn
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import CheckpointError, ConfigError
 from zero3.engine import Engine
-from zero3.tiers import Tiers
+from zero3.tiers import Home, Tiers
 
 from .resuming import MIXED, ON_CPU, STREAMED, WIDTH, Left, Model, train
 
@@ -67,6 +67,23 @@ def test_a_run_goes_on_without_the_frozen_parameters_of_the_file(
     train(engine, range(10, 11))  # what it trains is another one's until it is loaded
     loaded(engine, tmp_path)
     assert Left.by(engine, losses[:3] + train(engine, range(3, 5))).differences(wanted) == []
+
+
+def test_memory_that_the_cpu_does_not_address_keeps_its_values(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU's: what is written there is put together elsewhere."""
+    engine = begin(start, lambda: Adapted().requires_grad_())
+    begin(start).save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    masters = {name: engine.get_fp32_parameter(name) + 1 for name in FROZEN}
+    for name, values in masters.items():
+        engine.set_fp32_parameter(name, values)
+    monkeypatch.setattr(Home, "on_host", property(lambda home: False))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(77))
+    left = loaded(engine, tmp_path)
+    assert [name for name in FROZEN if not left.tensors[f"master of {name}"].equal(masters[name])] == []
+    assert [name for name in FROZEN if not left.tensors[name].equal(masters[name].bfloat16())] == []
 
 
 def test_what_is_frozen_is_neither_in_the_file_nor_written_when_it_is_loaded(

@@ -66,6 +66,7 @@ def to_weights(
     *,
     most_bytes: int | None = None,
     config: Mapping[str, Any] | None = None,
+    exclude_frozen: bool = False,
     on_read: Told = lambda _: None,
 ) -> Converted:
     """Write the parameters of ``checkpoint`` in ``dtype``, and its buffers, as safetensors into the directory ``into``.
@@ -73,14 +74,13 @@ def to_weights(
     They are rounded as the engine rounds: what it trains in 16 bits is what comes out. ``config``, a model's
     config.json, is put beside them, and told the dtype. Raises CheckpointError or WeightsError.
     """
-    files = checkpoint.with_buffers(0)
-    wanted = {
-        name: DTYPES[dtype] if name in checkpoint.manifest.parameters else stored.dtype
-        for name, stored in files.tensors.items()
-    }
-    converted = Converted(excluded=tuple(checkpoint.manifest.excluded))
+    files, parameters = checkpoint.with_buffers(0), checkpoint.manifest.parameters
+    frozen = {name for name, each in parameters.items() if exclude_frozen and not each.trained}
+    converted = Converted(excluded=(*checkpoint.manifest.excluded, *sorted(frozen)))
     specs = _widest_first(
-        TensorSpec(name, wanted[name], stored.shape) for name, stored in files.tensors.items()
+        TensorSpec(name, DTYPES[dtype] if name in parameters else stored.dtype, stored.shape)
+        for name, stored in files.tensors.items()
+        if name not in frozen
     )
     order = [part for spec in specs for part in files.parts_of(files.tensors[spec.name])]
     with (

@@ -197,6 +197,13 @@ def test_what_a_checkpoint_excludes_is_told(tmp_path: Path, capsys: pytest.Captu
     assert ": 1, the first 'base.weight'; whoever loads that has to have them" in told
 
 
+def test_frozen_parameters_may_stay_behind(tmp_path: Path, checkpoint: Path, values: Tensors) -> None:
+    converted = conversion.to_weights(open_checkpoint(checkpoint), tmp_path / "out", exclude_frozen=True)
+    assert converted.excluded == ("frozen",)
+    expected = {name: value for name, value in values.items() if name != "frozen"} | BUFFERS
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), expected)
+
+
 def test_of_a_directory_the_latest_is_taken_or_the_one_named(tmp_path: Path) -> None:
     for number in (1, 2):
         write(tmp_path / "all" / f"step{number}", {"a": torch.full((5,), float(number))})

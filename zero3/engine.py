@@ -72,6 +72,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         self._loss: Tensor | None = None
         self._trace: StepTrace | None = None
         self._step_applied = False
+        self._given_optimizer = "" if optimizer is None else _name_of(optimizer)
 
         check_monitors(config.monitor)
         parts = assemble(model, config, model_parameters, optimizer, weights)
@@ -461,6 +462,12 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         if self._updates.under_way:
             self._prefetcher.forget()  # also groups that are stepped only now
         self._updates.end_of_backward()
+
+
+def _name_of(optimizer: ClientOptimizerChoice) -> str:
+    """The class of an optimizer, or of what a function of that name makes."""
+    made = isinstance(optimizer, torch.optim.Optimizer)
+    return type(optimizer).__name__ if made else getattr(optimizer, "__name__", "function")
 
 
 DeepSpeedEngine = Engine

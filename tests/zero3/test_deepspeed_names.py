@@ -456,7 +456,9 @@ def test_an_optimizer_that_is_given_is_the_one_that_is_named(
     kind = getattr(module_of("tiering", f"ops.{module}"), name)
     model, alone = net(), net()
     common: dict[str, Any] = {"precision": "fp32", "accumulation": 1, "clip": 0.0}
-    given = steps(start(model, client=kind(model.parameters(), **mode, **options), rule=None, **common))
+    engine = start(model, client=kind(model.parameters(), **mode, **options), rule=None, **common)
+    assert engine.optimizer_name() == name and len(engine.get_mom()) == 1
+    given = steps(engine)
     if named == "Adam":  # which DeepSpeed reads as AdamW, unless
         options = options | {"adam_w_mode": False}
     wanted = steps(start(net(), rule=named, optimizer=options, **common))
@@ -599,7 +601,7 @@ def test_what_an_engine_answers(start: Callable[..., Any]) -> None:
         False,
         False,
     )
-    assert (engine.optimizer_name(), engine.scheduler_name()) == ("Adam", None)
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("AdamW", None)
     assert (engine.get_lr(), engine.get_mom(), engine.get_type()) == ([1e-3], [(0.9, 0.999)], [0.0])
     engine.set_lr(0.5)
     assert engine.get_lr() == [0.5] and engine.global_samples == 0

@@ -34,6 +34,7 @@ class DeepSpeedNames:
     lr_scheduler: LRScheduler | None
     close: Callable[[], None]
     collate_fn: Callable[[list[Any]], Any] | None
+    _given_optimizer: str
     save_16bit_model: Callable[..., Path]
     _ready: Readiness
     _world: World
@@ -236,10 +237,10 @@ class DeepSpeedNames:
     # The optimizer
 
     def optimizer_name(self) -> str:
-        """What steps the parameters ("Adam" is AdamW, too)."""
-        if isinstance(self.optimizer, ClientOptimizer):
-            return type(self.optimizer.client).__name__
-        return self.optimizer.rule.name
+        """The class of the optimizer that was given, else what the configuration names."""
+        if self._given_optimizer or self.config.optimizer is None:
+            return self._given_optimizer
+        return self.config.optimizer.type
 
     def scheduler_name(self) -> str | None:
         """What the configuration names; None without a section."""
@@ -251,7 +252,8 @@ class DeepSpeedNames:
 
     def get_mom(self) -> list[Any]:
         """The betas of each param group, or its momentum."""
-        return self._of_groups("momentum" if self.optimizer_name() == "SGD" else "betas")
+        betas = any("betas" in group for group in self.optimizer.param_groups)
+        return self._of_groups("betas" if betas else "momentum")
 
     def get_type(self) -> list[Any]:
         """The option "type" of each param group; 0.0 where there is none."""

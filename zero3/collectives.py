@@ -84,8 +84,8 @@ def join(device: torch.device, timeout: float) -> World:
         tasks = int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1
         if tasks > 1 and os.environ.get("SLURM_STEP_NUM_TASKS") == str(tasks):
             log.warning(
-                "SLURM has started %d tasks, but nothing says that they train together, so each trains by itself: start"
-                " one task per node, `srun --ntasks-per-node=1 torchrun ...`",
+                "SLURM has started %d tasks, but nothing says that they train together, so each trains by itself: call"
+                " tiering.init_distributed() first, or start one task per node, `srun --ntasks-per-node=1 torchrun ...`",
                 tasks,
             )
         return ALONE

@@ -233,6 +233,16 @@ LAUNCHERS = [
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "a-1,b[2-3]"},
         "0 2 - - a-1 29501",
     ),
+    (  # srun --mpi=pmi2 sets both
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1"}
+        | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"},
+        "1 2 1 - n1 29501",
+    ),
+    (  # mpiexec starts one of its own by srun on each node
+        {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+        | {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "n[1-2]"},
+        "5 8 1 - n1 29501",
+    ),
     (
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "n1"},
         "- - - - - -",

@@ -24,9 +24,9 @@ _LAUNCHERS = {
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ),
-    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     # Of a job step: the shell of a batch script has SLURM_NTASKS, too, and is alone.
     "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
 
@@ -101,25 +101,30 @@ def _discover(port: int, *, verbose: bool) -> None:
     environ = os.environ
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return
-    for launcher, names in _LAUNCHERS.items():
-        rank, size, local_rank, local_size = (environ.get(name) for name in names)
-        if rank is None or size is None or int(size) == 1:
-            continue
-        where = environ.get("MASTER_ADDR") or _host_of_rank_0(environ, alone=local_size == size)
-        if where is None:
-            raise ConfigError(
-                f"{launcher} has started {size} processes on several nodes, and nothing says where rank 0 is; set"
-                " MASTER_ADDR to its host name"
-            )
-        environ |= {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": where}
-        environ.setdefault("MASTER_PORT", str(port))
-        if local_rank is not None:
-            environ["LOCAL_RANK"] = local_rank
-        if local_size is not None:
-            environ["LOCAL_WORLD_SIZE"] = local_size
-        if verbose:
-            log.info("rank %s of %s, as %s says; rank 0 is on %s", rank, size, launcher, where)
+    found = [
+        (launcher, [environ.get(name) for name in names])
+        for launcher, names in _LAUNCHERS.items()
+        if names[0] in environ
+    ]
+    # One that starts processes by another's (mpiexec by srun) has started more of them.
+    launcher, said = max(found, key=lambda each: int(each[1][1] or 1), default=("", ["0", "1", None, None]))
+    rank, size, local_rank, local_size = said
+    if rank is None or size is None or int(size) == 1:
         return
+    where = environ.get("MASTER_ADDR") or _host_of_rank_0(environ, alone=local_size == size)
+    if where is None:
+        raise ConfigError(
+            f"{launcher} has started {size} processes on several nodes, and nothing says where rank 0 is; set"
+            " MASTER_ADDR to its host name"
+        )
+    environ |= {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": where}
+    environ.setdefault("MASTER_PORT", str(port))
+    if local_rank is not None:
+        environ["LOCAL_RANK"] = local_rank
+    if local_size is not None:
+        environ["LOCAL_WORLD_SIZE"] = local_size
+    if verbose:
+        log.info("rank %s of %s, as %s says; rank 0 is on %s", rank, size, launcher, where)
 
 
 def _host_of_rank_0(environ: Mapping[str, str], *, alone: bool) -> str | None:

@@ -85,7 +85,7 @@ def join(device: torch.device, timeout: float) -> World:
         if tasks > 1 and os.environ.get("SLURM_STEP_NUM_TASKS") == str(tasks):
             log.warning(
                 "SLURM has started %d tasks, but nothing says that they train together, so each trains by itself: call"
-                " tiering.init_distributed() first, or start one task per node, `srun --ntasks-per-node=1 torchrun ...`",
+                " tiering.init_distributed() first, or start one task per node (srun --ntasks-per-node=1 torchrun ...)",
                 tasks,
             )
         return ALONE

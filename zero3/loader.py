@@ -65,6 +65,10 @@ class WholeSampler(_Passes, RandomSampler):
         left_out = self._begin(_drawn)
         yield from _shuffled(len(self.data_source), self.last_seed)[left_out:]
 
+    def set_epoch(self, epoch: int) -> None:
+        """Say which pass comes next, as scripts for several ranks do; its order is drawn in any case."""
+        self.epoch = epoch
+
 
 class RankSampler(_Passes, DistributedSampler[int]):
     """One rank's share of a data set, in an order that is new in every pass, as a loader of one process has it.
@@ -169,6 +173,11 @@ class TrainingLoader(DataLoader[Any]):
             made.batches = self.begin(self._position)
         self._made, self._held = weakref.ref(made), None
         return made
+
+    @property
+    def data_sampler(self) -> WholeSampler | RankSampler:
+        """The sampler, by DeepSpeed's name for it."""
+        return self.passes
 
     def __next__(self) -> Any:
         """The next micro-batch of the pass under way; at its end, or where there is none, the first of another."""

@@ -400,18 +400,25 @@ def test_an_iterator_that_is_in_use_goes_back_with_its_loader(taken: int, world_
     assert [*map(numbers, second), read(loader), read(loader)] == expected
 
 
-def test_set_epoch_for_another_pass_begins_that(caplog: pytest.LogCaptureFixture) -> None:
-    loader = make_loader(Numbers(40), 2, None, rank=1, world_size=2)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_set_epoch_for_another_pass_begins_that(caplog: pytest.LogCaptureFixture, world_size: int) -> None:
+    def order(epoch: int) -> None:
+        """Of several ranks the number of the pass decides on it, of one a draw."""
+        loader.data_sampler.set_epoch(epoch)
+        torch.manual_seed(epoch)
+
+    loader = make_loader(Numbers(40), 2, None, rank=world_size - 1, world_size=world_size)
     whole = {}
     for epoch in (3, 4):
-        loader.sampler.set_epoch(epoch)
+        order(epoch)
         whole[epoch] = read(loader)
-    loader.sampler.set_epoch(3)
+    order(3)
     next(iter(loader))
     told = "set_epoch(4) begins that pass, in place of the rest of pass 3, in which the checkpoint was saved"
     for epoch, left_out, warnings in ((3, 2, []), (4, 0, [told])):
-        resumed = resumed_from(loader, rank=1, world_size=2)
-        resumed.sampler.set_epoch(epoch)
+        resumed = resumed_from(loader, rank=world_size - 1, world_size=world_size)
+        resumed.data_sampler.set_epoch(epoch)
+        torch.manual_seed(epoch)
         assert read(resumed) == whole[epoch][left_out:]
         assert caplog.messages == warnings
 

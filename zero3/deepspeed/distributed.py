@@ -47,7 +47,8 @@ def init_distributed(
     torchrun's variables count. Without them ``auto_mpi_discovery`` translates those of Open MPI, MPICH and SLURM
     (``srun``), where rank 0 listens on ``distributed_port`` unless MASTER_PORT says otherwise. Nothing happens when
     there is a group already. ``dist_init_required`` False says that there is one. ``timeout`` is that of the script's
-    own collectives; the engine's is ``tiering.distributed.timeout``. ``config`` is DeepSpeed's, and not read.
+    own collectives; the engine's is ``tiering.distributed.timeout``. ``init_method``, ``rank`` and ``world_size`` are
+    torch's, ``config`` is DeepSpeed's, and not read.
 
     ConfigError if there is no group where ``dist_init_required`` is False, or nothing says where rank 0 is.
     """
@@ -61,7 +62,7 @@ def init_distributed(
     backend = _backend(dist_backend)
     if init_method is None and auto_mpi_discovery:
         _discover(distributed_port, verbose=verbose)
-    if init_method is not None or standing()[1] > 1:
+    if init_method is not None or world_size > 1 or standing()[1] > 1:
         meet(backend, timeout, init_method or "env://", rank, world_size)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -47,22 +48,27 @@ def test_the_usual_script_on_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
     assert first[0] != second[0], "each its own half"
 
 
-def joined(rank: int) -> tuple[float, int, int, str]:
-    """As srun starts a process: without torchrun's variables, but for where rank 0 is."""
+def joined(rank: int, by: str) -> tuple[float, int, int, int]:
+    """Without torchrun's variables, but for where rank 0 is: as srun starts a process, or a script that knows."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    os.environ |= {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": str(rank)}
-    deepspeed.init_distributed(timeout=timedelta(seconds=60))
+    known = {}
+    if by == "srun":
+        os.environ |= {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": str(rank)}
+    else:
+        known = {"rank": rank, "world_size": 2}
+    deepspeed.init_distributed(timeout=timedelta(seconds=60), **known)
     value = torch.tensor([rank + 1.0])
     deepspeed.comm.all_reduce(value)
     deepspeed.comm.barrier()
     engine, *_ = deepspeed.initialize(model=net(), config=CONFIG)
     with engine:
-        return value.item(), engine.global_rank, deepspeed.comm.get_world_size(), os.environ["LOCAL_RANK"]
+        return value.item(), engine.global_rank, deepspeed.comm.get_world_size(), engine.local_rank
 
 
-def test_ranks_that_srun_has_started_find_each_other(doomed: Callable[..., Pool]) -> None:
-    assert doomed(2).run(joined) == [(3.0, 0, 2, "0"), (3.0, 1, 2, "1")]
+@pytest.mark.parametrize("by", ["srun", "arguments"])
+def test_ranks_find_each_other_without_torchrun(doomed: Callable[..., Pool], by: str) -> None:
+    assert doomed(2).run(joined, by) == [(3.0, 0, 2, 0), (3.0, 1, 2, 1)]
 
 
 def set_by_rank_1(rank: int, nvme: Path, **options: Any) -> dict[str, Tensor]:

@@ -452,9 +452,6 @@ class TestMany:
 
 
 class TestStart:
-    def test_a_first_step_is_timed(self) -> None:
-        assert 0 < start.first_step(Path(sys.executable), start.IMPORTS["torch fused"], os.environ) < 60_000
-
     @pytest.fixture
     def without_torch(self, tmp_path: Path) -> dict[str, str]:
         """Variables of processes for which a few lines pass for torch, which takes seconds to import."""
@@ -469,6 +466,19 @@ class TestStart:
             "def equal(one, other): return one is other\n"
         )
         return os.environ | {"PYTHONPATH": str(tmp_path)}
+
+    @pytest.mark.slow
+    def test_a_first_step_of_torchs_is_timed(self) -> None:
+        assert 0 < start.first_step(Path(sys.executable), start.IMPORTS["torch fused"], os.environ) < 60_000
+
+    def test_a_first_step_is_timed_with_its_import(self, without_torch: dict[str, str]) -> None:
+        stepping = (
+            "time.sleep(0.05)\n"
+            "class AdamW:\n"
+            "    def __init__(self, parameters, lr): self.parameters = parameters\n"
+            "    def step(self): time.sleep(0.05); self.parameters[:] = map(object.__new__, [object] * 24)"
+        )
+        assert 100 <= start.first_step(Path(sys.executable), stepping, without_torch) < 60_000
 
     def test_what_cannot_be_imported_is_an_error(self, without_torch: dict[str, str]) -> None:
         with pytest.raises(PeerError, match=r"No module named 'deepspeed'.*pip install torch deepspeed"):

@@ -7,6 +7,7 @@ import itertools
 import json
 import mmap
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,7 @@ from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tiering.demo.corpus import standard_library
+from tiering.errors import TieringError
 
 BENCH = Path(__file__).parents[1] / "bench"
 GB = 10**9
@@ -174,11 +176,50 @@ class TestWatch:
             assert watch.sample(process.pid) is None
         assert watch.sample(process.pid) is None
 
-    def test_what_the_plan_puts_on_the_disk_has_to_fit(self, tmp_path: Path) -> None:
-        seen = Seen()
+    def test_a_child_is_heard_seen_and_quoted(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "larger").mkdir()
+        (tmp_path / "larger" / "child.py").write_text(
+            "import json, os, sys, time\n"
+            "def tell(event, **fields):\n"
+            "    os.write(int(sys.argv[2]), json.dumps({'event': event, **fields}).encode() + b'\\n')\n"
+            "tell('ready', steps=json.loads(sys.argv[1])['steps'], threads=os.environ['OMP_NUM_THREADS'])\n"
+            f"time.sleep({3 * watch.EVERY})\n"
+            "tell('refused', message='too large')\n"
+            "sys.exit(2)\n"
+        )
+        monkeypatch.setattr(watch, "_BENCH", tmp_path)
+        task = Task("", Shape(2, 4), GB, disk=GB, sequence=16, steps=7, threads=3)
+        seen, asked = Seen(), []
+        with pytest.raises(ChildError, match=r"^too large$"):
+            watch.watch(task, seen, lambda event: asked.append(event["event"]))
+        assert asked == ["ready", "refused"]
+        assert seen.event("ready").items() >= {"steps": 7, "threads": "3"}.items()
+        assert seen.samples and all(one.resident > 0 for one in seen.samples)
+
+    def test_what_the_plan_puts_on_the_disk_has_to_fit(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Work is done here: a process of its own would import torch and transformers for it."""
+        limits, told = [], {}
+        monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append((what, limit)))
+        monkeypatch.setattr(child, "resident", lambda kind: GB // 2)  # not of this process, which is larger
         memory = 12 * GB // 10
         task = Task(str(tmp_path), Shape(2, 4), memory, disk=GB // 10, sequence=16, steps=1, threads=1)
-        asked: list[str] = []
+        threads = torch.get_num_threads()
+        try:
+            with pytest.raises(TieringError, match=r"where 0\.1 GB may be taken"):
+                child.work(task, lambda event, **fields: told.update({event: fields}))
+        finally:
+            torch.set_num_threads(threads)
+        assert limits == [(resource.RLIMIT_DATA, (int(child.ANONYMOUS * memory),) * 2)]
+        assert list(told) == ["ready", "plan"]
+        assert told["plan"]["state"] > told["plan"]["on_nvme"] > GB // 10
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.slow
+    def test_a_refusal_comes_from_a_process_of_its_own(self, tmp_path: Path) -> None:
+        task = Task(str(tmp_path), Shape(2, 4), 12 * GB // 10, disk=GB // 10, sequence=16, steps=1, threads=1)
+        seen, asked = Seen(), []
         with pytest.raises(ChildError, match=r"where 0\.1 GB may be taken"):
             watch.watch(task, seen, lambda event: asked.append(event["event"]))
         assert asked == ["ready", "plan", "refused"]

@@ -278,6 +278,7 @@ class TestCommand:
             json.loads((tmp_path / "all.json").read_text()),
         )
 
+    @pytest.mark.slow  # the engine's promise is a fast test in zero3/ranks/test_sent.py
     def test_every_stage_sends_what_is_planned(self, tmp_path: Path) -> None:
         status, text, raw = self.run(tmp_path, "--cases", "sent")
         (goal,) = raw["goals"]

@@ -7,7 +7,8 @@ found only after days of training. All problems are reported together.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from .ds_reading import Reading
 from .ds_report import Entry, Origin, Report
 from .errors import ConfigError
 from .json_comments import key_lines, plain
-from .strict_json import FormatError, parse
+from .strict_json import FormatError, parse, short
 
 __all__ = ["Entry", "Known", "Origin", "Report", "Verdict", "description", "examine", "load", "value_of"]
 
@@ -51,10 +52,9 @@ def examine(
     source = ""
     lines: dict[tuple[str, ...], int] = {}
     if not isinstance(config, Mapping):
-        source = str(config)
-        config, lines = _read_json(config)
+        config, lines, source = _read_json(config)
     reading = Reading(world_size, known or Known(), lines)
-    reading.walk(config)
+    reading.walk(_values(config, _DEEPEST))
     resolved = reading.resolve()
     entries = tuple(reading.entries.values())
     if resolved is None or any(entry.verdict is Verdict.REFUSED for entry in entries):
@@ -63,25 +63,53 @@ def examine(
     return resolved, Report(given, tuple(defaults(resolved, reading.entries)), source, outcome(resolved))
 
 
-def _read_json(given: str | Path) -> tuple[Mapping[str, Any], dict[tuple[str, ...], int]]:
-    """What is in the file, and the lines of its keys. DeepSpeed's launchers hand over the text itself, in base64."""
-    handed_over = _from_base64(given) if isinstance(given, str) and not Path(given).exists() else None
+def _read_json(given: str | Path) -> tuple[Mapping[str, Any], dict[tuple[str, ...], int], str]:
+    """What is in the file, the lines of its keys, and its path.
+
+    DeepSpeed's launchers hand over the text itself, in base64; that has no path.
+    """
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError(
+            f"a configuration is a dict, or the path of a file, not {type(given).__name__}; give one of them"
+        )
+    handed_over = _from_base64(given) if isinstance(given, str) else None
+    name = "in base64" if handed_over else short.repr(os.fspath(given)).strip("'")
     try:
-        data = Path(given).read_bytes() if handed_over is None else handed_over
+        data = handed_over or Path(given).read_bytes()
         text = plain(data.decode("utf-8-sig"))
-        return parse(text.encode(), constant=float), key_lines(text)
+        found = parse(text.encode(), constant=float)
     except OSError as problem:
-        raise ConfigError(f"cannot read the configuration file {given}: {problem.strerror}") from problem
+        raise ConfigError(f"cannot read the configuration file {name}: {problem.strerror}") from problem
     except UnicodeDecodeError as problem:
-        raise ConfigError(f"the configuration file {given} is not JSON: it is no UTF-8 text") from problem
+        raise ConfigError(f"the configuration file {name} is not JSON: it is no UTF-8 text") from problem
     except FormatError as problem:
-        raise ConfigError(f"the configuration file {given} cannot be used: {problem}") from problem
+        raise ConfigError(f"the configuration file {name} cannot be used: {problem}") from problem
+    except ValueError as problem:  # a path that no system has
+        raise ConfigError(f"cannot read the configuration file {name}: {problem}") from problem
+    return found, key_lines(text), "" if handed_over else os.fspath(given)
 
 
 def _from_base64(text: str) -> bytes | None:
     """The JSON object that ``text`` is, or None."""
     try:
-        data = base64.b64decode(text, altchars=b"-_", validate=True)
+        data = base64.b64decode("".join(text.split()), altchars=b"-_", validate=True)
     except ValueError:
         return None
     return data if data.lstrip().startswith(b"{") else None
+
+
+_DEEPEST = 100
+"""Sections in sections: beyond that, something holds itself."""
+
+
+def _values(given: Any, deepest: int) -> Any:
+    """``given`` in the types that JSON has, where programs have others: arrays, tensors, mappings of libraries."""
+    if deepest == 0:
+        raise ConfigError(f"the configuration is nested deeper than {_DEEPEST} levels; no key is")
+    if isinstance(given, Mapping):
+        return {str(name): _values(value, deepest - 1) for name, value in given.items()}
+    if hasattr(given, "tolist"):
+        return given.tolist()
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray):
+        return [_values(each, deepest - 1) for each in given]
+    return given

@@ -627,6 +627,8 @@ def test_an_engine_stands_for_its_module(start: Callable[..., Any]) -> None:
     engine = start()
     assert dict(engine.named_parameters()).keys() == dict(engine.module.named_parameters()).keys()
     assert engine.training and not engine.eval().training and engine.blocks is engine.module.blocks
+    with pytest.raises(AttributeError, match="training"):
+        engine.training = True  # which would leave the module as it is
     with pytest.raises(
         AttributeError, match="its SmallModel has an attribute 'get_global_grad_nrom'; did you mean"
     ):

@@ -63,6 +63,11 @@ class DeepSpeedNames:
                 obj=None,
             )
 
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode; ``train`` and ``eval`` change it."""
+        return self.module.training
+
     # Ranks
 
     @property

@@ -124,6 +124,11 @@ def _refused(why: str, *off: object, when: Callable[[object], bool] | None = Non
     return Key(Verdict.REFUSED, note=why, off=nothing, inside=frozenset(inside.split()))
 
 
+def _within(section: str, names: str) -> str:
+    """A section inside of one that meets one fate, with its names, for ``inside``."""
+    return f" {section} " + " ".join(f"{section}.{name}" for name in names.split())
+
+
 def _each(names: str, key: Key) -> Tree:
     return dict.fromkeys(names.split(), key)
 
@@ -305,7 +310,10 @@ _ZERO: Tree = {
     "leaf_module": {
         name: _same(f"zero.leaf_module.{name}") for name in ("classes", "names", "name_suffixes")
     },
-    **_each("ignore_unused_parameters memory_efficient_linear override_module_apply", _NO_MATTER),
+    **_each(
+        "ignore_unused_parameters memory_efficient_linear override_module_apply",
+        _no_effect("makes no difference here", off=_ALWAYS),  # what is so there unless told
+    ),
     **_each("log_trace_cache_warnings enable_sanity_checks", _NO_MATTER),
     **_each("pipeline_loading_checkpoint save_muon_momentum_buffer_in_memory", _NO_MATTER),
     "legacy_stage1": _deprecated("stage 1 is one of the stages here", off=_NEVER),
@@ -315,7 +323,12 @@ _ZERO: Tree = {
     **_each("zero_quantized_weights zero_quantized_nontrainable_weights", _NOT_YET),
     "zero_quantized_gradients": _NOT_YET,
     # an empty section turns it on
-    "zenflow": _refused("not supported in this version", when=lambda value: value not in (None, False)),
+    "zenflow": _refused(
+        "not supported in this version",
+        when=lambda value: value not in (None, False),
+        inside="topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio"
+        " full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch",
+    ),
     "zeropp_loco_param": _REMOVED,
     "zero_hpz_partition_size": _no_effect(
         "every rank keeps one shard of each group, and nodes keep no second copy", off=(0, 1, None)
@@ -533,7 +546,11 @@ _FILE: Tree = {
         inside="enabled seed data_routing data_routing.enabled data_routing.random_ltd data_routing.random_ltd.*"
         " data_sampling data_sampling.enabled data_sampling.num_epochs data_sampling.num_workers"
         " data_sampling.pin_memory data_sampling.curriculum_learning data_sampling.curriculum_learning.*"
-        " data_sampling.dynamic_batching data_sampling.dynamic_batching.*",
+        + _within(
+            "data_sampling.dynamic_batching",
+            "enabled lr_scaling_method min_batch_size max_batch_size sequence_picking_order max_tokens metrics_path"
+            " verbose",
+        ),
     ),
     "weight_quantization": _refused(
         "not supported in this version",
@@ -545,8 +562,10 @@ _FILE: Tree = {
         "not supported in this version",
         when=lambda value: _splits_tensors(value),
         inside="autotp_size dtype injection_policy_tuple keep_module_on_host kernel_inject partition_config"
-        " partition_config.* preset_model replace_with_kernel_inject tensor_parallel tensor_parallel.* tp tp.*"
-        " tp_overlap_comm vocab_parallel_ce_backend vocab_parallel_lm_head",
+        " partition_config.* preset_model replace_with_kernel_inject tp_overlap_comm vocab_parallel_ce_backend"
+        " vocab_parallel_lm_head"
+        + _within("tensor_parallel", "tp_size tp_grain_size mpu tp_group")
+        + _within("tp", "tp_size tp_grain_size mpu tp_group"),
     ),
     "expert_parallel": _refused(
         "not supported in this version",
@@ -567,7 +586,8 @@ _FILE: Tree = {
     "sequence_parallel_size": _refused("not supported in this version", False, 0, 1),
     "gradient_allreduce_op": _no_effect("gradients are averaged over ranks", off=("mean",)),
     "managed_gradient_accumulation": _refused("gradient_accumulation_steps does this here", True),
-    **_each("disable_python_gc log_level", _NO_MATTER),
+    "disable_python_gc": _NO_MATTER,
+    "log_level": _no_effect("the variable TIERING_LOG decides, or logging.getLogger", off=(None,)),
 }
 
 
@@ -644,6 +664,7 @@ SECTIONS: frozenset[str] = frozenset(
 _FURTHER = {
     "bias_correction": "AdamW Adam",
     "torch_adam": "AdamW Adam",
+    "decoupled_weight_decay": "Adam",
     "capturable": "AdamW Adam",
     "amsgrad": "AdamW Adam Adagrad",
     "set_grad_none": "AdamW Adam Lion",

@@ -161,7 +161,9 @@ class Reading:
         """Refuse names that the section does not have; all others share the fate of the section."""
         for path, value in _leaves(given):
             if not rule.has_inside(path):
-                hint = _suggestion(f"{section}.{path}", rule.inside)
+                above = path[: path.rfind(".") + 1]
+                beside = {name.removeprefix(above) for name in rule.inside if name.startswith(above)}
+                hint = _suggestion(f"{section}.{path}", beside)
                 self._note(f"{section}.{path}", value, Verdict.REFUSED, f"unknown key; {hint}")
 
     def _set(self, key: str, value: object, rule: Key) -> None:

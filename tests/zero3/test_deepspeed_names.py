@@ -557,7 +557,7 @@ def test_the_accelerator_answers_on_a_machine_without_a_gpu() -> None:
     assert torch.equal(first, torch.rand(3))
     tensor = torch.ones(2, device=cpu.current_device())
     assert cpu.on_accelerator(tensor) and cpu.pin_memory(tensor) is tensor and not cpu.is_pinned(tensor)
-    with cpu.stream(cpu.current_stream()):
+    with cpu.device(0), cpu.stream(cpu.default_stream()):
         assert cpu.LongTensor([1, 2]).dtype is torch.int64
     with pytest.raises(AttributeError, match="no attribute 'memory_alocated'"):
         cpu.memory_alocated  # noqa: B018 # is what is tried

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -126,6 +127,8 @@ _OF_THE_CPU: dict[str, Any] = {
     **dict.fromkeys(("memory_reserved", "max_memory_reserved"), _no_bytes),
     **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.manual_seed),
     **{name: getattr(torch, name) for name in _TENSORS},
+    "device": nullcontext,
+    "default_stream": torch.cpu.current_stream,
     "initial_seed": torch.initial_seed,
     "get_rng_state": _rng_state,
     "set_rng_state": _set_rng_state,

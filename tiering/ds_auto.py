@@ -103,16 +103,19 @@ def argument(name: str, otherwise: Filled | None = None) -> Auto:
 
 def betas(known: Known) -> Filled:
     """Adam's, which trainers keep in two arguments."""
-    names = ("adam_beta1", "adam_beta2")
-    told = [known.argument(name) for name in names]
-    if None in told:
+    told = {name: known.argument(name) for name in _BETAS if known.argument(name) is not None}
+    if not told:
         return Filled(UNSET, "the optimizer's default")
-    return Filled(told, "args.adam_beta1, args.adam_beta2")
+    return Filled([*(_BETAS | told).values()], ", ".join(f"args.{name}" for name in told))
+
+
+_BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999}
+"""A trainer's arguments, and what the one is that is not given."""
 
 
 def warmup_steps(known: Known) -> Filled:
     """``warmup_steps``, or ``warmup_ratio`` of ``max_steps``, as trainers have them: 0 means the other one."""
-    steps, ratio, total = (known.argument(name) for name in ("warmup_steps", "warmup_ratio", "max_steps"))
+    steps, ratio, total = (_number(known, name) for name in ("warmup_steps", "warmup_ratio", "max_steps"))
     if steps is None and ratio is None:
         raise ValueError(missing("warmup_steps"))
     if isinstance(steps, float) and 0 < steps < 1:  # newer trainers: a share, in place of warmup_ratio
@@ -126,10 +129,17 @@ def warmup_steps(known: Known) -> Filled:
 
 def total_steps(known: Known) -> Filled:
     """``max_steps``, which trainers set to -1 where epochs count."""
-    told = known.argument("max_steps")
+    told = _number(known, "max_steps")
     if told is None or told <= 0:
         raise ValueError(missing("max_steps"))
     return Filled(told, "args.max_steps")
+
+
+def _number(known: Known, name: str) -> float | None:
+    told = known.argument(name)
+    if told is None or (isinstance(told, int | float) and not isinstance(told, bool) and math.isfinite(told)):
+        return told
+    raise ValueError(f"args.{name} is {told!r}; a number is needed")
 
 
 def missing(name: str) -> str:

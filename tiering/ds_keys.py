@@ -7,6 +7,7 @@ The native ``tiering`` block is not listed: its keys are the schema's.
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -383,7 +384,7 @@ _FILE: Tree = {
             "adam_w_mode": _mapped("optimizer.decoupled"),
             **_each("torch_adam foreach fused capturable", _KERNEL),
             "set_grad_none": _NO_MATTER,
-            "bias_correction": _refused("bias correction is always on here", True),
+            "bias_correction": _refused("bias correction is always on here", when=operator.not_),
             "amsgrad": _refused("AdamW is without amsgrad here", False),
             "maximize": _refused("negate the loss in its place", False),
             "differentiable": _refused("not supported in this version", False),
@@ -585,7 +586,9 @@ _FILE: Tree = {
     "data_parallel_size": _refused("all ranks are data parallel ranks here"),
     "sequence_parallel_size": _refused("not supported in this version", False, 0, 1),
     "gradient_allreduce_op": _no_effect("gradients are averaged over ranks", off=("mean",)),
-    "managed_gradient_accumulation": _refused("gradient_accumulation_steps does this here", True),
+    "managed_gradient_accumulation": _refused(
+        "gradient_accumulation_steps does this here", when=operator.not_
+    ),
     "disable_python_gc": _NO_MATTER,
     "log_level": _no_effect("the variable TIERING_LOG decides, or logging.getLogger", off=(None,)),
 }

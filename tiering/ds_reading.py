@@ -188,20 +188,17 @@ class Reading:
         self._settle_type("optimizer", "for example 'AdamW'")
         kind = self._value("optimizer.type")
         if isinstance(kind, str) and kind not in RULES and kind not in NOT_HERE:
-            self._refuse(
-                "optimizer.type",
-                f"no {kind} has a kernel here, but {', '.join(RULES)} have; another optimizer is for"
-                f" initialize(optimizer=torch.optim.{kind}(...))",
-            )
+            self._refuse("optimizer.type", _no_rule(kind))
             self._leave_out("optimizer.")
-        torch_adam = self.entries.get("optimizer.params.torch_adam")
-        if torch_adam and torch_adam.value is True and self._value("optimizer.decoupled") is not False:
-            # torch.optim.AdamW has a default of its own, and DeepSpeed leaves it to that
-            self.values.setdefault("optimizer.weight_decay", (torch_adam.key, 0.01))
-        if self._value("optimizer.type") == "AdamW" and self._value("optimizer.decoupled") is False:
+        if kind == "AdamW" and self._value("optimizer.decoupled") is False:
             self._leave_out(
                 "optimizer.decoupled", "AdamW decays weights directly, as in DeepSpeed; Adam can be told"
             )
+        torch_adam = self.entries.get("optimizer.params.torch_adam")
+        adamw = kind in ("AdamW", "Adam") and self._value("optimizer.decoupled") is not False
+        if adamw and torch_adam and torch_adam.value:
+            # torch.optim.AdamW has a default of its own, and DeepSpeed leaves it to that
+            self.values.setdefault("optimizer.weight_decay", (torch_adam.key, 0.01))
 
     def _settle_scheduler(self) -> None:
         schedule = self._settle_type("scheduler", "for example 'WarmupLR'")
@@ -254,6 +251,7 @@ class Reading:
             )
         elif "torch_autocast.dtype" not in self.entries:
             self._refuse("torch_autocast.dtype", "missing; give 'bfloat16' or 'float16'")
+        self._settle_names_of_bf16()
         if self._value("precision") != "fp16":
             self._leave_out("loss_scale.", "loss scaling belongs to fp16, which is not enabled")
             self._leave_out("cast_inputs", "casting inputs belongs to fp16, which is not enabled")
@@ -264,6 +262,20 @@ class Reading:
         elif self._value("loss_scale.scale"):
             for name in ("initial_power", "window", "hysteresis", "consecutive_hysteresis", "min_scale"):
                 self._leave_out(f"loss_scale.{name}", "a fixed loss scale stays as it is")
+
+    def _settle_names_of_bf16(self) -> None:
+        """DeepSpeed looks at the old section only where the new one is not there."""
+        new = [
+            entry
+            for key, entry in self.entries.items()
+            if key.partition(".")[0] == "bf16" and entry.value is not None
+        ]
+        on = any(entry.key == "bf16.enabled" and entry.value is True for entry in new)
+        if new and not on and self.values.get("precision", ("",))[0] == "bfloat16.enabled":
+            self._refuse(
+                "bfloat16.enabled",
+                "true contradicts the section bf16, the only one that DeepSpeed reads then; keep one of them",
+            )
 
     def _settle_overflow_checks(self) -> None:
         """Steps in backward cannot wait for the check of all gradients. DeepSpeed makes it in bf16 unless told."""
@@ -343,6 +355,19 @@ class Reading:
             if to.startswith(f"{path}."):
                 return key.rpartition(".")[0]
         return path
+
+
+def _no_rule(name: str) -> str:
+    """Why there is no optimizer of ``name``, which may be that of a class."""
+    bare = name.rpartition(".")[2]
+    rules = {rule.lower(): rule for rule in RULES}
+    for prefix in ("", "Fused", "DeepSpeedCPU"):
+        if rule := rules.get(bare.removeprefix(prefix).lower()):
+            return f"no optimizer has the name {name!r}; did you mean {rule!r}?"
+    return (
+        f"no {bare} has a kernel here, but {', '.join(RULES)} have; another optimizer is for"
+        f" initialize(optimizer=torch.optim.{bare}(...))"
+    )
 
 
 def _reason(problem: ErrorDetails) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiering.ds_config import examine, load
+from tiering.ds_config import Known, examine, load
 from tiering.errors import ConfigError
 
 WHOLE: dict[str, Any] = {
@@ -81,3 +81,98 @@ def test_what_holds_itself_is_no_configuration(tmp_path: Path) -> None:
     for given in (circle, file):
         with pytest.raises(ConfigError, match="nested deeper than 100 levels"):
             examine(given)
+
+
+def given(**changes: Any) -> dict[str, Any]:
+    return {"train_batch_size": 8} | changes
+
+
+def adam(kind: str = "Adam", **params: Any) -> dict[str, Any]:
+    return given(optimizer={"type": kind, "params": params})
+
+
+@pytest.mark.parametrize(
+    ("section", "precision"),
+    [
+        (None, "bf16"),
+        ({}, None),
+        ({"enabled": False}, None),
+        ({"enabled": True}, "bf16"),
+        ({"enabled": "auto"}, None),
+    ],
+)
+@pytest.mark.parametrize("old_first", [False, True])
+def test_the_old_section_counts_where_the_new_one_is_not_there(
+    section: object, precision: str | None, old_first: bool
+) -> None:
+    """DeepSpeed 0.19 does not look at "bfloat16" if there is "bf16": what it trains in fp32 must not be bf16 here."""
+    both: dict[str, Any] = {"bf16": section, "bfloat16": {"enabled": True}}
+    config, report = examine(given(**(dict(reversed(both.items())) if old_first else both)))
+    assert (config.precision if config else None) == precision
+    if config is None:
+        assert [entry.key for entry in report.refused] == ["bfloat16.enabled"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "decay"),
+    [
+        (
+            "AdamW",
+            {"torch_adam": True, "adam_w_mode": False},
+            0.01,
+        ),  # AdamW, whatever the mode: torch's default
+        ("Adam", {"torch_adam": 1}, 0.01),
+        ("Adam", {"torch_adam": 0}, 0.0),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0.0),
+        ("Adam", {"torch_adam": True, "weight_decay": "auto"}, 0.0),
+    ],
+)
+def test_torchs_decay_is_for_the_class_that_deepspeed_makes(
+    kind: str, params: dict[str, Any], decay: float
+) -> None:
+    config, _ = load(adam(kind, **params))
+    assert config.optimizer is not None
+    assert config.optimizer.weight_decay == decay
+
+
+@pytest.mark.parametrize("value", [False, None, 0])
+def test_null_is_false_where_true_is_the_default(value: object) -> None:
+    for config in (adam(bias_correction=value), given(managed_gradient_accumulation=value)):
+        _, report = examine(config)
+        assert [entry.problem() for entry in report.refused if "delete the line" in entry.note]
+    assert load(adam(bias_correction=True))[0] == load(adam())[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("FusedAdam", "did you mean 'Adam'?"),
+        ("DeepSpeedCPUAdam", "did you mean 'Adam'?"),
+        ("torch.optim.AdamW", "did you mean 'AdamW'?"),
+        ("torch.optim.NAdam", "initialize(optimizer=torch.optim.NAdam(...))"),
+    ],
+)
+def test_the_name_of_a_class_is_no_name_of_an_optimizer(name: str, message: str) -> None:
+    _, report = examine(adam(name))
+    assert [message in entry.note for entry in report.refused] == [True]
+
+
+def test_one_beta_of_a_trainer_leaves_the_other_at_its_default() -> None:
+    for told, betas in (
+        ({"adam_beta1": 0.8}, (0.8, 0.999)),
+        ({"adam_beta2": 0.95}, (0.9, 0.95)),
+        ({}, (0.9, 0.999)),
+    ):
+        config, _ = load(adam(betas="auto"), known=Known(arguments=told))
+        assert config.optimizer is not None
+        assert config.optimizer.betas == betas
+
+
+@pytest.mark.parametrize("value", ["100", True, float("nan"), float("inf"), [1]])
+@pytest.mark.parametrize("name", ["max_steps", "warmup_steps", "warmup_ratio"])
+def test_arguments_that_are_no_numbers_are_told_by_their_name(name: str, value: object) -> None:
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}
+    arguments = {"max_steps": 10, "warmup_steps": 0, "warmup_ratio": 0.1} | {name: value}
+    _, report = examine(given(scheduler=schedule), known=Known(arguments=arguments))
+    assert report.refused
+    assert all(f"args.{name}" in entry.note for entry in report.refused)

@@ -21,7 +21,9 @@ def add_arguments(check: argparse.ArgumentParser) -> None:
         "exit code: 0 the file loads, 1 keys are refused (with --strict also: do nothing, or are deprecated), 2 it"
         " cannot be read."
     )
-    check.add_argument("file", type=Path, help="a ds_config.json; comments and trailing commas are fine")
+    check.add_argument(
+        "file", type=_file, help="a ds_config.json, - for stdin; comments and trailing commas are fine"
+    )
     check.add_argument(
         "--ranks",
         type=_ranks,
@@ -68,11 +70,15 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console()
-    console.print(report.shown(console.width, defaults=options.all))
+    with (
+        console.capture() as table
+    ):  # rich has an exit code of its own for a closed pipe, which says "refused" here
+        console.print(report.shown(console.width, defaults=options.all))
+    print(table.get(), end="")
     if report.outcome:
         print(report.outcome)
-    print(", ".join(f"{count} {verdict}" for verdict, count in report.counts().items() if count))
-    sys.stdout.flush()
+    counts = report.counts().items()
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts if count), flush=True)
     for entry in wrong:
         line = "" if entry.line is None else f":{entry.line}"
         print(f"{options.file}{line}: {entry.verdict}: {entry.key}: {entry.note}", file=sys.stderr)
@@ -100,11 +106,14 @@ def _known(options: argparse.Namespace) -> Any:
     return Known(hidden_size=hidden_size, dtype=dtype, arguments=dict(options.args))
 
 
+def _file(text: str) -> Path:
+    return Path("/dev/stdin" if text == "-" else text)
+
+
 def _ranks(text: str) -> int:
-    ranks = int(text)
-    if ranks < 1:
-        raise argparse.ArgumentTypeError(f"at least 1 rank trains, not {ranks}")
-    return ranks
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"at least 1 rank trains, not {text}")
+    return int(text)
 
 
 def _argument(text: str) -> tuple[str, object]:

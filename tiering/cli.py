@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +17,17 @@ from tiering.planning import command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code."""
     options = _parser().parse_args(arguments)
-    code: int = options.run(options)
+    try:
+        code: int = options.run(options)
+        print(end="", flush=True)
+    except BrokenPipeError:  # who reads has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush goes nowhere
+        return _PIPE_CLOSED
     return code
+
+
+_PIPE_CLOSED = 128 + signal.SIGPIPE
+"""As the shell says of commands that end so."""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,3 +195,22 @@ def test_all_shows_what_the_file_does_not_set(check: Check) -> None:
     assert "tiering.host_budget" not in check(GOOD)[1]
     row = next(line.split() for line in check(GOOD, "--all")[1].splitlines() if "tiering.host_budget" in line)
     assert row[1:4] == ['"auto"', "honoured", "default"]
+
+
+def test_whoever_reads_may_have_seen_enough(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(GOOD), encoding="utf-8")
+    reads, writes = os.pipe()
+    os.close(reads)
+    for flags in ([], ["--json"]):
+        command = [sys.executable, "-m", "tiering.cli", "check", str(file), *flags]
+        ended = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+        assert (ended.returncode, ended.stderr) == (141, "")
+    os.close(writes)
+
+
+def test_a_configuration_may_come_from_another_program() -> None:
+    command = [sys.executable, "-m", "tiering.cli", "check", "-", "--json"]
+    ended = subprocess.run(command, input=json.dumps(GOOD), capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert json.loads(ended.stdout)["outcome"].startswith("batch 4")

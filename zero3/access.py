@@ -245,13 +245,22 @@ class Access:
         try:
             if not modify:
                 return f"{piece.name!r} was changed without modify=True" if edited else ""
-            if tuple(shown.shape) != piece.shape or not shown.is_floating_point():
-                return f"{piece.name!r} of shape {piece.shape} became {shown.dtype} of shape {tuple(shown.shape)}"
+            fits = tuple(shown.shape) == piece.shape and shown.is_floating_point()
+            # .data = what was loaded may have other bits than the parameter, and that on one rank alone
+            dtype = group.dtype if shown.dtype == group.dtype else torch.float32
+            dtype_there = self._state.dtype_on(rank, piece, dtype if fits else None)
+            if dtype_there is None:
+                return f"{piece.name!r} of shape {piece.shape} became " + (
+                    f"something else on rank {rank}"
+                    if fits
+                    else f"{shown.dtype} of shape {tuple(shown.shape)}"
+                )
             self._prefetcher.drop(group)
-            values = self._state.of_rank(rank, piece, shown.reshape(-1))
-            if shown.dtype == group.dtype:
+            mine = shown.reshape(-1) if fits else torch.empty(piece.numel, device="cpu")
+            values = self._state.of_rank(rank, piece, mine.to(dtype_there))
+            if dtype_there == group.dtype:
                 self._state.follow(group, piece, values, in_place=False)
-            else:  # .data = what was loaded, perhaps with more bits
+            else:
                 self._state.set_master(group, piece, values.to("cpu", torch.float32))
             torch.autograd.graph.increment_version([param])
             return ""

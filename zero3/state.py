@@ -18,6 +18,7 @@ from zero3.assembly import Assembly
 from zero3.collectives import Collectives
 from zero3.param_group import ParamGroup
 from zero3.partition import FlatLayout, Piece, Segment, shard_ranges, tiles
+from zero3.precision import COMPUTE_DTYPES
 from zero3.read_ahead import ranges
 from zero3.tiers import Home
 from zero3.tiles import FP32, Tile
@@ -173,6 +174,15 @@ class TieredState:
             self._patch(
                 tile.state, self._layout.moment_at(number, tile.numel, segment.start - tile.start), raw
             )
+
+    def dtype_on(self, rank: int, piece: Piece, mine: torch.dtype | None) -> torch.dtype | None:
+        """In what dtype ``rank`` has values for ``piece``; None if it has none that fit. ``mine`` is this rank's."""
+        if self._collectives is None:
+            return mine
+        dtypes = (None, *COMPUTE_DTYPES.values())
+        row = torch.tensor([dtypes.index(mine)], device="cpu")
+        told = self._collectives.table(row, f"tell the dtype of {piece.name!r}")
+        return dtypes[int(told[rank][0])]
 
     def of_rank(self, rank: int, piece: Piece, values: Tensor) -> Tensor:
         """The flat ``values`` of ``piece`` that ``rank`` has; without other ranks ``values`` themselves."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import tiering as deepspeed
 from tests.zero3.plain import differing
 from tests.zero3.test_deepspeed_names import CONFIG, data, net, tutorial
+from tiering.errors import EngineStateError
 
 from .pool import Pool
 from .training import start
@@ -71,16 +72,31 @@ def test_ranks_find_each_other_without_torchrun(doomed: Callable[..., Pool], by:
     assert doomed(2).run(joined, by) == [(3.0, 0, 2, 0), (3.0, 1, 2, 1)]
 
 
-def set_by_rank_1(rank: int, nvme: Path, **options: Any) -> dict[str, Tensor]:
+def give_another_shape(rank: int, param: nn.Parameter) -> None:
+    with deepspeed.zero.GatheredParameters(param, modifier_rank=1):
+        if rank == 1:
+            param.data = torch.ones(3)
+
+
+def set_by_rank_1(rank: int, nvme: Path, **options: Any) -> tuple[dict[str, Tensor], str]:
+    """In place; by memory of another dtype, which only that rank has; and by what does not fit."""
     with start(nvme, **options) as engine:
-        weight = engine.module.blocks[0].up.weight
-        with deepspeed.zero.GatheredParameters(weight, modifier_rank=1), torch.no_grad():
-            weight.fill_(rank + 0.5)
+        block = engine.module.blocks[0]
+        with deepspeed.zero.GatheredParameters([block.up.weight, block.up.bias], modifier_rank=1):
+            with torch.no_grad():
+                block.up.weight.fill_(rank + 0.5)
+            if rank == 1:
+                block.up.bias.data = torch.full(block.up.bias.shape, 1 / 3)
+        with pytest.raises(EngineStateError, match=r"up.bias' of shape \(192,\) became") as refused:
+            give_another_shape(rank, block.up.bias)
         state: dict[str, Tensor] = engine.master_state_dict()
-        return state
+        return state, str(refused.value)
 
 
 def test_what_the_modifier_rank_has_made_of_a_parameter_stays(ranks: Ranks, nvme: Path) -> None:
-    first, second = ranks(2).run(set_by_rank_1, nvme, threshold=0, offload_param="nvme", cache_in_host=False)
+    options = {"threshold": 0, "offload_param": "nvme", "cache_in_host": False, "precision": "bf16"}
+    (first, at_0), (second, at_1) = ranks(2).run(set_by_rank_1, nvme, **options)
     assert differing(first, second) == []
     assert (first["blocks.0.up.weight"] == 1.5).all()
+    assert (first["blocks.0.up.bias"] == 1 / torch.tensor(3.0)).all(), "all bits of it, in the master"
+    assert "something else on rank 1" in at_0 and "torch.float32 of shape (3,)" in at_1

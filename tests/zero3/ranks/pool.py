@@ -92,7 +92,7 @@ class Pool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._connections: list[connection.Connection] = []
         self._processes: list[Any] = []
-        context = _nursery()
+        context = nursery()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             said = _environment(rank, world_size, self._store.port) | dict(environment or {})
@@ -211,7 +211,7 @@ class Pools:
         self._pools.clear()
 
 
-def _nursery() -> Any:
+def nursery() -> Any:
     """The server that ranks are forks of; it is started once, and ends with this process."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))  # ranks import the functions of tests by their names

@@ -24,8 +24,6 @@ import torch
 sys.path.append(str(Path(__file__).parents[3]))
 from tests.zero3.ranks.training import Trained, left, start, tokens
 
-RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
 
 def main(
     out: str,
@@ -35,16 +33,17 @@ def main(
     kill: tuple[int, int] | None = None,
     saves: str = "",
 ) -> None:
+    rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         trained = train(Path(out), Path(nvme), steps, options, kill, saves)
     except BaseException as error:
-        write(Path(out) / f"error{RANK}", f"{type(error).__name__}: {error}".encode())
+        write(Path(out) / f"error{rank}", f"{type(error).__name__}: {error}".encode())
         raise
-    torch.save(trained, Path(out) / f"rank{RANK}.pt")
-    if RANK == 0:
+    torch.save(trained, Path(out) / f"rank{rank}.pt")
+    if rank == 0:
         print("trained")
 
 
@@ -56,23 +55,24 @@ def train(
     kill: tuple[int, int] | None,
     saves: str,
 ) -> Trained:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     losses, norms = [], []
     with start(nvme, **options) as engine:
         engine.load_checkpoint(out / "saved")
-        for number, shares in enumerate(tokens(steps, WORLD_SIZE)):
+        for number, shares in enumerate(tokens(steps, world_size)):
             if number < engine.global_steps:
                 continue
-            loss = engine(*shares[RANK])
+            loss = engine(*shares[rank])
             losses.append(loss.item())
             engine.backward(loss)
-            if first_start and kill is not None and (RANK, number) == tuple(kill):
+            if first_start and kill is not None and (rank, number) == tuple(kill):
                 os.kill(os.getpid(), signal.SIGKILL)
             engine.step()
             norms.append(engine.get_global_grad_norm())
             if saves:
                 engine.save_checkpoint(out / "saved", keep=2, background=saves == "background")
-            write(out / f"step{RANK}", str(number + 1).encode())
+            write(out / f"step{rank}", str(number + 1).encode())
         return left(engine, losses, norms)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from .pool import Pool
 from .test_checkpoint import names_in
-from .torchrun import Node, job, nodes, trained
+from .torchrun import Forked, Node, agent, job, nodes, trained
 from .training import train
 
 Ranks = Callable[[int], Pool]
@@ -30,13 +31,29 @@ def test_one_node(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "nvme").iterdir()) == []
 
 
-@pytest.mark.parametrize(("saves", "resumed_at"), [("background", 2), ("foreground", 3)])
+def torchrun(work: dict[str, Any]) -> Node:
+    return Node([*STANDALONE, "--max-restarts=1"], work)
+
+
+def its_agent(work: dict[str, Any]) -> Node:
+    return Forked(agent, work)
+
+
+@pytest.mark.parametrize(
+    ("started_by", "saves", "resumed_at"),
+    [(its_agent, "background", 2), (torchrun, "background", 2), (torchrun, "foreground", 3)],
+)
 def test_a_rank_that_dies_once_is_started_again_and_the_run_goes_on(
-    ranks: Ranks, nvme: Path, tmp_path: Path, saves: str, resumed_at: int
+    ranks: Ranks,
+    nvme: Path,
+    tmp_path: Path,
+    started_by: Callable[[dict[str, Any]], Node],
+    saves: str,
+    resumed_at: int,
 ) -> None:
     """From the last checkpoint that all had agreed on, to the bits of a run in which nobody died."""
     work = job(tmp_path, steps=5, kill=(1, 3), saves=saves, **STREAMED)
-    with nodes(Node([*STANDALONE, "--max-restarts=1"], work)) as (node,):
+    with nodes(started_by(work)) as (node,):
         assert node.wait() == 0, node.log
     saved = tmp_path / "saved"
     assert f"checkpoint {saved / f'global_step{resumed_at}'} loaded" in node.log

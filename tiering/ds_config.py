@@ -73,7 +73,8 @@ def _read_json(given: str | Path) -> tuple[Mapping[str, Any], dict[tuple[str, ..
             f"a configuration is a dict, or the path of a file, not {type(given).__name__}; give one of them"
         )
     handed_over = _from_base64(given) if isinstance(given, str) else None
-    name = "in base64" if handed_over else short.repr(os.fspath(given)).strip("'")
+    path = "" if handed_over else os.fsencode(given).decode(errors="backslashreplace")
+    name = (path if len(path) < 200 else short.repr(path)) or "in base64"
     try:
         data = handed_over or Path(given).read_bytes()
         text = plain(data.decode("utf-8-sig"))
@@ -86,7 +87,7 @@ def _read_json(given: str | Path) -> tuple[Mapping[str, Any], dict[tuple[str, ..
         raise ConfigError(f"the configuration file {name} cannot be used: {problem}") from problem
     except ValueError as problem:  # a path that no system has
         raise ConfigError(f"cannot read the configuration file {name}: {problem}") from problem
-    return found, key_lines(text), "" if handed_over else os.fspath(given)
+    return found, key_lines(text), path
 
 
 def _from_base64(text: str) -> bytes | None:

@@ -179,7 +179,7 @@ class Reading:
             note = f"{brief(read)}: {note}"
         self._note(key, value, rule.verdict, note)
         other, known = self.values.setdefault(rule.to, (key, read))
-        if not _equal(known, read):
+        if other != key and not _equal(known, read):
             self._refuse(
                 key, f"{brief(value)} contradicts {other}, which says {brief(known)}; keep one of them"
             )
@@ -310,14 +310,15 @@ class Reading:
     def _batch(self) -> Batch | None:
         numbers: dict[str, int | None] = dict.fromkeys(_BATCH)
         sources: dict[str, str] = {}
+        given = {key: self.entries[key].value for key in _BATCH if key in self.entries}
+        if given.get("train_batch_size") == "auto":  # a trainer's, of which it has both factors
+            given = dict.fromkeys(_BATCH, "auto") | given
         for key, trainers in _BATCH.items():
-            given = self.entries.get(key)
-            if given is None or given.value is None:
-                continue
+            told = given.get(key)
             try:
-                if given.value != "auto":
-                    numbers[key] = whole_number(given.value)
-                elif trainers:
+                if told not in (None, "auto"):
+                    numbers[key] = whole_number(told)
+                elif told and trainers:
                     value, sources[key] = argument(trainers, Filled(None, ""))(self.known)
                     numbers[key] = None if value is None else whole_number(value)
             except ValueError as problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections import UserDict, UserList
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,31 @@ def test_arguments_that_are_no_numbers_are_told_by_their_name(name: str, value: 
     _, report = examine(given(scheduler=schedule), known=Known(arguments=arguments))
     assert report.refused
     assert all(f"args.{name}" in entry.note for entry in report.refused)
+
+
+def test_the_batch_of_the_whole_is_what_the_trainer_has() -> None:
+    """Where only train_batch_size is there, trainers fill in the product of theirs."""
+    known = Known(arguments={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2})
+    config, report = load({"train_batch_size": "auto"}, world_size=3, known=known)
+    assert (config.train_batch_size, config.micro_batch_size, config.gradient_accumulation_steps) == (
+        24,
+        4,
+        2,
+    )
+    assert [(entry.value, entry.note) for entry in report.entries] == [(24, "what the others make it")]
+    config, _ = load({"train_batch_size": "auto", "gradient_accumulation_steps": 5}, known=known)
+    assert (config.train_batch_size, config.gradient_accumulation_steps) == (20, 5)
+
+
+def test_what_is_no_number_does_not_contradict_itself() -> None:
+    for value in (float("nan"), float("inf")):
+        _, report = examine(adam(lr=value, eps="auto"), known=Known(arguments={"adam_epsilon": value}))
+        assert ["finite number" in entry.note for entry in report.refused] == [True, True]
+
+
+def test_a_path_in_no_encoding_can_be_shown(tmp_path: Path) -> None:
+    file = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.json"))
+    file.write_text(json.dumps(WHOLE), encoding="utf-8")
+    _, report = load(file)
+    assert report.source == f"{tmp_path}/\\xff.json"
+    report.short().encode()

@@ -66,7 +66,14 @@ def _paths(value: object) -> object:
         raise ValueError("an empty list names no directory; give one or more, or leave it out")
     if "" in named:
         raise ValueError("an empty path names no directory; '.' is the current one")
-    return tuple(Path(path).expanduser() if isinstance(path, str) else path for path in named)
+    return tuple(_at_home(path) for path in named)
+
+
+def _at_home(path: object) -> object:
+    try:
+        return Path(path).expanduser() if isinstance(path, str) else path
+    except RuntimeError:  # nobody has that name, or whoever runs this has no home
+        raise ValueError(f"no home directory is known for the ~ in {path!r}; write it out") from None
 
 
 def _named_once(paths: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -230,7 +237,7 @@ class TelemetryConfig(Section):
     """What the run publishes about itself."""
 
     enabled: StrictBool = Field(default=True, description="Publish a telemetry page that the sidecar reads.")
-    dir: Path | None = Field(
+    dir: Annotated[Path, BeforeValidator(_at_home)] | None = Field(
         default=None, description="Directory of the page; null is the user's run directory."
     )
 

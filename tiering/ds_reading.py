@@ -70,6 +70,7 @@ class Reading:
         self._settle_precision()
         self._settle_overflow_checks()
         self._settle_average()
+        self._settle_paths()
         self.values.setdefault("gradient_clipping", ("gradient_clipping", _CLIPPING))
         # A stand-in for a batch that is wrong lets the schema look at the rest; the entry is refused by then.
         batch = self._batch() or Batch(self.world_size, 1, 1)
@@ -297,6 +298,20 @@ class Reading:
             remedy = f'set it to "mean"; a loss times {self.world_size} has the sum for its gradient'
             self._refuse(key, f"{given!r} is not supported in this version; {remedy}")
 
+    def _settle_paths(self) -> None:
+        """A path that nothing is kept on may name what this machine does not have."""
+        for section in ("offload_param", "offload_optimizer"):
+            entry = self.entries.get(f"zero_optimization.{section}.nvme_path")
+            device = self._value(f"zero.{section}.device") or "none"
+            if (
+                entry
+                and entry.verdict is Verdict.REFUSED
+                and device != "nvme"
+                and isinstance(entry.value, str | list)
+            ):
+                why = f"not used with device {device!r}"
+                self._note(entry.key, entry.value, Verdict.NO_EFFECT, why, off=True)
+
     def _value(self, field: str) -> object:
         return self.values[field][1] if field in self.values else None
 
@@ -374,6 +389,8 @@ def _no_rule(name: str) -> str:
 def _reason(problem: ErrorDetails) -> str:
     if problem["input"] == "auto":
         return _AUTO
+    if problem["type"] == "missing":
+        return f"a value is missing in {problem['input']!r}"
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     return f"{problem['msg'].removeprefix('Input ')}, not {problem['input']!r}"
@@ -387,14 +404,16 @@ def _suggestion(key: str, known: Iterable[str]) -> str:
     elsewhere = sorted(path for path in (*KEYS, *SECTIONS) if path.rpartition(".")[2] == name)
     if elsewhere and len(elsewhere) <= 2:
         return f"did you mean {' or '.join(elsewhere)}?"
+    if "comment" in name.lower():
+        return "a remark is written behind // or #"
     siblings = {path.partition(".")[0] for path in known}
-    similar = get_close_matches(name, sorted(siblings), n=1)
+    similar = get_close_matches(name.lower(), sorted(siblings), n=1)
     if similar:
         return f"did you mean {similar[0]}?"
     if name in TRAINERS_NAMES:
         return f"did you mean {TRAINERS_NAMES[name]}?"
     leaves = {path.rpartition(".")[2]: path for path in KEYS}
-    further = get_close_matches(name, sorted(leaves), n=1, cutoff=0.8)
+    further = get_close_matches(name.lower(), sorted(leaves), n=1, cutoff=0.8)
     return (
         f"did you mean {leaves[further[0]]}?"
         if further

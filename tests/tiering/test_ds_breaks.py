@@ -205,3 +205,40 @@ def test_a_path_in_no_encoding_can_be_shown(tmp_path: Path) -> None:
     _, report = load(file)
     assert report.source == f"{tmp_path}/\\xff.json"
     report.short().encode()
+
+
+def test_a_path_that_is_not_used_need_not_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_TMPDIR", raising=False)
+    for device in ("cpu", "none", None):
+        section = {"nvme_path": "${SLURM_TMPDIR}/swap"} | ({"device": device} if device else {})
+        config, report = load(given(zero_optimization={"stage": 3, "offload_param": section}))
+        assert config.zero.offload_param.nvme_path == ()
+        assert report.without_effect == ()
+
+
+@pytest.mark.parametrize("path", ["~nobody-here/swap", ["/a", "~nobody-here/swap"]])
+def test_a_home_that_nobody_has_is_told_by_its_key(path: object) -> None:
+    section = {"device": "nvme", "nvme_path": path}
+    _, report = examine(given(zero_optimization={"stage": 3, "offload_param": section}))
+    assert [(entry.key, "'~nobody-here/swap'" in entry.note) for entry in report.refused] == [
+        ("zero_optimization.offload_param.nvme_path", True)
+    ]
+
+
+def test_the_directory_of_telemetry_may_be_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config, _ = load(given(tiering={"telemetry": {"dir": "~/runs"}}))
+    assert config.tiering.telemetry.dir == Path("/home/me/runs")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"_comment": "for the big node"}, "a remark is written behind // or #"),
+        ({"TRAIN_BATCH_SIZE": 8}, "did you mean train_batch_size?"),
+        (adam(betas=[0.9]), r"a value is missing in [0.9]"),
+    ],
+)
+def test_what_people_write_is_told_with_the_remedy(changes: dict[str, Any], message: str) -> None:
+    _, report = examine(given(**changes))
+    assert [message in entry.note for entry in report.refused] == [True]

@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import tiering as deepspeed
 from tiering.errors import CheckpointError, ConfigError, EngineStateError, ResidencyError
+from tiering.weights.files import open_weights
 from zero3.deepspeed import distributed
 from zero3.engine import Engine
 
@@ -408,6 +409,10 @@ def test_the_weights_of_a_checkpoint_without_an_engine(
     plain = tools.load_state_dict_from_zero_checkpoint(small_model(), tmp_path / "saved")
     assert all(torch.equal(param, wanted[name]) for name, param in plain.named_parameters())
     tools.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / "out", "1GB")
+    tools.convert_zero_checkpoint_to_fp32_state_dict(
+        tmp_path / "saved", tmp_path / "trained", exclude_frozen_parameters=True
+    )
+    assert open_weights(tmp_path / "trained").tensors.keys() == trained.keys()
     engine.close()
     again = start(small_model(), weights=tmp_path / "out", strict=False, precision="fp32")
     assert torch.equal(again.get_fp32_parameter("norm.weight"), wanted["norm.weight"])

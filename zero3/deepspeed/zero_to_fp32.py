@@ -58,16 +58,16 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write the weights as safetensors into ``output_dir``; nothing here writes pickles, whatever is asked for."""
-    if exclude_frozen_parameters:
-        raise ConfigError(
-            "exclude_frozen_parameters: convert writes what the checkpoint has; save it with"
-            " save_checkpoint(exclude_frozen_parameters=True), or take get_fp32_state_dict_from_zero_checkpoint"
-        )
     try:
         most_bytes = parse_size(max_shard_size)
     except ValueError as error:
         raise ConfigError(f"max_shard_size: {error}") from None
-    to_weights(_found(checkpoint_dir, tag), Path(output_dir), most_bytes=most_bytes)
+    to_weights(
+        _found(checkpoint_dir, tag),
+        Path(output_dir),
+        most_bytes=most_bytes,
+        exclude_frozen=exclude_frozen_parameters,
+    )
 
 
 def load_state_dict_from_zero_checkpoint(

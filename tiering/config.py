@@ -299,6 +299,9 @@ class TieringConfig(Section):
     gradient_accumulation_steps: Count = Field(default=1, description="Forward and backward passes per step.")
     world_size: Count = Field(default=1, description="Ranks that train together.")
     precision: Precision = Field(default="fp32", description="Compute dtype of parameters and activations.")
+    buffer_dtype: Precision | None = Field(
+        default=None, description="Dtype of the model's floating-point buffers; null keeps their own."
+    )
     autocast: Literal["bf16", "fp16"] | None = Field(
         default=None, description="Run forward under torch.autocast with this dtype; null does not."
     )

@@ -460,7 +460,7 @@ _FILE: Tree = {
             "tiering.grad_accum_dtype", read=_dtype_among("fp32", "bf16", "fp16"), off=(None, "auto")
         ),
         "param_dtype": _mapped("precision", read=_dtype_among("fp32", "bf16", "fp16"), off=(None,)),
-        "buffer_dtype": _refused("cast the model's buffers yourself"),
+        "buffer_dtype": _mapped("buffer_dtype", read=_dtype_among("fp32", "bf16", "fp16"), off=(None,)),
         "keep_in_fp32_modules": _refused(
             "call .float() on these modules' buffers before initialize", "auto", [], None
         ),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from tiering import logs, topology
 from tiering.arena import round_up
@@ -38,6 +39,7 @@ from zero3.optimizer_choice import (
 )
 from zero3.param_group import ParamGroup
 from zero3.partition import FlatLayout, shard, shard_ranges
+from zero3.precision import COMPUTE_DTYPES
 from zero3.reduction import GradientReducer
 from zero3.replicas import Replicas
 from zero3.tiers import Home, NvmePaths, Tiers
@@ -156,7 +158,7 @@ def _assemble(
         with nullcontext() if loaded is None else loaded.reading(config.tiering.io):
             if loaded is not None:
                 loaded.fill_buffers()
-            _move_buffers(model, device, compute, collectives)
+            _move_buffers(model, device, config, collectives)
             fill.run(
                 groups, {} if loaded is None else {param: Given(s) for param, s in loaded.sources.items()}
             )
@@ -239,11 +241,15 @@ def _bus_id(device: torch.device) -> str | None:
 
 
 def _move_buffers(
-    model: nn.Module, device: torch.device, compute: torch.dtype, collectives: Collectives | None
+    model: nn.Module,
+    device: torch.device,
+    config: TieringConfig,
+    collectives: Collectives | None,
 ) -> None:
-    """Those of the state_dict take the compute dtype, as if a 16-bit checkpoint had been loaded; all are rank 0's.
+    """All are rank 0's, and keep their dtype unless ``buffer_dtype`` names one.
 
-    What is computed when the model is built keeps its own: rotary frequencies in 16 bits are useless.
+    Those that a module computes with beside its parameters stay exact so: running statistics, routing biases, rotary
+    frequencies. Only where torch has no kernel for both, batch normalisation in 16 bits on a CPU, they follow.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -252,8 +258,19 @@ def _move_buffers(
                     values = buffer.detach().to("cpu", copy=True).contiguous()
                     collectives.broadcast(values.view(-1), 0, f"send the first value of buffer {name!r}")
                     buffer.data = values
-                cast = buffer.is_floating_point() and name not in module._non_persistent_buffers_set
-                buffer.data = buffer.data.to(device, compute if cast else buffer.dtype)
+                buffer.data = buffer.data.to(device, _buffer_dtype(module, buffer, device, config))
+
+
+def _buffer_dtype(
+    module: nn.Module, buffer: Tensor, device: torch.device, config: TieringConfig
+) -> torch.dtype:
+    if not buffer.is_floating_point():
+        return buffer.dtype
+    if config.buffer_dtype is not None:
+        return COMPUTE_DTYPES[config.buffer_dtype]
+    if device.type == "cpu" and isinstance(module, _NormBase):
+        return COMPUTE_DTYPES[config.precision]
+    return buffer.dtype
 
 
 def _budgets(

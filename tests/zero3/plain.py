@@ -66,7 +66,11 @@ class PlainLoop:
         self.module = module
         self.named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.masters = {name: p.detach().float().clone().requires_grad_() for name, p in self.named.items()}
-        module.to(DTYPES[precision])
+        for param in module.parameters():  # buffers keep their dtype
+            param.data = param.data.to(DTYPES[precision])
+        for part in module.modules():
+            if isinstance(part, nn.BatchNorm1d):  # torch has no kernel for both on a CPU
+                part.to(DTYPES[precision])
         self._write_parameters()
         of = {p: self.masters[name] for name, p in self.named.items()}
         chosen = groups(module) if groups else [{"params": list(of)}]

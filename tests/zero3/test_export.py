@@ -140,7 +140,7 @@ def test_buffers_are_saved_as_they_are(start: Callable[..., Any], tmp_path: Path
     del expected["same"]
     assert same_bits(load_file(path), expected) == []
     files = open_weights(path)
-    assert {"I64", "BF16", "BOOL"} == {stored.dtype for stored in files.tensors.values()}
+    assert {"I64", "BF16", "BOOL", "F32"} == {stored.dtype for stored in files.tensors.values()}
     assert all(stored.offset % stored.itemsize == 0 for stored in files.tensors.values())
     assert files.metadata == {"format": "pt"}
 

@@ -168,7 +168,7 @@ class Buffers(nn.Module):
         for layer in self.blocks:
             x = torch.tanh(layer(x))
         with torch.no_grad():
-            self.average.lerp_(x.mean(0), 0.5)
+            self.average.lerp_(x.mean(0).float(), 0.5)
         return mean_square(x * self.unsaved + self.average)
 
 

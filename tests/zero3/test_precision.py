@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import tiering
 from tiering.config import LossScaleConfig, TieringConfig
 from tiering.errors import EngineStateError
-from zero3.precision import LossScale
+from zero3.precision import COMPUTE_DTYPES, LossScale
 
 TABLES = json.loads((Path(__file__).parent / "deepspeed_tables.json").read_text(encoding="utf-8"))
 
@@ -122,3 +125,32 @@ def test_a_fixed_scale_is_the_configurations_after_loading_too() -> None:
     scale = LossScale(128.0)
     scale.load_state_dict(LossScale(2.0**16, dynamic=True).state_dict())
     assert scale.value == 128.0
+
+
+class Routed(nn.Module):
+    """A bias beside its parameters that 16 bits cannot hold, and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("bias", torch.full((4,), 0.1234567))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(self.layer(x)) + self.bias).sum()
+
+
+@pytest.mark.parametrize("wanted", [None, "fp32", "bf16", "fp16"])
+def test_buffers_keep_their_dtype_unless_told(wanted: str | None) -> None:
+    model = Routed()
+    data_types = {} if wanted is None else {"data_types": {"buffer_dtype": wanted}}
+    config = {"train_batch_size": 3, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}} | data_types
+    with tiering.initialize(model=model, config=config)[0] as engine:
+        told = COMPUTE_DTYPES.get(wanted or "fp32")
+        assert (model.bias.dtype, model.steps.dtype) == (told, torch.int64)
+        assert model.bias.equal(torch.full((4,), 0.1234567).to(told))
+        assert model.norm.running_mean.dtype is (COMPUTE_DTYPES[wanted] if wanted else torch.bfloat16)
+        if wanted in (None, "bf16"):
+            engine.backward(engine(torch.randn(3, 4, dtype=torch.bfloat16)))
+            engine.step()

@@ -25,15 +25,15 @@ THERE: dict[str, dict[str, Any]] = DEEPSPEED["keys"] | {
 
 # What our table has beside the keys of DeepSpeed 0.19.8, and why.
 OLD = {
-    "bfloat16.check_overflow": "likewise, in the first name of bf16",
-    "compile.disable": "of the first section for torch.compile",
-    "aio.thread_count": "its name until intra_op_parallelism",
     "aio.num_threads": "its name in the tools that measure drives",
+    "aio.thread_count": "its name until intra_op_parallelism",
     "bf16.check_overflow": "the first name of check_grad_overflow",
-    "seq_parallel_comm_data_type": "its name until seq_parallel_communication_data_type",
+    "bfloat16.check_overflow": "likewise, in the first name of bf16",
+    "compile.backend": "of the first section for torch.compile",
+    "compile.disable": "likewise",
     "compile.enabled": "likewise",
-    "compile.backend": "likewise",
     "compile.kwargs": "likewise",
+    "seq_parallel_comm_data_type": "its name until seq_parallel_communication_data_type",
     "zero_optimization.cpu_offload_params": "as the guides to stage 3 had it first",
     "zero_optimization.gather_fp16_weights_on_model_save": "the name without stage3_",
     "zero_optimization.offload_optimizer.buffer_size": "taken for offload_param's by many files",

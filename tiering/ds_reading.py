@@ -108,7 +108,8 @@ class Reading:
     def _take(self, key: str, value: object, rule: Key) -> None:
         section = key.partition(".")[0]
         if section in self.known.replaced:
-            self._note(key, value, Verdict.NO_EFFECT, f"replaced by what initialize() was given as {section}")
+            why = f"replaced by what initialize() was given as {section}"
+            self._note(key, value, Verdict.NO_EFFECT, why, off=True)  # initialize says so itself
         elif key in _BATCH:  # settled when all three are read
             origin = Origin.AUTO if value == "auto" else Origin.FILE
             self._note(key, value, rule.verdict, description(rule.to), origin=origin)

@@ -175,7 +175,7 @@ def _style(entry: Entry) -> StyleType:
 
 
 def _names(entries: Iterable[Entry]) -> str:
-    names = [entry.key.rpartition(".")[2] for entry in entries]
+    names = list(dict.fromkeys(entry.key.rpartition(".")[2] for entry in entries))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from tiering import ds_config, logs
 from tiering.ds_auto import Known, hidden_size_of
+from tiering.ds_report import Report
 from tiering.errors import ConfigError, EngineStateError
 from zero3 import resharded, schedulers
 from zero3.assembly import Weights
@@ -116,6 +117,7 @@ def initialize(
         elif scheduler is not None and not isinstance(scheduler, LRScheduler):
             scheduler = scheduler(engine.optimizer)
         engine.lr_scheduler = scheduler
+        engine.collate_fn = collate_fn
         loader = None
         if training_data is not None:
             loader = make_loader(
@@ -128,6 +130,8 @@ def initialize(
             )
             engine.training_dataloader = loader
         _say_once(report.short())
+        _say_replaced("optimizer", optimizer and engine.optimizer_name(), report)
+        _say_replaced("scheduler", lr_scheduler and type(scheduler).__name__, report)
     except BaseException:
         engine.close()
         raise
@@ -169,6 +173,17 @@ def _dtype_of(model: nn.Module) -> str:
     dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
     names = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
     return names.get(dtypes.pop(), "fp32") if len(dtypes) == 1 else "fp32"
+
+
+def _say_replaced(section: str, by: Any, report: Report) -> None:
+    """That the object given to ``initialize`` counts, and not the section that the configuration has, too."""
+    kind = next((entry.value for entry in report.entries if entry.key == f"{section}.type"), None)
+    if by and kind:
+        log.log(
+            logs.once(logging.WARNING),
+            "the %s given to initialize() is used, the configuration's %s section (%s) is not",
+            *(by, section, kind),
+        )
 
 
 _said: set[str] = set()

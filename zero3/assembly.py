@@ -127,8 +127,8 @@ def _assemble(
     chosen = choose_optimizer(model, config, model_parameters, optimizer)
     if collectives is not None:
         _check_ranks_fit(chosen, config)
+        collectives.check_same("configuration", _settings(config))  # first: a model's groups come of it
         collectives.check_same("model", _described(model, chosen))
-        collectives.check_same("configuration", _settings(config))
         collectives.check_same("weights file", _stored(loaded))
     node = topology.settle(
         world.local_rank,

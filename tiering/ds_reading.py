@@ -70,6 +70,7 @@ class Reading:
         self._settle_precision()
         self._settle_overflow_checks()
         self._settle_average()
+        self._settle_stage()
         self._settle_paths()
         self.values.setdefault("gradient_clipping", ("gradient_clipping", _CLIPPING))
         # A stand-in for a batch that is wrong lets the schema look at the rest; the entry is refused by then.
@@ -298,6 +299,15 @@ class Reading:
         if self.world_size > 1 and given is not None and str(given).lower() != "mean":
             remedy = f'set it to "mean"; a loss times {self.world_size} has the sum for its gradient'
             self._refuse(key, f"{given!r} is not supported in this version; {remedy}")
+
+    def _settle_stage(self) -> None:
+        """DeepSpeed does not look at where parameters should be before stage 3, and files have it all the same."""
+        stage = self._value("zero.stage") or 0
+        key, device = self.values.get("zero.offload_param.device", ("", "none"))
+        if stage in (0, 1, 2) and device in ("cpu", "nvme"):
+            why = f"stage {stage} keeps parameters on the device, as in DeepSpeed; stage 3 offloads them"
+            self._leave_out("zero.offload_param.", why)
+            self.entries[key] = replace(self.entries[key], off=False)
 
     def _settle_paths(self) -> None:
         """A path that nothing is kept on may name what this machine does not have."""

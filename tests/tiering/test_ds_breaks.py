@@ -242,3 +242,14 @@ def test_the_directory_of_telemetry_may_be_at_home(monkeypatch: pytest.MonkeyPat
 def test_what_people_write_is_told_with_the_remedy(changes: dict[str, Any], message: str) -> None:
     _, report = examine(given(**changes))
     assert [message in entry.note for entry in report.refused] == [True]
+
+
+def test_parameters_that_a_stage_keeps_are_told_and_no_reason_to_fail() -> None:
+    offload = {"offload_param": {"device": "nvme", "nvme_path": "$UNSET_HERE/x"}}
+    config, report = load(given(zero_optimization={"stage": 2, **offload}))
+    assert config.zero == load(given(zero_optimization={"stage": 2}))[0].zero
+    assert [entry.key for entry in report.without_effect] == ["zero_optimization.offload_param.device"]
+    assert load(given(zero_optimization=offload))[0].zero.stage == 0
+    for wrong in ({"device": "disk"}, {"device": "cpu", "buffers": 4}):  # is still told
+        _, report = examine(given(zero_optimization={"stage": 2, "offload_param": wrong}))
+        assert len(report.refused) == 1

@@ -367,12 +367,14 @@ def test_a_share_of_the_optimizer_state() -> None:
 
 
 def test_a_stage_that_does_not_partition_is_told() -> None:
-    zero: dict[str, Any] = {"stage": 2, "offload_param": {"device": "cpu"}}
-    (message,) = refused(zero_optimization=zero).values()
-    assert message == (
-        "stage 2 keeps parameters on the device, so offload_param cannot move them:"
-        " use stage 3, or remove offload_param"
+    zero: dict[str, Any] = {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/a"}}
+    assert read(zero_optimization=zero).zero.offload_param.device == "none"
+    told = verdicts(zero_optimization=zero)["zero_optimization.offload_param.device"]
+    assert told == (
+        Verdict.NO_EFFECT,
+        "stage 2 keeps parameters on the device, as in DeepSpeed; stage 3 offloads them",
     )
+    assert read(zero_optimization={"cpu_offload_param": True}).zero.offload_param.device == "none"
     with pytest.raises(ConfigError, match="use stage 1, 2 or 3, or remove offload_optimizer"):
         read(zero_optimization={"cpu_offload": True})
     assert read(zero_optimization={"stage": 1, "cpu_offload": True}).zero.offload_optimizer.device == "cpu"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .fields import whole_number
@@ -18,18 +18,19 @@ from .fields import whole_number
 class Known:
     """What is known beside the file.
 
-    ``hidden_size`` is the model's, ``dtype`` that of its parameters ("fp32", "bf16", "fp16"), ``arguments`` a trainer's
-    by name; ``replaced`` are the sections in whose place ``initialize`` was given an object.
+    ``hidden_size`` is the model's, ``dtype`` that of its parameters ("fp32", "bf16", "fp16"), ``arguments`` is what
+    a trainer has by name, a mapping or any namespace; ``replaced`` are the sections in whose place ``initialize`` was
+    given an object.
     """
 
     hidden_size: int | None = None
     dtype: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Any = None
     replaced: frozenset[str] = frozenset()
 
     def argument(self, name: str) -> Any:
         """The trainer's argument; None if there is none."""
-        return self.arguments.get(name)
+        return named(self.arguments, name)
 
 
 class Filled(NamedTuple):
@@ -151,14 +152,15 @@ _HIDDEN = ("hidden_size", "hidden_sizes", "d_model", "n_embd")
 
 def hidden_size_of(config: Any) -> int | None:
     """The hidden size that a transformers configuration, or its JSON, tells; its text model's where it has several."""
-    for section in (config, _named(config, "text_config")):
+    for section in (config, named(config, "text_config")):
         for name in _HIDDEN:
-            value = _named(section, name)
+            value = named(section, name)
             sizes = value if isinstance(value, list | tuple) else [value]
             if sizes and all(type(size) is int and size > 0 for size in sizes):
                 return int(max(sizes))
     return None
 
 
-def _named(config: Any, name: str) -> Any:
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+def named(given: Any, name: str) -> Any:
+    """What a mapping or a namespace has under ``name``, or None."""
+    return given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from tiering import ds_config, logs
-from tiering.ds_auto import Known, hidden_size_of
+from tiering.ds_auto import Known, hidden_size_of, named
 from tiering.ds_report import Report
 from tiering.errors import ConfigError, EngineStateError
 from zero3 import resharded, schedulers
@@ -99,7 +99,7 @@ def initialize(
     known = Known(
         hidden_size=hidden_size_of(getattr(model, "config", None)),
         dtype=_dtype_of(model),
-        arguments=_arguments(args),
+        arguments=args,
         replaced=frozenset(section for section, by in replaced.items() if by is not None),
     )
     settings, report = ds_config.load(given, world_size=world_size, known=known)
@@ -108,14 +108,16 @@ def initialize(
     if torch.is_inference_mode_enabled():
         raise EngineStateError("initialize was called in inference_mode, whose tensors cannot be trained")
     _check_untouched(model)
+    if lr_scheduler is not None and not (_steps(lr_scheduler) or callable(lr_scheduler)):
+        raise ConfigError(f"initialize(lr_scheduler=...) {_SCHEDULERS}, not {type(lr_scheduler).__name__}")
     stored = None if weights is None else Weights(Path(weights), strict)
     engine = Engine(model, settings, model_parameters, optimizer, stored, report.status())
     try:
-        scheduler = lr_scheduler
-        if scheduler is None and settings.scheduler is not None:
+        scheduler = None
+        if lr_scheduler is not None:
+            scheduler = _scheduler(lr_scheduler, engine.optimizer)
+        elif settings.scheduler is not None:
             scheduler = schedulers.from_config(settings.scheduler, engine.optimizer)
-        elif scheduler is not None and not isinstance(scheduler, LRScheduler):
-            scheduler = scheduler(engine.optimizer)
         engine.lr_scheduler = scheduler
         engine.collate_fn = collate_fn
         loader = None
@@ -138,15 +140,31 @@ def initialize(
     return EngineParts(engine, engine.optimizer, loader, scheduler)
 
 
+_SCHEDULERS = (
+    "takes a scheduler, with a step() as torch's have, or a function of the optimizer that makes one"
+)
+
+
+def _scheduler(given: LRScheduler | SchedulerFactory, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """``given``, or what it makes. Scripts for DeepSpeed bring classes of their own, which need be no torch's."""
+    made = given if _steps(given) or not callable(given) else given(optimizer)
+    if _steps(made):
+        return made
+    raise ConfigError(f"initialize(lr_scheduler=...) {_SCHEDULERS}; the function made {type(made).__name__}")
+
+
+def _steps(given: object) -> TypeGuard[LRScheduler]:
+    return not isinstance(given, type) and callable(getattr(given, "step", None))
+
+
 def _given(args: Any, *configs: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
     """The one configuration that there is, as an argument of ``initialize`` or in ``args``."""
-    arguments = _arguments(args)
-    named = {name: arguments.get(name) for name in ("deepspeed_config", "deepscale_config", "deepspeed")}
-    if not isinstance(named["deepspeed"], str | dict):  # else it is the flag --deepspeed
-        del named["deepspeed"]
     ways = [*zip(("config", "config_params"), configs, strict=True)]
-    ways += [(f"args.{name}", value) for name, value in named.items()]
-    found = [(name, value) for name, value in ways if value is not None]
+    ways += [(f"args.{name}", named(args, name)) for name in ("deepspeed_config", "deepscale_config")]
+    trainers = named(args, "deepspeed")
+    if isinstance(trainers, str | dict):  # else it is the flag --deepspeed
+        ways.append(("args.deepspeed", trainers))
+    found = [(name, value) for name, value in ways if value is not None and value != ""]
     if not found:
         raise ConfigError(
             "initialize got no configuration; give it config=..., a dict or a path, or args with deepspeed_config, as"
@@ -159,13 +177,6 @@ def _given(args: Any, *configs: Mapping[str, Any] | str | Path | None) -> Mappin
                 f"initialize got a configuration as {first} and another as {other}; give one of them"
             )
     return chosen
-
-
-def _arguments(args: Any) -> Mapping[str, Any]:
-    """What ``args`` holds, by name."""
-    if isinstance(args, Mapping):
-        return args
-    return vars(args) if hasattr(args, "__dict__") else {}
 
 
 def _dtype_of(model: nn.Module) -> str:

@@ -210,7 +210,13 @@ def test_the_configuration_is_given_once(tmp_path: Path) -> None:
     usual = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "tiering": USUAL["tiering"]}
     path.write_text(json.dumps(usual))
     args = argparse.Namespace(deepspeed=True, deepspeed_config=str(path))
-    for given in ({"args": args}, {"config_params": usual}, {"config": path}, {"args": {"deepspeed": usual}}):
+    empty = argparse.Namespace(deepspeed_config="")
+    ways: list[dict[str, Any]] = [
+        {"args": args},
+        {"args": {"deepspeed": usual}},
+        {"args": empty, "config": usual},
+    ]
+    for given in (*ways, {"config_params": usual}, {"config": path}):
         engine, *_ = tiering.initialize(model=nn.Linear(4, 4), **given)
         engine.close()
         assert engine.config.train_batch_size == 1
@@ -224,6 +230,44 @@ def test_the_configuration_is_given_once(tmp_path: Path) -> None:
         tiering.initialize(model=nn.Linear(4, 4), config=usual, mpu=object())
     with pytest.raises(ConfigError, match="dist_init_required"):
         tiering.initialize(model=nn.Linear(4, 4), config=usual, dist_init_required=False)
+
+
+def test_arguments_may_be_of_any_class(tmp_path: Path) -> None:
+    """As a notebook has them, where vars() has nothing: a weight decay that is not seen would be 0."""
+
+    class Args:
+        weight_decay = 0.25
+        deepspeed_config = str(tmp_path / "ds_config.json")
+
+        @property
+        def learning_rate(self) -> float:
+            return 0.5
+
+    config = USUAL | {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
+    del config["scheduler"]
+    Path(Args.deepspeed_config).write_text(json.dumps(config), encoding="utf-8")
+    engine, optimizer, _, _ = tiering.initialize(Args(), nn.Linear(4, 4))
+    engine.close()
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.25)]
+
+
+def test_a_scheduler_of_any_class_is_stepped() -> None:
+    class Halving:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def step(self) -> None:
+            self.optimizer.param_groups[0]["lr"] /= 2
+
+    config = USUAL | {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
+    engine, *_, scheduler = tiering.initialize(model=nn.Linear(4, 4), config=config, lr_scheduler=Halving)
+    with engine:
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        assert (engine.get_lr(), type(scheduler)) == ([0.25], Halving)
+    for wrong, kind in (("WarmupLR", "not str"), (lambda optimizer: None, "the function made NoneType")):
+        with pytest.raises(ConfigError, match=kind):
+            tiering.initialize(model=nn.Linear(4, 4), config=config, lr_scheduler=wrong)
 
 
 def test_the_start_says_what_the_configuration_comes_to(caplog: pytest.LogCaptureFixture) -> None:

@@ -243,12 +243,30 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+ENDLESS = """
+import sys
+from pathlib import Path
+import tiering.demo.run
+from tiering.demo.children import Worker
+from tiering.demo.settings import Settings
+
+class Told(Worker):
+    def stop(self):
+        super().stop()
+        print("the worker ended with", self.process.returncode)
+
+tiering.demo.run.Worker = Told
+directory, port, settings = sys.argv[1:]
+sys.exit(tiering.demo.run.demo(Path(directory), port=int(port), settings=Settings.from_json(settings)))
+"""
+
+
 @contextmanager
 def training(directory: Path, port: int) -> Iterator[subprocess.Popen[str]]:
     """A demo whose worker trains, and would for hours; it is killed at the end, or when its time is over."""
-    arguments = ["demo", "--dir", str(directory), "--port", str(port), "--steps", "100000"]
+    many = replace(TINY, steps=10**9)
     with subprocess.Popen(
-        [sys.executable, "-m", "tiering.cli", *arguments],
+        [sys.executable, "-c", ENDLESS, str(directory), str(port), many.to_json()],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -309,13 +327,6 @@ def test_a_worker_that_dies_is_reported(tmp_path: Path) -> None:
             list(worker.events())
 
 
-def test_leaving_a_worker_ends_it(tmp_path: Path) -> None:
-    many = replace(TINY, steps=100_000)
-    with Worker(Way.PLAIN, many, tmp_path, run_name="r", columns=80, plant_fault=False) as worker:
-        assert next(worker.events())["step"] == 1
-    assert worker.process.returncode == 130
-
-
 def test_a_taken_port_is_one_clear_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -335,7 +346,17 @@ def test_the_sidecar_answers_and_ends(tmp_path: Path, monkeypatch: pytest.Monkey
 # -- The whole -----------------------------------------------------------------------------------------------
 
 
-def test_the_demo_succeeds(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "processes", [[Way.NVME], pytest.param([*Way], marks=pytest.mark.slow)], ids=["one worker", "workers"]
+)
+def test_the_demo_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: list[Way]) -> None:
+    """The others are trained here."""
+
+    def start(way: Way, *arguments: Any, **options: Any) -> Worker:
+        return (Worker if way in processes else Here)(way, *arguments, **options)
+
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")
+    monkeypatch.setattr(tiering.demo.run, "Worker", start)
     code, text = run_tiny(tmp_path)
     assert code == GOOD, text
     for part in (
@@ -393,6 +414,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         assert process.stdout is not None
         rest = process.stdout.read()
         assert process.wait(30) == 130
+    assert "the worker ended with 130" in rest
     assert "nothing is left behind" in rest
     assert "Traceback" not in rest
     assert processes_of(mark) == processes_of(f"service.cli --port {port}") == []
@@ -421,6 +443,19 @@ def test_too_few_steps_are_refused(steps: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["demo", "--steps", steps])
     assert caught.value.code == 2
+
+
+def test_what_the_command_was_told_reaches_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    def record(directory: Path, **options: Any) -> int:
+        told.append((directory, options))
+        return FAULT_MISSED
+
+    monkeypatch.setattr(tiering.demo.run, "demo", record)
+    arguments = ["--dir", str(tmp_path), "--port", "7", "--steps", "9", "--plant-fault"]
+    assert main(["demo", *arguments]) == FAULT_MISSED
+    assert told == [(tmp_path, {"port": 7, "settings": Settings(steps=9), "plant_fault": True})]
 
 
 def test_help_needs_no_torch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import subprocess
@@ -32,6 +33,13 @@ def ctrl_c_is_heard() -> None:
     """A shell lets what it runs in the background ignore Ctrl-C; whatever is started here would ignore it, too."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_imported_stays() -> None:
+    """So no collection need look through it: torch and transformers are a million objects, half a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @functools.cache  # io_destroy waits for an RCU grace period: tens of milliseconds

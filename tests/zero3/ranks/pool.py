@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import itertools
 import logging
 import multiprocessing
@@ -253,6 +254,7 @@ def _serve(rank: int, link: connection.Connection, log: Path, environment: Mappi
     sys.stdout.reconfigure(line_buffering=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
+    gc.freeze()  # what the server imported: to look through it would copy it, too
     os.environ.update(environment)
     torch.set_num_threads(1)
     warnings.simplefilter("error")

@@ -218,6 +218,9 @@ class Reading:
     def _settle_type(self, section: str, example: str) -> str | None:
         """The type that ``section`` names. Refuses params that it does not have, and params without any type."""
         if section in self.known.replaced:
+            named = self.entries.get(f"{section}.type")
+            if named and str(named.value) not in PARAMS_BY_TYPE[section]:
+                self._disown(section, str(named.value))
             return None
         kind = self._value(f"{section}.type")
         params = [key for key in self.entries if key.startswith(f"{section}.params.") and key in KEYS]
@@ -228,9 +231,7 @@ class Reading:
             return None
         known = PARAMS_BY_TYPE[section].get(str(kind))
         if known is None:  # the type is refused, and it is what these are for
-            for key in [key for key in self.entries if key.startswith(f"{section}.params.")]:
-                why = f"belongs to {kind}, which is not here"
-                self._note(key, self.entries[key].value, Verdict.NO_EFFECT, why, off=True)
+            self._disown(section, str(kind))
             return str(kind)
         for key in params:
             name = key.rpartition(".")[2]
@@ -239,6 +240,14 @@ class Reading:
                 self._note(key, self.entries[key].value, Verdict.REFUSED, why)
                 self.values.pop(KEYS[key].to, None)
         return str(kind)
+
+    def _disown(self, section: str, kind: str) -> None:
+        """Nobody here knows which params a type has that is not here."""
+        for key, entry in self.entries.items():
+            if key.startswith(f"{section}.params."):
+                self._note(
+                    key, entry.value, Verdict.NO_EFFECT, f"belongs to {kind}, which is not here", off=True
+                )
 
     def _settle_precision(self) -> None:
         enabled = self.entries.get("torch_autocast.enabled")

@@ -253,3 +253,12 @@ def test_parameters_that_a_stage_keeps_are_told_and_no_reason_to_fail() -> None:
     for wrong in ({"device": "disk"}, {"device": "cpu", "buffers": 4}):  # is still told
         _, report = examine(given(zero_optimization={"stage": 2, "offload_param": wrong}))
         assert len(report.refused) == 1
+
+
+def test_params_of_what_is_not_here_are_no_mistake_where_an_object_is_given() -> None:
+    """The remedy for type RMSprop is initialize(optimizer=torch.optim.RMSprop(...)), with the file as it is."""
+    file = adam("RMSprop", alpha=0.9) | {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 9}}}
+    _, report = examine(file)
+    assert [entry.key for entry in report.refused] == ["optimizer.type", "scheduler.type"]
+    config, report = load(file, known=Known(replaced=frozenset({"optimizer", "scheduler"})))
+    assert (config.optimizer, config.scheduler, report.without_effect) == (None, None, ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -180,10 +181,13 @@ def _given(args: Any, *configs: Mapping[str, Any] | str | Path | None) -> Mappin
 
 
 def _dtype_of(model: nn.Module) -> str:
-    """That of all floating-point parameters, or "fp32"."""
-    dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    """That of most of its parameters: models in bf16 keep single ones in fp32."""
+    elements: Counter[torch.dtype] = Counter()
+    for param in model.parameters():
+        if param.is_floating_point():
+            elements[param.dtype] += param.numel()
     names = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
-    return names.get(dtypes.pop(), "fp32") if len(dtypes) == 1 else "fp32"
+    return next((names.get(dtype, "fp32") for dtype, _ in elements.most_common(1)), "fp32")
 
 
 def _say_replaced(section: str, by: Any, report: Report) -> None:

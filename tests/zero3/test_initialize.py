@@ -167,6 +167,9 @@ class Sized(nn.Linear):
     config = SimpleNamespace(hidden_size=8)
 
 
+LR: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}, "scheduler": {}}
+
+
 def test_auto_is_filled_in_from_a_trainers_arguments_and_the_model() -> None:
     args = argparse.Namespace(
         learning_rate=2e-3, warmup_steps=3, adam_beta1=0.8, adam_beta2=0.9, max_grad_norm=0.5
@@ -230,6 +233,16 @@ def test_the_configuration_is_given_once(tmp_path: Path) -> None:
         tiering.initialize(model=nn.Linear(4, 4), config=usual, mpu=object())
     with pytest.raises(ConfigError, match="dist_init_required"):
         tiering.initialize(model=nn.Linear(4, 4), config=usual, dist_init_required=False)
+
+
+def test_auto_precision_is_that_of_most_parameters() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).bfloat16()
+    model[1].float()  # as a router or its bias is kept
+    for built, precision in ((model, "bf16"), (nn.Linear(4, 4), "fp32"), (nn.Linear(4, 4).half(), "fp32")):
+        with tiering.initialize(
+            model=built, config=USUAL | {"bf16": {"enabled": "auto"}} | LR
+        ).engine as engine:
+            assert engine.config.precision == precision
 
 
 def test_arguments_may_be_of_any_class(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def step(engine: Any, batches: Iterator[Any]) -> None:
         engine.step()
 
 
-def check_window(engine: Any, batches: Iterator[Any], steps: int = 3, repeated: bool = False) -> None:
+def check_window(engine: Any, batches: Iterator[Any], steps: int = 2, repeated: bool = False) -> None:
     """Two steps in, ``steps`` more move what is planned, by both counts; the kernel's has what is ``repeated``, too."""
     for _ in range(2):
         step(engine, batches)

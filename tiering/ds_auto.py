@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .fields import whole_number
+from .json_comments import values
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Known:
 
     def argument(self, name: str) -> Any:
         """The trainer's argument; None if there is none."""
-        return named(self.arguments, name)
+        return values(named(self.arguments, name))
 
 
 class Filled(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from .ds_keys import Verdict
 from .ds_reading import Reading
 from .ds_report import Entry, Origin, Report
 from .errors import ConfigError
-from .json_comments import key_lines, plain
+from .json_comments import DepthError, key_lines, plain, values
 from .strict_json import FormatError, parse, short
 
 __all__ = ["Entry", "Known", "Origin", "Report", "Verdict", "description", "examine", "load", "value_of"]
@@ -54,7 +54,10 @@ def examine(
     if not isinstance(config, Mapping):
         config, lines, source = _read_json(config)
     reading = Reading(world_size, known or Known(), lines)
-    reading.walk(_values(config, _DEEPEST))
+    try:
+        reading.walk(values(config))
+    except DepthError as problem:
+        raise ConfigError(f"the configuration is {problem}; no key is") from None
     resolved = reading.resolve()
     entries = tuple(reading.entries.values())
     if resolved is None or any(entry.verdict is Verdict.REFUSED for entry in entries):
@@ -97,20 +100,3 @@ def _from_base64(text: str) -> bytes | None:
     except ValueError:
         return None
     return data if data.lstrip().startswith(b"{") else None
-
-
-_DEEPEST = 100
-"""Sections in sections: beyond that, something holds itself."""
-
-
-def _values(given: Any, deepest: int) -> Any:
-    """``given`` in the types that JSON has, where programs have others: arrays, tensors, mappings of libraries."""
-    if deepest == 0:
-        raise ConfigError(f"the configuration is nested deeper than {_DEEPEST} levels; no key is")
-    if isinstance(given, Mapping):
-        return {str(name): _values(value, deepest - 1) for name, value in given.items()}
-    if hasattr(given, "tolist"):
-        return given.tolist()
-    if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray):
-        return [_values(each, deepest - 1) for each in given]
-    return given

@@ -69,9 +69,16 @@ def test_values_of_other_libraries_are_those_of_json() -> None:
         }
     )
     assert load(given)[0] == load(WHOLE)[0]
-    for path in ("gradient_clipping", "amp", "steps_per_print"):  # a question to an array has no answer
-        _, report = examine({"train_batch_size": 8, path: np.array([1, 2])})
-        assert [entry.key for entry in report.refused] == [path]
+    pair = np.array([1, 2])  # to ask whether it equals something raises
+    for path in ("gradient_clipping", "amp", "steps_per_print"):
+        for said, told in ((pair, {}), ("auto", {"max_grad_norm": pair})):
+            _, report = examine({"train_batch_size": 8, path: said}, known=Known(arguments=told))
+            assert [entry.key for entry in report.refused] == [path]
+    known = Known(arguments={"learning_rate": np.float32(0.5), "max_steps": np.int64(9)})
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
+    config, _ = load(adam(lr="auto") | {"scheduler": schedule}, known=known)
+    assert config.optimizer is not None
+    assert config.optimizer.lr == 0.5
 
 
 def test_what_holds_itself_is_no_configuration(tmp_path: Path) -> None:

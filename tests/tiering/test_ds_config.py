@@ -189,8 +189,8 @@ def test_the_report_in_one_line() -> None:
     _, report = load(changed("zero_optimization.cpu_offload_use_pin_memory", True, ZERO3_NVME))
     assert report.short() == (
         "batch 4 = 2 x 2 micro-batches, bf16, ZeRO stage 3, parameters on nvme, optimizer state on nvme, AdamW,"
-        " gradients clipped at 1; without effect here: torch_adam, buffer_count, buffer_size, max_in_cpu,"
-        " buffer_count, fast_init and 3 more; deprecated: cpu_offload_use_pin_memory, thread_count;"
+        " gradients clipped at 1; without effect here: torch_adam, buffer_count, buffer_size, max_in_cpu, fast_init,"
+        " stage3_max_live_parameters and 2 more; deprecated: cpu_offload_use_pin_memory, thread_count;"
         " `tiering check FILE` explains"
     )
     plain = load({"train_batch_size": 6, "gradient_clipping": 0}, world_size=2)[1]

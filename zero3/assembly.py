@@ -145,6 +145,9 @@ def _assemble(
         collectives.check_same("plan", (f"{key} {value}" for key, value in vars(load).items()))
     log.log(logs.once(logging.INFO), "%s", plan)
 
+    if not chosen.trains:
+        model.requires_grad_(False)  # nothing would take the gradients
+        log.log(logs.once(logging.INFO), "no optimizer is given: the model is not trained, and is frozen")
     build_on_meta(model, loaded)
     tiers = Tiers(plan, device, config.tiering, nvme, stalls, node.numa_node)
     try:

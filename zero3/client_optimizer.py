@@ -43,6 +43,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 class ClientOptimizer(torch.optim.Optimizer):
     """Steps ``client``, and shares its ``param_groups`` and ``state``. ``tiles`` hold masters, each a whole group's."""
 
+    trains = True
     state_names: tuple[str, ...] = ()  # on the tiers; what else there is, the client keeps itself
 
     def __init__(self, client: torch.optim.Optimizer, tiles: list[Tile], gradients: GradientStore) -> None:

@@ -169,6 +169,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         After an exception the engine is as after its last step: gradients accumulated since then are gone.
         """
         self._ready.check_open("backward")
+        self._ready.check_trains("backward")
         waiting = self._ready.scaled
         scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
         with self._phase("backward"):
@@ -207,6 +208,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         can only be closed.
         """
         self._ready.check_open("step")
+        self._ready.check_trains("step")
         self._ready.give_up_unfinished()
         self._ready.check_step()
         boundary = self._ready.at_boundary

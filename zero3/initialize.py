@@ -68,6 +68,7 @@ def initialize(
     ``args.deepspeed_config`` are other ways to give it. ``args`` may be a trainer's: "auto" in the configuration is
     filled in from what goes by the names of Hugging Face's TrainingArguments there. ``model_parameters`` may be param
     groups with hyperparameters of their own; the default is every parameter that requires a gradient.
+    Without them, and with no optimizer named anywhere, the model is frozen, as a teacher or a reference.
     ``optimizer`` (a torch optimizer over the model's parameters, or a function from them to one) replaces the section
     of that name: a class that has a kernel here gives its groups and hyperparameters, any other one steps what stays on
     the device. ``lr_scheduler`` is a torch scheduler, made for ``optimizer`` or, as a function, for the one returned;
@@ -117,7 +118,7 @@ def initialize(
         scheduler = None
         if lr_scheduler is not None:
             scheduler = _scheduler(lr_scheduler, engine.optimizer)
-        elif settings.scheduler is not None:
+        elif settings.scheduler is not None and engine.optimizer.trains:
             scheduler = schedulers.from_config(settings.scheduler, engine.optimizer)
         engine.lr_scheduler = scheduler
         engine.collate_fn = collate_fn

@@ -19,7 +19,7 @@ from torch import Tensor
 from optim_cpu import kernels
 from optim_cpu.kernels import StepBatch
 from tiering.errors import EngineStateError
-from zero3 import device_kernels
+from zero3 import device_kernels, rules
 from zero3.flat_storage import Streams
 from zero3.grads import KERNEL_DTYPES, GradientStore
 from zero3.param_group import ParamGroup
@@ -102,6 +102,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.before_change: Callable[[Tile], None] = lambda tile: None
         # Told when all that is due of a group was stepped.
         self.on_stepped: Callable[[ParamGroup], None] = lambda group: None
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything to update, ever."""
+        return self.rule is not rules.NONE
 
     def expect_step(self) -> None:
         """The last backward of a step begins: start to read the state of the first tiles."""

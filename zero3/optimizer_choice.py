@@ -42,6 +42,11 @@ class OptimizerChoice:
     moments: StateFormat = StateFormat.FP32
 
     @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer at all."""
+        return self.rule is not rules.NONE
+
+    @property
     def trained(self) -> set[nn.Parameter]:
         return {param for group in self.param_groups for param in group["params"] if param.requires_grad}
 
@@ -66,6 +71,7 @@ def choose_optimizer(
 ) -> OptimizerChoice:
     """The caller's ``optimizer`` (or what it makes of the parameters) if there is one, else the configuration's.
 
+    Without any, and without ``model_parameters``, nothing is trained, as of a teacher.
     Raises ConfigError for what can not be trained as asked.
     """
     _check_dtypes(model)
@@ -78,10 +84,13 @@ def choose_optimizer(
                 config.optimizer.type,
             )
         return _of_client(client, model, config)
+    if config.optimizer is None and model_parameters is None:
+        return OptimizerChoice([{"params": [], "lr": 0.0}], {}, rules.NONE)
     if config.optimizer is None:
         raise ConfigError(
             "no optimizer: name one in the configuration's optimizer section"
-            ' ({"type": "AdamW", "params": {"lr": 1e-4}}), or pass a torch optimizer to initialize(optimizer=...)'
+            ' ({"type": "AdamW", "params": {"lr": 1e-4}}), or pass a torch optimizer to initialize(optimizer=...); a'
+            " model that is not trained here needs no model_parameters"
         )
     rule, defaults = rules.from_config(config.optimizer)
     groups = [defaults | group for group in _param_groups(model, model_parameters)]

@@ -72,6 +72,8 @@ def plan_for(
         endurance=endurance,
     )
     built = model if isinstance(model, nn.Module) else described(Path(model))
+    if model_parameters is None:  # what is planned is trained
+        model_parameters = [param for param in built.parameters() if param.requires_grad]
     chosen = choose_optimizer(built, settings, model_parameters, optimizer)
     sized = size_up(built, settings, chosen, on_gpu=gpu_memory is not None, world_size=world_size)
     params = sum(param.numel() for param in built.parameters())

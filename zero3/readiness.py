@@ -28,6 +28,7 @@ class Readiness:
         self.in_forward = False
         self._stage = config.zero.stage
         self._collectives, self._sink = parts.collectives, parts.sink
+        self._optimizer = parts.optimizer
         self._updates = updates
         self._schedule = schedule
         self._access = access
@@ -92,6 +93,15 @@ class Readiness:
             raise EngineStateError(
                 f"{what} was called when backward had used the gradients already (tiering.step_in_backward); set that"
                 " to false to have them until step()"
+            )
+
+    def check_trains(self, what: str) -> None:
+        """There is an optimizer."""
+        if not self._optimizer.trains:
+            raise EngineStateError(
+                f"{what} was called on an engine without an optimizer, which does not train: to train, name one in the"
+                ' configuration\'s optimizer section ({"type": "AdamW", "params": {"lr": 1e-4}}), or pass a torch'
+                " optimizer to initialize(optimizer=...)"
             )
 
     def check_step(self) -> None:

@@ -125,6 +125,8 @@ ADAGRAD = UpdateRule("Adagrad", _adagrad, lambda _: ("sum",), _initial_sum)
 SGD = UpdateRule(
     "SGD", _sgd, lambda options: ("momentum_buffer",) if _number(options, "momentum") else (), lambda _: 0.0
 )
+NONE = UpdateRule("no optimizer", _sgd, lambda _: (), lambda _: 0.0)
+"""Of a model that is not trained: it has no parameter to be for."""
 
 
 def from_config(config: OptimizerConfig) -> tuple[UpdateRule, Options]:

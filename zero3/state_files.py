@@ -92,9 +92,9 @@ class StateFiles:
 
         The run that saved it may have had other ranks, another stage, placement or format of optimizer state. Without
         ``load_optimizer_states`` parameters, buffers and the schedule alone are taken: the state of the optimizer
-        starts anew, and counters (``global_steps``), data and random states stay. With ``load_module_only`` nothing but
-        parameters and buffers. Gradients are dropped. Where ``load_dir`` has no checkpoint and no ``tag`` is given: a
-        warning, and (None, {}).
+        starts anew, and counters (``global_steps``), data and random states stay. With ``load_module_only``, or without
+        an optimizer, nothing but parameters and buffers. Gradients are dropped. Where ``load_dir`` has no checkpoint
+        and no ``tag`` is given: a warning, and (None, {}).
 
         Frozen parameters that the save has excluded keep the values that they have here. Without ``load_module_strict``
         so do all that the checkpoint does not have, whose state starts anew, and what only it has is left: a warning
@@ -111,7 +111,8 @@ class StateFiles:
             )
         directory = _named(load_dir, "load_checkpoint")
         self._ready.check_between_steps("load_checkpoint", loads=True)
-        states = load_optimizer_states and not load_module_only
+        module_only = load_module_only or not self.optimizer.trains
+        states = load_optimizer_states and not module_only
         self._access.store_edits_of_residents()  # they count if nothing is loaded
         self._updates.forget()
         self._ready.drop_gradients()
@@ -122,7 +123,7 @@ class StateFiles:
             None if tag is None else str(tag),
             strict=load_module_strict,
             states=states,
-            scheduler=load_lr_scheduler_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not module_only,
         )
         self._access.note_versions()
         return None if path is None else str(path), client_state

@@ -258,11 +258,6 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
-    "neither": (
-        lambda _: None,
-        {},
-        r"name one in the configuration's optimizer section .* or pass a torch opt",
-    ),
     "a client, offloaded": (
         lambda model: torch.optim.RMSprop(trained(model), LR),
         {"offload_optimizer": "cpu"},

@@ -80,7 +80,7 @@ class RunState:
             else None,
             "lr_scheduler": None
             if scheduler is None
-            else {"class": type(scheduler).__name__, "state": _without_functions(scheduler.state_dict())},
+            else {"class": type(scheduler).__name__, "state": _without_functions(_state_of(scheduler))},
             "extra_state": {name: module.get_extra_state() for name, module in self._with_extra_state()},
             "data": None if loader is None else loader.state_dict(),
             "random": random_state.capture(),
@@ -303,6 +303,18 @@ def _kind(value: Any) -> type:
     if isinstance(value, int | float | Tensor) and not isinstance(value, bool):
         return float
     return list if isinstance(value, tuple) else type(value)
+
+
+def _state_of(scheduler: Any) -> Any:
+    """Of one that need be no torch's: to train, a step() suffices."""
+    needed = ("state_dict", "load_state_dict", "get_last_lr")
+    missing = [f"{name}()" for name in needed if not hasattr(scheduler, name)]
+    if missing:
+        raise ConfigError(
+            f"the {type(scheduler).__name__} given to initialize(lr_scheduler=...) has no {', '.join(missing)}, by"
+            " which a run goes on: add what is missing, or step it yourself and save its state in client_state"
+        )
+    return scheduler.state_dict()
 
 
 def _without_functions(state: dict[str, Any]) -> dict[str, Any]:

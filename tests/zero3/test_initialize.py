@@ -264,7 +264,7 @@ def test_arguments_may_be_of_any_class(tmp_path: Path) -> None:
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.25)]
 
 
-def test_a_scheduler_of_any_class_is_stepped() -> None:
+def test_a_scheduler_of_any_class_is_stepped(tmp_path: Path) -> None:
     class Halving:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self.optimizer = optimizer
@@ -278,6 +278,9 @@ def test_a_scheduler_of_any_class_is_stepped() -> None:
         engine.backward(engine(torch.ones(1, 4)).sum())
         engine.step()
         assert (engine.get_lr(), type(scheduler)) == ([0.25], Halving)
+        with pytest.raises(ConfigError, match=r"the Halving .* has no state_dict\(\), load_state_dict\(\)"):
+            engine.save_checkpoint(tmp_path)
+        assert list(tmp_path.iterdir()) == []
     for wrong, kind in (("WarmupLR", "not str"), (lambda optimizer: None, "the function made NoneType")):
         with pytest.raises(ConfigError, match=kind):
             tiering.initialize(model=nn.Linear(4, 4), config=config, lr_scheduler=wrong)

@@ -204,8 +204,10 @@ def test_the_run_directory_of_the_environment_is_the_default(tmp_path: Path) -> 
 def test_an_open_address_is_warned_about(tmp_path: Path) -> None:
     with running("-m", "service.cli", "--host", "0.0.0.0", "--port", "0", "--dir", str(tmp_path)) as (
         process,
-        _,
+        line,
     ):
+        port = line.partition("0.0.0.0:")[2].partition("/")[0]
+        get(f"http://127.0.0.1:{port}/livez")  # until then a signal may come before its handler
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 0

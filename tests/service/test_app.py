@@ -330,6 +330,7 @@ def test_the_sidecar_loads_neither_torch_nor_the_engine() -> None:
     assert ast.literal_eval(ours) == [
         "tiering",
         "tiering.errors",
+        "tiering.lazy",
         "tiering.telemetry",
         "tiering.telemetry.directory",
         "tiering.telemetry.page",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ from tiering.planning import command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code."""
     options = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not have every character that a file has
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code: int = options.run(options)
         print(end="", flush=True)

@@ -418,7 +418,7 @@ def _reason(problem: ErrorDetails) -> str:
 
 def _suggestion(key: str, known: Iterable[str]) -> str:
     """What ``key`` may have been meant as; ``known`` are the names below its section."""
-    if '"' in key:
+    if "." in key.partition('"')[2]:
         return "a dot in a name means nothing here; nest the sections"
     name = key.rpartition(".")[2]
     elsewhere = sorted(path for path in (*KEYS, *SECTIONS) if path.rpartition(".")[2] == name)
@@ -442,8 +442,11 @@ def _suggestion(key: str, known: Iterable[str]) -> str:
 
 
 def _dotted(path: Iterable[str]) -> str:
-    """``path`` as one text. Quoted, a name with dots in it cannot pass for the path of a nested key."""
-    return ".".join(f'"{name}"' if "." in name else name for name in path)
+    """``path`` as one text. Quoted, a name with dots in it cannot pass for the path of a nested key, nor another one
+    for a command to a terminal."""
+    return ".".join(
+        name if name and "." not in name and name.isprintable() else json.dumps(name) for name in path
+    )
 
 
 def _leaves(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

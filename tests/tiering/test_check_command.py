@@ -214,3 +214,15 @@ def test_a_configuration_may_come_from_another_program() -> None:
     ended = subprocess.run(command, input=json.dumps(GOOD), capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert json.loads(ended.stdout)["outcome"].startswith("batch 4")
+
+
+def test_names_reach_a_terminal_as_it_can_show_them() -> None:
+    file = json.dumps(GOOD | {"ключ": 1, "\x1b[31mred": 2, "": 3, "a.b": 4}, ensure_ascii=False)
+    command = [sys.executable, "-m", "tiering.cli", "check", "-"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "140"}
+    ended = subprocess.run(command, input=file.encode(), capture_output=True, env=environment, check=False)
+    assert ended.returncode == 1
+    assert r"\u043a\u043b\u044e\u0447" in ended.stdout.decode("ascii")
+    assert b"\x1b" not in ended.stdout + ended.stderr
+    told = [line.split(": ")[2] for line in ended.stderr.decode().splitlines()]
+    assert told == [r"\u043a\u043b\u044e\u0447", r'"\u001b[31mred"', '""', '"a.b"']

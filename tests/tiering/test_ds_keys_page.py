@@ -23,7 +23,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's files in the current directory, under the names in their first lines."""
     for kind, text in BLOCKS:
-        if kind == "json":
+        if kind == "jsonc":
             name = text.partition("\n")[0].removeprefix("// ")
             (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 import optim_cpu
 from optim_cpu.fused_optimizer import STATE_FORMATS
+from tests.crossed import crossed
 
 from .stepping import (
     CLASSES,
@@ -85,10 +86,15 @@ def test_what_is_saved_looks_like_torchs() -> None:
             assert step.dtype is torch.float32 and step.shape == () and step.untyped_storage().nbytes() == 4
 
 
-@pytest.mark.parametrize("state_format", STATE_FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [*CLASSES, "Lion"])
-@pytest.mark.parametrize("way", ["load", "file", "deepcopy", "pickle", "optimizer before model"])
+@pytest.mark.parametrize(
+    ("way", "name", "dtype", "state_format"),
+    crossed(
+        ["load", "file", "deepcopy", "pickle", "optimizer before model"],
+        [*CLASSES, "Lion"],
+        [torch.float32, torch.bfloat16, torch.float16],
+        STATE_FORMATS,
+    ),
+)
 def test_a_run_continues_to_the_bit(name: str, dtype: torch.dtype, state_format: str, way: str) -> None:
     if dtype is torch.float16 and state_format.startswith("split"):
         state_format = state_format.replace("split", "bf16")[:4]

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 import optim_cpu
 from optim_cpu.formats import join, round_parameters
 from optim_cpu.fused_optimizer import STATE_FORMATS
+from tests.crossed import crossed
 
 from .stepping import assert_same, give_gradients, ours, parameters, twins
 
@@ -91,10 +92,15 @@ def edit(param: Parameter, value: float, how: str) -> None:
             param.data[:2] = value
 
 
-@pytest.mark.parametrize("how", ["in place", "load_state_dict", "another tensor", "through data"])
-@pytest.mark.parametrize("state_format", STATE_FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("value", [0.0, -0.0, 3.0, float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    ("how", "state_format", "dtype", "value"),
+    crossed(
+        ["in place", "load_state_dict", "another tensor", "through data"],
+        STATE_FORMATS,
+        [torch.float32, torch.bfloat16, torch.float16],
+        [0.0, -0.0, 3.0, float("inf"), float("-inf")],
+    ),
+)
 def test_a_parameter_edited_between_steps_stays_edited(
     how: str, state_format: str, dtype: torch.dtype, value: float
 ) -> None:

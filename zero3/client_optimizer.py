@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from optim_cpu import formats
 from tiering.errors import EngineStateError
 from zero3 import device_kernels, resharded
+from zero3.deepspeed.optimizer_names import DeepSpeedOptimizerNames
 from zero3.grads import GradientStore
 from zero3.partition import Piece
 from zero3.tiles import Tile
@@ -40,7 +41,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-class ClientOptimizer(torch.optim.Optimizer):
+class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     """Steps ``client``, and shares its ``param_groups`` and ``state``. ``tiles`` hold masters, each a whole group's."""
 
     trains = True
@@ -97,6 +98,7 @@ class ClientOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated so far."""
+        self._tell_of_dropping()
         self._gradients.reset()
         super().zero_grad(set_to_none=True)
 

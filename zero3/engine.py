@@ -119,6 +119,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         self._handles = hooks.install(model, self._groups, self._schedule)
         self._serve(Access(model, self._groups, self._schedule, self._prefetcher, self._state))
         self._ready = Readiness(config, parts, self._updates, self._schedule, self._access)
+        self.optimizer.serve(self._updates, self._ready)
         self._preemption = Preemption(self._updates, alone=self._collectives is None)
         self.monitor = Monitor(config, parts.world.rank)
         self._progress = Progress(config, parts, self._updates, self._record, self.monitor)
@@ -180,6 +181,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
                 raise
             finally:
                 self._ready.scaled = waiting
+        self._ready.called_backward = True
         self._ready.pending_backward = True  # also if the loss has reached no parameter
         return loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
 

@@ -20,6 +20,7 @@ from optim_cpu import kernels
 from optim_cpu.kernels import StepBatch
 from tiering.errors import EngineStateError
 from zero3 import device_kernels, rules
+from zero3.deepspeed.optimizer_names import DeepSpeedOptimizerNames
 from zero3.flat_storage import Streams
 from zero3.grads import KERNEL_DTYPES, GradientStore
 from zero3.param_group import ParamGroup
@@ -34,7 +35,7 @@ IN_PLACE_NUMEL = (
 )  # elements stepped in place between two looks at what has arrived: a few milliseconds
 
 
-class TieredOptimizer(torch.optim.Optimizer):
+class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     """An update rule over tiered state; a true ``torch.optim.Optimizer``, so schedulers and loops can drive it.
 
     ``param_groups`` carry the rule's options as torch's do, each group its own. Of an optimizer that the user made
@@ -177,6 +178,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated so far."""
+        self._tell_of_dropping()
         self._gradients.reset()
         _torchs("zero_grad")(self, set_to_none=True)
 

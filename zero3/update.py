@@ -79,6 +79,7 @@ class Update:
         self.norm: float | None = None
         self.steps = 0
         self.skipped = 0
+        self.overflow = False  # of the last update: it was skipped
         self.out_of_step = ""  # why this rank cannot follow the others any more
         self.torn = ""  # why parameters and optimizer state are no longer of one step
         self.loss: float | None = None  # of the last update, the mean over the ranks
@@ -183,6 +184,7 @@ class Update:
             self.norm, self.loss = sums.norm / scale, sums.loss
             self.stop, self.saving = sums.stop, sums.saving
             finite = math.isfinite(self.norm)
+            self.overflow = not finite
             if self.waits_for_step:
                 self._backward = _Backward.NOTHING
                 self._check_used(finite, sums.bad)

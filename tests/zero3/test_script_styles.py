@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 import tiering as deepspeed
 from tiering.errors import ConfigError, EngineStateError
@@ -70,3 +72,102 @@ def test_parameters_without_an_optimizer_are_a_mistake(
     with pytest.raises(ConfigError, match=message):
         start(model, model_parameters=model.parameters(), rule=None)
     assert all(param.requires_grad and bool(param.isfinite().all()) for param in model.parameters())
+
+
+def gan(critic: Any, generator: Any, backwards: tuple[Any, Any], steps: tuple[Any, Any]) -> list[float]:
+    """Losses of both. The critic gets gradients that it does not want in the generator's backward."""
+    torch.manual_seed(2)
+    losses = []
+    for _ in range(3):
+        critic.zero_grad()
+        real, fake = torch.randn(4, 8), generator(torch.randn(4, 4))
+        loss = functional.softplus(-critic(real)).mean() + functional.softplus(critic(fake.detach())).mean()
+        backwards[0](loss)
+        steps[0]()
+        generator.zero_grad()
+        fooled = functional.softplus(-critic(fake)).mean()
+        backwards[1](fooled)
+        steps[1]()
+        losses += [loss.item(), fooled.item()]
+    return losses
+
+
+def perceptrons() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(1)
+    sizes = (8, 1), (4, 8)
+    critic, generator = (nn.Sequential(nn.Linear(i, 16), nn.ReLU(), nn.Linear(16, o)) for i, o in sizes)
+    return critic, generator
+
+
+def engine_of(model: nn.Module, stage: int, **settings: Any) -> Any:
+    settings = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": stage},
+        "tiering": {"telemetry": {"enabled": False}},
+        **settings,
+    }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gan_of_two_engines_is_that_of_torch(stage: int) -> None:
+    """The critic's zero_grad drops what the generator's loss has left in it, at every stage."""
+    models = perceptrons()
+    plain = [torch.optim.SGD(model.parameters(), 0.5) for model in models]
+    wanted = gan(*models, (Tensor.backward, Tensor.backward), (plain[0].step, plain[1].step))
+    critic, generator = (engine_of(model, stage) for model in perceptrons())
+    with critic, generator:
+        losses = gan(critic, generator, (critic.backward, generator.backward), (critic.step, generator.step))
+    assert losses == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("whose", ["engine", "optimizer"])
+def test_zero_grad_while_micro_batches_wait(stage: int, whose: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An engine's drops them at stages 0 and 1 alone, as DeepSpeed's; an optimizer's everywhere, and says so once."""
+    model = perceptrons()[0]
+    before = copy.deepcopy(model)
+    with engine_of(model, stage, gradient_accumulation_steps=2) as engine:
+        for data in torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(3)):
+            (engine if whose == "engine" else engine.optimizer).zero_grad()
+            loss = engine(data).square().mean()
+            engine.backward(loss)
+            engine.step()
+            dropped = whose == "optimizer" or stage < 2
+            share = functional.mse_loss(before(data), torch.zeros(4, 1)) / 2
+            if dropped:
+                before.zero_grad()
+            share.backward()
+        torch.optim.SGD(before.parameters(), 0.5).step()
+        state = engine.master_state_dict()
+    for name, param in before.named_parameters():
+        torch.testing.assert_close(state[name], param.detach())
+    said = caplog.text.count("micro-batches that wait for their update")
+    assert said == (dropped and 1) and caplog.text.count("engine.zero_grad() leaves") == (not dropped)
+
+
+def test_what_a_wrapper_asks_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    with engine_of(perceptrons()[0], 2, fp16=fp16) as engine:
+        optimizer = engine.optimizer
+        assert (optimizer.overflow, optimizer.cur_scale, optimizer.dynamic_loss_scale) == (False, 16.0, True)
+        for factor, overflow, scale in ((float("inf"), True, 8.0), (1.0, False, 8.0)):
+            engine.backward(engine(torch.ones(4, 8).half()).mean() * factor)
+            engine.step()
+            assert (optimizer.overflow, optimizer.loss_scale) == (overflow, scale)
+
+
+def test_an_engine_that_is_moved_stays_an_engine() -> None:
+    with engine_of(perceptrons()[0], 3) as engine:
+        assert engine.to(engine.device) is engine and engine.float().cpu().requires_grad_(True) is engine
+        assert engine.apply(lambda module: None) is engine
+        engine.backward(engine(torch.ones(4, 8)).mean())
+        engine.step()
+        engine.half()
+        with pytest.raises(
+            EngineStateError, match=r"was given other memory.*dtype or device before initialize"
+        ):
+            engine(torch.ones(4, 8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,12 @@ from zero3.precision import COMPUTE_DTYPES
 from zero3.readiness import Readiness
 
 log = logging.getLogger(__name__)
+
+_GIVE_THE_MODULE = {
+    *("to", "cpu", "cuda", "float", "double", "half", "bfloat16"),
+    *("apply", "requires_grad_", "share_memory", "to_empty", "type", "xpu"),
+}
+"""Methods of every module that return it."""
 
 
 class DeepSpeedNames:
@@ -54,7 +61,8 @@ class DeepSpeedNames:
             if hasattr(type(self), name):  # a property, which has raised this error itself
                 return object.__getattribute__(self, name)
             if module is not None and not name.startswith("_") and hasattr(module, name):
-                return getattr(module, name)
+                found = getattr(module, name)
+                return self._with_itself(found) if name in _GIVE_THE_MODULE else found
             near = [] if name.startswith("_") else get_close_matches(name, dir(self), 1)
             meant = f"; did you mean {near[0]!r}?" if near else ""
             raise AttributeError(
@@ -62,6 +70,16 @@ class DeepSpeedNames:
                 name=name,
                 obj=None,
             )
+
+    def _with_itself(self, change: Callable[..., Any]) -> Callable[..., DeepSpeedNames]:
+        """``change`` of the module, but for scripts that go on with what it returns: ``engine = engine.to(device)``."""
+
+        @wraps(change)
+        def changed(*args: Any, **kwargs: Any) -> DeepSpeedNames:
+            change(*args, **kwargs)
+            return self
+
+        return changed
 
     @property
     def training(self) -> bool:
@@ -270,15 +288,19 @@ class DeepSpeedNames:
             group["lr"] = lr
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing, as DeepSpeed under ZeRO: ``step`` forgets the gradients that it has used.
+        """Forget gradients that ``step`` has not used, as DeepSpeed does at stages 0 and 1.
 
-        Those that wait for it stay, which is said once; ``optimizer.zero_grad()`` drops them.
+        At stages 2 and 3 those of ``backward`` stay, which is said once; ``optimizer.zero_grad()`` drops them. Others,
+        which came through this model from a loss of another's (a GAN's), go at all stages.
         """
-        if not self._told_of_zero_grad and (self._ready.pending_backward or self._ready.waiting):
+        ready = self._ready
+        if not (self.zero_optimization_partition_gradients() and (ready.called_backward or ready.waiting)):
+            self.optimizer.zero_grad()
+        elif not self._told_of_zero_grad:
             self._told_of_zero_grad = True
             log.warning(
-                "engine.zero_grad() leaves the gradients that wait for step(), as DeepSpeed under ZeRO does; to drop"
-                " them, call optimizer.zero_grad()"
+                "engine.zero_grad() leaves the gradients that wait for step(), as DeepSpeed does at stages 2 and 3; to"
+                " drop them, call optimizer.zero_grad()"
             )
 
     def _of_groups(self, option: str) -> list[Any]:

@@ -1,0 +1,51 @@
+"""What scripts ask the optimizer that ``initialize`` returns, of its last update, and tell it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zero3.readiness import Readiness
+    from zero3.update import Update
+
+log = logging.getLogger(__name__)
+
+
+class DeepSpeedOptimizerNames:
+    """The part of both optimizers that an engine's updates answer for; ``serve`` makes it theirs."""
+
+    _updates: Update
+    _ready: Readiness
+    _told_of_dropping = False
+
+    def serve(self, updates: Update, ready: Readiness) -> None:
+        """From now on it is the optimizer of the engine that these are of."""
+        self._updates, self._ready = updates, ready
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last update was skipped, because a gradient was not finite."""
+        return self._updates.overflow
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss: 1 except in fp16."""
+        return self._updates.loss_scale.value
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the factor follows the overflows."""
+        return self._updates.loss_scale.dynamic
+
+    def _tell_of_dropping(self) -> None:
+        """Say once that gradients go which an accumulating loop may count on; DeepSpeed keeps them at stage 2."""
+        if not self._told_of_dropping and self._ready.waiting:
+            self._told_of_dropping = True
+            log.warning(
+                "zero_grad() drops the gradients of %d micro-batches that wait for their update; to"
+                " accumulate, leave it out: step() drops what it has used",
+                self._ready.waiting,
+            )

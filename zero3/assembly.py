@@ -30,6 +30,7 @@ from zero3.grads import GradientStore
 from zero3.groups import GroupMembers
 from zero3.init import check_apart
 from zero3.meta import build_on_meta
+from zero3.monitor import check_monitors
 from zero3.optimizer import TieredOptimizer
 from zero3.optimizer_choice import (
     ClientOptimizerChoice,
@@ -123,6 +124,8 @@ def _assemble(
 ) -> Assembly:
     world = ALONE if collectives is None else collectives.world
     check_apart(model)
+    if world.rank == 0:  # who writes them
+        check_monitors(config.monitor)
     loaded = None if weights is None else match(model, open_weights(weights.path), strict=weights.strict)
     chosen = choose_optimizer(model, config, model_parameters, optimizer)
     if collectives is not None:
@@ -145,12 +148,11 @@ def _assemble(
         collectives.check_same("plan", (f"{key} {value}" for key, value in vars(load).items()))
     log.log(logs.once(logging.INFO), "%s", plan)
 
-    if not chosen.trains:
-        model.requires_grad_(False)  # nothing would take the gradients
-        log.log(logs.once(logging.INFO), "no optimizer is given: the model is not trained, and is frozen")
     build_on_meta(model, loaded)
     tiers = Tiers(plan, device, config.tiering, nvme, stalls, node.numa_node)
+    untrained = [] if chosen.trains else [param for param in model.parameters() if param.requires_grad]
     try:
+        _freeze(untrained)
         streams = None if tiers.device_is_host else Streams()
         groups = _make_groups(members, layouts, compute, tiers, streams, collectives)
         tiles = make_tiles(plan.sub_groups, groups, tiers)
@@ -175,6 +177,8 @@ def _assemble(
                 stepper.on_stepped = replicas.stepped
     except BaseException:
         tiers.close()
+        for param in untrained:
+            param.requires_grad_(True)
         raise
     return Assembly(
         world=world,
@@ -192,6 +196,16 @@ def _assemble(
         streams=streams,
         fill=fill,
     )
+
+
+def _freeze(untrained: list[nn.Parameter]) -> None:
+    """Without an optimizer nothing would take the gradients."""
+    for param in untrained:
+        param.requires_grad_(False)
+    if untrained:
+        logs.progress().log(
+            logs.once(logging.INFO), "no optimizer is given: the model is not trained, and is frozen"
+        )
 
 
 def _check_ranks_fit(chosen: OptimizerChoice, config: TieringConfig) -> None:

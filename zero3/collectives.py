@@ -81,13 +81,6 @@ def join(device: torch.device, timeout: float) -> World:
     ``timeout`` in seconds. ConfigError if the launcher's variables contradict each other.
     """
     if standing()[1] == 1:
-        tasks = int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1
-        if tasks > 1 and os.environ.get("SLURM_STEP_NUM_TASKS") == str(tasks):
-            log.warning(
-                "SLURM has started %d tasks, but nothing says that they train together, so each trains by itself: call"
-                " tiering.init_distributed() first, or start one task per node (srun --ntasks-per-node=1 torchrun ...)",
-                tasks,
-            )
         return ALONE
     if not dist.is_initialized():
         meet(BACKENDS[device.type], timedelta(seconds=timeout + GRACE))
@@ -105,9 +98,15 @@ def meet(
     backend: str, timeout: timedelta, where: str = "env://", rank: int = -1, world_size: int = -1
 ) -> None:
     """Make torch's process group of the ranks that meet at ``where``, the URL of a store; -1 is what the URL says."""
-    store, rank, size = next(rendezvous(where, rank, world_size, timeout=timeout))
-    store = PrefixStore(_name_of_this_start(store, rank, size), store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        store, rank, size = next(rendezvous(where, rank, world_size, timeout=timeout))
+        store = PrefixStore(_name_of_this_start(store, rank, size), store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except dist.DistStoreError as error:
+        raise DistributedError(
+            f"not all ranks came to join within {timeout.total_seconds():.0f} seconds: one of them has not started, or"
+            " has failed before, as by a configuration or a library that only its node lacks; its own output says why"
+        ) from error
 
 
 def _name_of_this_start(store: Store, rank: int, size: int) -> str:

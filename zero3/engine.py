@@ -30,7 +30,7 @@ from zero3.checkpoint import Checkpoints
 from zero3.deepspeed.engine_names import DeepSpeedNames
 from zero3.eager import eager
 from zero3.loader import TrainingLoader
-from zero3.monitor import Monitor, check_monitors
+from zero3.monitor import Monitor
 from zero3.named_state import NamedState
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
 from zero3.param_group import ParamGroup
@@ -74,7 +74,6 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         self._step_applied = False
         self._given_optimizer = "" if optimizer is None else _name_of(optimizer)
 
-        check_monitors(config.monitor)
         parts = assemble(model, config, model_parameters, optimizer, weights)
         self._collectives, self._sink = parts.collectives, parts.sink
         try:

@@ -22,7 +22,7 @@ from zero3 import resharded, schedulers
 from zero3.assembly import Weights
 from zero3.client_optimizer import ClientOptimizer
 from zero3.collectives import standing
-from zero3.deepspeed.distributed import init_distributed
+from zero3.deepspeed.distributed import discover, init_distributed
 from zero3.engine import Engine
 from zero3.init import recipe_of
 from zero3.loader import TrainingLoader, make_loader
@@ -73,8 +73,8 @@ def initialize(
     of that name: a class that has a kernel here gives its groups and hyperparameters, any other one steps what stays on
     the device. ``lr_scheduler`` is a torch scheduler, made for ``optimizer`` or, as a function, for the one returned;
     it replaces the section "scheduler". ``training_data`` gives a loader of shuffled micro-batches, over
-    this rank's share. ``dist_init_required`` True joins the ranks of a launcher as ``init_distributed`` does, with
-    ``distributed_port``, False insists that they have been joined; without, torchrun's are joined where there are any.
+    this rank's share. The ranks that torchrun, Open MPI, MPICH or srun has started are joined, unless they have been;
+    ``dist_init_required`` and ``distributed_port`` are those of ``init_distributed``.
 
     ``weights`` is a safetensors file, or a Hugging Face style directory of them: parameters take their first values
     from there, on their way to the tiers, and masters keep the precision of the file. Names that only one side has are
@@ -92,7 +92,9 @@ def initialize(
             " version: leave them out, and all ranks are data parallel"
         )
     given = _given(args, config, config_params)
-    if dist_init_required is not None:
+    if dist_init_required is None:
+        discover(distributed_port)
+    else:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     rank, world_size = standing()
     logs.set_rank(rank, world_size)
@@ -163,10 +165,10 @@ def _given(args: Any, *configs: Mapping[str, Any] | str | Path | None) -> Mappin
     """The one configuration that there is, as an argument of ``initialize`` or in ``args``."""
     ways = [*zip(("config", "config_params"), configs, strict=True)]
     ways += [(f"args.{name}", named(args, name)) for name in ("deepspeed_config", "deepscale_config")]
-    trainers = named(args, "deepspeed")
-    if isinstance(trainers, str | dict):  # else it is the flag --deepspeed
-        ways.append(("args.deepspeed", trainers))
     found = [(name, value) for name, value in ways if value is not None and value != ""]
+    trainers = named(args, "deepspeed")
+    if not found and trainers and isinstance(trainers, str | dict):  # else it is the flag --deepspeed
+        return trainers
     if not found:
         raise ConfigError(
             "initialize got no configuration; give it config=..., a dict or a path, or args with deepspeed_config, as"

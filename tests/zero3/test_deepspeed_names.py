@@ -264,7 +264,7 @@ def test_a_launcher_that_is_not_torchrun_is_understood(
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    distributed._discover(29501, verbose=False)
+    distributed.discover(29501, verbose=False)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     assert " ".join(os.environ.get(name, "-") for name in names) == wanted
 

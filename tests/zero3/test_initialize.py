@@ -303,3 +303,28 @@ def test_the_start_says_what_the_configuration_comes_to(caplog: pytest.LogCaptur
     assert told is not None
     assert told.outcome == "batch 3, fp32, ZeRO stage 3, Lion, gradients clipped at 1"
     assert told.without_effect == ["zero_optimization.reduce_bucket_size"]
+
+
+def test_a_short_last_micro_batch_is_left_out_if_the_configuration_says_so() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW"},
+        "dataloader_drop_last": True,
+    }
+    engine, _, loader, _ = tiering.initialize(
+        model=nn.Linear(4, 4), config=config, training_data=TensorDataset(torch.arange(5))
+    )
+    with engine:
+        assert loader is not None
+        assert [len(batch) for (batch,) in loader] == [2, 2]
+
+
+def test_a_model_that_could_not_be_placed_is_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an optimizer an engine freezes its model, but not before nothing can fail any more."""
+    model = nn.Linear(4, 4)
+    monkeypatch.setattr("zero3.assembly.Fill.run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tiering.initialize(model=model, config={"train_batch_size": 1})
+    assert model.weight.requires_grad

@@ -61,7 +61,7 @@ def init_distributed(
         )
     backend = _backend(dist_backend)
     if init_method is None and auto_mpi_discovery:
-        _discover(distributed_port, verbose=verbose)
+        discover(distributed_port, verbose=verbose)
     if init_method is not None or world_size > 1 or standing()[1] > 1:
         meet(backend, timeout, init_method or "env://", rank, world_size)
     else:
@@ -97,10 +97,10 @@ def _backend(wanted: str | None) -> str:
     return BACKENDS[chosen_device().type] if wanted in (None, "nccl") else str(wanted)
 
 
-def _discover(port: int, *, verbose: bool) -> None:
-    """Give the environment torchrun's variables, out of another launcher's, if it has no rank yet."""
+def discover(port: int, *, verbose: bool = True) -> None:
+    """Give the environment torchrun's variables, out of another launcher's, if nobody has given this process a rank."""
     environ = os.environ
-    if "RANK" in environ and "WORLD_SIZE" in environ:
+    if dist.is_initialized() or ("RANK" in environ and "WORLD_SIZE" in environ):
         return
     found = [
         (launcher, [environ.get(name) for name in names])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 import tiering
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, DistributedError
+from zero3.collectives import meet
 
 from .models import Blocks
 from .pool import Pool
@@ -34,3 +37,37 @@ def test_what_auto_came_to_on_another_rank_is_told_by_its_setting(ranks: Callabl
     ):
         for message in ranks(2).run(refused, ours, ours | other):
             assert f"the configuration of rank 1 is not that of rank 0: {said}" in message
+
+
+def without_tensorboard(rank: int) -> str:
+    sys.modules["torch.utils.tensorboard"] = None  # as where it is not installed
+    try:
+        with pytest.raises((ConfigError, DistributedError)) as caught:
+            tiering.initialize(
+                args={"learning_rate": 0.1, "per_device_train_batch_size": 1},
+                model=Blocks(),
+                config=AUTO | {"tensorboard": {"enabled": True}},
+            )
+    finally:
+        del sys.modules["torch.utils.tensorboard"]
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_what_only_the_first_rank_lacks_ends_all_at_once(doomed: Callable[..., Pool]) -> None:
+    first, second = doomed(2).run(without_tensorboard)
+    assert first.startswith("ConfigError") and "tensorboard" in first
+    assert second.startswith("RankLostError") and "tensorboard" in second
+
+
+def alone(rank: int) -> str:
+    if rank == 1:
+        return ""  # it has failed before it came to join
+    with pytest.raises(DistributedError) as caught:
+        meet("gloo", timedelta(seconds=1))
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_told_of(doomed: Callable[..., Pool]) -> None:
+    told, _ = doomed(2).run(alone)
+    assert "not all ranks came to join within 1 seconds" in told
+    assert "its own output says why" in told

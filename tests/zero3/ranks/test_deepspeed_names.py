@@ -54,11 +54,14 @@ def joined(rank: int, by: str) -> tuple[float, int, int, int]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     known = {}
-    if by == "srun":
+    if by in ("srun", "initialize"):
         os.environ |= {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": str(rank)}
     else:
         known = {"rank": rank, "world_size": 2}
-    deepspeed.init_distributed(timeout=timedelta(seconds=60), **known)
+    if by == "initialize":  # which joins by itself
+        deepspeed.initialize(model=net(), config=CONFIG)[0].close()
+    else:
+        deepspeed.init_distributed(timeout=timedelta(seconds=60), **known)
     value = torch.tensor([rank + 1.0])
     deepspeed.comm.all_reduce(value)
     deepspeed.comm.barrier()
@@ -67,7 +70,7 @@ def joined(rank: int, by: str) -> tuple[float, int, int, int]:
         return value.item(), engine.global_rank, deepspeed.comm.get_world_size(), engine.local_rank
 
 
-@pytest.mark.parametrize("by", ["srun", "arguments"])
+@pytest.mark.parametrize("by", ["srun", "arguments", "initialize"])
 def test_ranks_find_each_other_without_torchrun(doomed: Callable[..., Pool], by: str) -> None:
     assert doomed(2).run(joined, by) == [(3.0, 0, 2, 0), (3.0, 1, 2, 1)]
 

@@ -180,7 +180,6 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
                 raise
             finally:
                 self._ready.scaled = waiting
-        self._ready.called_backward = True
         self._ready.pending_backward = True  # also if the loss has reached no parameter
         return loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
 

@@ -23,7 +23,6 @@ class Readiness:
         self.accumulation = config.gradient_accumulation_steps
         self.boundary: bool | None = None  # what the script has said in place of counting
         self.pending_backward = False  # there are gradients for ``step``
-        self.called_backward = False  # engine.backward was, since the last ``step``
         self.scaled = 0  # losses that were scaled and not sent backward yet
         self.syncing = True  # False inside no_sync
         self.in_forward = False
@@ -42,7 +41,6 @@ class Readiness:
     def count(self, *, updated: bool) -> None:
         """A micro-batch has ended, and with it an update or not."""
         self.micro_steps += 1
-        self.called_backward = False
         self.waiting = 0 if updated else self.waiting + 1
 
     def check_open(self, what: str, *, loads: bool = False) -> None:
@@ -135,6 +133,6 @@ class Readiness:
 
     def drop_gradients(self) -> None:
         """Those since the last step are gone, and their micro-batches do not count."""
-        self.pending_backward = self.called_backward = False
+        self.pending_backward = False
         self.micro_steps -= self.waiting
         self.waiting = 0

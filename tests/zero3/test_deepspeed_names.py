@@ -734,21 +734,6 @@ def test_another_batch_size(start: Callable[..., Any], micro_batches: Callable[.
         changed.set_train_batch_size(4)
 
 
-def test_zero_grad_of_an_engine_drops_nothing_and_says_so(
-    start: Callable[..., Any], micro_batches: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    engine, other = start(), start()
-    for each in (engine, other):
-        for batch in micro_batches(2):
-            each.backward(each(*batch))
-            if each is engine:
-                each.zero_grad(set_to_none=True)
-            each.step()
-    assert caplog.text.count("engine.zero_grad() leaves the gradients that wait") == 1
-    one, two = engine.master_state_dict(), other.master_state_dict()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
 def test_step_gives_the_schedule_what_it_is_told(
     start: Callable[..., Any], micro_batches: Callable[..., Any]
 ) -> None:

@@ -22,6 +22,7 @@ from zero3.loader import make_loader, make_ordered_loader
 from zero3.optimizer import TieredOptimizer
 from zero3.precision import COMPUTE_DTYPES
 from zero3.readiness import Readiness
+from zero3.update import Update
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class DeepSpeedNames:
     _given_optimizer: str
     save_16bit_model: Callable[..., Path]
     _ready: Readiness
+    _updates: Update
     _world: World
     _told_of_zero_grad = False
     _sampled = 0, 0  # updates, and samples in them, when the batch size was changed
@@ -288,20 +290,25 @@ class DeepSpeedNames:
             group["lr"] = lr
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that ``step`` has not used, as DeepSpeed does at stages 0 and 1.
+        """Forget the gradients since the last ``step``, which then needs others; a GAN's other loss has left some, too.
 
-        At stages 2 and 3 those of ``backward`` stay, which is said once; ``optimizer.zero_grad()`` drops them. Others,
-        which came through this model from a loss of another's (a GAN's), go at all stages.
+        In the midst of an accumulation they stay, which is said once; ``optimizer.zero_grad()`` drops them.
+
+        DeepSpeed does so at stage 0. At its stages 1 and 2 each backward replaces what the last one left, and ``step``
+        takes that in spite of this call; at stage 3 all backwards since the last ``step`` add up in spite of it. Those
+        of an accumulation go at its stages 0 and 1, and stay at 2 and 3.
         """
-        ready = self._ready
-        if not (self.zero_optimization_partition_gradients() and (ready.called_backward or ready.waiting)):
+        self._ready.check_open("zero_grad")
+        if self._ready.waiting:
+            if not self._told_of_zero_grad:
+                self._told_of_zero_grad = True
+                log.warning(
+                    "engine.zero_grad() leaves the gradients of micro-batches that wait for their update, as DeepSpeed"
+                    " does at stages 2 and 3; to drop them, call optimizer.zero_grad()"
+                )
+        elif not self._updates.waits_for_step:  # or they are used already (step_in_backward)
             self.optimizer.zero_grad()
-        elif not self._told_of_zero_grad:
-            self._told_of_zero_grad = True
-            log.warning(
-                "engine.zero_grad() leaves the gradients that wait for step(), as DeepSpeed does at stages 2 and 3; to"
-                " drop them, call optimizer.zero_grad()"
-            )
+            self._ready.drop_gradients()
 
     def _of_groups(self, option: str) -> list[Any]:
         return [group.get(option, 0.0) for group in self.optimizer.param_groups]

@@ -246,7 +246,7 @@ def test_tiles_are_stepped_by_torch_operations_to_the_same_bits(
 def test_a_gpu_steps_only_parameters_that_it_holds(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(assembly, "chosen_device", lambda: torch.device("cuda"))
     with pytest.raises(
         ConfigError, match=r"ratio 0\.5 keeps .* offload_param.device is 'cpu'; set ratio to 1, or"
     ):

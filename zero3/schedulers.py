@@ -44,6 +44,12 @@ class Schedule(LRScheduler):
         """The learning rates after update number ``iteration``; before any, it is -1."""
         raise NotImplementedError
 
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Set the rates for the update after the one of this number: by default one further."""
+        if last_batch_iteration is not None:
+            self.last_epoch = last_batch_iteration
+        super().step()
+
     def get_lr(self) -> Rates:
         """The learning rates for the next update."""
         return self.rates(self.last_epoch - 1)
@@ -177,6 +183,9 @@ class LRRangeTest(Schedule):
         self._staircase = lr_range_test_staircase
         super().__init__(optimizer)
 
+    def step(self, batch_iteration: int | None = None) -> None:
+        super().step(batch_iteration)
+
     def rates(self, iteration: int) -> Rates:
         intervals = (iteration + 1) / self._step_size
         growth = 1 + self._step_rate * (math.floor(intervals) if self._staircase else intervals)
@@ -225,9 +234,9 @@ class OneCycle(Schedule):
         self._cycled = "" if cycle_momentum is False else _momentum_of(optimizer, wanted=bool(cycle_momentum))
         super().__init__(optimizer)
 
-    def step(self, epoch: int | None = None) -> None:
-        """Set the rates and the momentum for the next update."""
-        super().step(epoch)
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Set the rates and the momentum for the update after the one of this number."""
+        super().step(batch_iteration)
         for group, momentum in zip(
             self.optimizer.param_groups, self.momenta(self.last_epoch - 1), strict=True
         ):

@@ -72,6 +72,20 @@ def test_a_resumed_schedule_goes_on(kind: str, after: int) -> None:
         assert update(fresh, resumed) == expected
 
 
+@pytest.mark.parametrize("kind", sorted(SCHEDULES))
+def test_a_schedule_is_told_which_update_has_been(kind: str) -> None:
+    """As scripts do that count updates themselves, by DeepSpeed's names of the argument."""
+    table = next(table for table in TABLES if table["type"] == kind and table["groups"] == 2)
+    name = "batch_iteration" if kind in ("LRRangeTest", "OneCycle") else "last_batch_iteration"
+    optimizer = make_optimizer(table["optimizer"], 2)
+    scheduler: Any = make(kind, optimizer, table["params"])
+    for number, given in ((11, {name: 11}), (3, {name: 3}), (4, {})):
+        optimizer.step()
+        scheduler.step(**given)
+        assert json.loads(json.dumps(rates_and_momenta(optimizer))) == table["values"][number + 1]
+        assert scheduler.state_dict()["last_batch_iteration"] == number
+
+
 def test_the_goal_of_a_resumed_warmup_is_what_the_optimizer_began_with() -> None:
     optimizer = make_optimizer("AdamW", 1)
     scheduler = WarmupLR(optimizer, warmup_num_steps=4)

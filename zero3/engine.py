@@ -419,13 +419,11 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         self._prefetcher.forget()
         try:
-            last, self._loss = (
-                self._loss,
-                None,
-            )  # or the next step's, by loss.backward(), would show as this one's
-            loss = None if last is None else float(last)
-            asked = self._preemption.asked
-            self._step_applied = self._updates.run(loss, stop=asked, saving=self._checkpoints.progress)
+            loss = None if self._loss is None else float(self._loss)
+            self._loss = None  # a next step by loss.backward() alone has none that the engine knows
+            self._step_applied = self._updates.run(
+                loss, self.train_batch_size(), stop=self._preemption.asked, saving=self._checkpoints.progress
+            )
         finally:
             self._access.note_versions()
         if self._step_applied and self.lr_scheduler is not None:

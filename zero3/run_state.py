@@ -106,7 +106,7 @@ class RunState:
         if not optimizer:
             return
         counters = {"micro_steps": self._engine.micro_steps, **self._updates.state_dict()}
-        _check_like(_part(shared, "engine"), counters, "engine")
+        _check_like(self._counters(shared), counters, "engine")
         saved, here = _part(shared, "param_groups"), self._engine.optimizer.param_groups
         _check_like(saved, [], "param_groups")
         as_saved = "make the optimizer as it was made for the run that saved, or load with load_optimizer_states=False"
@@ -142,8 +142,8 @@ class RunState:
         ``optimizer`` and ``scheduler`` say whether their options are taken over.
         """
         engine = self._engine
-        counters = _part(shared, "engine")
         if optimizer:
+            counters = self._counters(shared)
             micro_steps = counters["micro_steps"]  # of a run that accumulated otherwise, perhaps
             engine.micro_steps = micro_steps - micro_steps % engine.config.gradient_accumulation_steps
             self._updates.load_state_dict(counters)
@@ -165,6 +165,12 @@ class RunState:
         client_state: dict[str, Any] = _part(mine, "client_state")
         _check_like(client_state, {}, "client_state")
         return client_state
+
+    def _counters(self, shared: RankState) -> dict[str, Any]:
+        """Those that were saved. An older checkpoint has no samples: as if all updates had had as many as now."""
+        saved: dict[str, Any] = _part(shared, "engine")
+        _check_like(saved, {"steps": 0}, "engine")
+        return {"samples": saved["steps"] * self._engine.train_batch_size(), **saved}
 
     def _restore_options(self, shared: RankState) -> None:
         optimizer = self._engine.optimizer

@@ -78,6 +78,7 @@ class Update:
         self.loss_scale = LossScale.from_config(config)
         self.norm: float | None = None
         self.steps = 0
+        self.samples = 0  # in them, over all ranks
         self.skipped = 0
         self.overflow = False  # of the last update: it was skipped
         self.out_of_step = ""  # why this rank cannot follow the others any more
@@ -98,11 +99,17 @@ class Update:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next update depends on, beside the optimizer."""
-        return {"steps": self.steps, "skipped": self.skipped, "loss_scale": self.loss_scale.state_dict()}
+        return {
+            "steps": self.steps,
+            "samples": self.samples,
+            "skipped": self.skipped,
+            "loss_scale": self.loss_scale.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from ``state_dict``."""
-        self.steps, self.skipped = state_dict["steps"], state_dict["skipped"]
+        self.steps, self.samples = state_dict["steps"], state_dict["samples"]
+        self.skipped = state_dict["skipped"]
         self.loss_scale.load_state_dict(state_dict["loss_scale"])
 
     def waiting_norm(self) -> float:
@@ -171,11 +178,11 @@ class Update:
         self._backward = _Backward.NOTHING
         _count_as_edits(self._groups)
 
-    def run(self, loss: float | None, *, stop: int, saving: int) -> bool:
+    def run(self, loss: float | None, samples: int, *, stop: int, saving: int) -> bool:
         """Use the gradients that are there, and forget them; False if the update was skipped.
 
-        ``loss`` is this rank's; ``stop`` the number of the signal by which it was asked to, 0 if it was not; ``saving``
-        how far it is with a checkpoint (Checkpoints.progress).
+        ``loss`` is this rank's; ``samples`` those of all ranks; ``stop`` the number of the signal by which it was asked
+        to, 0 if it was not; ``saving`` how far it is with a checkpoint (Checkpoints.progress).
         """
         try:
             scale = self.loss_scale.value
@@ -196,6 +203,7 @@ class Update:
             if not finite:
                 self._say_skipped(scale, sums.bad)
             self.steps += 1
+            self.samples += samples
             return finite
         finally:
             self._sink.reset()

@@ -239,6 +239,21 @@ def test_what_no_run_has_said_is_refused(
     refused(start, spoilt, match)
 
 
+def test_a_checkpoint_from_before_samples_were_counted(start: Start, spoilt: Path) -> None:
+    name = "rank-00001-of-00001.json"
+    counters = json.loads((spoilt / "bad" / name).read_bytes())["content"]["engine"]
+    engine = begin(start)
+    each = engine.train_batch_size()
+    assert counters["samples"] == 3 * each
+    rewritten(spoilt / "bad", name, ("engine", "samples"), 1000)  # updates were of another size
+    engine.load_checkpoint(spoilt, "bad")
+    assert engine.global_samples == 1000
+    del counters["samples"]
+    rewritten(spoilt / "bad", name, ("engine",), counters)
+    engine.load_checkpoint(spoilt, "bad")
+    assert engine.global_samples == 3 * each
+
+
 @pytest.mark.parametrize("name", JSON)
 def test_a_digit_that_was_changed_in_json_is_found(start: Start, spoilt: Path, name: str) -> None:
     file = spoilt / "bad" / name

@@ -110,7 +110,7 @@ def test_the_modules_load_no_torch_and_name_nothing_that_is_not_there() -> None:
         ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
         for path in modules
     ]
-    assert len(names) == 16
+    assert len(names) == 18
     code = f"import sys, importlib; [importlib.import_module(n) for n in {names}]; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     for name, path in zip(names, modules, strict=True):
@@ -701,7 +701,9 @@ def test_a_boundary_that_comes_early_leaves_nothing_waiting(
     assert not engine.was_step_applied() and engine.global_steps == 1
 
 
-def test_another_batch_size(start: Callable[..., Any], micro_batches: Callable[..., Any]) -> None:
+def test_another_batch_size(
+    start: Callable[..., Any], micro_batches: Callable[..., Any], tmp_path: Path
+) -> None:
     """As an engine that had it from the start."""
 
     def train(engine: Any, batches: list[Any]) -> None:
@@ -717,6 +719,10 @@ def test_another_batch_size(start: Callable[..., Any], micro_batches: Callable[.
     assert changed.get_batch_info() == (8, 2, 4)
     train(changed, batches[2:])
     assert (changed.global_steps, changed.global_samples) == (2, 4 + 8)
+    changed.save_checkpoint(tmp_path)
+    resumed = start(accumulation=2)
+    resumed.load_checkpoint(tmp_path)
+    assert resumed.global_samples == 4 + 8
     with other.no_sync():
         for batch in batches[2:5]:
             other.backward(other(*batch) / 4, scale_wrt_gas=False)

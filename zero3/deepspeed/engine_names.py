@@ -48,14 +48,8 @@ class DeepSpeedNames:
     _updates: Update
     _world: World
     _told_of_zero_grad = False
-    _sampled = 0, 0  # updates, and samples in them, when the batch size was changed
 
-    if TYPE_CHECKING:
-
-        @property
-        def global_steps(self) -> int: ...
-
-    else:  # our own code gets no attribute of a user's model by a slip
+    if not TYPE_CHECKING:  # our own code gets no attribute of a user's model by a slip
 
         def __getattr__(self, name: str) -> Any:
             """The module's attribute of that name (``parameters``, ``generate``, ...), as torch's wrappers do it."""
@@ -149,9 +143,8 @@ class DeepSpeedNames:
 
     @property
     def global_samples(self) -> int:
-        """Samples so far, over all ranks; a checkpoint's are counted as if all its updates had had as many as now."""
-        steps, samples = self._sampled
-        return samples + (self.global_steps - steps) * self.train_batch_size()
+        """Samples of all updates so far, over all ranks."""
+        return self._updates.samples
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on ``is_boundary`` says whether a backward completes the gradients, and ``step`` updates.
@@ -185,7 +178,6 @@ class DeepSpeedNames:
                 f' gradient_accumulation_steps {self.gradient_accumulation_steps()}; set "tiering":'
                 ' {"grad_accum_dtype": "fp32"} in the configuration'
             )
-        self._sampled = self.global_steps, self.global_samples
         self.config = self.config.model_copy(
             update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
         )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
 from functools import cache
 from typing import Any, Protocol
 
@@ -108,8 +109,35 @@ def release(param: nn.Parameter) -> None:
     make_plain(param)
 
 
+class ZeroParamStatus(Enum):
+    """DeepSpeed's words for whether a parameter shows its values. Those that do are ordinary here, and tell none."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
 class _Resharded:
-    """Mixed into the class of a parameter while its bytes are elsewhere."""
+    """Mixed into the class of a parameter while its bytes are elsewhere.
+
+    ``ds_...`` are what scripts look for to know that they have to gather it: ``if hasattr(param, "ds_id")``.
+    """
+
+    ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_id(self) -> int:
+        return id(self)
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        assert isinstance(self, nn.Parameter)
+        return self.shape
+
+    @property
+    def ds_numel(self) -> int:
+        assert isinstance(self, nn.Parameter)
+        return self.numel()
 
     @classmethod
     def __torch_function__(

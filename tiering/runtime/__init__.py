@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tiering import lazy
 
 if TYPE_CHECKING:
-    from tiering.runtime import dataloader, engine, lr_schedules, utils
+    from tiering.runtime import dataloader, engine, lr_schedules, utils, zero
 
-__all__ = ["dataloader", "engine", "lr_schedules", "utils"]
+__all__ = ["dataloader", "engine", "lr_schedules", "utils", "zero"]
 __getattr__, __dir__ = lazy.names(__name__, {}, submodules=__all__)

@@ -1,0 +1,17 @@
+"""``deepspeed.runtime.zero.partition_parameters``: whether a parameter has to be gathered before it is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiering import lazy
+
+if TYPE_CHECKING:
+    from zero3.deepspeed.zero import GatheredParameters, Init
+    from zero3.resharded import ZeroParamStatus
+
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus"]
+__getattr__, __dir__ = lazy.names(
+    __name__,
+    {"zero3.deepspeed.zero": ("GatheredParameters", "Init"), "zero3.resharded": ("ZeroParamStatus",)},
+)

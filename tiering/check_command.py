@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _known(options: argparse.Namespace) -> Any:
-    from tiering.ds_auto import Known, hidden_size_of
+    from tiering.ds_config.auto import Known, hidden_size_of
     from tiering.strict_json import FormatError, parse
 
     hidden_size, dtype = None, None

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from tiering import ds_config, logs
-from tiering.ds_auto import Known, hidden_size_of, named
-from tiering.ds_report import Report
+from tiering.ds_config.auto import Known, hidden_size_of, named
+from tiering.ds_config.report import Report
 from tiering.errors import ConfigError, EngineStateError
 from zero3 import resharded, schedulers
 from zero3.assembly import Weights

@@ -12,7 +12,7 @@ import pytest
 
 import tiering
 from tiering.cli import main
-from tiering.ds_keys_page import HEADING, section
+from tiering.ds_config.keys_page import HEADING, section
 from zero3.engine import Engine
 
 DOCS = Path(__file__).parents[2] / "docs"

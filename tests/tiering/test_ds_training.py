@@ -9,7 +9,7 @@ import torch
 
 from tiering.config import LossScaleConfig, OptimizerConfig, TieringConfig
 from tiering.ds_config import Verdict, examine, load
-from tiering.ds_keys import KEYS, PARAMS_BY_TYPE
+from tiering.ds_config.keys import KEYS, PARAMS_BY_TYPE
 from tiering.errors import ConfigError
 from tiering.optimizer_config import RULES
 from tiering.scheduler_config import PARAMS

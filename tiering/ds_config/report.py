@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from .ds_keys import Verdict
-from .telemetry import ConfigurationStatus
+from tiering.ds_config.keys import Verdict
+from tiering.telemetry import ConfigurationStatus
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

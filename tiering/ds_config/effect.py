@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .config import OptimizerConfig, SchedulerConfig, TieringConfig
-from .ds_keys import KEYS, Key, Verdict
-from .ds_report import Entry, Origin
-from .optimizer_config import RULES
-from .scheduler_config import PARAMS
+from tiering.config import OptimizerConfig, SchedulerConfig, TieringConfig
+from tiering.ds_config.keys import KEYS, Key, Verdict
+from tiering.ds_config.report import Entry, Origin
+from tiering.optimizer_config import RULES
+from tiering.scheduler_config import PARAMS
 
 
 def translates(rule: Key) -> bool:

@@ -1,6 +1,6 @@
 """The table of keys in docs/migrate-from-deepspeed.md: what becomes of each key of DeepSpeed's configuration.
 
-python -m tiering.ds_keys_page docs/migrate-from-deepspeed.md    # writes the page's last section anew
+python -m tiering.ds_config.keys_page docs/migrate-from-deepspeed.md    # writes the page's last section anew
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .ds_effect import description
-from .ds_keys import KEYS, SHORT_FORMS, Key, Verdict
+from tiering.ds_config.effect import description
+from tiering.ds_config.keys import KEYS, SHORT_FORMS, Key, Verdict
 
 HEADING = "## Every key\n"
 
 INTRO = """
-Made by `python -m tiering.ds_keys_page docs/migrate-from-deepspeed.md` of the table that reads your file,
-`tiering/ds_keys.py`. Keys with one fate share a row. Of what is refused, a value that asks for nothing passes: `false`,
-0, `null`, a section that is not `enabled`. What is in a section that is listed as a key shares its fate.
+Made by `python -m tiering.ds_config.keys_page docs/migrate-from-deepspeed.md` of the table that reads your file,
+`tiering/ds_config/keys.py`. Keys with one fate share a row. Of what is refused, a value that asks for nothing passes:
+`false`, 0, `null`, a section that is not `enabled`. What is in a section that is listed as a key shares its fate.
 """
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .config import DEEPEST, TiersConfig, ZeroConfig
-from .ds_auto import (
+from tiering.config import DEEPEST, TiersConfig, ZeroConfig
+from tiering.ds_config.auto import (
     UNSET,
     Auto,
     Filled,
@@ -30,10 +30,10 @@ from .ds_auto import (
     total_steps,
     warmup_steps,
 )
-from .fields import ALIGNMENT, whole_number
-from .monitor_config import MonitorConfig
-from .optimizer_config import RULES
-from .scheduler_config import PARAMS
+from tiering.fields import ALIGNMENT, whole_number
+from tiering.monitor_config import MonitorConfig
+from tiering.optimizer_config import RULES
+from tiering.scheduler_config import PARAMS
 
 
 class Verdict(StrEnum):

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .fields import whole_number
-from .json_comments import values
+from tiering.fields import whole_number
+from tiering.json_comments import values
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .config import TieringConfig
-from .ds_auto import Known
-from .ds_effect import defaults, description, outcome, shown, value_of
-from .ds_keys import Verdict
-from .ds_reading import Reading
-from .ds_report import Entry, Origin, Report
-from .errors import ConfigError
-from .json_comments import DepthError, key_lines, plain, values
-from .strict_json import FormatError, parse, short
-
-__all__ = ["Entry", "Known", "Origin", "Report", "Verdict", "description", "examine", "load", "value_of"]
+from tiering.config import TieringConfig
+from tiering.ds_config.auto import Known
+from tiering.ds_config.effect import defaults, outcome, shown
+from tiering.ds_config.keys import Verdict
+from tiering.ds_config.reading import Reading
+from tiering.ds_config.report import Report
+from tiering.errors import ConfigError
+from tiering.json_comments import DepthError, key_lines, plain, values
+from tiering.strict_json import FormatError, parse, short
 
 
 def load(

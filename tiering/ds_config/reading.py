@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from .config import Batch, TieringConfig, parse_size, resolve_batch, whole_number
-from .ds_auto import TRAINERS_NAMES, UNSET, Filled, Known, argument, missing
-from .ds_effect import description
-from .ds_keys import KEYS, PARAMS_BY_TYPE, SECTIONS, SHORT_FORMS, Key, Verdict
-from .ds_report import Entry, Origin, brief
-from .optimizer_config import NOT_HERE, RULES
-from .scheduler_config import PARAMS
+from tiering.config import Batch, TieringConfig, parse_size, resolve_batch, whole_number
+from tiering.ds_config.auto import TRAINERS_NAMES, UNSET, Filled, Known, argument, missing
+from tiering.ds_config.effect import description
+from tiering.ds_config.keys import KEYS, PARAMS_BY_TYPE, SECTIONS, SHORT_FORMS, Key, Verdict
+from tiering.ds_config.report import Entry, Origin, brief
+from tiering.optimizer_config import NOT_HERE, RULES
+from tiering.scheduler_config import PARAMS
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -408,6 +408,9 @@ class Checkpoints:
                     piece.trainable,
                     optimizer.steps.get(piece.index, 0) if piece.trainable else 0,
                 )
+        module = self._engine.module
+        first = {param: name for name, param in module.named_parameters()}
+        names = {name: first[param] for name, param in module.named_parameters(remove_duplicate=False)}
         return Manifest(
             run=self._run_id,
             step=self._updates.steps,
@@ -420,6 +423,7 @@ class Checkpoints:
             files={},
             training={"micro_steps": self._engine.micro_steps, **self._updates.state_dict()},
             excluded=excluded,
+            tied={name: known for name, known in names.items() if name != known and known in saved},
         )
 
     def _together(self, what: str, work: Callable[[], T]) -> list[T]:

@@ -389,7 +389,7 @@ def test_frozen_parameters_have_no_state(start: Callable[..., Any], small_model:
 
 
 def test_the_weights_of_a_checkpoint_without_an_engine(
-    start: Callable[..., Any], small_model: type[nn.Module], tmp_path: Path
+    start: Callable[..., Any], small_model: type[nn.Module], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tools, model = deepspeed.utils.zero_to_fp32, small_model()
     model.register_buffer("seen", torch.tensor([3, 4]))
@@ -400,14 +400,32 @@ def test_the_weights_of_a_checkpoint_without_an_engine(
     engine.save_checkpoint(tmp_path / "saved")
     wanted = {name: engine.get_fp32_parameter(name) for name, _ in model.named_parameters()}
     state = tools.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved", tag="global_step0")
-    assert state.keys() == {*wanted, "seen"} and torch.equal(state["seen"], torch.tensor([3, 4]))
+    assert state.keys() == {*wanted, "seen", "head.weight"}
+    assert torch.equal(state.pop("seen"), torch.tensor([3, 4]))
+    assert state["head.weight"] is state["embedding.weight"], "once in memory"
+    assert {value.dtype for value in state.values()} == {torch.float32}, "what is frozen is kept in bf16"
+    small_model().load_state_dict(state)
     assert all(torch.equal(state[name], value) for name, value in wanted.items())
     trained = tools.get_fp32_state_dict_from_zero_checkpoint(
         tmp_path / "saved", exclude_frozen_parameters=True
     )
     assert set(state) - set(trained) == {"position.weight"}
-    plain = tools.load_state_dict_from_zero_checkpoint(small_model(), tmp_path / "saved")
-    assert all(torch.equal(param, wanted[name]) for name, param in plain.named_parameters())
+    trained.pop("head.weight")
+    plain = small_model()
+    plain.more = nn.Linear(1, 1)
+    assert tools.load_state_dict_from_zero_checkpoint(plain, tmp_path / "saved") is plain
+    assert all(torch.equal(plain.get_parameter(name), value) for name, value in wanted.items())
+    assert "keeps its own more.weight, more.bias, and has no seen" in caplog.text
+    with pytest.raises(
+        CheckpointError, match=r"no tensor of this DataParallel: .*the model module\.embedding"
+    ):
+        tools.load_state_dict_from_zero_checkpoint(nn.DataParallel(plain), tmp_path / "saved")
+    engine.save_checkpoint(tmp_path / "trained alone", exclude_frozen_parameters=True)
+    caplog.clear()
+    del plain.more
+    plain.register_buffer("seen", model.seen)
+    tools.load_state_dict_from_zero_checkpoint(plain, tmp_path / "trained alone")
+    assert "differ" not in caplog.text, "what the save has excluded is no surprise"
     tools.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / "out", "1GB")
     tools.convert_zero_checkpoint_to_fp32_state_dict(
         tmp_path / "saved", tmp_path / "trained", exclude_frozen_parameters=True

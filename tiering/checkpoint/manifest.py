@@ -12,7 +12,8 @@ sorted keys. A checkpoint is a directory with
 
 Tensors have the parameters' names. With several ranks each has parts of parameters: flat, and the ``__metadata__`` of
 the file maps the name to the first element, as "4096". Frozen parameters that a save was told to exclude are in no
-file, and in checkpoint.json under "excluded", not under "parameters".
+file, and in checkpoint.json under "excluded", not under "parameters". A parameter that several modules share is there
+by its first name; "tied" maps the others to it.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class Manifest:
     files: Mapping[str, int]  # bytes
     training: Mapping[str, Any]
     excluded: Mapping[str, StoredParameter] = field(default_factory=dict)  # frozen ones, which no file has
+    tied: Mapping[str, str] = field(default_factory=dict)  # further names, to that in ``parameters``
 
     def write(self, directory: Path) -> None:
         """Write it into ``directory``, and wait until it is on the disk."""
@@ -94,6 +96,7 @@ class Manifest:
             "kinds": list(self.kinds),
             "parameters": _entries(self.parameters),
             "excluded": _entries(self.excluded),
+            "tied": dict(self.tied),
             "files": dict(self.files),
             "training": dict(self.training),
         }
@@ -183,6 +186,7 @@ def _entries(parameters: Mapping[str, StoredParameter]) -> dict[str, Any]:
 def _manifest(content: Mapping[str, Any]) -> Manifest:
     parameters = _field(content, "parameters", dict)
     excluded = _field(content, "excluded", dict) if "excluded" in content else {}
+    tied = _field(content, "tied", dict) if "tied" in content else {}
     files = _field(content, "files", dict)
     kinds = _field(content, "kinds", list)
     for name in files:
@@ -194,6 +198,9 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
     for name in excluded:
         if name in parameters or _parameter(name, excluded[name]).trained:
             raise FormatError(f"it excludes {short.repr(name)}, which it has or has trained")
+    for name, shared in tied.items():
+        if name in parameters or not isinstance(shared, str) or shared not in parameters:
+            raise FormatError(f"it ties {short.repr(name)} to {short.repr(shared)}, which is not so")
     optimizer = content.get("optimizer")
     if optimizer is not None and not isinstance(optimizer, str):
         raise FormatError("its 'optimizer' is no name")
@@ -212,6 +219,7 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
         files={name: _count(files, name) for name in files},
         training=_field(content, "training", dict),
         excluded={name: _parameter(name, entry) for name, entry in excluded.items()},
+        tied=tied,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from tiering.checkpoint.reader import Checkpoint, open_checkpoint
 from tiering.config import IoConfig
 from tiering.errors import CheckpointError, ConfigError
 from tiering.fields import parse_size
+from tiering.storage import shorten
 from tiering.weights.reader import WeightReader
 from zero3.weights import STORED_NAMES
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {name: dtype for dtype, name in STORED_NAMES.items()}
 
@@ -30,13 +34,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Tensor]:
     """Parameters in fp32 and buffers as they are, by name, of the checkpoint ``tag`` or the latest; in host memory.
 
-    All of it at once, also in ``lazy_mode``. CheckpointError if there is none, or a byte of it is not what was written.
+    All of it at once, also in ``lazy_mode``; what is tied by all its names, and once in memory. CheckpointError if
+    there is none, or a byte of it is not what was written.
     """
-    checkpoint = _found(checkpoint_dir, tag)
+    return _state_dict(_found(checkpoint_dir, tag), exclude_frozen=exclude_frozen_parameters)
+
+
+def _state_dict(checkpoint: Checkpoint, *, exclude_frozen: bool = False) -> dict[str, Tensor]:
     files, parameters, state = checkpoint.with_buffers(0), checkpoint.manifest.parameters, dict[str, Tensor]()
     with WeightReader(files, IoConfig()) as reader:
         for name, stored in files.tensors.items():
-            if exclude_frozen_parameters and name in parameters and not parameters[name].trained:
+            if exclude_frozen and name in parameters and not parameters[name].trained:
                 continue
             whole = torch.empty(stored.shape, dtype=_DTYPES[stored.dtype], device="cpu")
             flat, first = whole.view(-1), 0
@@ -46,7 +54,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
                     flat[first : first + part.numel] = raw
                 first += part.numel
             state[name] = whole.float() if name in parameters else whole
-    return state
+    tied = checkpoint.manifest.tied
+    return state | {name: state[shared] for name, shared in tied.items() if shared in state}
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -73,9 +82,32 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: Directory, tag: str | int | None = None
 ) -> nn.Module:
-    """Give ``model``, an ordinary one, the weights of a checkpoint, and return it on the CPU. Not for an engine's."""
-    model = model.cpu()
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    """Give ``model``, an ordinary one, the weights of a checkpoint, and return it on the CPU. Not for an engine's.
+
+    A warning names what only one of the two has, but for what the save has excluded. CheckpointError if they have no
+    name in common.
+    """
+    checkpoint, model = _found(checkpoint_dir, tag), model.cpu()
+    state = _state_dict(checkpoint)
+    found = model.load_state_dict(state, strict=False)
+    missing = tuple(name for name in found.missing_keys if name not in checkpoint.manifest.excluded)
+    unexpected = tuple(found.unexpected_keys)
+    if state and len(unexpected) == len(state):
+        raise CheckpointError(
+            f"{checkpoint.path} has no tensor of this {type(model).__name__}: it has {shorten(unexpected)}, and the"
+            f" model {shorten(tuple(model.state_dict())) or 'none'}; give the model that was saved, without what wraps"
+            " it"
+        )
+    if missing or unexpected:
+        log.warning(
+            "%s and this %s differ: the model keeps its own %s, and has no %s",
+            *(
+                checkpoint.path,
+                type(model).__name__,
+                shorten(missing) or "nothing",
+                shorten(unexpected) or "others",
+            ),
+        )
     return model
 
 

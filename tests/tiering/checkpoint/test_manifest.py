@@ -27,18 +27,22 @@ RECORD = Manifest(
     files={"weights-00001-of-00002.safetensors": 4096},
     training={"micro_steps": 14, "loss_scale": {"value": 65536.0}},
     excluded={"base": StoredParameter((4096, 4096), "BF16", False, 0)},
+    tied={"head.weight": "a"},
 )
 FROZEN = {"shape": [1], "dtype": "F32", "trained": False, "steps": 0}
 
 
 def test_it_comes_back(tmp_path: Path) -> None:
-    for number, record in enumerate([RECORD, replace(RECORD, optimizer=None, kinds=(), parameters={})]):
+    for number, record in enumerate(
+        [RECORD, replace(RECORD, optimizer=None, kinds=(), parameters={}, tied={})]
+    ):
         (tmp_path / str(number)).mkdir()
         record.write(tmp_path / str(number))
         assert Manifest.read(tmp_path / str(number)) == record
-    before_there_was_that = {name: each for name, each in content_of(tmp_path).items() if name != "excluded"}
+    content, later = content_of(tmp_path), ("excluded", "tied")
+    before_there_was_that = {name: each for name, each in content.items() if name not in later}
     write_sealed(tmp_path / MANIFEST, before_there_was_that)
-    assert Manifest.read(tmp_path) == replace(RECORD, excluded={})
+    assert Manifest.read(tmp_path) == replace(RECORD, excluded={}, tied={})
 
 
 def content_of(directory: Path) -> dict[str, Any]:
@@ -54,6 +58,9 @@ def content_of(directory: Path) -> dict[str, Any]:
         ({"format": "another"}, "its format is 'another'"),
         ({"version": 2}, "is of version 2.*load it with the version of tiering that saved it"),
         ({"step": -1}, "its 'step' is -1"),
+        ({"tied": {"head": "none"}}, "it ties 'head' to 'none', which is not so"),
+        ({"tied": {"head": ["a"]}}, r"it ties 'head' to \['a'\], which is not so"),
+        ({"tied": {"a": "a"}}, "it ties 'a' to 'a'"),
         ({"step": True}, "its 'step' is True"),
         ({"world_size": 0}, "its 'world_size' is 0"),
         ({"world_size": 10**9}, "its 'world_size' is 1000000000"),

@@ -111,3 +111,27 @@ def test_asking_in_mid_backward_changes_nothing(start: Start) -> None:
     run = run_engine(start, Tower, script, smallest=True, **STREAMED)
     assert run.losses == unasked.losses
     assert differing(run.masters, unasked.masters) == []
+
+
+def test_micro_batches_of_a_backward_that_was_ended_do_not_count(
+    start: Start, micro_batches: Callable[..., Any]
+) -> None:
+    """The next update is of as many as ever, and the same as without it."""
+    states = []
+    for fails in (True, False):
+        engine, batches = start(accumulation=3), list(micro_batches(5))
+        if fails:
+            engine.backward(engine(*batches[0]))
+            engine.step()
+            loss = engine(*batches[1])
+            loss.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.backward(loss)
+        applied = []
+        for batch in batches[2:]:
+            engine.backward(engine(*batch))
+            engine.step()
+            applied.append(engine.was_step_applied())
+        assert (applied, engine.micro_steps) == ([False, False, True], 3)
+        states.append(engine.master_state_dict())
+    assert differing(*states) == []

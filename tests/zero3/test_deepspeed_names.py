@@ -658,8 +658,10 @@ def test_an_engine_stands_for_its_module(start: Callable[..., Any]) -> None:
         engine.get_global_grad_nrom()
     with pytest.raises(AttributeError, match="'_blocks'"):
         engine._blocks  # noqa: B018 # is what is tried
-    engine.module._private = 1
-    assert not hasattr(engine, "_private")
+    engine.module._no_split_modules = ["Block"]
+    assert engine._no_split_modules == ["Block"], "trainers ask for such names"
+    engine.module.__array__ = 1
+    assert not hasattr(engine, "__array__"), "what Python and others look for is the engine's"
     with pytest.raises(EngineStateError, match="compile its blocks"):
         engine.compile()
 
@@ -786,6 +788,10 @@ def test_a_loader_of_an_engine(start: Callable[..., Any]) -> None:
     sampler = torch.utils.data.SequentialSampler(range(3))
     (batch,) = engine.deepspeed_io(dataset, 4, data_sampler=sampler, collate_fn=lambda items: len(items))
     assert batch == 3
+    engine.collate_fn = len
+    assert [*engine.deepspeed_io(dataset)] == [2, 2, 2, 1]
+    engine.config = engine.config.model_copy(update={"dataloader_drop_last": True})
+    assert [*engine.deepspeed_io(dataset)] == [*engine.deepspeed_io(dataset, route="eval")] == [2, 2, 2]
     with pytest.raises(ConfigError, match="'test'; use 'train'"):
         engine.deepspeed_io(dataset, route="test")
 

@@ -56,7 +56,7 @@ class DeepSpeedNames:
             module = self.__dict__.get("module")
             if hasattr(type(self), name):  # a property, which has raised this error itself
                 return object.__getattribute__(self, name)
-            if module is not None and not name.startswith("_") and hasattr(module, name):
+            if module is not None and not name.startswith("__") and hasattr(module, name):
                 found = getattr(module, name)
                 return self._with_itself(found) if name in _GIVE_THE_MODULE else found
             near = [] if name.startswith("_") else get_close_matches(name, dir(self), 1)

@@ -150,9 +150,16 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
 
         ``engine.scale(loss).backward()`` is what ``engine.backward(loss)`` does.
         """
+        if not isinstance(loss, Tensor):
+            raise EngineStateError(f"backward takes the loss, a tensor, not {type(loss).__name__}")
         if loss.numel() != 1:
             raise EngineStateError(
                 f"backward needs a scalar loss, not shape {tuple(loss.shape)}; reduce it, as by .mean()"
+            )
+        if not loss.requires_grad:
+            raise EngineStateError(
+                "backward would bring no gradient, for no parameter has a part in this loss: was the forward under"
+                " no_grad(), the output detached, or the loss made anew (torch.tensor(loss))?"
             )
         self._loss = loss.detach()
         self._ready.scaled += 1

@@ -484,8 +484,10 @@ def test_a_failed_backward_restarts_its_accumulation(
     given = list(micro_batches(2))
     engine.backward(engine(*given[1]))
     engine.step()
-    with pytest.raises(RuntimeError):
-        engine.backward(torch.zeros(()))  # requires no gradient
+    gone = torch.ones((), requires_grad=True).square()
+    gone.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        engine.backward(gone)
     for tokens, targets in given:
         assert engine.global_steps == 0
         engine.backward(engine(tokens, targets))

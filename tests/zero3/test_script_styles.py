@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DistributedSampler
 
 import tiering as deepspeed
 from tiering.errors import ConfigError, EngineStateError
@@ -225,3 +227,32 @@ def test_a_script_that_gathers_what_is_not_there(
     found = {name: maybe_zero_3(param) for name, param in engine.named_parameters()}
     assert any(hasattr(param, "ds_id") for param in engine.parameters()) == (home == "nvme")
     assert differing(found, {name: engine.get_fp32_parameter(name) for name in found}) == []
+
+
+def test_one_rank_of_a_launcher_has_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts make a DistributedSampler after initialize, and do not ask how many ranks there are."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with engine_of(perceptrons()[0], 2):
+        try:
+            assert list(DistributedSampler([1, 2, 3], shuffle=False)) == [0, 1, 2]
+        finally:
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda out: (out.mean(),), r"takes the loss, a tensor, not tuple"),
+        (lambda out: out.mean().item(), r"takes the loss, a tensor, not float"),
+        (lambda out: out.detach().mean(), r"no parameter has a part in this loss"),
+        (lambda out: out, r"scalar loss, not shape \(4, 1\)"),
+    ],
+)
+def test_a_loss_that_is_none_leaves_the_engine_as_it_was(loss: Callable[[Tensor], Any], message: str) -> None:
+    with engine_of(perceptrons()[0], 2) as engine:
+        with pytest.raises(EngineStateError, match=message):
+            engine.backward(loss(engine(torch.ones(4, 8))))
+        engine.backward(engine(torch.ones(4, 8)).mean())
+        engine.step()
+        assert engine.was_step_applied()

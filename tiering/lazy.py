@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
+PAGE = "docs/migrate-from-deepspeed.md"
+
 
 def names(
     module: str,
@@ -22,7 +24,7 @@ def names(
     """``__getattr__`` and ``__dir__`` of ``module``.
 
     ``homes`` says which module defines which names. ``submodules`` need no import of their own to be used; what nobody
-    lists is looked up in the module ``rest``.
+    lists is looked up in the module ``rest``, else missing: the error says where all that is here is listed.
     """
     home_of = {name: home for home, defined in homes.items() for name in defined}
 
@@ -31,10 +33,11 @@ def names(
             return getattr(import_module(home_of[name]), name)
         if name in submodules:
             return import_module(f"{module}.{name}")
-        if rest and not name.startswith("_"):
+        if rest and not name.startswith("_") and hasattr(import_module(rest), name):
             return getattr(import_module(rest), name)
+        where = "" if name.startswith("_") else f"; {PAGE} lists what of DeepSpeed is here"
         raise AttributeError(
-            f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules[module]
+            f"module {module!r} has no attribute {name!r}{where}", name=name, obj=sys.modules[module]
         )
 
     def listed() -> list[str]:

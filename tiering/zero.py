@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 from tiering import lazy
 
 if TYPE_CHECKING:
+    from tiering.runtime.zero import partition_parameters
     from zero3.deepspeed.zero import GatheredParameters, Init, register_external_parameter
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
-__getattr__, __dir__ = lazy.names(__name__, {"zero3.deepspeed.zero": __all__})
+__all__ = ["GatheredParameters", "Init", "partition_parameters", "register_external_parameter"]
+__getattr__, __dir__ = lazy.names(
+    __name__,
+    {
+        "tiering.runtime.zero": ("partition_parameters",),
+        "zero3.deepspeed.zero": ("GatheredParameters", "Init", "register_external_parameter"),
+    },
+)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tiering import lazy
 
 if TYPE_CHECKING:
-    from tiering.utils import zero_to_fp32
+    from tiering.utils import logging, zero_to_fp32
     from zero3.deepspeed.leaves import (
         get_z3_leaf_modules,
         set_z3_leaf_module,
@@ -31,6 +31,7 @@ __all__ = [
     "get_z3_leaf_modules",
     "log_dist",
     "logger",
+    "logging",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -57,5 +58,5 @@ __getattr__, __dir__ = lazy.names(
         ),
         "zero3.loader": ("RepeatingLoader",),
     },
-    submodules=("zero_to_fp32",),
+    submodules=("logging", "zero_to_fp32"),
 )

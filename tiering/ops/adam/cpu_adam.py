@@ -1,4 +1,4 @@
-"""``deepspeed.ops.adam``: Adam and AdamW."""
+"""``deepspeed.ops.adam.cpu_adam``: where DeepSpeed has its class."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tiering import lazy
 
 if TYPE_CHECKING:
-    from zero3.deepspeed.optimizers import DeepSpeedCPUAdam, FusedAdam
+    from zero3.deepspeed.optimizers import DeepSpeedCPUAdam
 
-__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
+__all__ = ["DeepSpeedCPUAdam"]
 __getattr__, __dir__ = lazy.names(__name__, {"zero3.deepspeed.optimizers": __all__})

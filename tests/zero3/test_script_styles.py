@@ -256,3 +256,28 @@ def test_a_loss_that_is_none_leaves_the_engine_as_it_was(loss: Callable[[Tensor]
         engine.backward(engine(torch.ones(4, 8)).mean())
         engine.step()
         assert engine.was_step_applied()
+
+
+class Wrapped(nn.Module):
+    """As the page for those who come from DeepSpeed says."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__()
+        self.engine, self.module = engine, engine.module
+
+    def forward(self, data: Tensor) -> Tensor:
+        out: Tensor = self.engine(data)
+        return out
+
+
+def test_a_module_around_an_engine() -> None:
+    with engine_of(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), 3) as engine:
+        wrapped = Wrapped(engine)
+        assert [name for name, _ in wrapped.named_parameters()] == ["module.0.weight", "module.0.bias"]
+        wrapped.eval()
+        assert not engine.training and torch.equal(wrapped(torch.ones(4, 8)), wrapped(torch.ones(4, 8)))
+        wrapped.train()
+        engine.backward(wrapped(torch.ones(4, 8)).mean())
+        engine.step()
+        kept = wrapped.state_dict()
+        assert torch.equal(kept["module.0.weight"], engine.get_fp32_parameter("0.weight"))

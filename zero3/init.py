@@ -133,9 +133,8 @@ class _Unbuilt:
         return False
 
     def __init__(self) -> None:
-        self._lent: WeakTensorKeyDictionary = (
-            WeakTensorKeyDictionary()
-        )  # parameter -> version and address then
+        # Parameter -> version and address when it was lent.
+        self._lent: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def lend(self, param: nn.Parameter, *, modify: bool) -> None:
         if param in self._lent:

@@ -1,7 +1,7 @@
 """Optimizers with DeepSpeed's constructors and defaults. ``initialize`` takes them over, and they work by themselves.
 
-``DeepSpeedCPU...`` step with the kernels of optim_cpu, ``FusedAdam`` with torch's own Adam, which is fused on a GPU.
-What their constructors offer and no kernel does is refused.
+``DeepSpeedCPU...`` step with the kernels of optim_cpu, ``FusedAdam`` with torch's own Adam. What their constructors
+offer and no kernel does is refused.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import tiering as deepspeed
 from tests.zero3.plain import differing
-from tests.zero3.test_deepspeed_names import CONFIG, data, net, tutorial
+from tests.zero3.test_deepspeed_names import CONFIG, WIDTH, data, net, tutorial
 from tiering.errors import EngineStateError
 
 from .pool import Pool
@@ -103,3 +104,26 @@ def test_what_the_modifier_rank_has_made_of_a_parameter_stays(ranks: Ranks, nvme
     assert (first["blocks.0.up.weight"] == 1.5).all()
     assert (first["blocks.0.up.bias"] == 1 / torch.tensor(3.0)).all(), "all bits of it, in the master"
     assert "something else on rank 1" in at_0 and "torch.float32 of shape (3,)" in at_1
+
+
+def skip_a_batch(rank: int, nvme: Path, stage: int, skips: bool) -> dict[str, Tensor]:
+    """One that all ranks know to be bad, and one that they have not even told each other of."""
+    generator = torch.Generator().manual_seed(rank)
+    with start(nvme, net, accumulation=1, stage=stage, precision="fp32") as engine:
+        for syncs in (True, False) if skips else ():
+            with nullcontext() if syncs else engine.no_sync():
+                engine.backward(engine(torch.full((2, WIDTH), 100.0)).square().mean())
+            engine.zero_grad()
+        for _ in range(2):
+            engine.backward(engine(torch.randn(2, WIDTH, generator=generator)).square().mean())
+            engine.step()
+        state: dict[str, Tensor] = engine.master_state_dict()
+        return state
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_bad_batch_is_skipped_on_all_ranks(ranks: Ranks, nvme: Path, stage: int) -> None:
+    pool = ranks(2)
+    skipped, without = pool.run(skip_a_batch, nvme, stage, True), pool.run(skip_a_batch, nvme, stage, False)
+    assert differing(skipped[0], without[0]) == differing(skipped[1], without[1]) == []
+    assert differing(*skipped) == []

@@ -281,3 +281,41 @@ def test_a_module_around_an_engine() -> None:
         engine.step()
         kept = wrapped.state_dict()
         assert torch.equal(kept["module.0.weight"], engine.get_fp32_parameter("0.weight"))
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_what_scripts_do_between_steps_is_the_same_at_every_placement(
+    start: Callable[..., Any],
+    small_model: type[nn.Module],
+    micro_batches: Callable[..., Any],
+    differing: Callable[..., list[str]],
+    home: str,
+) -> None:
+    """Values set before initialize and after it, 16-bit first values, boundaries and batch sizes that change."""
+    states = []
+    for place in ("none", home):
+        torch.manual_seed(3)
+        with deepspeed.zero.Init(dtype=torch.bfloat16):
+            model = small_model()
+        with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0), torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.25)
+        tiers = {"offload_param": place, "offload_optimizer": place, "cache_in_host": False}
+        engine = start(model, grad_accum_dtype="fp32", sub_group_size=5000, prefetch=3000, **tiers)
+        batches = micro_batches(8)
+        for micro, (tokens, targets) in enumerate(batches):
+            if micro == 2:
+                engine.set_train_batch_size(6)
+            if micro == 5:
+                with deepspeed.zero.GatheredParameters(model.blocks[1].parameters(), modifier_rank=0):
+                    for param in model.blocks[1].parameters():
+                        param.data.mul_(0.5)
+            if micro >= 5:
+                engine.set_gradient_accumulation_boundary(micro == 7)
+            engine.backward(engine(tokens, targets))
+            if micro == 4:
+                engine.zero_grad()  # in the midst of an accumulation
+            engine.step()
+        assert engine.global_steps == 3 and engine.was_step_applied()
+        states.append(engine.master_state_dict())
+    assert differing(*states) == []

@@ -93,3 +93,5 @@ def test_the_names_are_there() -> None:
     for path in names:
         with pytest.raises(AttributeError, match="migrate-from-deepspeed"):
             reduce(getattr, path.split("."), tiering)
+    methods = re.findall(r"`engine\.(\w+)", "".join(gone))
+    assert len(methods) == 4 and not any(hasattr(Engine, name) for name in methods)

@@ -235,7 +235,7 @@ class Access:
                 f"{group.layout.pieces[position].name!r} is gathered already; nest no blocks"
             )
         self.store_edits_of_residents(group)
-        group.lend(position, self.copy_of(param))
+        group.lend(position, self.copy_of(param), modify=modify)
 
     def take_back(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
         """End ``lend`` and keep the changes of ``rank``; returns what is wrong with those that cannot be kept."""

@@ -112,6 +112,8 @@ class ParamGroup:
         self._shown = False  # whether the parameters are plain ones now
         # Position in params that shows a copy (gathered) -> its version and address then.
         self._lent: dict[int, tuple[int, int]] = {}
+        self._only_read: set[int] = set()  # of them, those that nobody may change
+        self._before: dict[int, Tensor] = {}  # what these held when their .data was handed out
         self.on_edit: Callable[[ParamGroup, list[int]], None] = _nobody_edits
         if self._storage is not None:
             self._storage.take_bytes()
@@ -163,13 +165,17 @@ class ParamGroup:
     def give_up_parameters(self) -> None:
         """The engine is closed: whatever uses the parameters from now on is told so."""
         self._lent.clear()
+        self._only_read.clear()
+        self._before.clear()
         self._point_nowhere()
         self._views.clear()
         resharded.disown(self.params)
 
-    def lend(self, position: int, copy: Tensor) -> None:
+    def lend(self, position: int, copy: Tensor, *, modify: bool) -> None:
         """Let the parameter at ``position`` show ``copy``, whatever the group does, until ``take_back``."""
         self._point(position, copy)
+        if not modify:
+            self._only_read.add(position)
         self._lent[position] = self.params[position]._version, copy.data_ptr()
 
     def lends_at(self, position: int) -> bool:
@@ -179,11 +185,16 @@ class ParamGroup:
     def lent_was_edited(self, position: int) -> bool:
         """Whether the parameter at ``position`` was written in place since it was lent."""
         param = self.params[position]
-        return (param._version, param.data_ptr()) != self._lent[position]
+        before = self._before.get(position)
+        return (param._version, param.data_ptr()) != self._lent[position] or (
+            before is not None and not torch.equal(before, _bytes_of(param))
+        )
 
     def take_back(self, position: int) -> None:
         """Undo ``lend``."""
         del self._lent[position]
+        self._only_read.discard(position)
+        self._before.pop(position, None)
         if self._shown:
             self._point(position, self._views[position])
         else:
@@ -229,6 +240,8 @@ class ParamGroup:
     def alias(self, position: int) -> None:
         """The .data of the parameter at ``position`` was handed out: it counts as edited while it is shown."""
         self._aliased.add(position)
+        if position in self._only_read and position not in self._before:
+            self._before[position] = _bytes_of(self.params[position]).clone()
 
     def note_versions(self) -> None:
         """What the parameters hold now is what the engine knows."""
@@ -329,3 +342,7 @@ class ParamGroup:
 
 def _nobody_edits(group: ParamGroup, positions: list[int]) -> None:
     raise AssertionError("the engine has not said what becomes of edits")
+
+
+def _bytes_of(param: nn.Parameter) -> Tensor:
+    return resharded.data_of(param).reshape(-1).view(torch.uint8)

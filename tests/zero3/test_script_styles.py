@@ -321,3 +321,19 @@ def test_what_scripts_do_between_steps_is_the_same_at_every_placement(
         assert engine.global_steps == 3 and engine.was_step_applied()
         states.append(engine.master_state_dict())
     assert differing(*states) == []
+
+
+@pytest.mark.parametrize("home", ["none", "nvme"])
+def test_a_change_by_data_in_a_block_that_reads_is_told(start: Callable[..., Any], home: str) -> None:
+    """torch counts no version of it; a moving average that is kept in an engine's parameters would stay as it was."""
+    engine = start(precision="fp32", offload_param=home, cache_in_host=False)
+    param, other = engine.module.blocks[0].up.parameters()
+    before = engine.get_fp32_parameter("blocks.0.up.weight")
+    with deepspeed.zero.GatheredParameters([param, other]):
+        assert torch.equal(param.data, before) and other.data.abs().sum() > 0
+    with (
+        pytest.raises(EngineStateError, match=r"blocks.0.up.weight' was changed without modify=True"),
+        deepspeed.zero.GatheredParameters([param, other]),
+    ):
+        param.data.lerp_(torch.ones_like(param), 0.1)
+    assert torch.equal(engine.get_fp32_parameter("blocks.0.up.weight"), before)

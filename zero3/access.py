@@ -48,7 +48,8 @@ def gathered(
 ) -> Iterator[Any]:
     """Within the block, ``params`` (one, several, or a module's) hold their values, in the compute dtype.
 
-    They show copies, on the device and outside of every budget: as many bytes as ``params`` have. Modules may be called
+    They show copies, on the device and outside of every budget: as many bytes as ``params`` have, and as many again of
+    those whose ``.data`` is read without ``modify``, to see whether that was all. Modules may be called
     meanwhile and use what is shown. With ``modify``, what was changed in place becomes the parameter, and its fp32
     master takes the values of the changed elements (the others keep their bits below the compute dtype), also when the
     block ends by an exception; optimizer state stays. Yields ``params`` (as a list, unless it is one). Ordinary

@@ -94,9 +94,8 @@ def initialize(
     given = _given(args, config, config_params)
     if dist_init_required is None:
         discover(distributed_port)
-        if (
-            os.environ.get("WORLD_SIZE") == "1"
-        ):  # by a launcher, whose scripts ask torch.distributed for their rank
+        # one rank of a launcher, whose script may ask torch.distributed for it
+        if os.environ.get("WORLD_SIZE") == "1":
             init_distributed(verbose=False)
     else:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tiering.config import LossScaleConfig, OptimizerConfig, TieringConfig
+from tiering.config import LossScaleConfig, OffloadOptimizerConfig, OptimizerConfig, TieringConfig
 from tiering.ds_config import Verdict, examine, load
 from tiering.ds_config.keys import KEYS, PARAMS_BY_TYPE
-from tiering.errors import ConfigError
 from tiering.optimizer_config import RULES
 from tiering.scheduler_config import PARAMS
 
@@ -372,11 +371,19 @@ def test_a_stage_that_does_not_partition_is_told() -> None:
     told = verdicts(zero_optimization=zero)["zero_optimization.offload_param.device"]
     assert told == (
         Verdict.NO_EFFECT,
-        "stage 2 keeps parameters on the device, as in DeepSpeed; stage 3 offloads them",
+        "stage 2 keeps parameters on the device, as in DeepSpeed; stage 3 offloads it",
     )
     assert read(zero_optimization={"cpu_offload_param": True}).zero.offload_param.device == "none"
-    with pytest.raises(ConfigError, match="use stage 1, 2 or 3, or remove offload_optimizer"):
-        read(zero_optimization={"cpu_offload": True})
+    reference = {
+        "stage": 0,
+        "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+    }  # a training file at stage 0
+    assert read(zero_optimization=reference).zero.offload_optimizer == OffloadOptimizerConfig()
+    assert verdicts(zero_optimization=reference)["zero_optimization.offload_optimizer.device"] == (
+        Verdict.NO_EFFECT,
+        "stage 0 keeps optimizer state on the device, as in DeepSpeed; stage 1 offloads it",
+    )
+    assert read(zero_optimization={"cpu_offload": True}).zero.offload_optimizer.device == "none"
     assert read(zero_optimization={"stage": 1, "cpu_offload": True}).zero.offload_optimizer.device == "cpu"
 
 

@@ -310,13 +310,17 @@ class Reading:
             self._refuse(key, f"{given!r} is not supported in this version; {remedy}")
 
     def _settle_stage(self) -> None:
-        """DeepSpeed does not look at where parameters should be before stage 3, and files have it all the same."""
+        """DeepSpeed looks at an offload section only where its stage partitions that; files have them all the same."""
         stage = self._value("zero.stage") or 0
-        key, device = self.values.get("zero.offload_param.device", ("", "none"))
-        if stage in (0, 1, 2) and device in ("cpu", "nvme"):
-            why = f"stage {stage} keeps parameters on the device, as in DeepSpeed; stage 3 offloads them"
-            self._leave_out("zero.offload_param.", why)
-            self.entries[key] = replace(self.entries[key], off=False)
+        for section, what, first in (
+            ("offload_param", "parameters", 3),
+            ("offload_optimizer", "optimizer state", 1),
+        ):
+            key, device = self.values.get(f"zero.{section}.device", ("", "none"))
+            if stage in range(first) and device in ("cpu", "nvme"):
+                why = f"stage {stage} keeps {what} on the device, as in DeepSpeed; stage {first} offloads it"
+                self._leave_out(f"zero.{section}.", why)
+                self.entries[key] = replace(self.entries[key], off=False)
 
     def _settle_paths(self) -> None:
         """A path that nothing is kept on may name what this machine does not have."""

@@ -178,6 +178,7 @@ def test_json_has_everything(check: Check) -> None:
     }
     defaults = {each["key"]: each["value"] for each in told["defaults"]}
     assert defaults["gradient_clipping"] == 1.0
+    assert "bf16.enabled" not in defaults, "it says one precision of three, and has no value of its own"
     assert defaults["train_micro_batch_size_per_gpu"] == 4
     assert defaults["zero_optimization.offload_optimizer.device"] == "none"
     assert not {each["key"] for each in told["keys"]} & set(defaults)

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from tiering import ds_config, logs
+from tiering.config import TieringConfig
 from tiering.ds_config.auto import Known, hidden_size_of, named
 from tiering.ds_config.report import Report
 from tiering.errors import ConfigError, EngineStateError
@@ -92,16 +93,7 @@ def initialize(
             " version: leave them out, and all ranks are data parallel"
         )
     given = _given(args, config, config_params)
-    if dist_init_required is None:
-        discover(distributed_port)
-        # one rank of a launcher, whose script may ask torch.distributed for it
-        if os.environ.get("WORLD_SIZE") == "1":
-            init_distributed(verbose=False)
-    else:
-        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    rank, world_size = standing()
-    logs.set_rank(rank, world_size)
-    logs.follow(os.environ)
+    rank, world_size = _join(distributed_port, dist_init_required)
     replaced = {"optimizer": optimizer, "scheduler": lr_scheduler}
     known = Known(
         hidden_size=hidden_size_of(getattr(model, "config", None)),
@@ -120,11 +112,7 @@ def initialize(
     stored = None if weights is None else Weights(Path(weights), strict)
     engine = Engine(model, settings, model_parameters, optimizer, stored, report.status())
     try:
-        scheduler = None
-        if lr_scheduler is not None:
-            scheduler = _scheduler(lr_scheduler, engine.optimizer)
-        elif settings.scheduler is not None and engine.optimizer.trains:
-            scheduler = schedulers.from_config(settings.scheduler, engine.optimizer)
+        scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
         engine.lr_scheduler = scheduler
         engine.collate_fn = collate_fn
         loader = None
@@ -152,8 +140,18 @@ _SCHEDULERS = (
 )
 
 
-def _scheduler(given: LRScheduler | SchedulerFactory, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """``given``, or what it makes. Scripts for DeepSpeed bring classes of their own, which need be no torch's."""
+def _scheduler(
+    given: LRScheduler | SchedulerFactory | None,
+    settings: TieringConfig,
+    optimizer: TieredOptimizer | ClientOptimizer,
+) -> LRScheduler | None:
+    """``given``, or what it makes; without it the configuration's.
+
+    Scripts for DeepSpeed bring classes of their own, which need be no torch's.
+    """
+    if given is None:
+        wanted = settings.scheduler if optimizer.trains else None
+        return None if wanted is None else schedulers.from_config(wanted, optimizer)
     made = given if _steps(given) or not callable(given) else given(optimizer)
     if _steps(made):
         return made
@@ -162,6 +160,21 @@ def _scheduler(given: LRScheduler | SchedulerFactory, optimizer: torch.optim.Opt
 
 def _steps(given: object) -> TypeGuard[LRScheduler]:
     return not isinstance(given, type) and callable(getattr(given, "step", None))
+
+
+def _join(port: int, required: bool | None) -> tuple[int, int]:
+    """This rank and the number of them, of what a launcher has started; from now on logs know it."""
+    if required is None:
+        discover(port)
+        # one rank of a launcher, whose script may ask torch.distributed for it
+        if os.environ.get("WORLD_SIZE") == "1":
+            init_distributed(verbose=False)
+    else:
+        init_distributed(distributed_port=port, dist_init_required=required)
+    rank, world_size = standing()
+    logs.set_rank(rank, world_size)
+    logs.follow(os.environ)
+    return rank, world_size
 
 
 def _given(args: Any, *configs: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:

@@ -1,12 +1,10 @@
-"""JSON as people and programs write it: with comments (``//``, ``/* */``, ``#``) and trailing commas, and the lines of
-its keys; what libraries have in place of its values."""
+"""JSON as people write it: with comments (``//``, ``/* */``, ``#``) and trailing commas; and the lines of its keys."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 _TOKEN = re.compile(
     r'(?P<string>"(?:[^"\\\n]|\\.)*")'
@@ -62,27 +60,3 @@ def _lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
             path[-1] = json.loads(string)
             yield tuple(str(name) for name in path), string_line
         line += piece.count("\n")
-
-
-DEEPEST = 100
-"""Sections in sections: beyond that, something holds itself."""
-
-
-class DepthError(ValueError):
-    """Values that are nested too deep."""
-
-
-def values(given: Any, deepest: int = DEEPEST) -> Any:
-    """``given`` in the types that JSON has, where libraries have others: arrays, tensors, mappings of their own.
-
-    What has no such type stays as it is. Raises DepthError.
-    """
-    if deepest == 0:
-        raise DepthError(f"nested deeper than {DEEPEST} levels")
-    if isinstance(given, Mapping):
-        return {str(name): values(value, deepest - 1) for name, value in given.items()}
-    if hasattr(given, "tolist"):
-        return given.tolist()
-    if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray):
-        return [values(each, deepest - 1) for each in given]
-    return given

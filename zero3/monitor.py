@@ -20,7 +20,6 @@ from typing import Any, Protocol
 from tiering.config import MonitorConfig, TieringConfig
 from tiering.errors import ConfigError
 from tiering.monitor_config import CsvMonitorConfig, TensorBoardConfig, WandbConfig
-from zero3.collectives import standing
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +38,7 @@ class Writer(Protocol):
 
 
 def check_monitors(config: MonitorConfig) -> None:
-    """ConfigError if a library is missing that ``config`` needs, on the rank that writes."""
-    if standing()[0] != 0:
-        return
+    """ConfigError if a library is missing that ``config`` needs."""
     if config.tensorboard.enabled:
         _library("torch.utils.tensorboard", "tensorboard")
     if config.wandb.enabled:

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiering.ds_config import examine, load, value_of
-from tiering.ds_config.keys import KEYS, PARAMS_BY_TYPE, SECTIONS, Verdict
+from tiering.ds_config.fates import Verdict
+from tiering.ds_config.keys import KEYS, PARAMS_BY_TYPE, SECTIONS
 
 from .ds_shapes import content, names, shapes
 

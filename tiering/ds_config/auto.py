@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tiering.fields import whole_number
-from tiering.json_comments import values
+from tiering.json_values import values
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from tiering.config import OptimizerConfig, SchedulerConfig, TieringConfig
-from tiering.ds_config.keys import KEYS, Key, Verdict
+from tiering.ds_config.fates import Key, Verdict
+from tiering.ds_config.keys import KEYS
 from tiering.ds_config.report import Entry, Origin
 from tiering.optimizer_config import RULES
 from tiering.scheduler_config import PARAMS

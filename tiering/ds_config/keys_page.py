@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tiering.ds_config.effect import description
-from tiering.ds_config.keys import KEYS, SHORT_FORMS, Key, Verdict
+from tiering.ds_config.fates import Key, Verdict
+from tiering.ds_config.keys import KEYS, SHORT_FORMS
 
 HEADING = "## Every key\n"
 

@@ -1,6 +1,6 @@
 """Reads a DeepSpeed configuration into the native schema, with a report on every key.
 
-A key that ``ds_keys`` does not know is an error with a suggestion: a typo that falls back to a default is
+A key that ``keys.py`` does not know is an error with a suggestion: a typo that falls back to a default is
 found only after days of training. All problems are reported together.
 """
 
@@ -15,11 +15,12 @@ from typing import Any
 from tiering.config import TieringConfig
 from tiering.ds_config.auto import Known
 from tiering.ds_config.effect import defaults, outcome, shown
-from tiering.ds_config.keys import Verdict
+from tiering.ds_config.fates import Verdict
 from tiering.ds_config.reading import Reading
 from tiering.ds_config.report import Report
 from tiering.errors import ConfigError
-from tiering.json_comments import DepthError, key_lines, plain, values
+from tiering.json_comments import key_lines, plain
+from tiering.json_values import DepthError, values
 from tiering.strict_json import FormatError, parse, short
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from tiering.config import Batch, TieringConfig, parse_size, resolve_batch, whole_number
-from tiering.ds_config.auto import TRAINERS_NAMES, UNSET, Filled, Known, argument, missing
+from tiering.ds_config.auto import UNSET, Filled, Known, argument, missing
 from tiering.ds_config.effect import description
-from tiering.ds_config.keys import KEYS, PARAMS_BY_TYPE, SECTIONS, SHORT_FORMS, Key, Verdict
+from tiering.ds_config.fates import Key, Verdict
+from tiering.ds_config.keys import KEYS, PARAMS_BY_TYPE, SECTIONS, SHORT_FORMS
 from tiering.ds_config.report import Entry, Origin, brief
+from tiering.ds_config.wording import AUTO, dotted, no_rule, reason, suggestion
 from tiering.optimizer_config import NOT_HERE, RULES
 from tiering.scheduler_config import PARAMS
 
 if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
+    pass
 
 _MICRO = "train_micro_batch_size_per_gpu"
 _BATCH = {
@@ -31,7 +33,6 @@ _BATCH = {
 _CLIPPING = 1.0
 """DeepSpeed's since 0.19, where nothing is said."""
 _OFF = "off: there is nothing to do"
-_AUTO = "'auto' is for a trainer to fill in; give a value"
 _ANY_SCHEDULER = "Any other can be passed to initialize(lr_scheduler=...)"
 _ABSENT = "as if it were not there"
 
@@ -42,18 +43,18 @@ class Reading:
     def __init__(self, world_size: int, known: Known, lines: Mapping[tuple[str, ...], int]) -> None:
         self.world_size = world_size
         self.known = known
-        self.lines = {_dotted(path): line for path, line in lines.items()}
+        self.lines = {dotted(path): line for path, line in lines.items()}
         self.entries: dict[str, Entry] = {}
         self.values: dict[str, tuple[str, object]] = {}  # native field -> (given key, value)
 
     def walk(self, given: Mapping[str, Any], prefix: str = "") -> None:
         for name, value in given.items():
-            key = f"{prefix}{_dotted((str(name),))}"
+            key = f"{prefix}{dotted((str(name),))}"
             if key in KEYS:
                 self._take(key, value, KEYS[key])
             elif key not in SECTIONS:
                 known = {path.removeprefix(prefix) for path in (*KEYS, *SECTIONS) if path.startswith(prefix)}
-                self._note(key, value, Verdict.REFUSED, f"unknown key; {_suggestion(key, known)}")
+                self._note(key, value, Verdict.REFUSED, f"unknown key; {suggestion(key, known)}")
             elif value is None or value == {}:
                 self._note(key, value, Verdict.NO_EFFECT, _ABSENT, off=True)
             elif isinstance(value, Mapping):
@@ -85,7 +86,7 @@ class Reading:
             return TieringConfig.model_validate(tree)
         except ValidationError as problems:
             for problem in problems.errors():
-                self._refuse(self._key_of(problem["loc"]), _reason(problem))
+                self._refuse(self._key_of(problem["loc"]), reason(problem))
         return None
 
     def _note(
@@ -123,7 +124,7 @@ class Reading:
         """Judge what "auto" comes to."""
         try:
             if rule.auto is None:
-                raise ValueError(_AUTO)
+                raise ValueError(AUTO)
             value, source = rule.auto(self.known)
         except ValueError as problem:
             self._note(key, "auto", Verdict.REFUSED, str(problem), origin=Origin.AUTO)
@@ -166,7 +167,7 @@ class Reading:
             if not rule.has_inside(path):
                 above = path[: path.rfind(".") + 1]
                 beside = {name.removeprefix(above) for name in rule.inside if name.startswith(above)}
-                hint = _suggestion(f"{section}.{path}", beside)
+                hint = suggestion(f"{section}.{path}", beside)
                 self._note(f"{section}.{path}", value, Verdict.REFUSED, f"unknown key; {hint}")
 
     def _set(self, key: str, value: object, rule: Key) -> None:
@@ -191,7 +192,7 @@ class Reading:
         self._settle_type("optimizer", "for example 'AdamW'")
         kind = self._value("optimizer.type")
         if isinstance(kind, str) and kind not in RULES and kind not in NOT_HERE:
-            self._refuse("optimizer.type", _no_rule(kind))
+            self._refuse("optimizer.type", no_rule(kind))
             self._leave_out("optimizer.")
         if kind == "AdamW" and self._value("optimizer.decoupled") is False:
             self._leave_out(
@@ -259,7 +260,7 @@ class Reading:
                     self._note(key, self.entries[key].value, Verdict.NO_EFFECT, why, off=True)
         elif enabled.value is not True:
             self._refuse(
-                enabled.key, _AUTO if enabled.value == "auto" else f"true or false, not {enabled.value!r}"
+                enabled.key, AUTO if enabled.value == "auto" else f"true or false, not {enabled.value!r}"
             )
         elif "torch_autocast.dtype" not in self.entries:
             self._refuse("torch_autocast.dtype", "missing; give 'bfloat16' or 'float16'")
@@ -397,65 +398,9 @@ class Reading:
         return path
 
 
-def _no_rule(name: str) -> str:
-    """Why there is no optimizer of ``name``, which may be that of a class."""
-    bare = name.rpartition(".")[2]
-    rules = {rule.lower(): rule for rule in RULES}
-    for prefix in ("", "Fused", "DeepSpeedCPU"):
-        if rule := rules.get(bare.removeprefix(prefix).lower()):
-            return f"no optimizer has the name {name!r}; did you mean {rule!r}?"
-    return (
-        f"no {bare} has a kernel here, but {', '.join(RULES)} have; another optimizer is for"
-        f" initialize(optimizer=torch.optim.{bare}(...))"
-    )
-
-
-def _reason(problem: ErrorDetails) -> str:
-    if problem["input"] == "auto":
-        return _AUTO
-    if problem["type"] == "missing":
-        return f"a value is missing in {problem['input']!r}"
-    if problem["type"] == "value_error":
-        return str(problem["ctx"]["error"])
-    return f"{problem['msg'].removeprefix('Input ')}, not {problem['input']!r}"
-
-
-def _suggestion(key: str, known: Iterable[str]) -> str:
-    """What ``key`` may have been meant as; ``known`` are the names below its section."""
-    if "." in key.partition('"')[2]:
-        return "a dot in a name means nothing here; nest the sections"
-    name = key.rpartition(".")[2]
-    elsewhere = sorted(path for path in (*KEYS, *SECTIONS) if path.rpartition(".")[2] == name)
-    if elsewhere and len(elsewhere) <= 2:
-        return f"did you mean {' or '.join(elsewhere)}?"
-    if "comment" in name.lower():
-        return "a remark is written behind // or #"
-    siblings = {path.partition(".")[0] for path in known}
-    similar = get_close_matches(name.lower(), sorted(siblings), n=1)
-    if similar:
-        return f"did you mean {similar[0]}?"
-    if name in TRAINERS_NAMES:
-        return f"did you mean {TRAINERS_NAMES[name]}?"
-    leaves = {path.rpartition(".")[2]: path for path in KEYS}
-    further = get_close_matches(name.lower(), sorted(leaves), n=1, cutoff=0.8)
-    return (
-        f"did you mean {leaves[further[0]]}?"
-        if further
-        else "remove it: neither DeepSpeed nor tiering has it"
-    )
-
-
-def _dotted(path: Iterable[str]) -> str:
-    """``path`` as one text. Quoted, a name with dots in it cannot pass for the path of a nested key, nor another one
-    for a command to a terminal."""
-    return ".".join(
-        name if name and "." not in name and name.isprintable() else json.dumps(name) for name in path
-    )
-
-
 def _leaves(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in given.items():
-        path = f"{prefix}{_dotted((str(name),))}"
+        path = f"{prefix}{dotted((str(name),))}"
         yield path, value
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{path}.")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from tiering.ds_config.keys import Verdict
+from tiering.ds_config.fates import Verdict
 from tiering.telemetry import ConfigurationStatus
 
 if TYPE_CHECKING:

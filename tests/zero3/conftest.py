@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -222,3 +223,14 @@ def small_model() -> type[SmallModel]:
 @pytest.fixture
 def micro_batches() -> Callable[..., Iterator[tuple[Tensor, Tensor]]]:
     return batches
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher; a process group that the test makes is gone afterwards, and so are variables."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # which remembers what it was
+        monkeypatch.delenv(name)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import tiering as deepspeed
 from tests.zero3.plain import differing
-from tests.zero3.test_deepspeed_names import CONFIG, WIDTH, data, net, tutorial
+from tests.zero3.tutorial import CONFIG, WIDTH, data, net, tutorial
 from tiering.errors import EngineStateError
 
 from .pool import Pool

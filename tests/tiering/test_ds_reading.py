@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import base64
 import io
 import json
 from pathlib import Path
@@ -12,101 +11,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tiering.config import TieringConfig
-from tiering.ds_config import Entry, Known, Origin, Report, Verdict, examine, load
+from tiering.ds_config import Origin, Report, Verdict, examine, load
 from tiering.ds_config.keys import KEYS, SECTIONS
-from tiering.errors import ConfigError
 
-MINIMAL: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "AdamW"},
-    "zero_optimization": {"stage": 3},
-}
-UNCLIPPED: dict[str, Any] = MINIMAL | {"gradient_clipping": 0}
-
-ZERO3_NVME: dict[str, Any] = {
-    "train_batch_size": 4,
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_clipping": 1.0,
-    "steps_per_print": 2000,
-    "wall_clock_breakdown": False,
-    "bf16": {"enabled": True},
-    "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": True},
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "offload_param": {
-            "device": "nvme",
-            "nvme_path": "/local_nvme",
-            "pin_memory": True,
-            "buffer_count": 5,
-            "buffer_size": 1e8,
-            "max_in_cpu": 1e9,
-        },
-        "offload_optimizer": {
-            "device": "nvme",
-            "nvme_path": "/local_nvme",
-            "pin_memory": True,
-            "buffer_count": 4,
-            "pipeline_read": True,
-            "pipeline_write": True,
-            "fast_init": False,
-        },
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e8,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": 1e4,
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-    "aio": {
-        "block_size": 262144,
-        "queue_depth": 32,
-        "thread_count": 1,
-        "single_submit": False,
-        "overlap_events": True,
-    },
-    "tensorboard": {"enabled": True, "output_path": "logs"},
-    "elasticity": {"enabled": False},
-    "tiering": {"host_budget": "256MiB", "cache_in_host": False},
-}
-
-
-def changed(path: str, value: Any, base: dict[str, Any] = MINIMAL) -> dict[str, Any]:
-    """A copy of ``base`` with ``value`` at the dotted ``path``."""
-    copy: dict[str, Any] = json.loads(json.dumps(base))
-    node = copy
-    *sections, name = path.split(".")
-    for section in sections:
-        node = node.setdefault(section, {})
-    node[name] = value
-    return copy
-
-
-def without(path: str, base: dict[str, Any] = MINIMAL) -> dict[str, Any]:
-    copy = changed(path, None, base)
-    node = copy
-    *sections, name = path.split(".")
-    for section in sections:
-        node = node[section]
-    del node[name]
-    return copy
-
-
-def entry(report: Report, key: str) -> Entry:
-    (found,) = [entry for entry in report.entries if entry.key == key]
-    return found
-
-
-def refusal(config: dict[str, Any], world_size: int = 1) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(config, world_size=world_size)
-    return str(caught.value)
+from .ds_cases import MINIMAL, UNCLIPPED, ZERO3_NVME, changed, entry, refusal, without
 
 
 def test_a_usual_zero3_nvme_file_passes() -> None:
@@ -206,47 +114,6 @@ def test_what_nobody_gave_is_told_with_its_default() -> None:
     assert defaults["zero_optimization.sub_group_size"].value == 10**9
     assert not defaults.keys() & {"train_batch_size", "fp16.enabled", "optimizer.params.lr", "bf16.enabled"}
     json.dumps(report.as_json(), allow_nan=False)
-
-
-def test_files_mappings_and_what_a_launcher_hands_over_read_the_same(tmp_path: Path) -> None:
-    text = json.dumps(ZERO3_NVME, indent=1)
-    path = tmp_path / "ds_config.json"
-    path.write_text("\ufeff" + text, encoding="utf-8")  # as some editors begin a file
-    config, report = load(path)
-    (line,) = [at for at, line in enumerate(text.splitlines(), 1) if '"sub_group_size"' in line]
-    assert (entry(report, "zero_optimization.sub_group_size").line, report.source) == (line, str(path))
-    of_mapping, bare = load(ZERO3_NVME)
-    assert (config, report.counts()) == (of_mapping, bare.counts())
-    assert load(str(path))[0] == load(base64.urlsafe_b64encode(text.encode()).decode())[0] == config
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "it is no JSON .*line 1"),
-        ("[]", "it is not a JSON object"),
-        ('{"bf16": {"enabled": true, "enabled": false}}', "'enabled' appears twice"),
-        ('{"bf16": {"enabled": true,,}}', "it is no JSON .*line 1"),
-        ('{"a": 1 /* no end }', "it is no JSON"),
-        ("{,}", "it is no JSON"),
-    ],
-)
-def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "bad.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=rf"configuration file .*bad\.json cannot be used: {message}"):
-        load(path)
-
-
-def test_a_file_in_no_encoding_that_json_has(tmp_path: Path) -> None:
-    (tmp_path / "latin.json").write_bytes('{"run": "é"}'.encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"latin\.json is not JSON: it is no UTF-8 text"):
-        load(tmp_path / "latin.json")
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read the configuration file .*none\.json: No such file"):
-        load(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize(
@@ -439,84 +306,6 @@ def test_without_zero_nothing_is_partitioned(section: object) -> None:
 def test_batch_numbers_are_resolved(changes: dict[str, Any], batch: tuple[int, int, int]) -> None:
     config, _ = load(MINIMAL | changes)
     assert (config.train_batch_size, config.micro_batch_size, config.gradient_accumulation_steps) == batch
-
-
-def test_auto_that_only_a_trainer_can_fill_is_refused() -> None:
-    told = refusal(changed("optimizer.params.lr", "auto"))
-    assert (
-        "optimizer.params.lr: 'auto' is for a trainer to fill in: give a number, or initialize(args=...)"
-        in told
-    )
-    for path in ("zero_optimization.stage", "steps_per_print", "dataloader_drop_last"):
-        assert f"{path}: 'auto' is for a trainer to fill in; give a value" in refusal(changed(path, "auto"))
-
-
-def test_auto_is_filled_in_from_what_is_known() -> None:
-    given = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto", "loss_scale": "auto"},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {"warmup_num_steps": "auto", "total_num_steps": "auto", "warmup_max_lr": "auto"},
-        },
-    }
-    arguments = {
-        "per_device_train_batch_size": 3,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 0.25,
-        "max_grad_norm": 0,
-        "adam_beta1": 0.5,
-        "adam_beta2": 0.75,
-        "weight_decay": 0.125,
-        "warmup_ratio": 0.1,
-        "max_steps": 105,
-    }
-    config, report = load(given, world_size=4, known=Known(arguments=arguments, dtype="bf16"))
-    assert {
-        entry.origin for entry in report.entries if entry.key not in {"optimizer.type", "scheduler.type"}
-    } == {Origin.AUTO}
-    assert config == TieringConfig.model_validate(
-        {
-            "train_batch_size": 24,
-            "micro_batch_size": 3,
-            "gradient_accumulation_steps": 2,
-            "world_size": 4,
-            "precision": "bf16",  # as the model's parameters are: no argument says it
-            "gradient_clipping": 0.0,
-            "optimizer": {"lr": 0.25, "betas": (0.5, 0.75), "weight_decay": 0.125},
-            "scheduler": {
-                "type": "WarmupDecayLR",
-                "params": {"warmup_num_steps": 11, "total_num_steps": 105, "warmup_max_lr": 0.25},
-            },
-        }
-    )
-    with pytest.raises(
-        ConfigError, match=r"total_num_steps: 'auto' .* initialize\(args=...\) with max_steps"
-    ):
-        load(given, known=Known(arguments=arguments | {"max_steps": -1, "warmup_steps": 5}))
-
-
-def test_sections_that_initialize_replaces_ask_for_nothing() -> None:
-    given = MINIMAL | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
-    config, report = load(given, known=Known(replaced=frozenset({"optimizer"})))
-    assert config.optimizer is None
-    assert entry(report, "optimizer.params.lr").note == "replaced by what initialize() was given as optimizer"
-    # a name that is wrong stays wrong
-    wrong = given | {"optimizer": {"type": "AdamW", "params": {"lerning_rate": 1}}}
-    with pytest.raises(ConfigError, match=r"optimizer\.params\.lerning_rate: unknown key"):
-        load(wrong, known=Known(replaced=frozenset({"optimizer"})))
-
-
-def test_auto_that_is_known_here_is_filled() -> None:
-    config, _ = load(changed("zero_optimization.stage3_param_persistence_threshold", "auto"))
-    assert config.zero.persistence_threshold == 10**5
-    config, _ = load(changed("tiering.host_budget", "auto"))
-    assert config.tiering.host_budget == "auto"
 
 
 def test_old_and_short_names_are_mapped() -> None:

@@ -129,10 +129,7 @@ def _assemble(
     loaded = None if weights is None else match(model, open_weights(weights.path), strict=weights.strict)
     chosen = choose_optimizer(model, config, model_parameters, optimizer)
     if collectives is not None:
-        _check_ranks_fit(chosen, config)
-        collectives.check_same("configuration", _settings(config))  # first: a model's groups come of it
-        collectives.check_same("model", _described(model, chosen))
-        collectives.check_same("weights file", _stored(loaded))
+        _check_ranks_agree(collectives, model, config, chosen, loaded)
     node = topology.settle(
         world.local_rank,
         world.local_size,
@@ -208,13 +205,23 @@ def _freeze(untrained: list[nn.Parameter]) -> None:
         )
 
 
-def _check_ranks_fit(chosen: OptimizerChoice, config: TieringConfig) -> None:
+def _check_ranks_agree(
+    collectives: Collectives,
+    model: nn.Module,
+    config: TieringConfig,
+    chosen: OptimizerChoice,
+    loaded: Matched | None,
+) -> None:
+    """All ranks were asked for the same, and for what several can do."""
     if chosen.rule is None and config.zero.stage > 0:
         raise ConfigError(
             f"the {type(chosen.client).__name__} has no kernel here and steps whole parameters, but stage"
             f" {config.zero.stage} shards optimizer state over the ranks; use stage 0, or AdamW, Adam, Lion, Adagrad"
             " or SGD"
         )
+    collectives.check_same("configuration", _settings(config))  # first: a model's groups come of it
+    collectives.check_same("model", _described(model, chosen))
+    collectives.check_same("weights file", _stored(loaded))
 
 
 def _described(model: nn.Module, chosen: OptimizerChoice) -> Iterator[str]:

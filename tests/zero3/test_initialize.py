@@ -319,6 +319,16 @@ def test_a_short_last_micro_batch_is_left_out_if_the_configuration_says_so() -> 
         assert [len(batch) for (batch,) in loader] == [2, 2]
 
 
+def test_loaders_that_the_engine_makes_later_collate_as_that_of_the_training_data() -> None:
+    data, config = TensorDataset(torch.arange(3)), {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
+    engine, _, loader, _ = tiering.initialize(
+        model=nn.Linear(4, 4), config=config, training_data=data, collate_fn=len
+    )
+    with engine:
+        assert loader is not None
+        assert [*loader] == [*engine.deepspeed_io(data)] == [2, 1]
+
+
 def test_a_model_that_could_not_be_placed_is_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

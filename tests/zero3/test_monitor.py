@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -183,9 +183,16 @@ def test_one_that_fails_is_left_out_and_the_others_go_on(
     stand_in("torch.utils.tensorboard")
     asked = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     monitor = start(tensorboard=asked, csv_monitor=asked)
-    monitor._writers["tensorboard"]._writer.add_scalar = SimpleNamespace()  # not to be called
+    tried: list[Any] = []
+
+    def fails(*event: Any) -> None:
+        tried.append(event)
+        raise TypeError("its thread has ended")
+
+    monitor._writers["tensorboard"]._writer.add_scalar = fails
     for samples in (4, 8):
         monitor.write_events([(LR, 0.001, samples)])
+    assert tried == [(LR, 0.001, 4)], "once: its writer does not recover"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "tensorboard could not be written (TypeError: " in caplog.text
     assert (tmp_path / "job" / NAMED_CSV).read_bytes() == b"step,lr\r\n4,0.001\r\n8,0.001\r\n"

@@ -1,0 +1,1 @@
+"""tierbench: how fast a drive is, and what that means for a training step."""

@@ -7,44 +7,14 @@ import os
 import platform
 from pathlib import Path
 
+from tiering import drives
+
 
 def cpu_model() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.machine()
-
-
-def mount_of(directory: Path) -> tuple[str, str, str]:
-    """Source, file system type and options of what ``directory`` is on: the mount of its device number."""
-    number = directory.stat().st_dev
-    wanted = f"{os.major(number)}:{os.minor(number)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount, _, source = line.partition(" - ")
-        if mount.split()[2] == wanted:
-            kind, device, options = source.split(maxsplit=2)
-            return device, kind, options
-    return "?", "?", ""
-
-
-def device_of(directory: Path) -> str:
-    """The block device behind ``directory``: its name, model, size and scheduler, as far as sysfs tells."""
-    number = directory.stat().st_dev
-    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-    if not device.exists():
-        return "none"
-    device = device.resolve()
-    disk = device if (device / "queue").is_dir() else device.parent
-
-    def said(name: str) -> str:
-        path = disk / name
-        return path.read_text().strip() if path.is_file() else ""
-
-    parts = [disk.name, said("device/model")]
-    if size := said("size"):
-        parts.append(f"{int(size) * 512 / 1e9:.0f} GB")
-    parts += [f"scheduler {said('queue/scheduler')}", f"max_sectors_kb {said('queue/max_sectors_kb')}"]
-    return ", ".join(part for part in parts if part)
 
 
 def huge_pages() -> str:
@@ -64,8 +34,11 @@ def describe(*distributions: str, directory: Path | None = None) -> dict[str, st
         "kernel": f"{platform.system()} {platform.release()}",
     }
     if directory is not None:
-        source, kind, options = mount_of(directory)
-        facts |= {"file system": f"{kind} on {source} ({options})", "device": device_of(directory)}
+        backing = drives.behind(directory)
+        facts |= {
+            "file system": str(backing.file_system),
+            "device": "; ".join(str(drive) for drive in backing.drives) or "none",
+        }
     versions = [f"{name} {importlib.metadata.version(name)}" for name in distributions]
     return facts | {
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),

@@ -404,6 +404,19 @@ int aio_release(aio_context *context, int64_t ticket)
     return error;
 }
 
+/* Octave e, from 2^BITS ns on, is the 2^BITS buckets that begin at (e - BITS + 1) << BITS; below, a bucket is a
+ * nanosecond. */
+static void add_octaves(const struct latencies *fine, uint64_t *octaves)
+{
+    _Static_assert(AIO_FINE_BUCKETS == (AIO_LATENCY_BUCKETS - AIO_FINE_BITS + 1) << AIO_FINE_BITS,
+                   "the last fine bucket ends where the last octave does");
+    for (unsigned i = 0; i < AIO_FINE_BUCKETS; i++) {
+        unsigned octave = i >> AIO_FINE_BITS ? (i >> AIO_FINE_BITS) + AIO_FINE_BITS - 1
+                                             : 31u - (unsigned)__builtin_clz(i | 1);
+        octaves[octave] += fine->counts[i];
+    }
+}
+
 int aio_stats(aio_context *context, int file, aio_file_stats *out)
 {
     if (is_foreign(context))
@@ -419,6 +432,24 @@ int aio_stats(aio_context *context, int file, aio_file_stats *out)
         for (int kind = 0; kind < AIO_KINDS; kind++)
             if (out->kind[kind].in_flight && now > counted->busy_since[kind])
                 out->kind[kind].busy_ns += now - counted->busy_since[kind];
+        for (int kind = 0; kind < AIO_KINDS; kind++)
+            add_octaves(&counted->latencies[kind], out->kind[kind].latency);
+        error = 0;
+    }
+    pthread_mutex_unlock(&context->lock);
+    return error;
+}
+
+int aio_latencies(aio_context *context, int file, int kind, uint64_t *counts, uint64_t *max_ns)
+{
+    if (is_foreign(context))
+        return -ECHILD;
+    int error = -EINVAL;
+    pthread_mutex_lock(&context->lock);
+    if (file >= 0 && (unsigned)file < context->n_files && kind >= 0 && kind < AIO_KINDS) {
+        const struct latencies *known = &context->files[file]->latencies[kind];
+        memcpy(counts, known->counts, sizeof known->counts);
+        *max_ns = known->max_ns;
         error = 0;
     }
     pthread_mutex_unlock(&context->lock);

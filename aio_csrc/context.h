@@ -64,6 +64,12 @@ struct queue {
     struct request *head, *tail;
 };
 
+/* Kept fine alone: whoever asks for octaves adds them up, not the driver. */
+struct latencies {
+    uint64_t counts[AIO_FINE_BUCKETS];
+    uint64_t max_ns;
+};
+
 struct file {
     int fd, index;
     bool direct;
@@ -71,7 +77,8 @@ struct file {
     unsigned in_flight;                     /* (lock) blocks */
     struct queue queues[AIO_PRIORITIES][2]; /* (lock) what reads, and what writes or flushes */
     int turn;                               /* (lock) which of the two goes first */
-    aio_file_stats stats;                   /* (lock) times without the stretch that runs now */
+    aio_file_stats stats;                   /* (lock) times without the stretch that runs now, no latencies */
+    struct latencies latencies[AIO_KINDS];  /* (lock) */
     uint64_t busy_since[AIO_KINDS];         /* (lock) */
     uint64_t full_since;                    /* (lock) 0: it is not */
 };

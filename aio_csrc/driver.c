@@ -246,10 +246,13 @@ static unsigned compare(aio_context *context, unsigned n_ended)
     return n_ended;
 }
 
-static unsigned bucket_of(uint64_t ns)
+static void note_latency(struct latencies *known, uint64_t ns)
 {
-    unsigned bucket = ns ? 63u - (unsigned)__builtin_clzll(ns) : 0;
-    return bucket < AIO_LATENCY_BUCKETS ? bucket : AIO_LATENCY_BUCKETS - 1;
+    unsigned octave = 63u - (unsigned)__builtin_clzll(ns | 1);
+    unsigned above = octave > AIO_FINE_BITS ? octave - AIO_FINE_BITS : 0; /* bits that tell nothing */
+    uint64_t bucket = ((uint64_t)above << AIO_FINE_BITS) + (ns >> above);
+    known->counts[bucket < AIO_FINE_BUCKETS ? bucket : AIO_FINE_BUCKETS - 1]++;
+    known->max_ns = ns > known->max_ns ? ns : known->max_ns;
 }
 
 static void count_error(aio_direction_stats *stats, int error)
@@ -276,7 +279,7 @@ static void count(const struct block *block, uint64_t now)
     } else {
         stats->ops++;
         stats->bytes += block->nbytes;
-        stats->latency[bucket_of(now - block->issued_ns)]++;
+        note_latency(&file->latencies[kind], now - block->issued_ns);
     }
     if (--stats->in_flight == 0)
         stats->busy_ns += now - file->busy_since[kind];

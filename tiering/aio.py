@@ -22,6 +22,7 @@ from typing import Literal, Protocol, Self
 from tiering._aio import ffi, lib
 from tiering.errors import ConfigError, EngineStateError, SwapError
 from tiering.io_stats import EngineInfo, FileStats, TransferRecord, engine_info, errno_text, file_stats
+from tiering.latencies import LatencyHistogram
 
 ALIGNMENT: int = lib.AIO_ALIGNMENT
 """Bytes: addresses and offsets on a file opened with O_DIRECT are multiples of it."""
@@ -39,6 +40,7 @@ _KIND_NAMES = {number: name for name, number in _KINDS.items()}
 
 _POINTER = ffi.typeof("void *")
 _RESULT = ffi.typeof("aio_result *")
+_FINE_COUNTS = ffi.typeof(f"uint64_t[{lib.AIO_FINE_BUCKETS}]")
 
 # A wait returns to the interpreter this often, so that Ctrl-C is heard.
 _SLICE_NS = 100_000_000
@@ -334,6 +336,18 @@ class AioContext:
                 raise self._refusal(-code, f"stats of {name!r}", name, 0, ())
             result.append(file_stats(name, direct, raw))
         return result
+
+    def latencies(self, file: int, kind: Literal["read", "write", "flush"]) -> LatencyHistogram:
+        """How long the operations of one kind took that ``stats`` counts, finely enough for percentiles."""
+        counts, longest = ffi.new(_FINE_COUNTS), ffi.new("uint64_t *")
+        code = lib.aio_latencies(self._handle, file, _KINDS[kind], counts, longest)
+        if code < 0:
+            if code == -errno.EINVAL:
+                raise ValueError(
+                    f"latencies of {kind!r}, file {file}: no such file index; add_file returns it"
+                )
+            raise self._refusal(-code, f"latencies of {kind!r}", "", 0, ())
+        return LatencyHistogram(tuple(ffi.unpack(counts, lib.AIO_FINE_BUCKETS)), longest[0])
 
     def start_recording(self) -> None:
         """Keep a record of every transfer that ends from now on, until ``end_recording``."""

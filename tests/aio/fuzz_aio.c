@@ -199,6 +199,7 @@ static void *make_calls(void *argument)
     struct input *input = argument;
     while (input->at < input->end) {
         aio_file_stats stats;
+        uint64_t counts[AIO_FINE_BUCKETS], longest;
         aio_info info;
         switch (take(input, 1) % 16) {
         case 0:
@@ -206,6 +207,8 @@ static void *make_calls(void *argument)
             break;
         case 1:
             EXPECT("aio_stats", aio_stats(context, some_file(input), &stats), EINVAL);
+            EXPECT("aio_latencies",
+                   aio_latencies(context, some_file(input), (int)wild(input), counts, &longest), EINVAL);
             break;
         case 2:
             CHECK(aio_describe(context, &info) == 0 && info.engine);

@@ -78,6 +78,7 @@ static char *buffer_of(size_t nbytes, int fill)
 static void round_trip(uint64_t rank, int i, char *out, char *in)
 {
     aio_file_stats stats;
+    uint64_t counts[AIO_FINE_BUCKETS], longest;
     uint64_t nbytes = 1 + ((uint64_t)i * 1663 + rank * 4096) % (REGION - 1);
     memset(out, (int)(rank * ROUNDS) + i, nbytes);
     memset(in, 0, REGION);
@@ -89,6 +90,7 @@ static void round_trip(uint64_t rank, int i, char *out, char *in)
     CHECK(finish(flush) == 0);
     CHECK(memcmp(in, out, nbytes) == 0);
     CHECK(aio_stats(context, file, &stats) == 0);
+    CHECK(aio_latencies(context, file, AIO_WRITE, counts, &longest) == 0 && longest > 0);
     atomic_fetch_add(&bytes_read, nbytes);
     atomic_fetch_add(&bytes_written, nbytes);
 }
@@ -166,8 +168,14 @@ static void check_round_trips(const char *engine, int fd)
         aio_info info;
         CHECK(aio_stats(context, file, &stats) == 0);
         CHECK(stats.kind[AIO_READ].bytes == bytes_read && stats.kind[AIO_WRITE].bytes == bytes_written);
-        for (int kind = 0; kind < AIO_KINDS; kind++)
+        for (int kind = 0; kind < AIO_KINDS; kind++) {
+            uint64_t counts[AIO_FINE_BUCKETS], longest, ops = 0;
             CHECK(stats.kind[kind].in_flight == 0 && stats.kind[kind].errors == 0);
+            CHECK(aio_latencies(context, file, kind, counts, &longest) == 0);
+            for (int bucket = 0; bucket < AIO_FINE_BUCKETS; bucket++)
+                ops += counts[bucket];
+            CHECK(ops == stats.kind[kind].ops);
+        }
         CHECK((stats.kind[AIO_READ].retries > 0) == (n_faults > 0));
         CHECK(aio_describe(context, &info) == 0 && strcmp(info.engine, engine) == 0);
         CHECK(((info.flags & AIO_USES_VERIFY) != 0) == (n_faults == 0));
@@ -271,11 +279,13 @@ static void check_fork(const char *engine, int fd)
     if (child == 0) {
         aio_result result;
         aio_file_stats stats;
+        uint64_t counts[AIO_FINE_BUCKETS], longest;
         int refused = aio_submit(context, AIO_FLUSH, file, NULL, 0, 0, 0, NULL, 0) == -ECHILD &&
                       aio_wait(context, ticket, -1, &result) == -ECHILD &&
                       aio_wait_any(context, &ticket, 1, -1) == -ECHILD &&
                       aio_cancel(context, ticket) == -ECHILD && aio_release(context, ticket) == -ECHILD &&
                       aio_stats(context, file, &stats) == -ECHILD &&
+                      aio_latencies(context, file, AIO_READ, counts, &longest) == -ECHILD &&
                       aio_add_file(context, fd, 1) == -ECHILD &&
                       aio_register_buffer(context, memory, REGION) == -ECHILD;
         aio_free(context);

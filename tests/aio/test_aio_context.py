@@ -354,6 +354,7 @@ if child == 0:
     signal.alarm(20)  # a hang ends here, and shows in the exit status
     refused = 0
     for call in (lambda: context.read(file, buffer, 0, 4096), ticket.wait, ticket.done, context.stats,
+                 lambda: context.latencies(file, "read"),
                  lambda: context.add_file(fd, direct=True, name="again")):
         try:
             call()
@@ -365,7 +366,7 @@ if child == 0:
     with AioContext(engine=sys.argv[2]) as fresh:  # the child may have its own
         done = fresh.write(fresh.add_file(fd, direct=True, name="swap"), buffer, 4096, 4096).wait()
     del ticket, context
-    os._exit(0 if (refused, done) == (5, 4096) and closed == int(sys.argv[3]) else 1)
+    os._exit(0 if (refused, done) == (6, 4096) and closed == int(sys.argv[3]) else 1)
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 print(status, ticket.wait())
 context.close()

@@ -1,0 +1,87 @@
+"""How long operations took: a histogram fine enough for percentiles, as the I/O context counts it in C."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+from tiering._aio import lib
+
+_BITS: int = lib.AIO_FINE_BITS
+_BUCKETS: int = lib.AIO_FINE_BUCKETS
+
+
+def bucket_start(bucket: int) -> int:
+    """The shortest time that ``bucket`` counts, in nanoseconds; the longest is just below the next one's."""
+    above = max(0, (bucket >> _BITS) - 1)
+    return (bucket - (above << _BITS)) << above
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyHistogram:
+    """Operations by how long they took, from issue to the last continuation, those that failed left out.
+
+    ``counts`` has AIO_FINE_BUCKETS entries: a nanosecond wide at first, then 32 of equal width for every octave, so
+    that none is wider than a thirty-second of the times it holds; the last one is open. ``max_ns`` is the longest
+    time, 0 if there is none.
+    """
+
+    counts: tuple[int, ...]
+    max_ns: int
+
+    @classmethod
+    def of(cls, *nanoseconds: int) -> Self:
+        """The histogram of these times; of none, what sums begin with."""
+        counts = [0] * _BUCKETS
+        for taken in nanoseconds:
+            counts[_bucket_of(taken)] += 1
+        return cls(tuple(counts), max(nanoseconds, default=0))
+
+    @property
+    def total(self) -> int:
+        """How many operations."""
+        return sum(self.counts)
+
+    def percentile(self, share: float) -> float:
+        """Seconds within which ``share`` of the operations were over, 0.99 for instance; 1 is the longest.
+
+        The end of the bucket in which that operation is counted: at most a thirty-second too long, never too short.
+        Raises ValueError if there are no operations, or if ``share`` is not in 0 .. 1.
+        """
+        if not 0 <= share <= 1:
+            raise ValueError(f"a percentile of {share}: give a share of 0 .. 1, 0.99 for the 99th")
+        left = max(1, math.ceil(share * self.total))
+        for bucket, count in enumerate(self.counts):
+            left -= count
+            if left <= 0:
+                return min(_last_of(bucket), self.max_ns) / 1e9
+        raise ValueError("there are no percentiles of no operations: look at total first")
+
+    def __add__(self, other: LatencyHistogram) -> LatencyHistogram:
+        """The operations of both, of several files for instance."""
+        counts = tuple(mine + more for mine, more in zip(self.counts, other.counts, strict=True))
+        return LatencyHistogram(counts, max(self.max_ns, other.max_ns))
+
+    def __sub__(self, earlier: LatencyHistogram) -> LatencyHistogram:
+        """What came after ``earlier``, a snapshot of the same counters; ValueError if it cannot be one.
+
+        The longest is then known to a bucket: it is ``max_ns`` where that lies in the last one used, else its end.
+        """
+        counts = tuple(mine - before for mine, before in zip(self.counts, earlier.counts, strict=True))
+        if min(counts) < 0:
+            raise ValueError(
+                "the histogram to subtract is no earlier snapshot of the same counters: it has counted more"
+            )
+        last = max((bucket for bucket, count in enumerate(counts) if count), default=None)
+        return LatencyHistogram(counts, 0 if last is None else min(_last_of(last), self.max_ns))
+
+
+def _bucket_of(nanoseconds: int) -> int:
+    above = max(0, nanoseconds.bit_length() - 1 - _BITS)
+    return min((above << _BITS) + (nanoseconds >> above), _BUCKETS - 1)
+
+
+def _last_of(bucket: int) -> int:
+    """The longest time that ``bucket`` counts, in nanoseconds."""
+    return (1 << 64 if bucket == _BUCKETS - 1 else bucket_start(bucket + 1)) - 1

@@ -4,6 +4,7 @@
     |-- ConfigError               TIER-CONFIG   a key or value in the configuration is wrong
     |-- PlacementError            TIER-PLAN     what was asked for does not fit the budgets
     |-- SwapSpaceError            TIER-SPACE    the NVMe directory cannot hold the swap file
+    |-- UnsafeTargetError         TIER-UNSAFE   a benchmark there could do harm, or would not measure what it says
     |-- SwapError (OSError)       TIER-IO       a transfer between memory and NVMe failed
     |-- ArenaError                TIER-ARENA    the pinned arena cannot serve a lease it was planned for
     |-- TelemetryError            TIER-TELEMETRY  the run directory cannot hold pages
@@ -50,6 +51,12 @@ class SwapSpaceError(TieringError):
     """The swap directory is missing, not writable, of an unsuitable file system, or too full."""
 
     code = "TIER-SPACE"
+
+
+class UnsafeTargetError(TieringError):
+    """A benchmark in that place could do harm, or would not measure what it says."""
+
+    code = "TIER-UNSAFE"
 
 
 class SwapError(TieringError, OSError):

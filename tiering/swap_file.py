@@ -46,14 +46,16 @@ _OPEN_FILES: weakref.WeakSet[SwapFile] = weakref.WeakSet()
 class SwapFile:
     """``nbytes`` of reserved space in ``directory``. ``fd`` is -1 once closed; ``direct`` says that O_DIRECT is in use.
 
+    ``lost`` says what the file system does not give. ``direct=False`` asks for the page cache.
+
     Raises SwapSpaceError when the file cannot be made or the space is not there; nothing is left behind then.
     """
 
-    def __init__(self, directory: Path, nbytes: int) -> None:
+    def __init__(self, directory: Path, nbytes: int, *, direct: bool = True) -> None:
         self.directory = directory
         self.nbytes = 0
         lost: list[str] = []
-        self.fd, self.direct, nameless = _open(directory)
+        self.fd, self.direct, nameless = _open(directory, direct)
         try:
             if not nameless:
                 lost.append(
@@ -67,11 +69,12 @@ class SwapFile:
             if self.direct and nbytes and not _takes_direct_transfers(self.fd, directory):
                 fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
                 self.direct = False
-            if not self.direct:
+            if direct and not self.direct:
                 lost.append("it refuses O_DIRECT: the page cache uses memory beyond the budgets")
         except BaseException:
             os.close(self.fd)
             raise
+        self.lost = tuple(lost)
         if lost:
             log.warning("the file system of nvme_path %s does not give all: %s", directory, "; ".join(lost))
         _OPEN_FILES.add(self)
@@ -204,15 +207,15 @@ def _largest_file() -> str:
     return f"ulimit -f is {format_size(limit)}" if own else "a limit of the file system"
 
 
-def _open(directory: Path) -> tuple[int, bool, bool]:
+def _open(directory: Path, direct: bool) -> tuple[int, bool, bool]:
     """A private file in ``directory``: (descriptor, whether O_DIRECT is in use, whether it never had a name)."""
     try:
         try:
-            return *_direct_if_possible(directory, os.O_TMPFILE), True
+            return *_open_once_or_twice(directory, os.O_TMPFILE, direct), True
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise
-        return *_direct_if_possible(directory, os.O_CREAT | os.O_EXCL), False
+        return *_open_once_or_twice(directory, os.O_CREAT | os.O_EXCL, direct), False
     except OSError as error:
         remedy = {
             errno.EROFS: " (the file system is mounted read-only); remount it or name another directory",
@@ -222,12 +225,14 @@ def _open(directory: Path) -> tuple[int, bool, bool]:
         raise SwapSpaceError(f"cannot create a swap file in {directory}: {error.strerror}{remedy}") from error
 
 
-def _direct_if_possible(directory: Path, way: int) -> tuple[int, bool]:
-    try:
-        return _open_once(directory, way | os.O_DIRECT), True
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
+def _open_once_or_twice(directory: Path, way: int, direct: bool) -> tuple[int, bool]:
+    """With O_DIRECT if that is asked for and possible, else without."""
+    if direct:
+        try:
+            return _open_once(directory, way | os.O_DIRECT), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
     return _open_once(directory, way), False
 
 

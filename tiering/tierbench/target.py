@@ -1,0 +1,114 @@
+"""Which directories may be measured, and how much of them: what is refused, what is warned of, one run at a time.
+
+Nothing that exists is ever written to: the load has nameless files of its own. What is refused here is what would
+still do harm or mislead: devices and files, which somebody may have taken for the thing to measure, a symbolic link,
+which may point elsewhere tomorrow, memory posing as a disk, and a file system that the run would fill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tiering.errors import SwapSpaceError, UnsafeTargetError
+from tiering.fields import format_size
+from tiering.swap_file import free_bytes, memory_file_system
+
+DEFAULT_SIZE = 4 << 30  # of a file, at most
+DEFAULT_SHARE = 0.1  # of what is free, at most
+MOST_SHARE = 0.9  # that a run may take if it is told to
+
+_REFUSED_KINDS = {
+    stat.S_IFBLK: "a block device: writing to it would destroy what is on it; mount a file system and name a directory",
+    stat.S_IFCHR: "a device; name a directory on the drive",
+    stat.S_IFREG: "a file; name a directory, in which tierbench makes a private file of its own",
+    stat.S_IFIFO: "a pipe; name a directory",
+    stat.S_IFSOCK: "a socket; name a directory",
+}
+
+
+def check(directory: Path) -> Path:
+    """``directory``, absolute, if files may be made and measured there.
+
+    Raises UnsafeTargetError or SwapSpaceError."""
+    try:
+        mode = directory.lstat().st_mode
+    except OSError as error:
+        remedy = f"create it (mkdir -p {directory})" if error.errno == errno.ENOENT else "change its mode"
+        raise SwapSpaceError(
+            f"{directory} cannot be reached: {error.strerror}; {remedy}, or name another directory"
+        ) from None
+    if stat.S_ISLNK(mode):
+        raise UnsafeTargetError(
+            f"{directory} is a symbolic link to {directory.resolve()}; name that directory itself"
+        )
+    if not stat.S_ISDIR(mode):
+        raise UnsafeTargetError(
+            f"{directory} is {_REFUSED_KINDS.get(stat.S_IFMT(mode), 'no directory; name one')}"
+        )
+    found = directory.resolve()
+    if kind := memory_file_system(found):
+        raise UnsafeTargetError(
+            f"{directory} is on {kind}, which is memory and no drive; name a directory on the drive"
+        )
+    if os.statvfs(found).f_flag & os.ST_RDONLY:
+        raise SwapSpaceError(
+            f"{directory} is on a file system that is mounted read-only; remount it or name another"
+        )
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise SwapSpaceError(
+            f"{directory} is not writable by this user; change its mode or name another directory"
+        )
+    return found
+
+
+def check_all(directories: Sequence[Path]) -> tuple[Path, ...]:
+    """As ``check``, for several that are used at once: each once."""
+    found = tuple(check(directory) for directory in directories)
+    for directory in found:
+        if found.count(directory) > 1:
+            raise SwapSpaceError(f"{directory} is named twice; name each directory once")
+    return found
+
+
+def file_size(directories: Sequence[Path], *, numjobs: int, bs: int, asked: int | None = None) -> int:
+    """Bytes of each file, a multiple of ``bs``: those ``asked`` for, or what does no harm. Raises
+    UnsafeTargetError if they do."""
+    by_device: dict[int, list[Path]] = {}
+    for directory in directories:
+        by_device.setdefault(directory.stat().st_dev, []).append(directory)
+    room = min(free_bytes(sharing[0]) // (len(sharing) * numjobs) for sharing in by_device.values())
+    least = bs * 4
+    size = min(DEFAULT_SIZE // numjobs, int(room * DEFAULT_SHARE)) if asked is None else asked
+    size = max(size // bs * bs, least)
+    if size > room * MOST_SHARE:
+        files = len(directories) * numjobs
+        raise UnsafeTargetError(
+            f"{files} file{'s' if files > 1 else ''} of {format_size(size)} would leave less than a tenth of what is"
+            f" free in {', '.join(map(str, directories))} ({format_size(room)} for each); give a smaller --size, or"
+            " free space"
+        )
+    return size
+
+
+@contextlib.contextmanager
+def alone_in(directories: Sequence[Path]) -> Iterator[None]:
+    """Hold a lock on each directory: two runs on one disk would measure each other. Raises UnsafeTargetError if it is held."""
+    with contextlib.ExitStack() as held:
+        for directory in directories:
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno == errno.EWOULDBLOCK:
+                    raise UnsafeTargetError(
+                        f"another tierbench is at work in {directory}: both would measure each other; wait for it"
+                    ) from None
+                # Some network file systems lock no directories: a second run is not noticed there.
+        yield

@@ -1,0 +1,77 @@
+"""fio's words, and how they are read: sizes, durations, rates, and the kinds of a window."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+ReadWrite = Literal["read", "write", "rw", "randread", "randwrite", "randrw"]
+READ_WRITE: tuple[ReadWrite, ...] = get_args(ReadWrite)
+ALIASES: dict[str, ReadWrite] = {"readwrite": "rw", "mixed": "rw"}
+ENGINES = ("auto", "io_uring", "libaio", "threads")
+ENGINE_ALIASES = {"psync": "threads", "sync": "threads", "pvsync": "threads"}
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)", re.ASCII)
+_SECONDS = {"ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def said(read: Callable[[str], Any], text: str) -> Any:
+    """What ``read`` makes of ``text``; argparse does not show the words of a ValueError."""
+    try:
+        return read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def size(text: str) -> int:
+    """Bytes, above 0: ``4K``, ``1M``, ``1MiB`` are 1024-based, ``1MB`` is 10^6."""
+    from tiering.fields import parse_size
+
+    nbytes: int = said(parse_size, text)
+    if not nbytes:
+        raise argparse.ArgumentTypeError("at least one byte")
+    return nbytes
+
+
+def rate(text: str) -> float:
+    """Bytes per second: ``3GiB/s``, ``3GB/s``, ``500M``."""
+    return float(size(text.strip().removesuffix("/s")))
+
+
+def duration(text: str) -> float:
+    """Seconds: ``10``, ``10s``, ``500ms``, ``2m``, ``1h``."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"a time is a number with ms, s, m or h, as '10s', not {text!r}")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def kinds(text: str) -> tuple[ReadWrite, ...]:
+    """One or several of fio's --rw, with commas: ``read``, ``randread,randwrite``."""
+    named = [ALIASES.get(each, each) for each in text.split(",")]
+    for each in named:
+        if each not in READ_WRITE:
+            raise argparse.ArgumentTypeError(f"there is no {each!r}; choose of {', '.join(READ_WRITE)}")
+    return tuple(dict.fromkeys(named))  # type: ignore[arg-type]  # just looked up
+
+
+def engine(text: str) -> str:
+    """An I/O engine by fio's name; its synchronous ones are our threads."""
+    named = ENGINE_ALIASES.get(text, text)
+    if named not in ENGINES:
+        raise argparse.ArgumentTypeError(f"there is no engine {text!r}; choose of {', '.join(ENGINES)}")
+    return named
+
+
+def reads(rw: ReadWrite) -> bool:
+    return rw not in ("write", "randwrite")
+
+
+def writes(rw: ReadWrite) -> bool:
+    return rw not in ("read", "randread")
+
+
+def is_random(rw: ReadWrite) -> bool:
+    return rw.startswith("rand")

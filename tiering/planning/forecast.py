@@ -280,13 +280,16 @@ def _phase(name: str, work: _Work, flops: float, rates: Rates, device_is_host: b
     busy[Part.NVME_WRITES] = needed(work.nvme_written, "nvme_write")
     other = max((part for part in Part if part not in ON_DISK), key=lambda part: busy[part])
     besides = max(busy[other], sum(busy[part] for part in ON_CORES) if device_is_host else 0.0)
-    disk = _disk_seconds(work.nvme_read, work.nvme_written, rates)
+    disk = disk_seconds(work.nvme_read, work.nvme_written, rates)
     bound = max(ON_DISK, key=lambda part: busy[part]) if disk > besides else other
     return Phase(name, max(besides, disk), bound, max(0.0, disk - besides), busy)
 
 
-def _disk_seconds(read: float, written: float, rates: Rates) -> float:
-    """Both at once as long as there are both, then what is left alone; one after the other if nobody knows the mix."""
+def disk_seconds(read: float, written: float, rates: Rates) -> float:
+    """Of ``read`` and ``written`` bytes on NVMe.
+
+    Both at once as long as there are both, then what is left alone; one after the other if nobody knows the mix.
+    """
     both = min(read, written) if rates.nvme_mixed is not None else 0.0
     seconds = 2 * both / rates.nvme_mixed if rates.nvme_mixed is not None else 0.0
     if rates.nvme_read is not None:

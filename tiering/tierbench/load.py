@@ -42,8 +42,8 @@ Watch = Callable[[Sample, float], None]
 class Ground:
     """Private files of ``size`` bytes, one per directory and job, reserved; with what of them was written once.
 
-    ``lost`` says what the file systems do not give, by directory. Raises UnsafeTargetError where O_DIRECT was asked for and is
-    refused, SwapSpaceError where there is no room.
+    ``lost`` says what the file systems do not give, by directory. Raises UnsafeTargetError where O_DIRECT was asked
+    for and is refused, SwapSpaceError where there is no room.
     """
 
     def __init__(

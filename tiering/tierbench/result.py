@@ -164,6 +164,7 @@ class Verdict(Record):
     """What the rates mean for training: an optimizer step whose state is all on these paths."""
 
     params: int
+    state: str = Field(description="Its format: fp32, split, bf16 or split+bf16.")
     read_bytes: int = Field(description="In a step.")
     write_bytes: int
     seconds: float

@@ -35,7 +35,8 @@ _REFUSED_KINDS = {
 def check(directory: Path) -> Path:
     """``directory``, absolute, if files may be made and measured there.
 
-    Raises UnsafeTargetError or SwapSpaceError."""
+    Raises UnsafeTargetError or SwapSpaceError.
+    """
     try:
         mode = directory.lstat().st_mode
     except OSError as error:
@@ -98,7 +99,7 @@ def file_size(directories: Sequence[Path], *, numjobs: int, bs: int, asked: int 
 
 @contextlib.contextmanager
 def alone_in(directories: Sequence[Path]) -> Iterator[None]:
-    """Hold a lock on each directory: two runs on one disk would measure each other. Raises UnsafeTargetError if it is held."""
+    """Hold a lock on each directory: two runs there would measure each other. UnsafeTargetError if it is held."""
     with contextlib.ExitStack() as held:
         for directory in directories:
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,0 +1,312 @@
+"""``tierbench DIR ...``: windows of reads, writes and both on private files in the directories, and what they mean."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tiering import drives
+from tiering.config import ALIGNMENT, DEEPEST, format_size
+from tiering.drives import Backing
+from tiering.errors import ConfigError
+from tiering.swap_file import free_bytes
+from tiering.tierbench import target
+from tiering.tierbench.load import Ground, Load, Watch
+from tiering.tierbench.result import Machine, Result, Row, Settings, Sustained, Target, Verdict
+from tiering.tierbench.words import ReadWrite, writes
+
+WINDOW = 2.5  # seconds, unless told: with the preparation three of them take ten
+PREPARATION = 2.0  # seconds that writing the files may take, unless their size was asked for
+LINK_SHARE = 0.95  # of a drive's best link: less is told
+OTHERS_SHARE = 0.05  # of our bytes, moved by others meanwhile, is told
+
+
+class Phases(Protocol):
+    """Who is told of the progress: of each phase when it begins, and by what is returned of each sample in it."""
+
+    def phase(self, name: str, seconds: float | None) -> Watch: ...
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command line asks for; None: what is usual. Sizes are bytes, times seconds."""
+
+    directories: tuple[Path, ...]
+    rws: tuple[ReadWrite, ...] = ("read", "write", "rw")
+    bs: int = 1 << 20
+    iodepth: int = 16
+    numjobs: int = 1
+    size: int | None = None
+    runtime: float | None = None
+    ramp_time: float = 0.0
+    direct: bool = True
+    ioengine: str = "auto"
+    registered: bool = True
+    rwmixread: int = 50
+    verify: bool = False
+    sustained: bool = False
+    max_write: int | None = None
+    params: int = 7_000_000_000
+    state: str = "fp32"
+    command: str = "tierbench"
+
+    def __post_init__(self) -> None:
+        if self.bs % ALIGNMENT or self.bs > 1 << 30:
+            nearest = max(ALIGNMENT, round(self.bs / ALIGNMENT) * ALIGNMENT)
+            raise ConfigError(
+                f"--bs is {self.bs} bytes, which has to be a multiple of {ALIGNMENT} up to 1 GiB: {nearest} is one"
+                " (K, M and G are 1024-based, KB, MB and GB are decimal)"
+            )
+        if not 1 <= self.iodepth <= DEEPEST:
+            raise ConfigError(f"--iodepth is {self.iodepth}; choose 1 .. {DEEPEST}")
+        if not 1 <= self.numjobs <= 64:
+            raise ConfigError(f"--numjobs is {self.numjobs}; choose 1 .. 64")
+        if not 1 <= self.rwmixread <= 99:
+            raise ConfigError(
+                f"--rwmixread is {self.rwmixread}; choose 1 .. 99 percent, or --rw read or write"
+            )
+        if self.runtime is not None and self.runtime <= 0:
+            raise ConfigError("--runtime is 0; give the seconds of a window")
+        if self.verify and not self.direct:
+            raise ConfigError("--verify of the page cache says nothing of the drive; leave out --direct 0")
+
+
+def run(asked: Asked, phases: Phases | None = None) -> Result:
+    """Measure what was asked for. After Ctrl-C in a window the result is what there is until then.
+
+    Raises ConfigError, SwapSpaceError and UnsafeTargetError for what will not be measured, and SwapError when a
+    transfer fails or, with ``verify``, what is read is not what was written.
+    """
+    directories = target.check_all(asked.directories)
+    with target.alone_in(directories):
+        return _Run(asked, directories, phases).run()
+
+
+class _Run:
+    """A run under way: rows and notes as they come."""
+
+    def __init__(self, asked: Asked, directories: tuple[Path, ...], phases: Phases | None) -> None:
+        self._asked = asked
+        self._directories = directories
+        self._phases = phases
+        self._backings = [drives.behind(directory) for directory in directories]
+        self._rows: list[Row] = []
+        self._notes: list[str] = []
+        self._sustained: Sustained | None = None
+        self._interrupted = False
+
+    def run(self) -> Result:
+        asked = self._asked
+        self._notes += [
+            note for place in zip(self._directories, self._backings, strict=True) for note in _warned(*place)
+        ]
+        free = [free_bytes(directory) for directory in self._directories]
+        size = self._size()
+        before = [_counters(backing) for backing in self._backings]
+        started = datetime.datetime.now(datetime.UTC)
+        with Ground(self._directories, size=size, numjobs=asked.numjobs, direct=asked.direct) as ground:
+            ground.max_write = asked.max_write
+            self._notes += [
+                f"{directory}: {what}" for directory, lost in ground.lost.items() for what in lost
+            ]
+            with Load(ground, self._settings(size)) as load:
+                self._measure(ground, load)
+                engine = load.engine
+            used = min(min(each) for each in ground.written_once)
+            verified = ground.read_bytes if asked.verify else None
+            ours = (ground.read_bytes, ground.written_bytes)
+            others = self._others(before, ground)
+        settings = self._settings(used)
+        told, block = self._meaning(settings)
+        return Result(
+            version=importlib.metadata.version("tiering"),
+            date=started.isoformat(timespec="seconds"),
+            command=asked.command,
+            machine=machine(),
+            targets=tuple(
+                Target(
+                    directory=str(directory),
+                    backing=backing,
+                    free_bytes=room,
+                    others_read=moved and moved[0],
+                    others_written=moved and moved[1],
+                )
+                for directory, backing, room, moved in zip(
+                    self._directories, self._backings, free, others, strict=True
+                )
+            ),
+            settings=settings,
+            engine=engine,
+            rows=tuple(self._rows),
+            read_bytes=ours[0],
+            written_bytes=ours[1],
+            verified_bytes=verified,
+            sustained=self._sustained,
+            notes=tuple(self._notes),
+            interrupted=self._interrupted,
+            verdict=told,
+            config=block,
+        )
+
+    def _size(self) -> int:
+        asked = self._asked
+        wanted = asked.size
+        if asked.sustained and wanted is None:
+            from tiering.tierbench import sustained
+
+            wanted = min(map(sustained.span, self._directories, self._backings))
+        size = target.file_size(self._directories, numjobs=asked.numjobs, bs=asked.bs, asked=wanted)
+        if asked.max_write is not None:  # the files are written once before anything is measured
+            files = len(self._directories) * asked.numjobs
+            most = asked.max_write // (2 * files) // asked.bs * asked.bs
+            least = 4 * asked.bs
+            if most < least:
+                raise ConfigError(
+                    f"--max-write {format_size(asked.max_write)} is too little for {files} file(s) in blocks of"
+                    f" {format_size(asked.bs)}: give at least {format_size(2 * files * least)}, or a smaller --bs"
+                )
+            size = min(size, most)
+        return size
+
+    def _settings(self, size: int) -> Settings:
+        asked = self._asked
+        return Settings(
+            bs=asked.bs,
+            iodepth=asked.iodepth,
+            numjobs=asked.numjobs,
+            size=size,
+            runtime=asked.runtime or WINDOW,
+            ramp_time=asked.ramp_time,
+            direct=asked.direct,
+            ioengine=asked.ioengine,
+            registered=asked.registered,
+            rwmixread=asked.rwmixread,
+            verify=asked.verify,
+        )
+
+    def _measure(self, ground: Ground, load: Load) -> None:
+        asked = self._asked
+        if asked.sustained:
+            self._sustain(load)
+        else:
+            limit = PREPARATION if asked.size is None else None
+            row = load.lay_out(seconds=limit, watch=self._phase("writing once", limit))
+            self._interrupted = not row.complete
+        seconds = asked.runtime or WINDOW
+        for rw in asked.rws:
+            if self._interrupted:
+                return
+            watch = self._phase(rw, seconds + asked.ramp_time)
+            row = load.run(rw, seconds=seconds, ramp=asked.ramp_time, watch=watch)
+            self._interrupted = not row.complete
+            if row.bytes:
+                self._rows.append(row)
+            if writes(rw) and row.seconds < 0.9 * seconds and row.complete:
+                self._notes.append(
+                    f"{rw}: ended after {row.seconds:.2f} s, since no more than --max-write"
+                    f" {format_size(asked.max_write or 0)} may be written"
+                )
+        if asked.verify and not self._interrupted:
+            self._interrupted = not load.check(watch=self._phase("verifying", None)).complete
+
+    def _phase(self, name: str, seconds: float | None) -> Watch | None:
+        return None if self._phases is None else self._phases.phase(name, seconds)
+
+    def _sustain(self, load: Load) -> None:
+        from tiering.tierbench import sustained
+
+        seconds = self._asked.runtime or sustained.SECONDS
+        watch = self._phase("sustained write", seconds)
+        row, self._sustained = sustained.run(load, seconds=seconds, watch=watch)
+        self._rows.append(row)
+        self._interrupted = not row.complete
+
+    def _others(
+        self, before: Sequence[tuple[int, int] | None], ground: Ground
+    ) -> list[tuple[int, int] | None]:
+        """What others read and wrote on the drives of each directory meanwhile; what is ours there is taken off."""
+        found: list[tuple[int, int] | None] = []
+        files = [[swap.directory for swap in files] for files in ground.files]
+        for backing, early in zip(self._backings, before, strict=True):
+            late = _counters(backing)
+            if early is None or late is None:
+                found.append(None)
+                continue
+            names = {drive.name for drive in backing.drives}
+            sharing = [
+                directory
+                for directory, other in zip(self._directories, self._backings, strict=True)
+                if names & {drive.name for drive in other.drives}
+            ]
+            share = sum(directory in sharing for each in files for directory in each) / sum(map(len, files))
+            moved = (late[0] - early[0], late[1] - early[1])
+            ours = (ground.read_bytes * share, ground.written_bytes * share)
+            found.append((max(0, int(moved[0] - ours[0])), max(0, int(moved[1] - ours[1]))))
+        return found
+
+    def _meaning(self, settings: Settings) -> tuple[Verdict | None, dict[str, Any]]:
+        """The verdict and the configuration: of figures that are the drive's."""
+        if not settings.direct:
+            self._notes.append("buffered figures are of memory and drive together: no verdict for training")
+            return None, {}
+        from tiering.tierbench import verdict
+
+        told = verdict.verdict(
+            self._asked.params, verdict.rates_of(self._rows, self._sustained), state=self._asked.state
+        )
+        return told, verdict.config_block(self._directories, settings)
+
+
+def machine() -> Machine:
+    """This one."""
+    return Machine(
+        cpu=_cpu_model(),
+        cpus=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        kernel=f"{platform.system()} {platform.release()}",
+    )
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _counters(backing: Backing) -> tuple[int, int] | None:
+    """Bytes read and written so far, by all its drives; None if one of them does not tell, or there is none."""
+    counted = [drives.io_counters(drive) for drive in backing.drives]
+    known = [each for each in counted if each is not None]
+    if not known or len(known) < len(counted):
+        return None
+    return sum(read for read, _ in known), sum(written for _, written in known)
+
+
+def _warned(directory: Path, backing: Backing) -> list[str]:
+    """What about a directory's file system and drives makes its figures mean less than they seem to."""
+    file_system, found = backing.file_system, []
+    if file_system.kind == "overlay":
+        found.append("an overlay (a container's root): mount a volume of the drive and name that")
+    if file_system.kind == "network":
+        found.append(
+            f"{file_system.type} is a network file system: figures are of the network and the server's cache"
+        )
+    for disk in backing.disks:
+        if disk.rotational and disk.transport != "virtio":
+            found.append(f"{disk.name} turns: a hard disk is no place for training state")
+        if (
+            disk.link
+            and disk.best_link
+            and disk.link.bytes_per_second < LINK_SHARE * disk.best_link.bytes_per_second
+        ):
+            found.append(
+                f"{disk.name} is linked by {disk.link}, although it can {disk.best_link}: another slot?"
+            )
+    return [f"{directory}: {each}" for each in found]

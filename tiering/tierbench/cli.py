@@ -1,0 +1,247 @@
+"""``tierbench``: the command line. What a subcommand needs is loaded when it runs, so that ``--help`` answers at once.
+
+Data goes to stdout, progress and messages to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import logging
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tiering.tierbench import words
+
+if TYPE_CHECKING:
+    from tiering.tierbench.bench import Asked
+    from tiering.tierbench.result import Result
+
+OK, FAILED, USAGE, UNSAFE, BELOW, INTERRUPTED = 0, 1, 2, 3, 4, 130
+
+COMMANDS = {
+    "tune": "find the I/O engine, block size and depth that suit the drive",
+    "profile": "replay the engine's own pattern of a model through the engine's own path",
+    "tiers": "measure the other legs too (memory, CPU optimizer, GPU) for `tiering plan --measure`",
+    "compare": "two results, or this load beside fio",
+}
+
+EPILOG = f"""\
+commands: {", ".join(COMMANDS)} (`tierbench COMMAND --help`; a directory of such a name is ./tune)
+sizes: 4K, 1M, 1G and 1MiB are 1024-based, 1MB is 10^6; times: 10, 500ms, 2m.
+exit code: 0 measured, 1 a transfer failed or --verify found wrong bytes, 2 the question was wrong, 3 refused as unsafe,
+4 slower than --fail-under, 130 interrupted (what was measured is printed).
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    logging.getLogger("tiering").addHandler(logging.NullHandler())  # what matters of it is told as notes
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not have every character that is printed
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = _command(given[0], given[1:]) if given and given[0] in COMMANDS else _bench(given)
+        print(end="", flush=True)
+    except BrokenPipeError:  # who reads has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush goes nowhere
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print("tierbench: interrupted before anything was measured", file=sys.stderr)
+        return INTERRUPTED
+    return code
+
+
+def _command(name: str, arguments: list[str]) -> int:
+    module = importlib.import_module(f"tiering.tierbench.{name}")
+    parser = argparse.ArgumentParser(prog=f"tierbench {name}", description=f"{COMMANDS[name]}.".capitalize())
+    module.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    from tiering.tierbench.failures import exit_code
+
+    with exit_code(f"tierbench {name}") as told:
+        told.code = module.run(options)
+    return told.code
+
+
+def _bench(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
+    from tiering.tierbench.failures import exit_code
+
+    with exit_code("tierbench") as told:
+        told.code = _measure(options, arguments)
+    return told.code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tierbench",
+        usage="tierbench DIR ... [options]\n       tierbench {" + ",".join(COMMANDS) + "} ...",
+        description="How fast a drive is for training, in about ten seconds, on private files that vanish.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "directories", type=Path, nargs="+", metavar="DIR", help="on the drive; several are used at once"
+    )
+    _add_load(parser.add_argument_group("the load, in fio's words"))
+    _add_checks(parser.add_argument_group("what else"))
+    _add_output(parser.add_argument_group("output"))
+    return parser
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--rw", type=words.kinds, default=("read", "write", "rw"), metavar="KINDS",
+        help=f"one after the other, with commas: {', '.join(words.READ_WRITE)} (default: read,write,rw)",
+    )  # fmt: skip
+    group.add_argument(
+        "--bs", type=words.size, default=1 << 20, metavar="SIZE", help="of a block (default: 1M)"
+    )
+    group.add_argument("--iodepth", type=int, default=16, metavar="N", help="blocks in flight (default: 16)")
+    group.add_argument(
+        "--numjobs", type=int, default=1, metavar="N", help="I/O contexts, as ranks have (default: 1)"
+    )
+    group.add_argument(
+        "--size", type=words.size, metavar="SIZE", help="of each file (default: what two seconds write)"
+    )
+    group.add_argument("--runtime", type=words.duration, metavar="TIME", help="of each kind (default: 2.5s)")
+    group.add_argument(
+        "--ramp-time", "--ramp_time", type=words.duration, default=0.0, metavar="TIME",
+        help="before each that does not count (default: none)",
+    )  # fmt: skip
+    group.add_argument(
+        "--direct", type=int, choices=(0, 1), default=1, help="0: through the page cache (default: 1)"
+    )
+    group.add_argument(
+        "--ioengine", type=words.engine, default="auto", metavar="NAME", help=f"{', '.join(words.ENGINES)}"
+    )
+    group.add_argument(
+        "--fixedbufs",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="register memory with the kernel (default: 1)",
+    )
+    group.add_argument(
+        "--rwmixread", type=int, default=50, metavar="PERCENT", help="reads of a mixed kind (default: 50)"
+    )
+
+
+def _add_checks(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--verify", action="store_true", help="checksum what is written, and compare all of it"
+    )
+    group.add_argument(
+        "--sustained", action="store_true", help="write on until the drive's write cache is full; minutes"
+    )
+    group.add_argument("--max-write", type=words.size, metavar="SIZE", help="write no more than that in all")
+    group.add_argument(
+        "--fail-under", type=words.rate, metavar="RATE", help="exit with 4 if a kind is slower: 3GiB/s"
+    )
+    group.add_argument(
+        "--params", default="7B", metavar="N", help="of the model of the verdict (default: 7B)"
+    )
+    group.add_argument(
+        "--state", choices=("fp32", "split", "bf16", "split+bf16"), default="fp32", help="its optimizer state"
+    )
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--format", "--output-format", choices=("table", "json", "csv", "prom"), default="table",
+        help="(default: table); prom is Prometheus's text format",
+    )  # fmt: skip
+    for name in ("json", "csv"):
+        group.add_argument(
+            f"--{name}", dest="format", action="store_const", const=name, help=f"--format {name}"
+        )
+    group.add_argument("--plot", type=Path, metavar="FILE", help="bandwidth over time as a PNG")
+    group.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def _asked(options: argparse.Namespace, arguments: list[str]) -> Asked:
+    from tiering.errors import ConfigError
+    from tiering.planning.sizing import decoder, parse_count
+    from tiering.tierbench.bench import Asked
+
+    try:
+        params = parse_count(options.params)
+        decoder(params)  # now, and not after ten seconds
+    except ValueError as error:
+        raise ConfigError(f"--params: {error}") from None
+    return Asked(
+        directories=tuple(options.directories),
+        rws=options.rw,
+        bs=options.bs,
+        iodepth=options.iodepth,
+        numjobs=options.numjobs,
+        size=options.size,
+        runtime=options.runtime,
+        ramp_time=options.ramp_time,
+        direct=bool(options.direct),
+        ioengine=options.ioengine,
+        registered=bool(options.fixedbufs),
+        rwmixread=options.rwmixread,
+        verify=options.verify,
+        sustained=options.sustained,
+        max_write=options.max_write,
+        params=params,
+        state=options.state,
+        command=shlex.join(["tierbench", *arguments]),
+    )
+
+
+def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
+    from tiering.tierbench import bench
+    from tiering.tierbench.progress import Progress
+
+    asked = _asked(options, arguments)
+    if options.plot is not None:
+        from tiering.tierbench import plot
+
+        plot.check(options.plot)
+    with Progress(quiet=options.quiet) as progress:
+        result = bench.run(asked, progress)
+    _print(result, options.format)
+    if options.plot is not None:
+        plot.save(result, options.plot)
+    if result.interrupted:
+        return INTERRUPTED
+    return _judge(result, options.fail_under)
+
+
+def _print(result: Result, how: str) -> None:
+    if how == "json":
+        print(result.to_json())
+        return
+    if how == "table":
+        from rich.console import Console
+
+        from tiering.tierbench import screen
+
+        screen.show(result, Console())
+        return
+    from tiering.tierbench import formats
+
+    print(formats.as_csv(result) if how == "csv" else formats.as_prom(result), end="")
+
+
+def _judge(result: Result, least: float | None) -> int:
+    slow = [row for row in result.rows if least is not None and row.rate < least]
+    for row in slow:
+        print(
+            f"tierbench: {row.rw} at {row.rate / 1e9:.2f} GB/s is below --fail-under, {(least or 0) / 1e9:.2f} GB/s",
+            file=sys.stderr,
+        )
+    return BELOW if slow else OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,6 +11,7 @@ window what was not begun is taken back, so a slow disk is not waited for.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import threading
@@ -19,9 +20,10 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from tiering.aio import AioContext, Ticket
 from tiering.arena import PAGE, Arena, Lease
@@ -97,6 +99,14 @@ class _Count:
     latency: LatencyHistogram
 
 
+class _Mark(NamedTuple):
+    """What had been moved at a time of a window."""
+
+    at: float
+    read: int
+    write: int
+
+
 class Load:
     """I/O contexts over ``ground`` as ``settings`` say; windows are run in it one after the other.
 
@@ -107,6 +117,8 @@ class Load:
     def __init__(self, ground: Ground, settings: Settings) -> None:
         self.ground = ground
         self.settings = settings
+        self._lock = threading.Lock()
+        self._promised = 0  # bytes of the window's writes, (lock)
         self._contexts: list[AioContext] = []
         self._lanes: list[_Lane] = []
         try:
@@ -175,43 +187,27 @@ class Load:
     def _window(
         self, rw: ReadWrite, seconds: float | None, ramp: float, watch: Watch | None, *, once: bool
     ) -> Row:
-        self._lock, self._promised = threading.Lock(), 0
-        stop = threading.Event()
-        ended = threading.Semaphore(0)
-        threads = [
-            threading.Thread(target=lane.work, args=(rw, stop, ended, once), daemon=True)
-            for lane in self._lanes
-        ]
-        whole = self._counts()
+        self._promised = 0
+        whole = before = self._counts()
+        marks = [_Mark(0.0, *self._moved())]
+        complete = True
         cpu, began = time.process_time(), time.monotonic()
-        for thread in threads:
-            thread.start()
-        before, complete, running = whole, True, len(threads)
-        samples: list[Sample] = []
         try:
-            if ramp:
-                running -= _ended(ended, running, began + ramp)
-                before, cpu, began = self._counts(), time.process_time(), time.monotonic()
-            until = None if seconds is None else began + seconds
-            last, sampled = self._moved(), began
-            while running and (until is None or time.monotonic() < until):
-                next_sample = sampled + SAMPLE_SECONDS
-                running -= _ended(ended, running, next_sample if until is None else min(next_sample, until))
-                now, moved = time.monotonic(), self._moved()
-                read, write = (
-                    (late - early) / (now - sampled) for late, early in zip(moved, last, strict=True)
-                )
-                samples.append(Sample(at=now - began, read=read, write=write))
-                last, sampled = moved, now
-                if watch is not None:
-                    done = sum(lane.reached for lane in self._lanes) / (self.ground.size * len(self._lanes))
-                    watch(samples[-1], done if until is None else min(1.0, (now - began) / (until - began)))
+            with _Crew(self._lanes, rw, once=once) as crew:
+                if ramp:
+                    crew.sleep_until(began + ramp)
+                    before, cpu, began = self._counts(), time.process_time(), time.monotonic()
+                    marks = [_Mark(0.0, *self._moved())]
+                until = math.inf if seconds is None else began + seconds
+                while (now := time.monotonic()) < until and crew.sleep_until(
+                    min(now + SAMPLE_SECONDS, until)
+                ):
+                    marks.append(_Mark(time.monotonic() - began, *self._moved()))
+                    if watch is not None:
+                        share = self._reached() if seconds is None else min(1.0, marks[-1].at / seconds)
+                        watch(_sample(*marks[-2:]), share)
         except KeyboardInterrupt:
             complete = False
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
         for lane in self._lanes:
             if lane.failed is not None:
                 raise lane.failed
@@ -220,9 +216,16 @@ class Load:
                 lane.flush()
         took, cpu = time.monotonic() - began, time.process_time() - cpu
         after = self._counts()
-        self.ground.read_bytes += sum(each[0].bytes for each in _less(after, whole))
-        self.ground.written_bytes += sum(each[1].bytes for each in _less(after, whole))
-        return self._row(rw, _less(after, before), took, cpu, samples, complete)
+        moved, all_moved = _less(after, before), _less(after, whole)
+        if took - marks[-1].at > SAMPLE_SECONDS / 2:  # the end is a stretch of its own
+            marks.append(_Mark(took, *self._moved()))
+        self.ground.read_bytes += sum(read.bytes for read, _ in all_moved)
+        self.ground.written_bytes += sum(write.bytes for _, write in all_moved)
+        return self._row(rw, moved, took, cpu, [_sample(*pair) for pair in pairwise(marks)], complete)
+
+    def _reached(self) -> float:
+        """The share of all files that the pass over them has covered."""
+        return sum(lane.reached for lane in self._lanes) / (self.ground.size * len(self._lanes))
 
     def _moved(self) -> tuple[int, int]:
         """Bytes read and written so far."""
@@ -264,6 +267,39 @@ class Load:
             ),
             complete=complete,
         )
+
+
+class _Crew:
+    """The threads of all lanes, at work on a window."""
+
+    def __init__(self, lanes: Sequence[_Lane], rw: ReadWrite, *, once: bool) -> None:
+        self._stop = threading.Event()
+        self._ended = threading.Semaphore(0)
+        self._at_work = len(lanes)
+        self._threads = [
+            threading.Thread(target=lane.work, args=(rw, self._stop, self._ended, once), daemon=True)
+            for lane in lanes
+        ]
+
+    def sleep_until(self, when: float) -> bool:
+        """Until then, or until nobody is at work any more; False in that case."""
+        while self._at_work:
+            if not self._ended.acquire(timeout=max(0.0, when - time.monotonic())):
+                return True
+            self._at_work -= 1
+        return False
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
 
 
 class _Lane:
@@ -392,15 +428,11 @@ def worst_second(samples: Sequence[Sample]) -> float | None:
     return worst
 
 
-def _ended(ended: threading.Semaphore, running: int, until: float) -> int:
-    """Wait until then, or until all ``running`` threads have; how many have ended."""
-    count = 0
-    while count < running:
-        left = until - time.monotonic()
-        if not ended.acquire(timeout=max(0.0, left)):
-            break
-        count += 1
-    return count
+def _sample(before: _Mark, after: _Mark) -> Sample:
+    took = after.at - before.at
+    return Sample(
+        at=after.at, read=(after.read - before.read) / took, write=(after.write - before.write) / took
+    )
 
 
 def _less(

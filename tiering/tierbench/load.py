@@ -27,7 +27,7 @@ from typing import NamedTuple, Self
 
 from tiering.aio import AioContext, Ticket
 from tiering.arena import PAGE, Arena, Lease
-from tiering.errors import SwapError, UnsafeTargetError
+from tiering.errors import SwapError, SwapSpaceError, UnsafeTargetError
 from tiering.latencies import LatencyHistogram
 from tiering.swap_file import SwapFile
 from tiering.tierbench.result import Engine, Latencies, PathRow, Row, Sample, Settings, Traffic
@@ -63,7 +63,7 @@ class Ground:
             for _ in range(numjobs):
                 self.files.append([])
                 for directory in self.directories:
-                    file = SwapFile(directory, size, direct=direct)
+                    file = _private_file(directory, size, direct)
                     self.files[-1].append(file)
                     self.lost[directory] = file.lost
                     if direct and not file.direct:
@@ -88,6 +88,16 @@ class Ground:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _private_file(directory: Path, size: int, direct: bool) -> SwapFile:
+    try:
+        return SwapFile(directory, size, direct=direct)
+    except SwapSpaceError as error:  # its remedy is one for training
+        what, _, _ = error.words.partition("; ")
+        raise SwapSpaceError(
+            f"{what}; free space there, give a smaller --size, or name another directory"
+        ) from None
 
 
 @dataclass

@@ -14,6 +14,7 @@ ENGINES = ("auto", "io_uring", "libaio", "threads")
 ENGINE_ALIASES = {"psync": "threads", "sync": "threads", "pvsync": "threads"}
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)", re.ASCII)
+_LETTER = re.compile(r"[\d.]+[kmgtp]", re.ASCII)  # as fio has it
 _SECONDS = {"ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -26,9 +27,11 @@ def said(read: Callable[[str], Any], text: str) -> Any:
 
 
 def size(text: str) -> int:
-    """Bytes, above 0: ``4K``, ``1M``, ``1MiB`` are 1024-based, ``1MB`` is 10^6."""
+    """Bytes, above 0: ``4K`` or ``4k``, ``1M``, ``1MiB`` are 1024-based, ``1MB`` is 10^6."""
     from tiering.fields import parse_size
 
+    if _LETTER.fullmatch(text):
+        text = text.upper()
     nbytes: int = said(parse_size, text)
     if not nbytes:
         raise argparse.ArgumentTypeError("at least one byte")

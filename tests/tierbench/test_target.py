@@ -1,0 +1,116 @@
+"""Which directories are refused, how much of them is taken, and that one run at a time is in each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiering.errors import SwapSpaceError, UnsafeTargetError
+from tiering.tierbench import target
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes that every file system has free."""
+    nbytes = 1000 * MIB
+    monkeypatch.setattr(target, "free_bytes", lambda directory: nbytes)
+    return nbytes
+
+
+def test_a_directory_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "inner").mkdir()
+    assert target.check(tmp_path) == target.check(Path()) == tmp_path
+    assert target.check_all([tmp_path, Path("inner")]) == (tmp_path, tmp_path / "inner")
+
+
+def test_a_device_is_refused() -> None:
+    with pytest.raises(UnsafeTargetError, match="/dev/null is a device; name a directory on the drive"):
+        target.check(Path("/dev/null"))
+
+
+def test_a_block_device_is_refused_with_what_it_would_destroy() -> None:
+    disks = [path for path in Path("/dev").iterdir() if path.is_block_device()]
+    if not disks:
+        pytest.skip("there is no block device here")
+    with pytest.raises(UnsafeTargetError, match="a block device: writing to it would destroy what is on it"):
+        target.check(disks[0])
+
+
+def test_a_file_a_pipe_and_a_link_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for name, words in (
+        ("file", "is a file; name a directory"),
+        ("pipe", "is a pipe"),
+        ("link", f"is a symbolic link to {tmp_path / 'real'}; name that directory itself"),
+    ):
+        with pytest.raises(UnsafeTargetError, match=words):
+            target.check(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_memory_is_no_drive() -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("there is no /dev/shm here")
+    with pytest.raises(UnsafeTargetError, match="is on tmpfs, which is memory and no drive"):
+        target.check(Path("/dev/shm"))
+
+
+def test_what_is_missing_or_named_twice_is_a_wrong_question(tmp_path: Path) -> None:
+    with pytest.raises(SwapSpaceError, match=r"cannot be reached: No such file .*; create it \(mkdir -p"):
+        target.check(tmp_path / "missing")
+    (tmp_path / "x").mkdir()
+    with pytest.raises(SwapSpaceError, match="is named twice"):
+        target.check_all([tmp_path, tmp_path / "x" / ".."])
+
+
+def test_the_usual_size_is_a_tenth_of_what_is_free(tmp_path: Path, free: int) -> None:
+    assert target.file_size([tmp_path], numjobs=1, bs=MIB) == free // 10 // MIB * MIB
+    other = tmp_path / "same disk"
+    other.mkdir()
+    assert target.file_size([tmp_path, other], numjobs=2, bs=MIB) == free // 40 // MIB * MIB
+
+
+def test_the_usual_size_is_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "free_bytes", lambda directory: 10**15)
+    assert target.file_size([tmp_path], numjobs=1, bs=MIB) == target.DEFAULT_SIZE
+    assert target.file_size([tmp_path], numjobs=4, bs=MIB) == target.DEFAULT_SIZE // 4
+
+
+def test_a_size_that_would_fill_the_disk_is_refused(tmp_path: Path, free: int) -> None:
+    assert target.file_size([tmp_path], numjobs=1, bs=MIB, asked=free * 9 // 10) == free * 9 // 10
+    with pytest.raises(UnsafeTargetError, match="would leave less than a tenth of what is free"):
+        target.file_size([tmp_path], numjobs=1, bs=MIB, asked=free * 9 // 10 + MIB)
+    with pytest.raises(UnsafeTargetError, match=r"2 files of 500\.00 MiB"):
+        target.file_size([tmp_path], numjobs=2, bs=MIB, asked=500 * MIB)
+
+
+def test_a_disk_without_room_for_four_blocks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "free_bytes", lambda directory: 3 * MIB)
+    with pytest.raises(UnsafeTargetError, match=r"1 file of 4\.00 MiB would leave less"):
+        target.file_size([tmp_path], numjobs=1, bs=MIB)
+
+
+def test_one_run_per_directory(tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from tiering.tierbench import target
+with target.alone_in([Path({str(tmp_path)!r})]):
+    pass
+"""
+    with target.alone_in([tmp_path]):
+        second = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "another tierbench is at work in" in second.stderr
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert list(tmp_path.iterdir()) == []

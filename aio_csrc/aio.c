@@ -261,15 +261,30 @@ int aio_register_buffer(aio_context *context, void *address, uint64_t nbytes)
     return error;
 }
 
-static bool is_valid(const struct request *request)
+static bool is_in_file(uint64_t offset, uint64_t nbytes)
 {
-    if (request->kind == AIO_FLUSH)
-        return true;
-    if (request->nbytes > INT64_MAX || request->offset > INT64_MAX - request->nbytes)
-        return false;
-    if (!request->data && request->nbytes)
-        return false;
-    return !request->file->direct || ((uintptr_t)request->data | request->offset) % AIO_ALIGNMENT == 0;
+    return nbytes <= INT64_MAX && offset <= INT64_MAX - nbytes;
+}
+
+/* Queue what is wanted of the file with that number. places: the offsets and lengths that must be aligned on a
+ * direct file, joined by OR. */
+static int64_t submit(aio_context *context, struct request *wanted, int file, uint64_t places,
+                      const int64_t *after, size_t n_after)
+{
+    if (wanted->priority < 0 || wanted->priority >= AIO_PRIORITIES || (n_after && !after) ||
+        (wanted->nbytes && !wanted->data))
+        return -EINVAL;
+    int64_t ticket = -EINVAL;
+    pthread_mutex_lock(&context->lock);
+    if (context->closing) {
+        ticket = -ESHUTDOWN;
+    } else if (file >= 0 && (unsigned)file < context->n_files) {
+        wanted->file = context->files[file];
+        if (!wanted->file->direct || ((uintptr_t)wanted->data | places) % AIO_ALIGNMENT == 0)
+            ticket = aio_request_add(context, wanted, after, n_after);
+    }
+    pthread_mutex_unlock(&context->lock);
+    return ticket;
 }
 
 int64_t aio_submit(aio_context *context, int kind, int file, void *data, uint64_t offset, uint64_t nbytes,
@@ -277,24 +292,45 @@ int64_t aio_submit(aio_context *context, int kind, int file, void *data, uint64_
 {
     if (is_foreign(context))
         return -ECHILD;
-    if (kind < 0 || kind >= AIO_KINDS || priority < 0 || priority >= AIO_PRIORITIES || (n_after && !after))
+    if (kind < 0 || kind >= AIO_KINDS)
         return -EINVAL;
     struct request wanted = {.kind = kind, .priority = priority};
     if (kind != AIO_FLUSH) {
+        if (!is_in_file(offset, nbytes))
+            return -EINVAL;
         wanted.data = data;
         wanted.offset = offset;
         wanted.nbytes = nbytes;
     }
-    int64_t ticket = -EINVAL;
-    pthread_mutex_lock(&context->lock);
-    if (context->closing) {
-        ticket = -ESHUTDOWN;
-    } else if (file >= 0 && (unsigned)file < context->n_files) {
-        wanted.file = context->files[file];
-        if (is_valid(&wanted))
-            ticket = aio_request_add(context, &wanted, after, n_after);
+    return submit(context, &wanted, file, wanted.offset, after, n_after);
+}
+
+int64_t aio_submit_scattered(aio_context *context, int kind, int file, void *data, const uint64_t *offsets,
+                             size_t n, uint64_t nbytes_each, int priority, const int64_t *after,
+                             size_t n_after)
+{
+    if (is_foreign(context))
+        return -ECHILD;
+    struct request wanted = {.kind = kind, .priority = priority, .data = data, .piece_nbytes = nbytes_each};
+    if ((kind != AIO_READ && kind != AIO_WRITE) || (n && !offsets) ||
+        __builtin_mul_overflow(n, nbytes_each, &wanted.nbytes) || wanted.nbytes > INT64_MAX)
+        return -EINVAL;
+    uint64_t places = nbytes_each;
+    for (size_t i = 0; i < n; i++) {
+        if (!is_in_file(offsets[i], nbytes_each))
+            return -EINVAL;
+        places |= offsets[i];
     }
-    pthread_mutex_unlock(&context->lock);
+    if (wanted.nbytes) { /* so there is a piece */
+        wanted.offset = offsets[0];
+        wanted.pieces = malloc(n * sizeof *offsets);
+        if (!wanted.pieces)
+            return -ENOMEM;
+        memcpy(wanted.pieces, offsets, n * sizeof *offsets);
+    }
+    int64_t ticket = submit(context, &wanted, file, places, after, n_after);
+    if (ticket < 0)
+        free(wanted.pieces);
     return ticket;
 }
 

@@ -7,7 +7,7 @@
  *   Threads  Any thread may call anything at any time, except aio_close (one thread, once nobody submits any
  *            more) and aio_free (one thread, when no other call is running). One driver thread per context
  *            does the I/O.
- *   Buffers  Memory handed to aio_submit is borrowed: it must stay mapped, and for a write unchanged, until
+ *   Buffers  Memory handed to a submission is borrowed: it must stay mapped, and for a write unchanged, until
  *            the ticket is done. aio_close waits for everything in flight: after it no buffer is borrowed.
  *   Files    Descriptors are borrowed as well and must stay open until aio_close.
  *   Fork     A context belongs to the process that opened it. In a child every call returns -ECHILD at once,
@@ -151,6 +151,16 @@ int aio_register_buffer(aio_context *context, void *address, uint64_t nbytes);
  * tickets unreleased. */
 int64_t aio_submit(aio_context *context, int kind, int file, void *data, uint64_t offset, uint64_t nbytes,
                    int priority, const int64_t *after, size_t n_after);
+
+/* One request of n pieces of nbytes_each bytes: piece i goes between data + i * nbytes_each and offsets[i]. For
+ * many small transfers at once: a ticket each costs more than they do. No block crosses a piece's edge; the
+ * result's offset is the first piece's unless a block failed; all else is as for aio_submit. On a direct file
+ * nbytes_each is a multiple of AIO_ALIGNMENT, too, for there are no tails in the middle. Pieces that overlap in
+ * the file are read well; written, either may be there in the end. offsets are copied. -EINVAL also for
+ * AIO_FLUSH. */
+int64_t aio_submit_scattered(aio_context *context, int kind, int file, void *data, const uint64_t *offsets,
+                             size_t n, uint64_t nbytes_each, int priority, const int64_t *after,
+                             size_t n_after);
 
 /* Wait until the ticket is done, at most timeout_ns (0: just look; < 0: for ever), and store its result.
  * Errors are the kernel's; besides, -ENODATA is a read behind the end of the file (the block layer answers it

@@ -49,6 +49,8 @@ struct request { /* (lock) */
     struct file *file;
     char *data;
     uint64_t offset, nbytes;
+    uint64_t *pieces; /* if scattered: offsets in the file, one per piece_nbytes of data; NULL once done */
+    uint64_t piece_nbytes;
     uint64_t carved;    /* bytes cut into blocks so far; a flush has none */
     unsigned in_flight; /* blocks with the backend or on their way there */
     unsigned n_pending; /* requests it still waits for */

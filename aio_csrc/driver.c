@@ -66,7 +66,12 @@ static struct block *carve(aio_context *context, struct request *request, uint64
 {
     struct block *block = context->free_blocks[--context->n_free_blocks];
     struct file *file = request->file;
-    uint64_t left = request->nbytes - request->carved;
+    uint64_t left = request->nbytes - request->carved, offset = request->offset + request->carved;
+    if (request->pieces) {
+        uint64_t moved = request->carved % request->piece_nbytes;
+        left = request->piece_nbytes - moved;
+        offset = request->pieces[request->carved / request->piece_nbytes] + moved;
+    }
     uint64_t size = left < context->block_size ? left : context->block_size;
     block->padded = file->direct && size < AIO_ALIGNMENT && request->kind != AIO_FLUSH;
     if (file->direct && !block->padded)
@@ -75,7 +80,7 @@ static struct block *carve(aio_context *context, struct request *request, uint64
     block->request = request;
     block->file = file;
     block->data = request->data ? request->data + request->carved : NULL;
-    block->offset = request->offset + request->carved;
+    block->offset = offset;
     block->nbytes = size;
     block->stalls = 0;
     block->due_ns = 0;

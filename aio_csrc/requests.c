@@ -136,6 +136,8 @@ static void finish(aio_context *context, struct request *request, int64_t result
 {
     request->state = REQUEST_DONE;
     request->result = result;
+    free(request->pieces);
+    request->pieces = NULL;
     context->n_live--;
     if (request->watched & WATCHED_ALONE)
         pthread_cond_broadcast(aio_request_signal(context, request));

@@ -109,6 +109,7 @@ class _Request:
 
     # Defaults, so that the usual request sets few attributes: this is made for every transfer.
     id = 0
+    pieces: tuple[int, ...] = ()  # where they begin in the file, if it is scattered
     after: tuple[_Request, ...] = ()  # kept until this one succeeds, to tell why it did not
     result: int | None = None
     failed_at = 0
@@ -299,6 +300,45 @@ class AioContext:
         """
         return self._submit(lib.AIO_WRITE, file, buffer, offset, nbytes, priority, after, names)
 
+    def read_scattered(
+        self,
+        file: int,
+        buffer: Buffer,
+        offsets: Sequence[int],
+        nbytes_each: int,
+        *,
+        priority: int = 0,
+        after: Sequence[Ticket] = (),
+        names: tuple[str, ...] = (),
+    ) -> Ticket:
+        """Read a piece of ``nbytes_each`` at each of ``offsets`` of ``file``, one after the other into ``buffer``.
+
+        One ticket for all: for many small reads, which cost less than a ticket each. On a direct file
+        ``nbytes_each`` is a multiple of 4096 as well; otherwise like ``read``.
+        """
+        return self._submit_scattered(
+            lib.AIO_READ, file, buffer, offsets, nbytes_each, priority, after, names
+        )
+
+    def write_scattered(
+        self,
+        file: int,
+        buffer: Buffer,
+        offsets: Sequence[int],
+        nbytes_each: int,
+        *,
+        priority: int = 0,
+        after: Sequence[Ticket] = (),
+        names: tuple[str, ...] = (),
+    ) -> Ticket:
+        """Write ``buffer``'s pieces of ``nbytes_each`` to ``offsets``; otherwise like ``read_scattered``.
+
+        Pieces must not overlap in the file: which of them is there in the end would be left to chance.
+        """
+        return self._submit_scattered(
+            lib.AIO_WRITE, file, buffer, offsets, nbytes_each, priority, after, names
+        )
+
     def flush(self, file: int, *, after: Sequence[Ticket] = ()) -> Ticket:
         """fdatasync: covers the writes done when it is issued; name those still under way in ``after``."""
         return self._submit(lib.AIO_FLUSH, file, None, 0, 0, 0, after, ())
@@ -338,7 +378,10 @@ class AioContext:
         return result
 
     def latencies(self, file: int, kind: Literal["read", "write", "flush"]) -> LatencyHistogram:
-        """How long the operations of one kind took that ``stats`` counts, finely enough for percentiles."""
+        """How long the operations of one kind took that ``stats`` counts, finely enough for percentiles.
+
+        Raises ValueError for a file that was not added.
+        """
         counts, longest = ffi.new(_FINE_COUNTS), ffi.new("uint64_t *")
         code = lib.aio_latencies(self._handle, file, _KINDS[kind], counts, longest)
         if code < 0:
@@ -416,6 +459,7 @@ class AioContext:
         priority: int,
         after: Sequence[Ticket],
         names: tuple[str, ...],
+        pieces: tuple[int, ...] = (),
     ) -> Ticket:
         if self._orphans:
             self._surface()
@@ -425,6 +469,8 @@ class AioContext:
             )
         address = ffi.NULL if buffer is None else ffi.cast(_POINTER, buffer.address)
         request = _Request(kind, file, buffer, offset, nbytes, names)
+        if pieces:
+            request.pieces = pieces
         earlier = ffi.NULL
         if after:
             earlier = self._ids(after)
@@ -434,21 +480,44 @@ class AioContext:
         # Before the call: an interrupt right after it must not free memory that is being transferred.
         self._live.add(request)
         try:
-            code = lib.aio_submit(
-                self._handle, kind, file, address, offset, nbytes, priority, earlier, len(after)
-            )
+            if pieces:
+                n, each = len(pieces), nbytes // len(pieces)
+                code = lib.aio_submit_scattered(
+                    self._handle, kind, file, address, pieces, n, each, priority, earlier, len(after)
+                )
+            else:
+                code = lib.aio_submit(
+                    self._handle, kind, file, address, offset, nbytes, priority, earlier, len(after)
+                )
         except (
             OverflowError
         ):  # a number that C has no room for; whatever else interrupts may have submitted it
             self._live.discard(request)
+            places = f"offsets {min(pieces)} .. {max(pieces)}" if pieces else f"offset {offset}"
             raise ValueError(
-                f"cannot transfer {nbytes} bytes at offset {offset} with priority {priority}: 64 bits do not hold it"
+                f"cannot transfer {nbytes} bytes at {places} with priority {priority}: 64 bits do not hold it"
             ) from None
         if code < 0:
             self._live.discard(request)
             raise self._refused(request, -code, priority)
         request.id = code
         return Ticket(self, request)
+
+    def _submit_scattered(
+        self,
+        kind: int,
+        file: int,
+        buffer: Buffer,
+        offsets: Sequence[int],
+        nbytes_each: int,
+        priority: int,
+        after: Sequence[Ticket],
+        names: tuple[str, ...],
+    ) -> Ticket:
+        pieces = tuple(offsets)
+        first = pieces[0] if pieces else 0
+        nbytes = len(pieces) * nbytes_each
+        return self._submit(kind, file, buffer, first, nbytes, priority, after, names, pieces)
 
     def _ids(self, after: Sequence[Ticket]) -> list[int]:
         for ticket in after:
@@ -549,7 +618,10 @@ class AioContext:
             return f"{what} of {name}"
         tensors = ", ".join(repr(tensor) for tensor in request.names)
         whose = f" of {tensors}" if tensors else ""
-        return f"{what}{whose} ({request.nbytes} bytes) at offset {request.offset / 2**30:.6g} GiB of {name}"
+        size = f"{request.nbytes} bytes"
+        if request.pieces:
+            size += f" in {len(request.pieces)} pieces, the first"
+        return f"{what}{whose} ({size}) at offset {request.offset / 2**30:.6g} GiB of {name}"
 
     def _error(self, request: _Request, code: int) -> SwapError:
         remedy = _REMEDIES.get(code, "see dmesg")
@@ -591,9 +663,13 @@ class AioContext:
                 return ValueError(f"{what}: no such file index; add_file returns it")
             if not 0 <= priority < lib.AIO_PRIORITIES:
                 return ValueError(f"{what}: priority {priority} is not 0 .. {lib.AIO_PRIORITIES - 1}")
-            if direct and (address | request.offset) % ALIGNMENT:
+            pieces = request.pieces or (request.offset,)
+            offset = next((offset for offset in pieces if offset % ALIGNMENT), request.offset)
+            length = request.nbytes // len(pieces) if request.pieces else 0
+            if direct and (address | offset | length) % ALIGNMENT:
+                each = f", length of a piece ({length})" if request.pieces else ""
                 what += (
-                    f" needs address ({address:#x}) and offset ({request.offset})"
+                    f" needs address ({address:#x}){each} and offset ({offset})"
                     f" to be multiples of {ALIGNMENT}, because the file is open with O_DIRECT"
                 )
         return self._refusal(code, what, name, request.offset, request.names)

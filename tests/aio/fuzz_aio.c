@@ -141,6 +141,32 @@ static void do_submit(struct input *input)
         tickets[take(input, 1) % TICKETS] = ticket;
 }
 
+static void do_scatter(struct input *input)
+{
+    int slot = atomic_fetch_add(&n_slots, 1);
+    if (slot >= SLOTS)
+        return;
+    char *data = memory + (size_t)slot * (SLOT + GUARD);
+    uint64_t selector = take(input, 1), offsets[8];
+    int kind = selector % 16 ? (int)(selector % 2) : (int)wild(input);
+    size_t n = take(input, 1) % 9;
+    for (size_t i = 0; i < n; i++)
+        offsets[i] =
+            take(input, 1) < 8 ? wild(input) : take(input, 2) * 16 & ~(selector & 64 ? UINT64_C(4095) : 0);
+    uint64_t each =
+        selector & 64 ? take(input, 1) % (SLOT / 8 / 4096 + 1) * 4096 : take(input, 2) % (SLOT / 8);
+    if (take(input, 1) < 24 && !(kind == AIO_WRITE && verifies))
+        each = wild(input);
+    int64_t after = some_ticket(input);
+    int64_t ticket = aio_submit_scattered(context, kind, some_file(input), take(input, 1) ? data : NULL,
+                                          take(input, 1) ? offsets : NULL, n, each, (int)(selector / 4 % 4),
+                                          &after, selector & 128 ? 1 : 0);
+    EXPECT("aio_submit_scattered", ticket, EINVAL, ESHUTDOWN);
+    CHECK(ticket != 0);
+    if (ticket > 0)
+        tickets[take(input, 1) % TICKETS] = ticket;
+}
+
 static void judge(const aio_result *result)
 {
     /* The kernel's: no memory there, the file may not be as long, or not be written, or not have such an offset. */
@@ -235,6 +261,9 @@ static void *make_calls(void *argument)
             EXPECT("aio_reserve", aio_reserve(fds[take(input, 1) % 3], wild(input)), EFBIG, EINVAL, EBADF,
                    ENOSPC);
             EXPECT("aio_lock_memory", aio_lock_memory(memory, wild(input)), ENOMEM, EINVAL, EPERM, EAGAIN);
+            break;
+        case 12:
+            do_scatter(input);
             break;
         default:
             do_submit(input);

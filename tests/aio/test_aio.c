@@ -95,6 +95,27 @@ static void round_trip(uint64_t rank, int i, char *out, char *in)
     atomic_fetch_add(&bytes_written, nbytes);
 }
 
+/* Pages written in one order and read in another. */
+static void scatter(uint64_t rank, char *out, char *in)
+{
+    enum { PIECES = REGION / 4096 };
+    uint64_t offsets[PIECES];
+    for (int k = 0; k < PIECES; k++)
+        offsets[k] = rank * REGION + (uint64_t)(k * 7 % PIECES) * 4096;
+    for (int k = 0; k < PIECES; k++)
+        memset(out + k * 4096, (int)rank + k, 4096);
+    int64_t write = aio_submit_scattered(context, AIO_WRITE, file, out, offsets, PIECES, 4096, 1, NULL, 0);
+    int64_t read = submit(AIO_READ, in, rank * REGION, REGION, 0, write);
+    CHECK(write > 0 && finish(write) == REGION && finish(read) == REGION);
+    for (int k = 0; k < PIECES; k++)
+        CHECK(memcmp(in + k * 7 % PIECES * 4096, out + k * 4096, 4096) == 0);
+    memset(in, 0, REGION);
+    read = aio_submit_scattered(context, AIO_READ, file, in, offsets, PIECES / 2, 4096, 2, NULL, 0);
+    CHECK(read > 0 && finish(read) == REGION / 2 && memcmp(in, out, REGION / 2) == 0);
+    atomic_fetch_add(&bytes_read, REGION + REGION / 2);
+    atomic_fetch_add(&bytes_written, REGION);
+}
+
 /* Many reads at once, taken back or waited for in whatever order they end. */
 static void gather_any(uint64_t rank, int i, char *in)
 {
@@ -134,6 +155,8 @@ static void *work(void *argument)
         round_trip(rank, i, out, in);
         if (i % 4 == 3)
             gather_any(rank, i, in);
+        if (i % 8 == 5)
+            scatter(rank, out, in);
         CHECK(aio_describe(context, &info) == 0);
     }
     CHECK(aio_wait_any(context, NULL, 0, 0) == -EINVAL);
@@ -238,12 +261,19 @@ static void check_failures(const char *engine, int fd)
     while (stats.kind[AIO_WRITE].in_flight < 4); /* the depth: of the last one, one block in four */
     CHECK(aio_cancel(context, begun[3]) == -EBUSY);
     queued = submit(AIO_WRITE, memory, 0, REGION, 2, 0);
+    const uint64_t offsets[] = {3 * BLOCK, 0};
+    int64_t scattered =
+        aio_submit_scattered(context, AIO_READ, file, memory, offsets, 2, BLOCK, 0, &begun[2], 1);
+    CHECK(scattered > 0);
     submit(AIO_FLUSH, NULL, 0, 0, 0, begun[1]);
     CHECK(aio_close(context) == 0);
     CHECK(aio_close(context) == 0);
     for (int i = 0; i < 4; i++)
         CHECK(finish(begun[i]) == (i < 3 ? BLOCK : REGION));
     CHECK(finish(queued) == -ECANCELED);
+    CHECK(aio_wait(context, scattered, 0, &result) == 0);
+    CHECK(result.bytes == -ECANCELED && result.offset == offsets[0]);
+    CHECK(finish(scattered) == -ECANCELED);
     CHECK(aio_submit(context, AIO_READ, file, memory, 0, 4096, 0, NULL, 0) == -ESHUTDOWN);
     aio_free(context);
     free(memory);
@@ -279,15 +309,16 @@ static void check_fork(const char *engine, int fd)
     if (child == 0) {
         aio_result result;
         aio_file_stats stats;
-        uint64_t counts[AIO_FINE_BUCKETS], longest;
-        int refused = aio_submit(context, AIO_FLUSH, file, NULL, 0, 0, 0, NULL, 0) == -ECHILD &&
-                      aio_wait(context, ticket, -1, &result) == -ECHILD &&
-                      aio_wait_any(context, &ticket, 1, -1) == -ECHILD &&
-                      aio_cancel(context, ticket) == -ECHILD && aio_release(context, ticket) == -ECHILD &&
-                      aio_stats(context, file, &stats) == -ECHILD &&
-                      aio_latencies(context, file, AIO_READ, counts, &longest) == -ECHILD &&
-                      aio_add_file(context, fd, 1) == -ECHILD &&
-                      aio_register_buffer(context, memory, REGION) == -ECHILD;
+        uint64_t counts[AIO_FINE_BUCKETS], longest, offset = 0;
+        int refused =
+            aio_submit(context, AIO_FLUSH, file, NULL, 0, 0, 0, NULL, 0) == -ECHILD &&
+            aio_submit_scattered(context, AIO_READ, file, memory, &offset, 1, BLOCK, 0, NULL, 0) == -ECHILD &&
+            aio_wait(context, ticket, -1, &result) == -ECHILD &&
+            aio_wait_any(context, &ticket, 1, -1) == -ECHILD && aio_cancel(context, ticket) == -ECHILD &&
+            aio_release(context, ticket) == -ECHILD && aio_stats(context, file, &stats) == -ECHILD &&
+            aio_latencies(context, file, AIO_READ, counts, &longest) == -ECHILD &&
+            aio_add_file(context, fd, 1) == -ECHILD &&
+            aio_register_buffer(context, memory, REGION) == -ECHILD;
         aio_free(context);
         _exit(refused ? 0 : 1);
     }

@@ -91,8 +91,14 @@ class Run:
         if kind == "flush":
             ticket = self.context.flush(self.file, after=tickets)
         else:
-            move = self.context.write if kind == "write" else self.context.read
-            ticket = move(self.file, buffer, start, nbytes, priority=priority, after=tickets)
+            order: dict[str, Any] = {"priority": priority, "after": tickets}
+            if (
+                nbytes and nbytes % PAGE == 0 and len(self.requests) % 2
+            ):  # page by page, which comes to the same
+                pages = range(start, start + nbytes, PAGE)
+                ticket = getattr(self.context, f"{kind}_scattered")(self.file, buffer, pages, PAGE, **order)
+            else:
+                ticket = getattr(self.context, kind)(self.file, buffer, start, nbytes, **order)
         self.requests.append(Request(kind, start, nbytes, buffer, content, ticket, after))
 
     def ask(self, what: str, which: int) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from tiering.demo.model import Block
-from tiering.planning.measure import SECONDS, repeated
+from tiering.planning import conditions
+from tiering.planning.measure import SECONDS, Leg, Measurement, Tell, quietly, repeated
 from tiering.planning.rates import Rates
 
 HEAD_WIDTH = 64
@@ -16,6 +17,37 @@ WEIGHTS_BYTES = 192 << 20  # of blocks that take turns: more than a cache holds
 MOST_BLOCKS = 24  # narrow ones are in a cache when they are trained, too
 LINK_BYTES = 256 << 20
 SCRATCH = 64 << 20  # bytes that are copied in the device's memory
+QUEUED = 10  # calls at a time
+# The device is measured with no more: matrices are large then, and it is short.
+MOST_TOKENS = {"cpu": 512, "cuda": 4096}
+
+
+def of_device(
+    device: torch.device, dtype: torch.dtype, *, tokens: int, seconds: float = SECONDS
+) -> Measurement:
+    """FLOP/s with micro-batches of ``tokens`` (small ones compute slower), and a GPU's link and memory."""
+    tokens = min(tokens, MOST_TOKENS[device.type])
+    depends = conditions.machine() | {
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": tokens,
+        "torch": torch.__version__,
+    }
+    if device.type == "cpu":
+        depends["threads"] = torch.get_num_threads()
+    else:
+        found = torch.cuda.get_device_properties(device)
+        depends |= {
+            "name": found.name,
+            "device_memory": found.total_memory,
+            "uuid": str(getattr(found, "uuid", "")),  # two that are alike may have unlike links
+            "cuda": torch.version.cuda,
+        }
+
+    def run(tell: Tell) -> Rates:
+        return measure(device, dtype, tokens=tokens, seconds=seconds, tell=tell)
+
+    return Measurement("device", depends, run)
 
 
 def measure(
@@ -25,13 +57,16 @@ def measure(
     tokens: int = 1024,
     width: int = 1024,
     seconds: float = SECONDS,
+    tell: Tell = quietly,
 ) -> Rates:
     """FLOP/s of transformer blocks of ``width`` on one sequence of ``tokens``; on a GPU also its link and memory.
 
     Forward and backward together, as a step has them: 6 operations for each parameter of a matrix and token.
     """
     rates = Rates(flops=_flops(device, dtype, tokens, width, seconds))
-    return rates if device.type == "cpu" else rates.updated(_memory_rates(device, seconds))
+    assert rates.flops is not None
+    tell(Leg("flops", rates.flops))
+    return rates if device.type == "cpu" else rates.updated(_memory_rates(device, seconds / 4, tell))
 
 
 def _flops(device: torch.device, dtype: torch.dtype, tokens: int, width: int, seconds: float) -> float:
@@ -60,14 +95,68 @@ def _drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _memory_rates(device: torch.device, seconds: float) -> Rates:
-    pinned = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
+def _memory_rates(device: torch.device, seconds: float, tell: Tell) -> Rates:
+    """The link each way and both at once, between pinned memory and the device's, and the latter alone.
+
+    The planner's link is the slower of the two ways.
+    """
+    sent, received = (torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    arrived, leaving = (torch.empty(LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     source, target = (torch.empty(SCRATCH, dtype=torch.uint8, device=device) for _ in range(2))
-    to_device = _per_second(lambda: there.copy_(pinned, non_blocking=True), device, seconds / 4)
-    back = _per_second(lambda: pinned.copy_(there, non_blocking=True), device, seconds / 4)
-    within = _per_second(lambda: target.copy_(source), device, seconds / 4)
-    return Rates(device_link=LINK_BYTES * min(to_device, back), device_memory=2 * SCRATCH * within)
+
+    def there() -> None:
+        arrived.copy_(sent, non_blocking=True)
+
+    def back() -> None:
+        received.copy_(leaving, non_blocking=True)
+
+    def within() -> None:
+        target.copy_(source)
+
+    found = {}
+    for name, calls, nbytes in (
+        ("to_device", [there], LINK_BYTES),
+        ("from_device", [back], LINK_BYTES),
+        ("device_both", [there, back], 2 * LINK_BYTES),
+        ("device_memory", [within], 2 * SCRATCH),  # read and written
+    ):
+        found[name] = nbytes * _side_by_side(calls, device, seconds)
+        tell(Leg(name, found[name]))
+    return Rates(
+        device_link=min(found["to_device"], found["from_device"]), device_memory=found["device_memory"]
+    )
+
+
+def _side_by_side(calls: Sequence[Callable[[], object]], device: torch.device, seconds: float) -> float:
+    """How often all of ``calls`` happen per second on a GPU, each on a stream of its own; by the GPU's clock.
+
+    They are queued ``QUEUED`` at a time, so that Python is not waited for, and once before it counts.
+    """
+    streams = [torch.cuda.Stream(device) for _ in calls]
+
+    def batch() -> float:
+        began = torch.cuda.Event(enable_timing=True)
+        began.record(streams[0])
+        ends = []
+        for stream, call in zip(streams, calls, strict=True):
+            stream.wait_event(began)
+            with torch.cuda.stream(stream):
+                for _ in range(QUEUED):
+                    call()
+            ends.append(torch.cuda.Event(enable_timing=True))
+            ends[-1].record(stream)
+        for end in ends:
+            end.synchronize()
+        milliseconds: float = max(began.elapsed_time(end) for end in ends)
+        return milliseconds / 1e3
+
+    torch.cuda.synchronize(device)  # the memory was made on another stream
+    batch()
+    count, took = 0, 0.0
+    while not count or took < seconds:
+        took += batch()
+        count += QUEUED
+    return count / took
 
 
 def _per_second(call: Callable[[], object], device: torch.device, seconds: float) -> float:
@@ -76,8 +165,8 @@ def _per_second(call: Callable[[], object], device: torch.device, seconds: float
         return repeated(call, seconds)
 
     def many() -> None:
-        for _ in range(10):
+        for _ in range(QUEUED):
             call()
         torch.cuda.synchronize(device)
 
-    return 10 * repeated(many, seconds)
+    return QUEUED * repeated(many, seconds)

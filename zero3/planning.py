@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from tiering import ds_config
-from tiering.config import TieringConfig
+from tiering.config import IoConfig, TieringConfig
 from tiering.errors import ConfigError
 from tiering.plan import Workload
 from tiering.planning import measure
+from tiering.planning.measure import Measurement, quietly
 from tiering.planning.rates import Rates
 from tiering.planning.report import PlanReport, report
 from tiering.planning.setting import TOKENS, RatesOf, Setting
@@ -28,8 +29,6 @@ from zero3.workload import size_up
 
 ATTENTION = ("num_attention_heads", "num_hidden_layers", "hidden_size")  # a state space model has no heads
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # how many there are, by architecture
-# The device is measured with no more: matrices are large then, and it is short.
-MOST_TOKENS = {"cpu": 512, "cuda": 4096}
 
 
 def plan_for(
@@ -148,24 +147,37 @@ def described(path: Path) -> nn.Module:
     return built
 
 
+def _measured(part: Measurement) -> Rates:
+    return part.run(quietly)
+
+
 def measure_rates(
-    *directories: str | Path, workload: Workload, on_gpu: bool = False, tokens: int = TOKENS
+    *directories: str | Path,
+    workload: Workload,
+    on_gpu: bool = False,
+    tokens: int = TOKENS,
+    io: IoConfig | None = None,
+    take: Callable[[Measurement], Rates] = _measured,
 ) -> Rates:
     """The rates of this machine for ``workload``: of the disks behind ``directories``, the CPU, and the device.
 
     ``on_gpu``: its device is a GPU; those of this machine's are measured if it has one. Small micro-batches compute
-    slower: the device is measured with ``tokens``, if they are few. Takes about ten seconds, one GiB of disk and
-    half a GiB of memory.
+    slower: the device is measured with ``tokens``, if they are few. ``io`` is how bytes travel to the disks. Takes
+    about ten seconds, one GiB of disk and half a GiB of memory; ``take`` may know rates without measuring.
     """
-    found = measure.measure(
-        [Path(each) for each in directories],
-        state_format=workload.state_format,
-        state_tensors=workload.state_tensors,
-        grad_itemsize=workload.grad_itemsize,
-    )
-    here = torch.cuda.is_available() and os.environ.get("TIERING_DEVICE") != "cpu"
-    if on_gpu and not here:
-        return found
+    parts = [
+        measure.of_cpu(
+            state_format=workload.state_format,
+            state_tensors=workload.state_tensors,
+            grad_itemsize=workload.grad_itemsize,
+        )
+    ]
+    if directories:
+        parts.append(measure.of_disks([Path(each) for each in directories], io=io))
     device = torch.device("cuda" if on_gpu else "cpu")
-    tokens = min(tokens, MOST_TOKENS[device.type])
-    return found.updated(device_rates.measure(device, COMPUTE_DTYPES[workload.compute_dtype], tokens=tokens))
+    if not on_gpu or (torch.cuda.is_available() and os.environ.get("TIERING_DEVICE") != "cpu"):
+        parts.append(device_rates.of_device(device, COMPUTE_DTYPES[workload.compute_dtype], tokens=tokens))
+    rates = Rates()
+    for part in parts:
+        rates = rates.updated(take(part))
+    return rates

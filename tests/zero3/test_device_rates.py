@@ -1,12 +1,19 @@
-"""FLOP/s of the device: the operations of blocks by the seconds that they took, forward and backward."""
+"""The device's rates: operations of blocks by the seconds they took; a GPU's copies, by a clock that stands in for it.
+
+What needs the GPU itself is in tests/gpu/test_device_rates.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from tiering.planning.measure import Leg
 from tiering.planning.rates import Rates
 from zero3 import device_rates
 
@@ -61,3 +68,98 @@ def test_wide_blocks_are_few_and_narrow_ones_not_without_end(monkeypatch: pytest
         device_rates.measure(CPU, width=width, tokens=1)
         counts.append((made[0], len(made)))
     assert counts == [((64, 1), 24), ((1024, 16), 8), ((8192, 128), 2)]
+
+
+class Clock:
+    """Stands in for a GPU: streams that each take their calls one after the other, and events that note when."""
+
+    def __init__(self, milliseconds: dict[str, float]) -> None:
+        self.milliseconds = milliseconds
+        self.host = 0.0
+        self.current: Clock.Stream | None = None
+        self.calls: list[tuple[str, int]] = []
+        clock = self
+
+        class Event:
+            def __init__(self, *, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self, stream: Clock.Stream) -> None:
+                self.at = stream.at = max(stream.at, clock.host)
+
+            def synchronize(self) -> None:
+                clock.host = max(clock.host, self.at)
+
+            def elapsed_time(self, other: Event) -> float:
+                return other.at - self.at
+
+        @contextlib.contextmanager
+        def stream(chosen: Clock.Stream) -> Iterator[None]:
+            clock.current = chosen
+            yield
+            clock.current = None
+
+        self.Event, self.stream = Event, stream
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.at = 0.0
+
+        def wait_event(self, event: Any) -> None:
+            self.at = max(self.at, event.at)
+
+    def synchronize(self, device: torch.device) -> None:
+        pass
+
+    def call(self, name: str) -> None:
+        assert self.current is not None
+        self.current.at += self.milliseconds[name]
+        self.calls.append((name, id(self.current)))
+
+
+@pytest.mark.parametrize(
+    ("took", "rate"), [({"there": 10.0}, 100.0), ({"there": 10.0, "back": 40.0}, 25.0)], ids=["alone", "both"]
+)
+def test_calls_side_by_side_take_as_long_as_the_slowest(
+    monkeypatch: pytest.MonkeyPatch, took: dict[str, float], rate: float
+) -> None:
+    clock = Clock(took)
+    for name in ("Event", "stream", "Stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(clock, name))
+    calls = [functools.partial(clock.call, name) for name in took]
+    told = device_rates._side_by_side(calls, torch.device("cuda"), 0.5)
+    assert told == pytest.approx(rate)
+    streams = {name: {stream for each, stream in clock.calls if each == name} for name in took}
+    assert all(len(each) == 1 for each in streams.values())
+    assert len(set.union(*streams.values())) == len(took)  # no two share a stream
+    counted = len(clock.calls) // len(took) - device_rates.QUEUED  # the first ones warm up
+    assert counted / rate >= 0.5 > (counted - device_rates.QUEUED) / rate
+
+
+def test_a_gpus_legs_are_told_and_the_slower_way_is_the_planners(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, bool]] = []
+    rates = iter([4.0, 3.0, 2.0, 100.0])
+    counts: list[int] = []
+
+    def empty(nbytes: int, *, dtype: torch.dtype, device: Any = None, pin_memory: bool = False) -> object:
+        made.append((nbytes, pin_memory))
+        return object()
+
+    def side_by_side(calls: list[object], device: torch.device, seconds: float) -> float:
+        counts.append(len(calls))
+        return next(rates)
+
+    monkeypatch.setattr(device_rates.torch, "empty", empty)
+    monkeypatch.setattr(device_rates, "_side_by_side", side_by_side)
+    legs: list[Leg] = []
+    told = device_rates._memory_rates(torch.device("cuda"), 1.0, legs.append)
+    link, scratch = device_rates.LINK_BYTES, device_rates.SCRATCH
+    assert made == 2 * [(link, True)] + 2 * [(link, False)] + 2 * [(scratch, False)]
+    assert counts == [1, 1, 2, 1]
+    assert [(leg.name, leg.rate) for leg in legs] == [
+        ("to_device", 4.0 * link),
+        ("from_device", 3.0 * link),
+        ("device_both", 2.0 * 2 * link),
+        ("device_memory", 100.0 * 2 * scratch),
+    ]
+    assert told == Rates(device_link=3.0 * link, device_memory=200.0 * scratch)

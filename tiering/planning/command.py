@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from tiering.errors import ConfigError, SwapSpaceError, TieringError
 
 if TYPE_CHECKING:
-    from tiering.config import TieringConfig
+    from tiering.config import IoConfig, TieringConfig
     from tiering.plan import Workload
+    from tiering.planning.measure import Measurement
     from tiering.planning.profiles import Profile
     from tiering.planning.rates import Rates
     from tiering.planning.report import PlanReport
+    from tiering.planning.saved_rates import Record
     from tiering.planning.setting import Setting
 
 FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 1, 2
@@ -41,6 +43,7 @@ RATE_NAMES = {
     "gradients": "elements of gradients taken in by the CPUs",
     "flops": "of each device, in the compute dtype: 165T",
     "network": "sent by each rank",
+    "checksum": "summed by the I/O thread of each rank, for tiering.verify",
 }
 
 
@@ -105,8 +108,13 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
 
 def _add_rates(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--measure", type=Path, nargs="+", metavar="DIR", help="this machine, with the disks behind DIR ..."
+        "--measure",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="this machine, with the disks behind DIR ...; what was measured in the last seven days is not again",
     )
+    group.add_argument("--measure-again", action="store_true", help="all of it, whatever is known")
     group.add_argument("--save-rates", type=Path, metavar="FILE", help="keep what was measured")
     group.add_argument("--rates", type=Path, metavar="FILE", help="what was kept")
     for name, text in RATE_NAMES.items():
@@ -145,6 +153,8 @@ def answer(options: argparse.Namespace) -> PlanReport:
 
     if options.save_rates is not None and not options.measure:
         raise ConfigError("--save-rates keeps what --measure finds: give both")
+    if options.measure_again and not options.measure:
+        raise ConfigError("--measure-again says how --measure DIR works: give both")
     profile = _profile(options.profile)
     ranks = options.ranks or (profile.devices * options.nodes if profile else 1)
     if ranks % options.nodes:
@@ -161,7 +171,7 @@ def answer(options: argparse.Namespace) -> PlanReport:
         endurance=endurance if options.tbw is None else options.tbw,
     )
     config = _config(options, profile, ranks)
-    rates = _rates(options, profile, setting)
+    rates = _rates(options, profile, setting, config.tiering.io)
     if options.model is None:
         from tiering.planning.sizing import plan_of_size
 
@@ -211,7 +221,7 @@ def _config(options: argparse.Namespace, profile: Profile | None, ranks: int) ->
 
 
 def _rates(
-    options: argparse.Namespace, profile: Profile | None, setting: Setting
+    options: argparse.Namespace, profile: Profile | None, setting: Setting, io: IoConfig
 ) -> Callable[[Workload], Rates]:
     """The profile's rates, with what a file says in their place, then what is measured, then what is given."""
     from tiering.planning.rates import Rates
@@ -227,19 +237,53 @@ def _rates(
         if options.measure:
             import tiering
 
-            print("measuring this machine, for about ten seconds", file=sys.stderr)
+            shelf = _Shelf(options.measure_again)
             measured = tiering.measure_rates(
                 *options.measure,
                 workload=load,
                 on_gpu=setting.gpu_memory is not None,
                 tokens=setting.tokens,
+                io=io,
+                take=shelf.take,
             )
+            shelf.say()
             if options.save_rates is not None:
                 measured.save(options.save_rates)
             rates = rates.updated(measured)
         return rates.updated(given)
 
     return known
+
+
+class _Shelf:
+    """Takes the rates that are saved and fresh, unless ``again``; measures the others, and saves them."""
+
+    def __init__(self, again: bool) -> None:
+        from tiering.planning.saved_rates import SavedRates
+
+        self._saved = SavedRates.of_user()
+        self._again = again
+        self._taken: list[tuple[str, Record]] = []
+
+    def take(self, part: Measurement) -> Rates:
+        from tiering.planning.measure import quietly
+
+        record = None if self._again else self._saved.find(part)
+        if record is not None:
+            self._taken.append((part.name, record))
+            return record.rates
+        print(f"measuring: {part.name}", file=sys.stderr, flush=True)
+        rates = part.run(quietly)
+        self._saved.save(part, rates)
+        return rates
+
+    def say(self) -> None:
+        """From when those are that were not measured now."""
+        told = [f"{name} of {record.measured.astimezone():%Y-%m-%d %H:%M}" for name, record in self._taken]
+        if told:
+            print(
+                f"rates as measured before: {', '.join(told)}; --measure-again for new ones", file=sys.stderr
+            )
 
 
 def _positive(text: str) -> int:

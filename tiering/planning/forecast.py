@@ -9,7 +9,7 @@ are is read in the last backward, and as much is written in the next forward. do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from tiering.errors import ConfigError
@@ -130,6 +130,8 @@ def forecast(
     """
     work = _work_of(plan)
     rank = rates.of_rank(local_ranks)
+    if not plan.workload.verified_files:
+        rank = replace(rank, checksum=None)
     per_token = _flops(plan, checkpointed, active, attention_flops)
 
     def phases(tokens: int) -> tuple[Phase, ...]:
@@ -296,4 +298,5 @@ def disk_seconds(read: float, written: float, rates: Rates) -> float:
         seconds += (read - both) / rates.nvme_read
     if rates.nvme_write is not None:
         seconds += (written - both) / rates.nvme_write
-    return seconds
+    summed = 0.0 if rates.checksum is None else (read + written) / rates.checksum
+    return max(seconds, summed)

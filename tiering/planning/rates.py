@@ -20,7 +20,7 @@ class Rates:
     """What a node does in a second, in bytes unless named; None: it has no such thing, or nobody knows.
 
     NVMe, host memory and CPU are the whole node's, whatever the number of its ranks and paths; ``of_rank`` divides
-    them. Link, network and device are those of one rank.
+    them. Link, network, device and the thread that sums are those of one rank.
     """
 
     nvme_read: float | None = None
@@ -33,6 +33,7 @@ class Rates:
     gradients: float | None = None  # elements of gradients that the CPU adds to what is there, and squares
     flops: float | None = None  # of the device, on matrix products in the compute dtype: operations
     network: float | None = None  # that a rank sends, while it receives as many
+    checksum: float | None = None  # summed by a rank's I/O thread, for ``verify``
 
     def __post_init__(self) -> None:
         for name, rate in asdict(self).items():

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import tiering
 from tiering import budgets as budgets_of_this_machine
 from tiering.errors import ConfigError
 from tiering.planning.profiles import PROFILES
-from tiering.planning.rates import Rates
 
 from .asking import RATES, SMALL, Model, Plan, answered, configured
 
@@ -354,78 +352,6 @@ def test_a_profile_does_not_know_the_network_between_nodes(plan: Plan) -> None:
     assert given["forecast"]["seconds"] > 0
 
 
-def test_what_does_not_fit_is_not_measured_and_that_is_said(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("zero3.planning.measure_rates", lambda *_, **__: pytest.fail("measured"))
-    kept = tmp_path / "rates.json"
-    code, _, err = plan(*SMALL, "--host-budget", "1MiB", "--measure", tmp_path, "--save-rates", kept)
-    assert code == 1
-    assert "nothing was measured, since the model does not fit" in err
-    assert not kept.exists()
-
-
-def test_measured_rates_are_kept_and_read_back(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = Rates(flops=2e12, nvme_read=3e9, nvme_write=1e9, optimizer=5e8, gradients=4e9)
-    asked: list[tuple[object, ...]] = []
-
-    def measure_rates(*directories: Path, workload: Any, on_gpu: bool, tokens: int) -> Rates:
-        asked.append((*directories, workload.state_format, on_gpu, tokens))
-        return measured
-
-    monkeypatch.setattr("zero3.planning.measure_rates", measure_rates)
-    kept = tmp_path / "rates.json"
-    code, out, err = plan(
-        *SMALL, "--state", "split", "--measure", tmp_path, "--save-rates", kept, "--tokens", "64"
-    )
-    assert code == 0
-    assert "Predicted step" in out
-    assert "measuring" in err
-    assert asked == [(tmp_path, "split", False, 64)]
-    assert answered(plan, *SMALL, "--rates", kept, "--nvme-read", "9GB/s")["rates"] == {
-        **measured.as_dict(),
-        "nvme_read": 9e9,
-    }
-
-
-def test_what_is_measured_is_what_the_workload_asks(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from zero3 import planning
-
-    asked: list[object] = []
-
-    def of_disk_and_cpu(directories: list[Path], **workload: object) -> Rates:
-        asked.append((directories, workload))
-        return Rates(nvme_read=1.0)
-
-    def of_device(device: torch.device, dtype: torch.dtype, *, tokens: int) -> Rates:
-        asked.append((device.type, dtype, tokens))
-        return Rates(flops=2.0)
-
-    monkeypatch.setattr(planning.measure, "measure", of_disk_and_cpu)
-    monkeypatch.setattr(planning.device_rates, "measure", of_device)
-    config = configured(tmp_path, fits=True, state="bf16")
-    load = tiering.plan_for(model=Model(), config=config).workload
-    assert tiering.measure_rates(tmp_path, workload=load, tokens=32) == Rates(nvme_read=1.0, flops=2.0)
-    assert asked == [
-        ([tmp_path], {"state_format": "bf16", "state_tensors": 2, "grad_itemsize": 4}),
-        ("cpu", torch.bfloat16, 32),
-    ]
-    monkeypatch.setenv("TIERING_DEVICE", "cpu")  # planning for a GPU where there is none
-    assert tiering.measure_rates(tmp_path, workload=load, on_gpu=True) == Rates(nvme_read=1.0)
-
-
-@pytest.mark.slow
-def test_this_machine_is_measured(tmp_path: Path) -> None:
-    load = tiering.plan_for(model=Model(), config=configured(tmp_path, fits=True)).workload
-    rates = tiering.measure_rates(tmp_path, workload=load)
-    assert {"nvme_read", "nvme_write", "optimizer", "flops"} <= rates.as_dict().keys()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -439,6 +365,7 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
         (["--params", "7B", "--tbw", "0"], "endurance is 0; it has to be above 0"),
         (["--params", "7B", "--gpu", "0"], "gpu_memory is 0; it has to be above 0"),
         (["--params", "7B", "--save-rates", "x"], "--save-rates keeps what --measure finds: give both"),
+        (["--params", "7B", "--measure-again"], "--measure-again says how --measure DIR works: give both"),
         (["--params", "7B", "--model", "x"], "not allowed with"),
         ([], "one of the arguments --params --model is required"),
         (["--params", "7B", "--state", "fp8"], "tiering.state: Input should be 'fp32'"),

@@ -205,6 +205,18 @@ def test_reads_and_writes_at_once_take_what_the_mix_gives_and_the_rest_alone() -
     assert in_turn.seconds == pytest.approx(read / 4 + written / 2)
 
 
+def test_what_is_verified_is_summed_while_it_moves() -> None:
+    rates = replace(infinitely_fast("flops", "optimizer", "gradients"), nvme_mixed=4.0, checksum=1.0)
+    plain = plan_of(example())
+    verified = plan_of(example(verified_files=1))
+    read, written = verified.nvme_traffic()
+    assert (read, written) == plain.nvme_traffic()
+    assert forecast(plain, rates, tokens=1) == forecast(plain, replace(rates, checksum=None), tokens=1)
+    assert forecast(verified, rates, tokens=1).seconds == read + written  # a disk alone would take less
+    fast = replace(rates, checksum=8.0)
+    assert forecast(verified, fast, tokens=1).step.seconds == forecast(plain, rates, tokens=1).step.seconds
+
+
 def test_the_fewest_tokens_that_hide() -> None:
     plan = plan_of(example())
     rates = replace(EACH_ONE, device_memory=None, nvme_read=0.5, nvme_write=0.5, nvme_mixed=0.5)
@@ -256,7 +268,9 @@ def test_a_rate_that_the_plan_depends_on_has_to_be_known(name: str) -> None:
         forecast(plan_of(example()), replace(EACH_ONE, **{name: None}), tokens=1)
 
 
-@pytest.mark.parametrize("name", ["host_copy", "device_link", "device_memory", "network", "nvme_mixed"])
+@pytest.mark.parametrize(
+    "name", ["host_copy", "device_link", "device_memory", "network", "nvme_mixed", "checksum"]
+)
 def test_a_rate_that_it_does_not_need_may_be_unknown(name: str) -> None:
     told = forecast(plan_of(example()), replace(EACH_ONE, **{name: None}), tokens=1)
     assert told.seconds > 0

@@ -50,7 +50,7 @@ def test_what_is_known_replaces_what_was(before: Rates, news: Rates) -> None:
 
 def test_a_rank_has_its_share_of_the_node_and_its_own_device() -> None:
     mine = Rates(**dict.fromkeys(NAMES, 8.0)).of_rank(4)
-    own = {"device_link", "device_memory", "flops", "network"}
+    own = {"device_link", "device_memory", "flops", "network", "checksum"}
     assert mine.as_dict() == {name: 8.0 if name in own else 2.0 for name in NAMES}
     assert Rates().of_rank(4) == Rates()
 
@@ -107,6 +107,7 @@ def test_a_window_transfers_whole_slots_round_and_round(
     assert moved(aio) == (9 * 64 * KIB, 256 * KIB)
     slots.run("mixed", places=5)
     assert moved(aio) == ((9 + 5) * 64 * KIB, (4 + 5) * 64 * KIB)
+    assert [slots.taken(), slots.taken()] == [(4 + 5) * 64 * KIB, 0]
 
 
 def test_mixed_writes_back_what_it_has_read(window: tuple[measure._Window, AioContext, Arena]) -> None:
@@ -151,7 +152,11 @@ def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     for path in paths:
         path.mkdir()
     descriptors = set(Path("/proc/self/fd").iterdir())
-    told = measure.disk_rates(paths, nbytes=2 << 20, seconds=0.01)
+    legs: list[measure.Leg] = []
+    told = measure.of_disks(paths, nbytes=2 << 20, seconds=0.01).run(legs.append)
+    assert {leg.name: leg.rate for leg in legs} == told.as_dict()
+    written = {leg.name: leg.written for leg in legs}
+    assert written["nvme_read"] == 0 < written["nvme_mixed"] and written["nvme_write"] > 2 << 20
     assert set(told.as_dict()) == {"nvme_read", "nvme_write", "nvme_mixed"}
     assert [list(path.iterdir()) for path in paths] == [[], []]
     assert set(Path("/proc/self/fd").iterdir()) == descriptors
@@ -159,11 +164,11 @@ def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
 
 def test_a_disk_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SwapSpaceError, match="nowhere"):
-        measure.disk_rates([tmp_path / "nowhere"], nbytes=1 << 20)
+        measure.of_disks([tmp_path / "nowhere"])
     fault = FaultPlan((Fault(kind="read", first=3, error=5),))
     monkeypatch.setattr(measure, "AioContext", functools.partial(AioContext, fault=fault))
     with pytest.raises(SwapError, match="measured"):
-        measure.disk_rates([tmp_path], nbytes=1 << 20, seconds=0.01)
+        measure.measure([tmp_path], file_bytes=1 << 20, seconds=0.01)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,7 +177,7 @@ def test_a_disk_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_cpu_is_measured_in_each_format(
     monkeypatch: pytest.MonkeyPatch, state_format: str, state_tensors: int, grad_itemsize: int
 ) -> None:
-    monkeypatch.setattr(measure, "KERNEL_NUMEL", 4096)
+    monkeypatch.setattr(measure, "MOST_KERNEL_BYTES", 6 * 4 * 4096)
     batches = []
 
     class Batch(measure.StepBatch):
@@ -184,12 +189,28 @@ def test_the_cpu_is_measured_in_each_format(
     told = measure.measure(
         state_format=state_format, state_tensors=state_tensors, grad_itemsize=grad_itemsize, seconds=0.001
     )
-    assert set(told.as_dict()) == {"optimizer", "gradients", "host_copy"}
+    assert set(told.as_dict()) == {"optimizer", "gradients", "host_copy", "checksum"}
     (segment,) = batches
     assert bool(segment["remainder"]) is ("split" in state_format)
     assert bool(segment["out"]) is ("split" not in state_format)
     assert len(segment["state"]) == state_tensors
     assert segment["state_format"].itemsize == (2 if "bf16" in state_format else 4)
+
+
+@pytest.mark.parametrize(("caches", "expected"), [(0, 192), (32, 192), (96, 384), (1024, 1024)])
+def test_kernels_go_round_more_memory_than_caches_hold(
+    monkeypatch: pytest.MonkeyPatch, caches: int, expected: int
+) -> None:
+    monkeypatch.setattr(measure.conditions, "cache_bytes", lambda: caches << 20)
+    assert measure.kernel_bytes() == expected << 20
+    monkeypatch.setattr(measure, "MOST_KERNEL_BYTES", 6 * 4096)
+    copied: list[tuple[int, int]] = []
+    monkeypatch.setattr(measure.kernels, "cast", lambda to, _, source, *rest: copied.append((source, to)))
+    ring = measure._Ring(6)
+    for _ in range(7):
+        ring.copy()
+    assert len({source for source, _ in copied[:6]}) == 6  # all of them, before the first comes again
+    assert [to for _, to in copied[:-1]] == [source for source, _ in copied[1:]]
 
 
 def test_calls_per_second_leave_the_first_one_out(monkeypatch: pytest.MonkeyPatch) -> None:

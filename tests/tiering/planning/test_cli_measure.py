@@ -1,0 +1,298 @@
+"""``tiering plan --measure``: what it measures, what of that it keeps, and when it takes what was kept before."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiering
+from tiering.config import IoConfig
+from tiering.planning import conditions, saved_rates
+from tiering.planning.measure import Measurement, Tell
+from tiering.planning.rates import Rates
+from tiering.planning.saved_rates import SavedRates
+from zero3 import device_rates, planning
+
+from .asking import SMALL, Model, Plan, answered, configured
+
+FOUND = {
+    "CPU": Rates(optimizer=5e8, gradients=4e9, host_copy=8e9, checksum=9e9),
+    "disks": Rates(nvme_read=3e9, nvme_write=1e9, nvme_mixed=2e9),
+    "device": Rates(flops=2e12),
+}
+EVERYTHING = {name: rate for rates in FOUND.values() for name, rate in rates.as_dict().items()}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where rates are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tiering" / "rates"
+
+
+@pytest.fixture
+def measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Receives the name of each measurement; nothing is really measured, but its conditions are real."""
+    names: list[str] = []
+
+    def instead(make: Callable[..., Measurement]) -> Callable[..., Measurement]:
+        def made(*arguments: Any, **options: Any) -> Measurement:
+            real = make(*arguments, **options)
+
+            def run(tell: Tell) -> Rates:
+                names.append(real.name)
+                return FOUND[real.name]
+
+            return replace(real, run=run)
+
+        return made
+
+    monkeypatch.setattr(planning.measure, "of_cpu", instead(planning.measure.of_cpu))
+    monkeypatch.setattr(planning.measure, "of_disks", instead(planning.measure.of_disks))
+    monkeypatch.setattr(device_rates, "of_device", instead(device_rates.of_device))
+    return names
+
+
+def test_what_was_measured_is_taken_while_it_is_what_is_asked(
+    plan: Plan, measured: list[str], cache: Path, tmp_path: Path
+) -> None:
+    disk, other = tmp_path / "disk", tmp_path / "other"
+    disk.mkdir()
+    other.mkdir()
+
+    def asked(*arguments: str | Path) -> tuple[list[str], str]:
+        """What was measured for it, and what was said."""
+        measured.clear()
+        code, out, err = plan(*SMALL, "--json", "--measure", disk, *arguments)
+        assert code == 0
+        assert json.loads(out)["rates"] == EVERYTHING
+        return list(measured), err
+
+    everything, said = asked()
+    assert everything == ["CPU", "disks", "device"]
+    assert said.splitlines() == ["measuring: CPU", "measuring: disks", "measuring: device"]
+    today = datetime.now().astimezone()
+    again, said = asked()
+    assert again == []
+    assert f"disks of {today:%Y-%m-%d}" in said and "--measure-again for new ones" in said
+    assert asked("--measure-again")[0] == everything
+    assert asked("--state", "split")[0] == ["CPU"]
+    assert asked("--tokens", "64")[0] == ["device"]
+    assert asked("--micro-batches", "2")[0] == ["CPU"]  # gradients in fp32
+    # Of two directories in any order, and not of one of them.
+    assert asked("--measure", disk, other)[0] == ["disks"]
+    assert asked("--measure", other, disk)[0] == []
+    assert asked("--measure", other)[0] == ["disks"]
+    assert asked()[0] == []
+    assert {path.stat().st_mode & 0o777 for path in cache.iterdir()} == {0o600}
+    assert cache.stat().st_mode & 0o777 == cache.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_rates_of_other_io_are_not_taken(plan: Plan, measured: list[str], tmp_path: Path) -> None:
+    config = tmp_path / "ds_config.json"
+    for block_size in ("1MiB", "512KiB"):
+        measured.clear()
+        settings = configured(tmp_path, fits=True, io={"block_size": block_size})
+        del settings["tiering"]["device_budget"], settings["tiering"]["host_budget"]
+        config.write_text(json.dumps(settings))
+        assert (
+            plan("--params", "60M", "--config", config, "--nvme-budget", "2GiB", "--measure", tmp_path)[0]
+            == 0
+        )
+        assert "disks" in measured
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        ("platform.node", lambda: "another"),
+        ("platform.release", lambda: "7.0"),
+        ("os.sched_getaffinity", lambda _: {0}),
+        ("tiering.planning.conditions.cpu_model", lambda: "another"),
+        ("tiering.__version__", "0.0.1"),
+    ],
+    ids=lambda pair: pair[0],
+)
+def test_another_machine_with_the_same_home_measures_for_itself(
+    plan: Plan,
+    measured: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    elsewhere: tuple[str, object],
+) -> None:
+    plan(*SMALL, "--measure", tmp_path)
+    measured.clear()
+    monkeypatch.setattr(*elsewhere)
+    plan(*SMALL, "--measure", tmp_path)
+    assert measured == ["CPU", "disks", "device"]
+
+
+@pytest.mark.parametrize(("days", "taken"), [(6.9, True), (7.1, False), (-0.1, False)])
+def test_what_is_a_week_old_is_measured_again(
+    plan: Plan, measured: list[str], cache: Path, tmp_path: Path, days: float, taken: bool
+) -> None:
+    plan(*SMALL, "--measure", tmp_path)
+    measured.clear()
+    for path in cache.iterdir():
+        told = json.loads(path.read_text())
+        told["measured"] = (datetime.now(UTC) - timedelta(days=days)).isoformat()
+        path.write_text(json.dumps(told))
+    plan(*SMALL, "--measure", tmp_path)
+    assert measured == ([] if taken else ["CPU", "disks", "device"])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda text: text[: len(text) // 2], "no JSON"),
+        (lambda text: text.replace("optimizer", "optimiser"), "'optimiser' is no rate"),
+        (lambda text: text.replace("500000000.0", "-1"), "'optimizer' is -1"),
+        (lambda text: text.replace("500000000.0", "1" + "0" * 400), "too large"),
+        (lambda text: text.replace("+00:00", ""), "time zone"),
+        (lambda text: text.replace('"measured": "2', '"measured": "x'), "isoformat"),
+        (lambda text: text.replace('"rates": {', '"rates": [], "others": {'), "it has no rates"),
+    ],
+)
+def test_a_damaged_record_is_passed_over_with_a_word(
+    measured: list[str],
+    cache: Path,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[str], str],
+    why: str,
+) -> None:
+    saved = SavedRates.of_user()
+    cpu = planning.measure.of_cpu()
+    cache.parents[1].mkdir()
+    path = saved.save(cpu, FOUND["CPU"])
+    assert path is not None and path.parent == cache
+    before = saved.find(cpu)
+    assert before is not None and before.rates == FOUND["CPU"]
+    path.write_text(change(path.read_text()))
+    assert saved.find(cpu) is None and saved.find(cpu) is None
+    (warning,) = caplog.messages
+    assert str(path) in warning and why in warning and warning.endswith("they are measured each time")
+
+
+def test_a_record_of_something_else_under_the_same_name_is_not_taken(
+    measured: list[str], cache: Path
+) -> None:
+    saved = SavedRates.of_user()
+    cpu = planning.measure.of_cpu()
+    cache.parents[1].mkdir()
+    path = saved.save(cpu, FOUND["CPU"])
+    assert path is not None
+    for old, new in (('"state": "fp32"', '"state": "split"'), ('"schema": 1', '"schema": 2')):
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+        assert saved.find(cpu) is None
+        path.write_text(text)
+    assert saved.find(cpu) is not None
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    plan: Plan,
+    measured: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Root may write everywhere: a file stands where the directory would be."""
+    (tmp_path / "cache").write_text("")
+    for _ in range(2):
+        assert plan(*SMALL, "--measure", tmp_path)[0] == 0
+        (warning,) = caplog.messages
+        caplog.clear()
+        assert "are measured each time" in warning
+    assert measured == 2 * ["CPU", "disks", "device"]
+    monkeypatch.setattr(saved_rates.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("nobody")))
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert saved_rates.SavedRates.of_user().save(planning.measure.of_cpu(), FOUND["CPU"]) is None
+
+
+def test_what_does_not_fit_is_not_measured_and_that_is_said(
+    plan: Plan, measured: list[str], tmp_path: Path
+) -> None:
+    kept = tmp_path / "rates.json"
+    code, _, err = plan(*SMALL, "--host-budget", "1MiB", "--measure", tmp_path, "--save-rates", kept)
+    assert code == 1
+    assert "nothing was measured, since the model does not fit" in err
+    assert not kept.exists() and measured == []
+
+
+def test_measured_rates_are_saved_and_read_back(plan: Plan, measured: list[str], tmp_path: Path) -> None:
+    kept = tmp_path / "rates.json"
+    for _ in range(2):  # those that were just measured, and those that were known
+        kept.unlink(missing_ok=True)
+        code, out, _ = plan(*SMALL, "--measure", tmp_path, "--save-rates", kept)
+        assert code == 0
+        assert "Predicted step" in out
+        told = answered(plan, *SMALL, "--rates", kept, "--nvme-read", "9GB/s")["rates"]
+        assert told == EVERYTHING | {"nvme_read": 9e9}
+    assert measured == ["CPU", "disks", "device"]
+
+
+def test_what_is_measured_is_what_the_workload_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def cpu_rates(*, tell: Tell, **arithmetic: object) -> Rates:
+        asked.append(arithmetic)
+        return Rates(optimizer=1.0)
+
+    def disk_rates(directories: list[Path], *, tell: Tell, **options: object) -> Rates:
+        asked.append((directories, options["io"]))
+        return Rates(nvme_read=1.0)
+
+    def of_device(
+        device: torch.device, dtype: torch.dtype, *, tell: Tell, tokens: int, seconds: float
+    ) -> Rates:
+        asked.append((device.type, dtype, tokens))
+        return Rates(flops=2.0)
+
+    monkeypatch.setattr(planning.measure, "cpu_rates", cpu_rates)
+    monkeypatch.setattr(planning.measure, "disk_rates", disk_rates)
+    monkeypatch.setattr(device_rates, "measure", of_device)
+    config = configured(tmp_path, fits=True, state="bf16")
+    load = tiering.plan_for(model=Model(), config=config).workload
+    io = IoConfig(queue_depth=3, allow_memory_file_system=True)
+    told = tiering.measure_rates(tmp_path, workload=load, tokens=32, io=io)
+    assert told == Rates(optimizer=1.0, nvme_read=1.0, flops=2.0)
+    arithmetic = {"state_format": "bf16", "state_tensors": 2, "grad_itemsize": 4, "seconds": 0.5}
+    assert asked == [arithmetic, ([tmp_path], io), ("cpu", torch.bfloat16, 32)]
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")  # planning for a GPU where there is none
+    assert tiering.measure_rates(workload=load, on_gpu=True) == Rates(optimizer=1.0)
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured(tmp_path: Path) -> None:
+    load = tiering.plan_for(model=Model(), config=configured(tmp_path, fits=True)).workload
+    rates = tiering.measure_rates(tmp_path, workload=load)
+    assert {"nvme_read", "nvme_write", "optimizer", "checksum", "flops"} <= rates.as_dict().keys()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_machine_is_told_from_what_the_kernel_says(tmp_path: Path) -> None:
+    arm = "processor\t: 0\nBogoMIPS\t: 50.00\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n\nprocessor\t: 1\nx\t: y\n"
+    (tmp_path / "cpuinfo").write_text(arm)
+    assert conditions.cpu_model(tmp_path / "cpuinfo") == "0x41 0xd40"
+    assert conditions.cpu_model(tmp_path / "none") == os.uname().machine
+    mine = sorted(os.sched_getaffinity(0))
+    for cpu in mine:
+        for index, level, size in ((0, 1, "48K"), (3, 3, "32768K")):
+            cache = tmp_path / f"devices/system/cpu/cpu{cpu}/cache/index{index}"
+            cache.mkdir(parents=True)
+            (cache / "level").write_text(f"{level}\n")
+            (cache / "size").write_text(f"{size}\n")
+            (cache / "shared_cpu_list").write_text("all of them\n" if level == 3 else f"{cpu}\n")
+    assert conditions.cache_bytes(tmp_path) == 32 << 20
+    (tmp_path / f"devices/system/cpu/cpu{mine[0]}/cache/index3/shared_cpu_list").write_text("another part\n")
+    assert conditions.cache_bytes(tmp_path) == (1 if len(mine) == 1 else 2) * (32 << 20)
+    assert conditions.cache_bytes(tmp_path / "none") == 0

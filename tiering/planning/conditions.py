@@ -1,0 +1,91 @@
+"""What a measured rate depends on: where one of these differs, it has to be measured anew. No torch.
+
+All of it can be written as JSON. Names of machines and paths are among it, for a home directory may be shared by
+machines that are alike but for their names; so it stays in the user's own files.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import tiering
+from optim_cpu import kernels
+from tiering import drives
+from tiering.config import IoConfig
+from tiering.fields import parse_size
+from tiering.topology import SYSFS, format_cpus
+
+Conditions = dict[str, object]
+
+CPUINFO = Path("/proc/cpuinfo")
+# What of it tells one CPU from another: first x86's words, then Arm's.
+_CPU_FIELDS = ("vendor_id", "model name", "cpu family", "model", "stepping")
+_ARM_FIELDS = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision")
+
+
+def machine() -> Conditions:
+    """This machine as this process may use it, and the versions of what runs on it."""
+    return {
+        "host": platform.node(),
+        "cpu": cpu_model(),
+        "cpus": format_cpus(sorted(os.sched_getaffinity(0))),
+        "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "kernel": platform.release(),
+        "version": tiering.__version__,
+    }
+
+
+def disks(directories: Sequence[Path], io: IoConfig) -> Conditions:
+    """The disks behind ``directories``, in whatever order these are named, and how bytes travel there.
+
+    A path is among it: directories of one file system may differ in compression, quotas and tiers.
+    """
+    places = sorted(directory.resolve() for directory in directories)
+    return {
+        "directories": [
+            {"path": str(place), "identity": os.statvfs(place).f_fsid, **asdict(drives.behind(place))}
+            for place in places
+        ],
+        "io": io.model_dump(mode="json"),
+    }
+
+
+def arithmetic(state_format: str, state_tensors: int, grad_itemsize: int) -> Conditions:
+    """How the CPU steps, and with what."""
+    return {
+        "state": state_format,
+        "state_tensors": state_tensors,
+        "grad_itemsize": grad_itemsize,
+        "threads": kernels.thread_count(),
+        "instruction_set": kernels.instruction_set(),
+    }
+
+
+def cpu_model(cpuinfo: Path = CPUINFO) -> str:
+    """The first CPU as the kernel names it."""
+    try:
+        first = cpuinfo.read_text().partition("\n\n")[0]
+    except OSError:
+        return platform.machine()
+    told = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
+    named = {name.strip(): value.strip() for name, value in told.items()}
+    known = [named[name] for name in (*_CPU_FIELDS, *_ARM_FIELDS) if name in named]
+    return " ".join(known) or platform.machine()
+
+
+def cache_bytes(sysfs: Path = SYSFS) -> int:
+    """Of the largest caches that this process' CPUs have, together; 0 if the kernel does not tell."""
+    mine = os.sched_getaffinity(0)
+    found: dict[int, dict[str, int]] = {}  # by level, then by the CPUs that share one
+    for cpu in mine:
+        for index in (sysfs / f"devices/system/cpu/cpu{cpu}/cache").glob("index*"):
+            try:
+                level, shared = int((index / "level").read_text()), (index / "shared_cpu_list").read_text()
+                found.setdefault(level, {})[shared] = parse_size((index / "size").read_text().strip())
+            except (OSError, ValueError):
+                continue
+    return sum(found[max(found)].values()) if found else 0

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tiering.kernel_files import listed, number, said
+
 SYSFS = Path("/sys")
 MOUNTINFO = Path("/proc/self/mountinfo")
 
@@ -176,7 +178,7 @@ def io_counters(drive: Drive, sysfs: Path = SYSFS) -> tuple[int, int] | None:
     A layer counts what passes through it: of a mirror half of what its members write, of an LVM volume nothing of what
     its neighbours on the same disk do.
     """
-    fields = (_said(sysfs / "class/block" / drive.name / "stat") or "").split()
+    fields = (said(sysfs / "class/block" / drive.name / "stat") or "").split()
     try:
         return int(fields[2]) * SECTOR, int(fields[6]) * SECTOR
     except (IndexError, ValueError):
@@ -195,7 +197,7 @@ class _Mount:
 def _mounts(mountinfo: Path) -> list[_Mount]:
     """Parsed as proc(5) has it; a line that is not like that is left out."""
     mounts = []
-    for line in (_said(mountinfo) or "").split("\n"):
+    for line in (said(mountinfo) or "").split("\n"):
         before, _, after = line.partition(" - ")
         mount, file_system = before.split(" "), after.split(" ")
         if len(mount) < 6 or len(file_system) < 3:
@@ -227,12 +229,12 @@ def _mount_of(directory: Path, mounts: list[_Mount]) -> _Mount | None:
     try:
         directory = directory.resolve()
         device = directory.stat().st_dev
-        number = f"{os.major(device)}:{os.minor(device)}"
+        device_number = f"{os.major(device)}:{os.minor(device)}"
     except (OSError, RuntimeError):
-        number = ""
+        device_number = ""
     above = [mount for mount in mounts if directory.is_relative_to(mount.point)]
-    own = [mount for mount in above if mount.number == number]
-    candidates = own or above or [mount for mount in mounts if mount.number == number]
+    own = [mount for mount in above if mount.number == device_number]
+    candidates = own or above or [mount for mount in mounts if mount.number == device_number]
     return max(reversed(candidates), key=lambda mount: len(mount.point.parts), default=None)
 
 
@@ -289,8 +291,8 @@ class _Stack:
         sources = [mount.source] if len(named) == 1 else [named[0], *(f"/{name}" for name in named[1:])]
         found = [place for place in map(self._named, sources) if place is not None]
         if mount.type == "btrfs" and found:
-            for pool in _listed(self.sysfs / "fs/btrfs"):
-                names = [device.name for device in _listed(pool / "devices")]
+            for pool in listed(self.sysfs / "fs/btrfs"):
+                names = [device.name for device in listed(pool / "devices")]
                 if found[0].name in names:
                     return [self.sysfs / "class/block" / name for name in names]
         return found
@@ -303,8 +305,8 @@ class _Stack:
             place = self.sysfs / "class/block" / name
             if name and place.exists():
                 return place
-        for place in _listed(self.sysfs / "class/block"):
-            if _said(place / "dm/name") == Path(source).name:
+        for place in listed(self.sysfs / "class/block"):
+            if said(place / "dm/name") == Path(source).name:
                 return place
         return None
 
@@ -317,50 +319,50 @@ class _Stack:
         if (place / "partition").exists():
             place = place.parent
         queue = place / "queue"
-        nbytes = _number(place / "size")
+        nbytes = number(place / "size")
         link, best_link = _links(place)
-        discard = _number(queue / "discard_max_bytes")
+        discard = number(queue / "discard_max_bytes")
         return Drive(
             name=place.name,
             layer=_layer(place),
             members=tuple(self._members(place, depth - 1)) if depth else (),
             transport=_transport(place),
             model=_model(place),
-            firmware=_said(place / "device/firmware_rev") or _said(place / "device/rev"),
+            firmware=said(place / "device/firmware_rev") or said(place / "device/rev"),
             nbytes=None if nbytes is None else nbytes * SECTOR,
             link=link,
             best_link=best_link,
             numa_node=_numa_node(place, self.sysfs),
             rotational=_flag(queue / "rotational"),
-            scheduler=_chosen(_said(queue / "scheduler")),
-            max_sectors_kb=_number(queue / "max_sectors_kb"),
-            nr_requests=_number(queue / "nr_requests"),
-            write_cache=_said(queue / "write_cache"),
-            logical_block_size=_number(queue / "logical_block_size"),
+            scheduler=_chosen(said(queue / "scheduler")),
+            max_sectors_kb=number(queue / "max_sectors_kb"),
+            nr_requests=number(queue / "nr_requests"),
+            write_cache=said(queue / "write_cache"),
+            logical_block_size=number(queue / "logical_block_size"),
             discard=None if discard is None else discard > 0,
         )
 
     def _members(self, place: Path, depth: int) -> Iterator[Drive]:
-        for member in _listed(place / "slaves"):
+        for member in listed(place / "slaves"):
             drive = self.drive(member, depth)
             if drive is not None:
                 yield drive
-        file = _said(place / "loop/backing_file")
+        file = said(place / "loop/backing_file")
         if file is not None:
             yield from _behind(Path(file).parent, self.sysfs, self.mounts, depth).drives
 
 
 def _layer(place: Path) -> str | None:
     if (place / "md").is_dir():
-        return _said(place / "md/level") or "md"
+        return said(place / "md/level") or "md"
     if (place / "dm").is_dir():
-        return _LAYERS.get((_said(place / "dm/uuid") or "").partition("-")[0], "device mapper")
+        return _LAYERS.get((said(place / "dm/uuid") or "").partition("-")[0], "device mapper")
     return "loop" if (place / "loop").is_dir() else None
 
 
 def _model(place: Path) -> str | None:
-    model = _said(place / "device/model") or _said(place / "device/name")
-    vendor = _said(place / "device/vendor")  # of SCSI; a PCI number elsewhere, and "ATA" for all of SATA
+    model = said(place / "device/model") or said(place / "device/name")
+    vendor = said(place / "device/vendor")  # of SCSI; a PCI number elsewhere, and "ATA" for all of SATA
     if model is None or vendor is None or vendor == "ATA" or vendor.startswith("0x"):
         return model
     return f"{vendor} {model}"
@@ -373,7 +375,7 @@ def _controllers(place: Path) -> list[Path]:
     device = place / "device"
     if (device / "transport").exists():
         return [device]
-    return [entry for entry in _listed(device) if (entry / "transport").exists()]
+    return [entry for entry in listed(device) if (entry / "transport").exists()]
 
 
 def _origin(place: Path) -> Path:
@@ -389,7 +391,7 @@ def _origin(place: Path) -> Path:
 def _transport(place: Path) -> str | None:
     controllers = _controllers(place)
     if controllers:
-        return _said(controllers[0] / "transport")
+        return said(controllers[0] / "transport")
     parts = _origin(place).parts
     return next(
         (name for form, name in _TRANSPORTS if any(form.fullmatch(part) for part in parts)),
@@ -407,14 +409,14 @@ def _links(place: Path) -> tuple[Link | None, Link | None]:
         return link, best if faster else None
     port = next((above for above in _origin(place).parents if re.fullmatch(r"ata\d+", above.name)), None)
     speeds = sorted(port.glob("link*/ata_link/link*/sata_spd")) if port is not None else []
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) Gbps", (_said(speeds[0]) or "") if speeds else "")
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) Gbps", (said(speeds[0]) or "") if speeds else "")
     # 8 bits of data are sent as 10.
     return (Link(f"SATA {found[1]} Gb/s", float(found[1]) * 1e9 / 10), None) if found else (None, None)
 
 
 def _pcie(function: Path, which: str) -> Link | None:
-    speed = re.match(r"(\d+(?:\.\d+)?) GT/s", _said(function / f"{which}_link_speed") or "")
-    lanes = _number(function / f"{which}_link_width")
+    speed = re.match(r"(\d+(?:\.\d+)?) GT/s", said(function / f"{which}_link_speed") or "")
+    lanes = number(function / f"{which}_link_width")
     if speed is None or lanes not in _PCIE_LANES or float(speed[1]) not in _PCIE:
         return None
     generation, data = _PCIE[float(speed[1])]
@@ -426,7 +428,7 @@ def _numa_node(place: Path, sysfs: Path) -> int | None:
     for above in (origin, *origin.parents):
         if above == root:
             break
-        node = _number(above / "numa_node")
+        node = number(above / "numa_node")
         if node is not None:
             return node if node >= 0 else None  # -1: the firmware does not say
     return None
@@ -442,29 +444,8 @@ def _chosen(text: str | None) -> str | None:
     return text if len(text.split()) == 1 else None
 
 
-def _said(path: Path) -> str | None:
-    """What a file of the kernel's holds, without padding; None if that is nothing, or not for us."""
-    try:
-        text = path.read_bytes().decode(errors="replace").strip(" \t\r\n\0")
-    except (OSError, ValueError):  # ValueError: a name with a null byte in it
-        return None
-    return text or None
-
-
-def _number(path: Path) -> int | None:
-    text = _said(path)
-    return int(text) if text is not None and re.fullmatch(r"-?[0-9]+", text) else None
-
-
 def _flag(path: Path) -> bool | None:
-    return {"0": False, "1": True}.get(_said(path) or "")
-
-
-def _listed(directory: Path) -> list[Path]:
-    try:
-        return sorted(directory.iterdir())
-    except OSError:
-        return []
+    return {"0": False, "1": True}.get(said(path) or "")
 
 
 def _target(source: str) -> str:

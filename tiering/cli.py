@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tiering import check_command
+from tiering.doctor import command as doctor_command
 from tiering.planning import command
 
 
@@ -56,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_arguments(plan)
     plan.set_defaults(run=command.run)
+    doctor = commands.add_parser("doctor", help="say what of this machine stands in the way, and what to do")
+    doctor_command.add_arguments(doctor)
     _add_convert(commands)
     _add_inspect(commands)
     return parser

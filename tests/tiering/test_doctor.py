@@ -1,0 +1,571 @@
+"""``tiering doctor``: each check on machines that are well and on machines that are not, and what is shown of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tiering.cli import main
+from tiering.doctor import cpus, directory, engines, limits, memory, nameless, software
+from tiering.doctor.command import examine
+from tiering.doctor.directory import Trial, judge_trial, try_swap_file
+from tiering.doctor.finding import Entry, Finding, Verdict, perform, problem
+from tiering.doctor.nameless import Holder
+from tiering.doctor.report import RULE, Report, discreet
+from tiering.drives import Backing, Drive, FileSystem, Link
+
+OK, NOTE, PROBLEM = Verdict.OK, Verdict.NOTE, Verdict.PROBLEM
+GIB = 1 << 30
+
+MEMINFO = f"MemTotal: {64 << 20} kB\nMemAvailable: {48 << 20} kB\nHugePages_Total: 0"
+LIMITS = """Limit                     Soft Limit           Hard Limit           Units
+Max file size             unlimited            unlimited            bytes
+Max open files            1024                 524288               files
+Max locked memory         8388608              unlimited            bytes
+Max address space         unlimited            unlimited            bytes"""
+STATUS = "Name:\tpython\nCapEff:\t0000000000000000\nSeccomp:\t0\nCpus_allowed_list:\t0-7"
+
+UNLIMITED = LIMITS.replace("8388608  ", "unlimited")
+PRIVILEGED = STATUS.replace("CapEff:\t0000000000000000", "CapEff:\t0000000000004000")
+NODE = "sys/devices/system/node/node"
+CGROUP = "sys/fs/cgroup"
+V1 = "4:memory:/job\n3:cpu,cpuacct:/job\n2:blkio:/job"
+AIO = "proc/sys/fs/aio-max-nr", "proc/sys/fs/aio-nr"
+THP = "sys/kernel/mm/transparent_hugepage/enabled"
+NVIDIA = {
+    "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue",
+    "proc/driver/nvidia/gpus/0000:17:00.0/information": "Model: \t NVIDIA H200\nGPU UUID: \t GPU-8a7c",
+}
+
+Files = dict[str, str]
+
+
+def machine(root: Path, files: Files) -> Path:
+    """The root directory of a machine that is well, but for ``files``."""
+    well = {
+        "proc/meminfo": MEMINFO,
+        "proc/self/limits": LIMITS,
+        "proc/self/status": STATUS,
+        "proc/self/cgroup": "0::/",
+    }
+    for name, text in (well | files).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("check", "files", "verdict", "found", "remedy"),
+    [
+        (limits.memlock, {}, NOTE, "8.00 MiB", "memlock=-1"),
+        (limits.memlock, {"proc/self/limits": UNLIMITED}, OK, "unlimited", ""),
+        (
+            limits.memlock,
+            {"proc/self/limits": LIMITS.replace("8388608", str(64 * GIB))},
+            OK,
+            "all of the memory",
+            "",
+        ),
+        (limits.memlock, {"proc/self/status": PRIVILEGED}, OK, "CAP_IPC_LOCK", ""),
+        (
+            limits.memlock,  # what is granted in a user namespace does not count
+            {"proc/self/status": PRIVILEGED, "proc/self/uid_map": "0 1000 1"},
+            NOTE,
+            "8.00 MiB",
+            "ulimit -l",
+        ),
+        (limits.open_files, {}, OK, "1024", ""),
+        (limits.open_files, {"proc/self/limits": LIMITS.replace("1024", "256 ")}, NOTE, "256", "ulimit -n"),
+        (limits.file_size, {}, OK, "unlimited", ""),
+        (
+            limits.file_size,
+            {"proc/self/limits": LIMITS.replace("size             unlimited", "size             1048576  ")},
+            PROBLEM,
+            "1.00 MiB",
+            "ulimit -f unlimited",
+        ),
+        (limits.address_space, {}, OK, "unlimited", ""),
+        (
+            limits.address_space,
+            {"proc/self/limits": LIMITS.replace("space         unlimited", "space         1048576  ")},
+            PROBLEM,
+            "1.00 MiB",
+            "ulimit -v unlimited",
+        ),
+        (
+            limits.aio_contexts,
+            {AIO[0]: "65536", AIO[1]: "65000"},
+            NOTE,
+            "65000 of 65536",
+            "fs.aio-max-nr=1048576",
+        ),
+        (limits.aio_contexts, {AIO[0]: "65536", AIO[1]: "0"}, OK, "0 of 65536", ""),
+        (limits.aio_contexts, {}, OK, "not told", ""),
+        (memory.memory, {}, OK, "64.00 GiB, 48.00 GiB", ""),
+        (
+            memory.memory,
+            {"proc/meminfo": MEMINFO.replace(str(48 << 20), "1024")},
+            NOTE,
+            "1.00 MiB",
+            "host_budget",
+        ),
+        (memory.cgroup_memory, {f"{CGROUP}/memory.max": "max"}, OK, "no limit", ""),
+        (
+            memory.cgroup_memory,  # the tightest of all levels counts
+            {
+                "proc/self/cgroup": "0::/a/b",
+                f"{CGROUP}/a/b/memory.max": str(16 * GIB),
+                f"{CGROUP}/a/memory.max": str(8 * GIB),
+                f"{CGROUP}/memory.max": str(32 * GIB),
+            },
+            OK,
+            "at most 8.00 GiB",
+            "",
+        ),
+        (
+            memory.cgroup_memory,
+            {"proc/self/cgroup": V1, f"{CGROUP}/memory/job/memory.limit_in_bytes": str(GIB)},
+            OK,
+            "at most 1.00 GiB",
+            "",
+        ),
+        (
+            memory.cgroup_memory,
+            {f"{CGROUP}/memory.high": str(10 * GIB), f"{CGROUP}/memory.max": str(20 * GIB)},
+            NOTE,
+            "slowed down beyond 10.00 GiB",
+            "below 8.00 GiB",
+        ),
+        (memory.huge_pages, {THP: "always [madvise] never"}, OK, "madvise", ""),
+        (memory.huge_pages, {THP: "always madvise [never]"}, NOTE, "never", f"sudo tee /{THP}"),
+        (memory.huge_pages, {}, NOTE, "none in this kernel", "kernel"),
+        (memory.set_aside, {}, OK, "none", ""),
+        (
+            memory.set_aside,
+            {"proc/meminfo": f"{MEMINFO}\nHugetlb: {32 << 20} kB"},
+            NOTE,
+            "32.00 GiB",
+            "nr_hugepages=0",
+        ),
+        (memory.swap, {}, OK, "none", ""),
+        (
+            memory.swap,
+            {"proc/meminfo": f"{MEMINFO}\nSwapTotal: {8 << 20} kB\nSwapFree: {2 << 20} kB"},
+            NOTE,
+            "6.00 GiB of 8.00 GiB",
+            "swapoff -a",
+        ),
+        (memory.overcommit, {"proc/sys/vm/overcommit_memory": "1"}, OK, "mode 1", ""),
+        (
+            memory.overcommit,
+            {
+                "proc/sys/vm/overcommit_memory": "2",
+                "proc/meminfo": f"{MEMINFO}\nCommitLimit: {4 << 20} kB\nCommitted_AS: {3 << 20} kB",
+            },
+            NOTE,
+            "1.00 GiB are left",
+            "overcommit_memory=0",
+        ),
+        (memory.numa, {}, OK, "1 node", ""),
+        (
+            memory.numa,
+            {f"{NODE}{n}/meminfo": f"Node {n} MemTotal: {32 << 20} kB" for n in range(2)},
+            OK,
+            "node0 32.00 GiB, node1 32.00 GiB",
+            "",
+        ),
+        (
+            memory.numa,
+            {f"{NODE}{n}/meminfo": f"Node {n} MemTotal: {n << 20} kB" for n in range(2)},
+            NOTE,
+            "node0 without memory",
+            "modules",
+        ),
+        (cpus.affinity, {"sys/devices/system/cpu/online": "0-15"}, OK, "8 of 16 CPUs (0-7)", ""),
+        (
+            cpus.affinity,
+            {"sys/devices/system/cpu/online": "0-15", "proc/self/status": STATUS.replace("0-7", "3")},
+            NOTE,
+            "1 of 16 CPUs (3)",
+            "taskset",
+        ),
+        (cpus.quota, {f"{CGROUP}/cpu.max": "max 100000"}, OK, "none", ""),
+        (cpus.quota, {f"{CGROUP}/cpu.max": "800000 100000"}, OK, "8 CPUs", ""),
+        (
+            cpus.quota,
+            {f"{CGROUP}/cpu.max": "250000 100000"},
+            NOTE,
+            "2.5 CPUs for threads on 8",
+            "taskset -c 0-1 ",
+        ),
+        (
+            cpus.quota,
+            {
+                "proc/self/cgroup": V1,
+                f"{CGROUP}/cpu/job/cpu.cfs_quota_us": "100000",
+                f"{CGROUP}/cpu/job/cpu.cfs_period_us": "100000",
+                f"{CGROUP}/cpu/cpu.cfs_quota_us": "-1",
+                f"{CGROUP}/cpu/cpu.cfs_period_us": "100000",
+            },
+            NOTE,
+            "1 CPUs",
+            "--cpus",
+        ),
+        (
+            software.system,
+            {"proc/sys/kernel/osrelease": "6.8.0-51-generic"},
+            OK,
+            "Linux 6.8.0-51-generic",
+            "",
+        ),
+        (
+            software.system,
+            {"proc/sys/kernel/osrelease": "5.4.0"},
+            NOTE,
+            "io_uring needs 5.11",
+            "newer kernel",
+        ),
+        (software.gpu, {}, OK, "no NVIDIA driver", ""),
+        (software.gpu, NVIDIA, NOTE, "driver 570.86.15, 1 GPUs, NVIDIA H200", "--gpus all"),
+        (software.gpu, NVIDIA | {"dev/nvidia0": ""}, OK, "driver 570.86.15, 1 GPUs, NVIDIA H200", ""),
+    ],
+)
+def test_the_machine(
+    tmp_path: Path, check: Callable[[Path], Finding], files: Files, verdict: Verdict, found: str, remedy: str
+) -> None:
+    finding = check(machine(tmp_path, files))
+    assert finding.verdict is verdict, finding
+    assert found in finding.found
+    assert remedy in finding.remedy
+    assert bool(finding.remedy) is (verdict is not OK)
+
+
+def test_shared_memory() -> None:
+    assert memory.judge_shared_memory(64 << 20, 64 << 20).verdict is NOTE
+    assert "--shm-size" in memory.judge_shared_memory(64 << 20, 64 << 20).remedy
+    assert memory.judge_shared_memory(8 * GIB, 4 * GIB) == Finding("8.00 GiB, 4.00 GiB free")
+
+
+def test_kernels_and_packages(tmp_path: Path) -> None:
+    assert cpus.instruction_set(tmp_path, lambda: "avx512") == Finding("avx512")
+    assert cpus.instruction_set(tmp_path, lambda: "portable").verdict is NOTE
+
+    def unknown() -> str:
+        raise ValueError("TIERING_ISA is 'avx9': this CPU offers avx2, portable")
+
+    assert cpus.instruction_set(tmp_path, unknown) == problem(
+        "TIERING_ISA is 'avx9': this CPU offers avx2, portable", "unset TIERING_ISA"
+    )
+
+    def version(name: str) -> str:
+        if name == "torch":
+            raise metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    assert software.packages(tmp_path, version).verdict is PROBLEM
+    assert "torch 2.7" in software.packages(tmp_path, lambda name: "2.7").found
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "remedy"),
+    [
+        ("io_uring", {"proc/sys/kernel/io_uring_disabled": "2"}, "sudo sysctl -w kernel.io_uring_disabled=0"),
+        (
+            "io_uring",
+            {"proc/sys/kernel/io_uring_disabled": "1", "proc/sys/kernel/io_uring_group": "994"},
+            "add this user to the group 994",
+        ),
+        ("io_uring", {"proc/self/status": STATUS.replace("Seccomp:\t0", "Seccomp:\t2")}, "io_uring_setup"),
+        ("io_uring", {}, "Linux 5.11"),
+        ("libaio", {"proc/self/status": STATUS.replace("Seccomp:\t0", "Seccomp:\t2")}, "io_submit"),
+        ("libaio", {}, "fs.aio-max-nr"),
+    ],
+)
+def test_an_engine_that_may_not_start(tmp_path: Path, name: str, files: Files, remedy: str) -> None:
+    finding = engines.engine(name, machine(tmp_path, files), ask=lambda engine: f"{engine}: EPERM")
+    assert finding.verdict is NOTE
+    assert finding.found == f"{name}: EPERM; the next engine takes its place"
+    assert remedy in finding.remedy
+    assert engines.engine(name, tmp_path, ask=lambda _: None) == Finding("starts")
+
+
+def test_without_threads_nothing_starts(tmp_path: Path, engine: str) -> None:
+    assert engines.refusal(engine) is None  # the fixture has those that start here
+    assert engines.engine("threads", tmp_path, ask=lambda _: "EAGAIN").verdict is PROBLEM
+
+
+def backing(
+    type_: str = "ext4",
+    kind: str = "disk",
+    *options: str,
+    upper: FileSystem | None = None,
+    drives: tuple[Drive, ...] = (),
+) -> Backing:
+    return Backing(FileSystem(type_, kind, "/dev/x", "/mnt", ("rw", *options), upper), drives)
+
+
+@pytest.mark.parametrize(
+    ("mounted", "copied", "verdict", "found"),
+    [
+        (backing(), None, OK, "ext4, rw"),
+        (backing("tmpfs", "memory"), None, PROBLEM, "tmpfs, which lives in RAM"),
+        (backing("overlay", "overlay", upper=backing("tmpfs", "memory").file_system), None, PROBLEM, "tmpfs"),
+        (backing("overlay", "overlay", upper=backing().file_system), None, NOTE, "root of a container"),
+        (backing("nfs4", "network"), None, NOTE, "nfs4"),
+        (backing("btrfs"), True, NOTE, "copy-on-write"),
+        (backing("btrfs"), False, OK, "btrfs"),
+        (backing("ext4", "disk", "data=journal"), None, NOTE, "twice"),
+        (backing("xfs", "disk", "sync"), None, NOTE, "sync"),
+    ],
+)
+def test_file_systems(mounted: Backing, copied: bool | None, verdict: Verdict, found: str) -> None:
+    finding = directory.file_system(mounted, copied)
+    assert (finding.verdict, bool(finding.remedy)) == (verdict, verdict is not OK)
+    assert found in finding.found
+
+
+FAST = Drive(
+    "nvme0n1", transport="pcie", scheduler="none", numa_node=1, link=Link("PCIe 5.0 x4", 15.8e9), discard=True
+)
+HARD_DISK = Drive("sda", transport="sata", rotational=True, scheduler="bfq")
+
+
+@pytest.mark.parametrize(
+    ("drive", "found"),
+    [
+        (FAST, None),
+        (replace(FAST, rotational=True, transport="virtio"), None),  # hypervisors say that of any disk
+        (HARD_DISK, "rotates"),
+        (replace(FAST, transport="tcp"), "behind a network (tcp)"),
+        (Drive("md0", layer="raid0", members=(FAST, FAST)), None),
+        (Drive("md0", layer="raid5", members=(FAST, FAST)), "raid5 reads before"),
+        (Drive("dm-0", layer="LVM", members=(Drive("dm-1", layer="crypt", members=(FAST,)),)), "encryption"),
+        (Drive("loop0", layer="loop"), "file posing"),
+        (Drive("zram0"), "memory posing"),
+    ],
+)
+def test_drives(drive: Drive, found: str | None) -> None:
+    finding = directory.drive(backing(drives=(drive,)))
+    assert drive.name in finding.found
+    assert finding.verdict is (OK if found is None else NOTE)
+    assert found is None or (found in finding.found and finding.remedy)
+
+
+def test_links_and_schedulers() -> None:
+    slow = replace(FAST, link=Link("PCIe 3.0 x2", 2e9), best_link=FAST.link)
+    assert directory.link(backing(drives=(FAST,))) == Finding("nvme0n1 PCIe 5.0 x4, 15.8 GB/s")
+    finding = directory.link(backing(drives=(Drive("md0", members=(slow,)),)))
+    assert finding.verdict is NOTE
+    assert finding.found == "nvme0n1 has PCIe 3.0 x2, 2.0 GB/s, and could have PCIe 5.0 x4, 15.8 GB/s"
+
+    assert directory.scheduler(backing(drives=(FAST,))) == Finding("nvme0n1 none")
+    assert directory.scheduler(backing(drives=(replace(HARD_DISK, scheduler="mq-deadline"),))).verdict is OK
+    for wrong in (replace(FAST, scheduler="mq-deadline"), HARD_DISK):
+        finding = directory.scheduler(backing(drives=(wrong,)))
+        assert finding.verdict is NOTE
+        assert finding.remedy == f"echo none | sudo tee /sys/block/{wrong.name}/queue/scheduler"
+
+
+def test_a_drive_on_another_numa_node(tmp_path: Path) -> None:
+    files = {f"{NODE}0/cpulist": "0-7", f"{NODE}1/cpulist": "8-15"}
+    finding = directory.numa(backing(drives=(FAST,)), machine(tmp_path, files))
+    assert finding.verdict is NOTE
+    assert "nvme0n1 on node 1, but this process runs on CPUs 0-7" in finding.found
+    assert "numactl --cpunodebind=1" in finding.remedy
+    for own in ("8-9", "0-15"):
+        machine(tmp_path, {"proc/self/status": STATUS.replace("0-7", own)})
+        assert directory.numa(backing(drives=(FAST,)), tmp_path) == Finding("nvme0n1 on node 1")
+
+
+def test_discard(tmp_path: Path) -> None:
+    finding = directory.discard(backing(drives=(FAST,)), tmp_path)
+    assert (finding.verdict, finding.remedy) == (NOTE, "sudo systemctl enable --now fstrim.timer")
+    assert (
+        "at once"
+        in directory.discard(backing("btrfs", "disk", "discard=async", drives=(FAST,)), tmp_path).found
+    )
+    assert directory.discard(backing(drives=(HARD_DISK,)), tmp_path).verdict is OK
+    machine(tmp_path, {"etc/systemd/system/timers.target.wants/fstrim.timer": ""})
+    assert directory.discard(backing(drives=(FAST,)), tmp_path) == Finding("by fstrim.timer")
+
+
+def test_limits_of_cgroups_on_the_drive(tmp_path: Path) -> None:
+    on = backing(drives=(FAST,))
+    files = {
+        "sys/class/block/nvme0n1/dev": "259:0",
+        "proc/self/cgroup": "0::/job",
+        f"{CGROUP}/io.max": "8:0 rbps=1 wbps=max riops=max wiops=max\n259:0 rbps=max wbps=max riops=max wiops=max",
+    }
+    assert directory.io_limit(on, machine(tmp_path, files)) == Finding("none")
+    machine(tmp_path, files | {f"{CGROUP}/job/io.max": "259:0 rbps=max wbps=1048576 riops=max wiops=120"})
+    finding = directory.io_limit(on, tmp_path)
+    assert finding.verdict is NOTE
+    assert "nvme0n1 io.max: wbps=1048576 wiops=120" in finding.found
+    machine(
+        tmp_path, {"proc/self/cgroup": V1, f"{CGROUP}/blkio/job/blkio.throttle.read_bps_device": "259:0 77"}
+    )
+    assert "blkio.throttle.read_bps_device: 77" in directory.io_limit(on, tmp_path).found
+
+
+def test_a_swap_file_is_really_made(tmp_path: Path) -> None:
+    trial = try_swap_file(tmp_path)
+    assert trial.nameless
+    assert trial.error == 0
+    assert judge_trial(trial).verdict is (OK if trial.direct and trial.reserved else NOTE)
+    assert list(tmp_path.iterdir()) == []
+    assert try_swap_file(tmp_path / "none").error == errno.ENOENT
+    assert try_swap_file(Path("/proc")) != trial
+
+
+@pytest.mark.parametrize(
+    ("trial", "verdict", "found"),
+    [
+        (Trial(), OK, "O_DIRECT work"),
+        (Trial(direct=False), NOTE, "no O_DIRECT"),
+        (Trial(reserved=False), NOTE, "no fallocate"),
+        (Trial(nameless=False), NOTE, "O_TMPFILE"),
+        (Trial(error=errno.ENOSPC), PROBLEM, "ENOSPC"),
+        (Trial(error=errno.EIO), PROBLEM, "EIO"),
+    ],
+)
+def test_what_a_swap_file_was_given(trial: Trial, verdict: Verdict, found: str) -> None:
+    finding = judge_trial(trial)
+    assert (finding.verdict, bool(finding.remedy)) == (verdict, verdict is not OK)
+    assert found in finding.found
+
+
+def test_space() -> None:
+    def of(free: int, inodes: int = 9) -> Finding:
+        return directory.space(
+            os.statvfs_result(
+                (4096, 4096, 1000 * GIB >> 12, free >> 12, free >> 12, 10, inodes, inodes, 0, 255)
+            )
+        )
+
+    assert of(500 * GIB) == Finding("500.00 GiB of 1000.00 GiB free")
+    assert of(40 * GIB).verdict is NOTE
+    assert of(GIB // 2).verdict is PROBLEM
+    assert of(500 * GIB, inodes=0).verdict is PROBLEM
+
+
+def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert directory.reachable(tmp_path) == Finding("writable")
+    assert directory.reachable(tmp_path / "none") == problem(
+        "does not exist", f"mkdir -p {tmp_path / 'none'}"
+    )
+    assert directory.reachable(tmp_path / "file").verdict is PROBLEM
+    assert [entry.check for entry in examine([tmp_path / "none"]) if entry.directory] == ["directory"]
+
+
+def test_files_without_a_name_are_found(tmp_path: Path) -> None:
+    """The real ones of this process, through the real /proc."""
+    fd = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR, 0o600)
+    try:
+        os.write(fd, bytes(3 << 20))
+        os.fsync(fd)  # blocks are counted once they are allocated
+        status = os.fstat(fd)
+        (held,) = (holder for holder in nameless.holders() if holder.inode == status.st_ino)
+        assert (held.process, held.device, held.nbytes) == (
+            os.getpid(),
+            status.st_dev,
+            status.st_blocks * 512,
+        )
+        finding = directory.checks(tmp_path)["files without a name"]()
+        assert finding.verdict is NOTE
+        assert f"(process {os.getpid()})" in finding.found
+    finally:
+        os.close(fd)
+    assert status.st_ino not in {
+        holder.inode for holder in nameless.holders() if holder.process == os.getpid()
+    }
+
+
+def test_a_file_of_several_processes_counts_once() -> None:
+    held = [Holder(process, "python", 1, 7, GIB) for process in range(10, 17)] + [
+        Holder(10, "python", 1, 8, 3 * GIB)
+    ]
+    finding = nameless.judge([*held, Holder(30, "empty", 1, 9, 0)])
+    assert finding.found.startswith("4.00 GiB in 2 files")
+    assert "python (process 10) 4.00 GiB, python (process 11) 1.00 GiB" in finding.found
+    assert finding.found.endswith("2 more")
+    assert nameless.judge([Holder(30, "empty", 1, 9, 0)]) == Finding("none")
+
+
+def test_a_check_that_fails_or_hangs_says_so() -> None:
+    hung = threading.Event()
+
+    def broken() -> Finding:
+        raise PermissionError("no")
+
+    def hanging() -> Finding:
+        hung.wait()
+        return Finding("late")
+
+    checks = {"well": lambda: Finding("fine"), "broken": broken, "hanging": hanging, "last": broken}
+    first, second, third = perform(checks, "/mnt", seconds=0.2)
+    hung.set()
+    assert first == Entry("well", "/mnt", Finding("fine"))
+    assert (second.check, second.finding.found) == ("broken", "could not look: PermissionError: no")
+    assert (third.check, third.finding.verdict) == ("hanging", PROBLEM)
+    assert "1 more checks after it were not made" in third.finding.found
+
+
+def test_nobodys_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setattr("getpass.getuser", lambda: "ada")
+    entries = [
+        Entry("directory", "/home/ada/swap", problem("does not exist", "mkdir -p /home/ada/swap")),
+        Entry("directory", "/scratch/ada/swap", problem("does not exist", "mkdir -p /scratch/ada/swap")),
+        Entry("packages", None, Finding("could not look: /home/ada/.venv/x")),
+    ]
+    told = discreet(entries)
+    assert [entry.directory for entry in told] == ["~/swap", "/scratch/.../swap", None]
+    assert [entry.finding.remedy for entry in told] == ["mkdir -p ~/swap", "mkdir -p /scratch/.../swap", ""]
+    assert "ada" not in Report(told).block()
+
+
+def test_every_check_looks_at_nothing_without_harm(tmp_path: Path) -> None:
+    """A machine of which nothing is told: no check fails, and none finds what is not there."""
+    entries = examine([tmp_path], root=tmp_path / "nothing")
+    assert [entry for entry in entries if "could not look" in entry.finding.found] == []
+    assert {entry.directory for entry in entries} == {None, str(tmp_path)}
+
+
+def test_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code = main(["doctor", str(tmp_path), "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert (told["schema"], told["exit_code"]) == (1, code)
+    assert code == any(check["verdict"] == "problem" for check in told["checks"])
+    assert {"memlock", "engine threads", "swap file", "space"} <= {check["check"] for check in told["checks"]}
+    assert all(check["verdict"] in ("ok", "note", "problem") for check in told["checks"])
+
+    assert main(["doctor", str(tmp_path / "none")]) == 1
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80 + len(str(tmp_path))
+    above, block, below = out.split(f"{RULE}\n")
+    assert "does not exist" in above
+    assert "mkdir -p" in above
+    assert re.search(r"^\d+ problems?", above, re.MULTILINE)
+    assert "problem directory: does not exist" in block
+    assert "mkdir" not in block
+    assert below == ""
+
+
+def test_torch_is_not_imported(tmp_path: Path) -> None:
+    code = "import sys; from tiering.cli import main; main(['doctor', sys.argv[1]]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True).returncode == 0

@@ -1,0 +1,70 @@
+"""``tiering doctor``: all checks, in order, and the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tiering.doctor.finding import Entry
+
+HEALTHY, PROBLEM = 0, 1
+
+
+def add_arguments(doctor: argparse.ArgumentParser) -> None:
+    doctor.description = (
+        "Looks for what of this machine stands in the way of training, or slows it down, and says what to do. Writes"
+        " nothing but a file of 1 MiB without a name in each DIR."
+    )
+    doctor.epilog = "exit code: 0 no problem (there may be notes), 1 a problem, 2 the question was wrong."
+    doctor.add_argument(
+        "directories", type=Path, nargs="*", metavar="DIR", help="where swap space is to be: nvme_path"
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from tiering.doctor.report import Report, discreet
+
+    report = Report(discreet(examine(options.directories)))
+    code = PROBLEM if report.problems else HEALTHY
+    if options.json:
+        print(json.dumps(report.as_dict(code), indent=1))
+        return code
+    if report.attention:
+        from rich.console import Console
+
+        console = Console()
+        with console.capture() as table:  # rich has an exit code of its own for a closed pipe
+            console.print(report.table())
+        print(table.get(), end="")
+        print(report.counts())
+    else:
+        print("Nothing needs attention.")
+    if not options.directories:
+        print("No directory was looked at: name those that swap space is to be in.")
+    print(f"To report something, paste this with it:\n\n{report.block()}")
+    return code
+
+
+def examine(directories: Sequence[Path], root: Path = Path("/")) -> list[Entry]:
+    """The entries of the machine whose root directory is ``root``, then those of each of ``directories``."""
+    from tiering.doctor import cpus, directory, engines, limits, memory, nameless, software
+    from tiering.doctor.finding import Verdict, perform
+
+    groups = [software.CHECKS, cpus.CHECKS, memory.CHECKS, limits.CHECKS, engines.CHECKS]
+    checks = {name: partial(check, root) for group in groups for name, check in group.items()}
+    entries = perform(checks)
+    entries += perform({"files without a name": lambda: nameless.judge(nameless.holders(root))})
+    for place in directories:
+        asked = directory.checks(place.absolute(), root)
+        first = perform({"directory": asked.pop("directory")}, str(place.absolute()))
+        entries += first
+        if first[0].finding.verdict is not Verdict.PROBLEM:
+            entries += perform(asked, str(place.absolute()))
+    return entries

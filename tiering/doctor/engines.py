@@ -1,0 +1,66 @@
+"""Which I/O engines start here, and why others do not: each is really opened."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tiering.aio import ENGINES, AioContext
+from tiering.doctor.finding import Finding, note, problem
+from tiering.errors import SwapError
+from tiering.kernel_files import number, said
+
+_SECCOMP_FILTER = "2"
+
+
+def refusal(engine: str) -> str | None:
+    """Why ``engine`` cannot start; None if it can."""
+    try:
+        AioContext(engine=engine).close()
+    except SwapError as error:
+        return error.words
+    return None
+
+
+def engine(name: str, root: Path, ask: Callable[[str], str | None] = refusal) -> Finding:
+    reason = ask(name)
+    if reason is None:
+        return Finding("starts")
+    if name == "threads":
+        return problem(reason, "raise the limits of threads and memory (ulimit -u, the cgroup's pids.max)")
+    remedy = _io_uring(root) if name == "io_uring" else _libaio(root)
+    return note(f"{reason}; the next engine takes its place", remedy)
+
+
+def _io_uring(root: Path) -> str:
+    disabled = number(root / "proc/sys/kernel/io_uring_disabled")
+    if disabled:
+        allow = "sudo sysctl -w kernel.io_uring_disabled=0"
+        group = number(root / "proc/sys/kernel/io_uring_group")
+        if disabled == 1 and group is not None and group >= 0:
+            return f"add this user to the group {group} (kernel.io_uring_group), or {allow}"
+        return allow
+    if _filtered(root):
+        return (
+            "start the container with a seccomp profile that allows io_uring_setup, io_uring_enter and"
+            " io_uring_register (docker run --security-opt seccomp=PROFILE.json)"
+        )
+    return "Linux 5.11 or newer with CONFIG_IO_URING"
+
+
+def _libaio(root: Path) -> str:
+    if _filtered(root):
+        return "start the container with a seccomp profile that allows io_setup, io_submit and io_getevents"
+    return "sudo sysctl -w fs.aio-max-nr=1048576; Linux 4.18 or newer with CONFIG_AIO"
+
+
+def _filtered(root: Path) -> bool:
+    found = re.search(r"^Seccomp:\s+(\d)$", said(root / "proc/self/status") or "", re.MULTILINE)
+    return found is not None and found[1] == _SECCOMP_FILTER
+
+
+CHECKS: dict[str, Callable[[Path], Finding]] = {
+    f"engine {name}": partial(engine, name) for name in ENGINES if name != "auto"
+}

@@ -1,0 +1,74 @@
+"""Files in use that have no name: what `df` counts and `ls` does not show. Swap space is such files."""
+
+from __future__ import annotations
+
+import stat
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiering.doctor.finding import Finding, note
+from tiering.fields import format_size
+from tiering.kernel_files import listed, said
+
+_NOT_ON_DISK = ("/memfd:", "/dev/", "/SYSV", "/[", "/anon_hugepage", "/proc/")
+_SHOWN = 5  # processes
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process, a file without a name that it has open, and the bytes that it takes on its file system."""
+
+    process: int
+    command: str
+    device: int
+    inode: int
+    nbytes: int
+
+
+def holders(root: Path = Path("/")) -> list[Holder]:
+    """Of the processes that this user may look into: their own, or everybody's for root."""
+    found = []
+    for process in listed(root / "proc"):
+        if not process.name.isdecimal():
+            continue
+        seen: set[tuple[int, int]] = set()
+        for descriptor in listed(process / "fd"):
+            try:
+                target = str(descriptor.readlink())
+                if not target.endswith(" (deleted)") or target.startswith(_NOT_ON_DISK):
+                    continue
+                status = descriptor.stat()
+            except OSError:  # gone meanwhile
+                continue
+            file = (status.st_dev, status.st_ino)
+            if status.st_nlink or not stat.S_ISREG(status.st_mode) or file in seen:
+                continue
+            seen.add(file)
+            command = said(process / "comm") or "?"
+            found.append(Holder(int(process.name), command, *file, status.st_blocks * 512))
+    return found
+
+
+def judge(held: Iterable[Holder]) -> Finding:
+    """Each file counts once in the sum, however many processes have it open."""
+    files: dict[tuple[int, int], int] = {}
+    processes: defaultdict[tuple[int, str], int] = defaultdict(int)
+    for holder in held:
+        if holder.nbytes:
+            files[holder.device, holder.inode] = holder.nbytes
+            processes[holder.process, holder.command] += holder.nbytes
+    if not files:
+        return Finding("none")
+    order = sorted(processes.items(), key=lambda item: -item[1])
+    shown = [
+        f"{command} (process {process}) {format_size(nbytes)}"
+        for (process, command), nbytes in order[:_SHOWN]
+    ]
+    more = [f"{len(order) - _SHOWN} more"] if len(order) > _SHOWN else []
+    return note(
+        f"{format_size(sum(files.values()))} in {len(files)} files without a name, which df counts and ls does not"
+        f" show: {', '.join(shown + more)}",
+        "the space returns when those processes end; kill the ones that should not be there",
+    )

@@ -1,0 +1,129 @@
+"""What was found, shown to three readers: somebody at a terminal, an issue that it is pasted into, and a program."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiering.doctor.finding import Entry, Finding, Verdict
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA = 1
+WIDTH = 80
+RULE = "----"
+_STYLES = {Verdict.PROBLEM: "bold red", Verdict.NOTE: "yellow"}
+
+
+@dataclass(frozen=True)
+class Report:
+    entries: Sequence[Entry]
+
+    @property
+    def attention(self) -> list[Entry]:
+        """What is not as it should be, problems first."""
+        found = [entry for entry in self.entries if entry.finding.verdict is not Verdict.OK]
+        return sorted(found, key=lambda entry: entry.finding.verdict is not Verdict.PROBLEM)
+
+    @property
+    def problems(self) -> int:
+        return sum(entry.finding.verdict is Verdict.PROBLEM for entry in self.entries)
+
+    def counts(self) -> str:
+        """As "1 problem, 2 notes"."""
+        counted = {"problem": self.problems, "note": len(self.attention) - self.problems}
+        return ", ".join(
+            f"{count} {word}{'s' if count != 1 else ''}" for word, count in counted.items() if count
+        )
+
+    def as_dict(self, exit_code: int) -> dict[str, Any]:
+        checks = [
+            {
+                "check": entry.check,
+                "directory": entry.directory,
+                "verdict": str(entry.finding.verdict),
+                "found": entry.finding.found,
+                "remedy": entry.finding.remedy,
+            }
+            for entry in self.entries
+        ]
+        return {"schema": SCHEMA, "exit_code": exit_code, "checks": checks}
+
+    def table(self) -> Table:
+        """``attention``, with the remedies."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for header, ratio in (("check", 2), ("found", 4), ("remedy", 4)):
+            table.add_column(header, ratio=ratio, overflow="fold")
+        for entry in self.attention:
+            style = _STYLES[entry.finding.verdict]
+            name = Text(f"{entry.check}\n", style="bold").append(str(entry.finding.verdict), style=style)
+            if entry.directory is not None:
+                name.append(f"\n{entry.directory}", style="not bold")
+            table.add_row(name, Text(entry.finding.found), Text(entry.finding.remedy))
+        table.expand = True
+        return table
+
+    def block(self) -> str:
+        """Everything that was found, as plain text to paste."""
+        lines = [RULE]
+        for directory, entries in groupby(self.entries, key=lambda entry: entry.directory):
+            lines.append(directory or "tiering doctor")
+            for entry in entries:
+                text = f"{entry.finding.verdict:<7} {entry.check}: {entry.finding.found}"
+                lines += textwrap.wrap(
+                    text,
+                    WIDTH,
+                    initial_indent="  ",
+                    subsequent_indent=" " * 12,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+        return "\n".join([*lines, RULE])
+
+
+def discreet(entries: Iterable[Entry]) -> list[Entry]:
+    """``entries`` without the names of users and of this host: home directories are ~, others' names are left out."""
+    home = os.path.normpath(Path("~").expanduser())
+
+    def hidden(text: str, directory: str | None) -> str:
+        if directory is not None:
+            text = text.replace(directory, shown(directory))
+        return text.replace(f"{home}/", "~/") if len(home) > 1 else text
+
+    def shown(directory: str) -> str:
+        parts = Path(directory).parts
+        if len(home) > 1 and Path(directory).is_relative_to(home):
+            parts = ("~", *Path(directory).relative_to(home).parts)
+        return str(Path(*("..." if part in _names() else part for part in parts)))
+
+    return [
+        Entry(
+            entry.check,
+            None if entry.directory is None else shown(entry.directory),
+            Finding(
+                hidden(entry.finding.found, entry.directory),
+                entry.finding.verdict,
+                hidden(entry.finding.remedy, entry.directory),
+            ),
+        )
+        for entry in entries
+    ]
+
+
+def _names() -> set[str]:
+    names = {os.uname().nodename, os.uname().nodename.partition(".")[0]}
+    with contextlib.suppress(OSError, KeyError):  # a user that nobody has named
+        names.add(getpass.getuser())
+    return names

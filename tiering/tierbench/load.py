@@ -389,7 +389,7 @@ class _Lane:
                 at += nbytes
                 ahead[kind] = at if once or at < span else 0
         finally:
-            self._end(in_flight)
+            self._end(in_flight, taking_back=stop.is_set())
 
     def _submit(self, kind: str, slot: Lease, at: int, nbytes: int, span: int, scattered: bool) -> Ticket:
         if kind == "write" and self._load.settings.verify:
@@ -408,9 +408,9 @@ class _Lane:
         words = slot.view.cast("Q")
         words[:: PAGE // _WORD] = memoryview(array("Q", [self._stamp]) * (slot.nbytes // PAGE))
 
-    def _end(self, in_flight: deque[tuple[Lease, Ticket, int]]) -> None:
-        """Take back what was not begun, from the last, and wait for the rest."""
-        taken_back = {ticket for _, ticket, _ in reversed(in_flight) if ticket.cancel()}
+    def _end(self, in_flight: deque[tuple[Lease, Ticket, int]], *, taking_back: bool) -> None:
+        """Take back what was not begun, from the last, if that is wanted, and wait for the rest."""
+        taken_back = {ticket for _, ticket, _ in reversed(in_flight) if taking_back and ticket.cancel()}
         failed: SwapError | None = None
         for _, ticket, end in in_flight:
             try:

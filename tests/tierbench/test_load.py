@@ -1,0 +1,252 @@
+"""The load: what is counted adds up, nothing is left behind, limits are kept, wrong bytes are found."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiering import swap_file
+from tiering.errors import SwapError, SwapSpaceError, UnsafeTargetError
+from tiering.tierbench.load import Ground, Load, worst_second
+from tiering.tierbench.result import Row, Sample, Settings
+from tiering.tierbench.words import READ_WRITE, ReadWrite, reads, writes
+
+MIB = 1 << 20
+SECONDS = 0.05
+
+
+def settings(**others: object) -> Settings:
+    usual = {
+        "bs": 64 << 10,
+        "iodepth": 8,
+        "numjobs": 1,
+        "size": 16 * MIB,
+        "runtime": SECONDS,
+        "ramp_time": 0.0,
+        "direct": True,
+        "ioengine": "auto",
+        "registered": True,
+        "rwmixread": 50,
+        "verify": False,
+    }
+    return Settings.model_validate(usual | others)
+
+
+def ground(*directories: Path, size: int = 16 * MIB, **others: object) -> Ground:
+    return Ground(directories, size=size, **others)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rw", READ_WRITE)
+def test_what_a_window_counts_adds_up(tmp_path: Path, rw: ReadWrite) -> None:
+    asked = settings()
+    with ground(tmp_path) as file, Load(file, asked) as load:
+        assert load.lay_out().write.bytes == 16 * MIB == file.written_bytes
+        row = load.run(rw, seconds=SECONDS)
+    assert bool(row.read.bytes) is reads(rw)
+    assert bool(row.write.bytes) is writes(rw)
+    assert row.seconds >= SECONDS
+    assert row.complete
+    for _, traffic in row.directions():
+        assert traffic.bytes == traffic.ops * asked.bs
+        assert traffic.latency is not None
+        told = traffic.latency
+        assert 0 < told.p50 <= told.p95 <= told.p99 <= told.p999 <= told.max <= row.seconds
+    assert (file.read_bytes, file.written_bytes) == (row.read.bytes, row.write.bytes + 16 * MIB)
+    assert [path.directory for path in row.paths] == [str(tmp_path)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_samples_tell_of_all_that_was_moved(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    def watch(sample: Sample, share: float) -> None:
+        seen.append(share)
+
+    with ground(tmp_path) as file, Load(file, settings()) as load:
+        load.lay_out()
+        row = load.run("rw", seconds=0.35, watch=watch)
+    ends = [sample.at for sample in row.samples]
+    told = sum(
+        sample.rate * (sample.at - before) for sample, before in zip(row.samples, [0.0, *ends], strict=False)
+    )
+    assert told <= row.bytes * 1.001
+    assert told >= row.bytes * ends[-1] / row.seconds * 0.5
+    assert seen == sorted(seen)
+    assert len(seen) >= 3
+    assert 0.8 < seen[-1] <= 1.0
+
+
+def test_a_mix_has_the_share_of_reads_that_was_asked_for(tmp_path: Path) -> None:
+    asked = settings(rwmixread=75, bs=4096, iodepth=4)
+    with ground(tmp_path) as file, Load(file, asked) as load:
+        load.lay_out()
+        row = load.run("rw", seconds=0.2)
+    assert row.read.ops / (row.read.ops + row.write.ops) == pytest.approx(0.75, abs=0.1)
+
+
+def test_several_directories_and_jobs_add_up(tmp_path: Path) -> None:
+    places = [tmp_path / name for name in ("a", "b")]
+    for place in places:
+        place.mkdir()
+    with ground(*places, size=4 * MIB, numjobs=2) as files, Load(files, settings(numjobs=2)) as load:
+        assert load.lay_out().write.bytes == 4 * 4 * MIB
+        assert files.written_once == [[4 * MIB, 4 * MIB], [4 * MIB, 4 * MIB]]
+        row = load.run("rw", seconds=SECONDS)
+    assert [path.directory for path in row.paths] == [str(place) for place in places]
+    for way in ("read", "write"):
+        assert all(getattr(path, way).ops for path in row.paths)
+        for what in ("bytes", "ops"):
+            parts = [getattr(getattr(path, way), what) for path in row.paths]
+            assert sum(parts) == getattr(getattr(row, way), what)
+
+
+def test_a_ramp_does_not_count(tmp_path: Path) -> None:
+    with ground(tmp_path) as file, Load(file, settings()) as load:
+        load.lay_out()
+        row = load.run("read", seconds=SECONDS, ramp=0.2)
+    assert 0 < row.read.bytes < file.read_bytes
+    assert SECONDS <= row.seconds < 0.2 + SECONDS
+
+
+def test_what_preparation_had_no_time_for_is_not_read(tmp_path: Path) -> None:
+    with ground(tmp_path, size=256 * MIB) as file, Load(file, settings(size=256 * MIB)) as load:
+        load.lay_out(seconds=0.001)
+        ((written,),) = file.written_once
+        assert 0 < written < 256 * MIB
+        assert load.check().read.bytes == written // (64 << 10) * (64 << 10)
+
+
+@pytest.mark.parametrize("rw", ["write", "rw", "randwrite"])
+def test_no_more_is_written_than_allowed(tmp_path: Path, rw: ReadWrite) -> None:
+    with ground(tmp_path, size=4 * MIB) as file, Load(file, settings(size=4 * MIB)) as load:
+        file.max_write = 11 * MIB
+        load.lay_out()
+        row = load.run(rw, seconds=30.0)
+        assert row.complete
+        assert 4 * MIB + row.write.bytes == file.written_bytes <= 11 * MIB
+        assert row.write.bytes >= 5 * MIB
+        assert load.run("write", seconds=30.0).bytes <= MIB
+        assert file.written_bytes <= 11 * MIB
+
+
+def interrupted(load: Load, rw: ReadWrite) -> Row:
+    def watch(sample: Sample, share: float) -> None:
+        raise KeyboardInterrupt
+
+    return load.run(rw, seconds=30.0, watch=watch)
+
+
+def test_ctrl_c_leaves_what_there_is_and_all_can_go_on(tmp_path: Path) -> None:
+    with ground(tmp_path) as file, Load(file, settings()) as load:
+        load.lay_out()
+        row = interrupted(load, "rw")
+        assert not row.complete
+        assert row.seconds < 10
+        assert row.bytes > 0
+        assert load.run("read", seconds=SECONDS).complete
+
+
+def test_wrong_bytes_on_the_drive_are_found(tmp_path: Path) -> None:
+    with ground(tmp_path) as file, Load(file, settings(verify=True)) as load:
+        load.lay_out()
+        load.run("randwrite", seconds=SECONDS)
+        load.run("rw", seconds=SECONDS)
+        assert load.check().read.bytes == 16 * MIB
+        with on_drive(file).open("r+b", buffering=0) as other:
+            os.pwrite(other.fileno(), b"x", 9 * MIB + 17)
+            os.fsync(other.fileno())
+        with pytest.raises(SwapError, match="is not what was written there") as caught:
+            load.check()
+    assert caught.value.errno == errno.EBADMSG
+    assert caught.value.offset == 9 * MIB
+
+
+def on_drive(file: Ground) -> Path:
+    """The one file of ``file``, to be opened without O_DIRECT."""
+    return Path(f"/proc/self/fd/{file.files[0][0].fd}")
+
+
+def pages(file: Ground) -> list[bytes]:
+    told = on_drive(file).read_bytes()
+    return [told[at : at + 4096] for at in range(0, len(told), 4096)]
+
+
+def test_with_verify_every_pass_writes_other_bytes(tmp_path: Path) -> None:
+    with ground(tmp_path, size=4 * MIB) as file, Load(file, settings(size=4 * MIB, verify=True)) as load:
+        load.lay_out()
+        first = pages(file)
+        load.lay_out()
+        second = pages(file)
+    assert len(set(first)) == len(first)
+    assert not any(before == after for before, after in zip(first, second, strict=True))
+
+
+def test_data_does_not_compress(tmp_path: Path) -> None:
+    with ground(tmp_path, size=4 * MIB) as file, Load(file, settings(size=4 * MIB)) as load:
+        load.lay_out()
+        told = on_drive(file).read_bytes()
+    assert len(zlib.compress(told, 1)) > 0.99 * len(told)
+
+
+def test_a_file_system_without_o_direct_is_not_measured_as_if_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap_file, "_takes_direct_transfers", lambda fd, directory: False)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(
+        UnsafeTargetError, match="refuses O_DIRECT, so its drive cannot be told from the page"
+    ):
+        ground(tmp_path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    with ground(tmp_path, direct=False) as file, Load(file, settings(direct=False)) as load:
+        load.lay_out()
+        assert load.run("write", seconds=SECONDS).write.bytes > 0
+
+
+def test_no_room_is_told_in_the_words_of_a_benchmark(small_disk: Callable[[int], Path]) -> None:
+    disk = small_disk(16 * MIB)
+    with pytest.raises(SwapSpaceError) as caught:
+        ground(disk, size=64 * MIB)
+    assert "give a smaller --size" in str(caught.value)
+    assert "host_budget" not in str(caught.value)
+    assert {path.name for path in disk.iterdir()} <= {"lost+found"}
+
+
+def test_an_engine_that_does_not_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiering.tierbench import load as module
+
+    def refuse(**options: object) -> None:
+        raise SwapError("I/O engine 'io_uring' cannot start", errno=1, filename="", offset=0)
+
+    monkeypatch.setattr(module, "AioContext", refuse)
+    with ground(tmp_path) as file, pytest.raises(SwapError, match="cannot start"):
+        Load(file, settings(ioengine="io_uring"))
+
+
+rates = st.lists(st.tuples(st.floats(0.05, 0.4), st.floats(0, 1e9)), min_size=1, max_size=40)
+
+
+@given(rates)
+def test_the_worst_second_is_the_least_of_all_stretches_of_a_second(told: list[tuple[float, float]]) -> None:
+    at, samples = 0.0, []
+    for took, rate in told:
+        at += took
+        samples.append(Sample(at=at, read=rate, write=0.0))
+    starts = [0.0, *(sample.at for sample in samples)]
+    found = []
+    for last in range(len(samples)):
+        for first in reversed(range(last + 1)):  # the shortest stretch of a second that ends there
+            took = samples[last].at - starts[first]
+            if took >= 1.0:
+                moved = sum(samples[i].read * (samples[i].at - starts[i]) for i in range(first, last + 1))
+                found.append(moved / took)
+                break
+    worst = worst_second(samples)
+    assert worst == (pytest.approx(min(found), abs=1e-3) if found else None)

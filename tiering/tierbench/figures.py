@@ -1,0 +1,74 @@
+"""How figures are written for people: as few characters as three significant digits take, with the unit that fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from tiering.tierbench.result import Result, Row
+
+_KINDS = {
+    "read": "read",
+    "write": "write",
+    "rw": "mixed",
+    "randread": "random read",
+    "randwrite": "random write",
+    "randrw": "random mixed",
+}
+
+
+def number(value: float, digits: int = 3) -> str:
+    """``value`` to so many significant digits, without an exponent: ``0.0512``, ``1.83``, ``151``, ``1,230``."""
+    if not value:
+        return "0"
+    rounded = float(f"{value:.{digits - 1}e}")
+    return f"{rounded:,.{max(0, digits - 1 - math.floor(math.log10(abs(rounded))))}f}"
+
+
+def gb(rate: float) -> str:
+    """Bytes per second in GB/s."""
+    return number(rate / 1e9)
+
+
+def gib(rate: float) -> str:
+    """Bytes per second in GiB/s."""
+    return number(rate / 2**30)
+
+
+def nbytes(count: float, digits: int = 3) -> str:
+    """Bytes in decimal units, as drives and their endurance are sold: ``12.3 GB``."""
+    return _scaled(count, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)), digits)
+
+
+def operations(count: float) -> str:
+    """``745``, ``45.3k``, ``1.23M``."""
+    return _scaled(count, (("M", 1e6), ("k", 1e3), ("", 1.0))).replace(" ", "")
+
+
+def latency(seconds: float) -> str:
+    """``84.2us``, ``1.24ms``, ``2.31s``."""
+    return _scaled(seconds, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))).replace(" ", "")
+
+
+def duration(seconds: float, digits: int = 3) -> str:
+    """``48 s``, ``12.3 min``, ``2.10 h``."""
+    units = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
+    return _scaled(seconds, units if seconds >= 600 else units[-1:], digits)
+
+
+def _scaled(value: float, units: tuple[tuple[str, float], ...], digits: int = 3) -> str:
+    """In the largest of ``units`` in which it is not below one when it is written."""
+    rounded = float(f"{value:.{digits - 1}e}")
+    name, unit = next((each for each in units if rounded >= each[1]), units[-1])
+    return f"{number(value / unit, digits)} {name}".rstrip()
+
+
+def windows(result: Result) -> Iterator[tuple[str, Row]]:
+    """The rows with a name for each. That in which --sustained wrote is of the same kind as a later one of writes."""
+    long_one = result.sustained
+    for row in result.rows:
+        if long_one is not None and row.rw == "write" and row.write.bytes == long_one.written_bytes:
+            long_one = None
+            yield "sustained write", row
+        else:
+            yield _KINDS[row.rw], row

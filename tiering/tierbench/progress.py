@@ -1,0 +1,131 @@
+"""What a run says on stderr while it measures: a line that is alive on a terminal, two lines a phase elsewhere.
+
+A refresh costs some 0.1 ms of the CPU time that is measured meanwhile, so that it is one text, drawn ten times a
+second at most and by nobody but who tells of a sample.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from tiering.tierbench import figures
+from tiering.tierbench.result import Sample
+from tiering.tierbench.sparkline import BLOCKS, levels, spark
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+
+REFRESH_SECONDS = 0.1
+_BAR = 16
+_SPARK = 24
+
+
+class Progress:
+    """Shows one phase after the other until it is left; ``quiet``: nothing. ``console`` is stderr's."""
+
+    def __init__(
+        self,
+        *,
+        quiet: bool = False,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._console: Console | None = None
+        self._live: Live | None = None
+        self._phase: _Phase | None = None
+        if not quiet:
+            from rich.console import Console
+
+            self._console = console or Console(stderr=True)
+
+    def __enter__(self) -> Self:
+        console = self._console
+        if console is not None and console.is_terminal and not console.is_dumb_terminal:
+            from rich.live import Live
+
+            self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._end()
+        if self._live is not None:
+            self._live.stop()
+
+    def phase(self, name: str, seconds: float | None) -> Callable[[Sample, float], None]:
+        """Begin a phase, which ends the one before; what is returned is to be told of each sample of it."""
+        self._end()
+        phase = self._phase = _Phase(name)
+        self._say(f"{name}{f', {seconds:g} s' if seconds is not None else ''} ...")
+        drawn: float | None = None
+
+        def watch(sample: Sample, done: float) -> None:
+            nonlocal drawn
+            phase.add(sample)
+            now = self._clock()
+            if self._live is not None and (drawn is None or now - drawn >= REFRESH_SECONDS):
+                drawn = now
+                self._draw(phase, done)
+
+        return watch
+
+    def _end(self) -> None:
+        if self._phase is not None:
+            self._say(f"{self._phase.name}: {self._phase.mean()}")
+            self._phase = None
+
+    def _say(self, text: str) -> None:
+        """A line of its own, where there is none that is drawn again."""
+        if self._console is not None and self._live is None:
+            self._console.print(f"tierbench: {text}", markup=False, highlight=False, soft_wrap=True)
+
+    def _draw(self, phase: _Phase, done: float) -> None:
+        from rich.text import Text
+
+        assert self._console is not None and self._live is not None
+        characters = levels(self._console.encoding)
+        over, left = ("━", "╌") if characters is BLOCKS else ("#", "-")
+        reached = round(_BAR * min(1.0, done))
+        bar = over * reached + left * (_BAR - reached)
+        text = f"{phase.name:<12}  {bar}  {done:4.0%}  {phase.latest()}  "
+        room = max(0, min(_SPARK, self._console.width - len(text)))
+        text += spark(list(phase.recent)[-room:], room, characters)
+        self._live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+
+
+class _Phase:
+    """What went since it began, and in its latest samples."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.recent: deque[float] = deque(maxlen=_SPARK)
+        self._at = self._read = self._written = 0.0
+        self._last: Sample | None = None
+
+    def add(self, sample: Sample) -> None:
+        took = sample.at - self._at
+        self._at = sample.at
+        self._read += sample.read * took
+        self._written += sample.write * took
+        self._last = sample
+        self.recent.append(sample.rate)
+
+    def latest(self) -> str:
+        return "" if self._last is None else _rates(self._last.read, self._last.write)
+
+    def mean(self) -> str:
+        return _rates(self._read / self._at, self._written / self._at) if self._at else "nothing was moved"
+
+
+def _rates(read: float, write: float) -> str:
+    told = [f"{figures.gb(rate)} {what}" for rate, what in ((read, "read"), (write, "written")) if rate]
+    return f"{' + '.join(told) or '0'} GB/s"

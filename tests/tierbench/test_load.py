@@ -178,6 +178,17 @@ def pages(file: Ground) -> list[bytes]:
     return [told[at : at + 4096] for at in range(0, len(told), 4096)]
 
 
+@pytest.mark.parametrize("rw", ["rw", "randrw", "randwrite"])
+@pytest.mark.parametrize("size", [1 * MIB, 16 * MIB])
+def test_right_bytes_are_not_called_wrong(tmp_path: Path, rw: ReadWrite, size: int) -> None:
+    """No block is read, or written again, while a write to it is under way."""
+    asked = settings(size=size, verify=True, bs=4096, rwmixread=70, iodepth=32)
+    with ground(tmp_path, size=size) as file, Load(file, asked) as load:
+        load.lay_out()
+        assert load.run(rw, seconds=0.15).bytes > size
+        assert load.check().read.bytes == size
+
+
 def test_with_verify_every_pass_writes_other_bytes(tmp_path: Path) -> None:
     with ground(tmp_path, size=4 * MIB) as file, Load(file, settings(size=4 * MIB, verify=True)) as load:
         load.lay_out()

@@ -73,6 +73,13 @@ def test_what_is_missing_or_named_twice_is_a_wrong_question(tmp_path: Path) -> N
         target.check_all([tmp_path, tmp_path / "x" / ".."])
 
 
+def test_a_name_that_no_configuration_can_have(tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"odd\xff")
+    odd.mkdir()
+    with pytest.raises(SwapSpaceError, match="is not a name in UTF-8"):
+        target.check(odd)
+
+
 def test_the_usual_size_is_a_tenth_of_what_is_free(tmp_path: Path, free: int) -> None:
     assert target.file_size([tmp_path], numjobs=1, bs=MIB) == free // 10 // MIB * MIB
     other = tmp_path / "same disk"

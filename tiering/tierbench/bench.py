@@ -24,7 +24,6 @@ from tiering.tierbench.words import ReadWrite, writes
 WINDOW = 2.5  # seconds, unless told: with the preparation three of them take ten
 PREPARATION = 2.0  # seconds that writing the files may take, unless their size was asked for
 LINK_SHARE = 0.95  # of a drive's best link: less is told
-OTHERS_SHARE = 0.05  # of our bytes, moved by others meanwhile, is told
 
 
 class Phases(Protocol):
@@ -123,6 +122,11 @@ class _Run:
             ours = (ground.read_bytes, ground.written_bytes)
             others = self._others(before, ground)
         settings = self._settings(used)
+        if used < 4 * settings.iodepth * settings.bs:
+            self._notes.append(
+                f"{format_size(used)} of a file are too few for a depth of {settings.iodepth} blocks of"
+                f" {format_size(settings.bs)}: give a larger --size, or a smaller --bs or --iodepth"
+            )
         told, block = self._meaning(settings)
         return Result(
             version=importlib.metadata.version("tiering"),

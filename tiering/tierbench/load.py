@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import threading
 import time
 from array import array
@@ -31,6 +30,7 @@ from tiering.errors import SwapError, SwapSpaceError, UnsafeTargetError
 from tiering.latencies import LatencyHistogram
 from tiering.swap_file import SwapFile
 from tiering.tierbench.result import Engine, Latencies, PathRow, Row, Sample, Settings, Traffic
+from tiering.tierbench.walk import Stretch, Walk
 from tiering.tierbench.words import ReadWrite, is_random, reads, writes
 
 SAMPLE_SECONDS = 0.1
@@ -105,7 +105,6 @@ class _Count:
     """What C has counted so far, in one direction of one file."""
 
     bytes: int
-    ops: int
     latency: LatencyHistogram
 
 
@@ -201,9 +200,10 @@ class Load:
         whole = before = self._counts()
         marks = [_Mark(0.0, *self._moved())]
         complete = True
+        crew = _Crew(self._lanes, rw, once=once)
         cpu, began = time.process_time(), time.monotonic()
         try:
-            with _Crew(self._lanes, rw, once=once) as crew:
+            with crew:
                 if ramp:
                     crew.sleep_until(began + ramp)
                     before, cpu, began = self._counts(), time.process_time(), time.monotonic()
@@ -287,7 +287,9 @@ class _Crew:
         self._ended = threading.Semaphore(0)
         self._at_work = len(lanes)
         self._threads = [
-            threading.Thread(target=lane.work, args=(rw, self._stop, self._ended, once), daemon=True)
+            threading.Thread(
+                target=lane.work, args=(lane.walks(rw, once=once), self._stop, self._ended, once), daemon=True
+            )
             for lane in lanes
         ]
 
@@ -320,7 +322,6 @@ class _Lane:
         self.reached = 0  # bytes from the start of the file that the last pass over it has covered
         self.failed: SwapError | None = None
         self._load, self._aio, self._file = load, aio, file
-        self._random = random.Random(job * 1009 + place)  # noqa: S311 # places on a disk, no secrets
         settings = load.settings
         self._bs = settings.bs
         blocks = max(
@@ -339,36 +340,35 @@ class _Lane:
     def counts(self) -> tuple[_Count, _Count]:
         stats = self._aio.stats()[self._file]
         return (
-            _Count(stats.read.bytes, stats.read.ops, self._aio.latencies(self._file, "read")),
-            _Count(stats.write.bytes, stats.write.ops, self._aio.latencies(self._file, "write")),
+            _Count(stats.read.bytes, self._aio.latencies(self._file, "read")),
+            _Count(stats.write.bytes, self._aio.latencies(self._file, "write")),
         )
 
     def flush(self) -> None:
         self._aio.flush(self._file).wait()
 
-    def work(self, rw: ReadWrite, stop: threading.Event, ended: threading.Semaphore, once: bool) -> None:
+    def work(
+        self, walks: dict[str, Walk], stop: threading.Event, ended: threading.Semaphore, once: bool
+    ) -> None:
         """Keep requests under way until ``stop``, or ``once`` through the file. What fails is kept in ``failed``."""
         try:
-            self._work(rw, stop, once)
+            self._work(walks, stop, once)
         except SwapError as error:
             self.failed = error
             stop.set()
         finally:
             ended.release()
 
-    def _work(self, rw: ReadWrite, stop: threading.Event, once: bool) -> None:
-        ground = self._load.ground
-        written = ground.written_once[self.job][self.place]
-        span = (ground.size if once and rw == "write" else written) // self._bs * self._bs
-        idle = list(self._slots)
+    def _work(self, walks: dict[str, Walk], stop: threading.Event, once: bool) -> None:
+        # Never a block twice under way: O_DIRECT orders nothing, and a read would meet half of a write.
+        most = min(len(self._slots), max(1, min(walk.count for walk in walks.values()) // self._blocks - 1))
+        idle = self._slots[:most]
         in_flight: deque[tuple[Lease, Ticket, int]] = deque()
-        ahead = {"read": 0, "write": span // 2 // self._bs * self._bs if rw == "rw" else 0}
-        share = self._load.settings.rwmixread if rw in ("rw", "randrw") else 100 if reads(rw) else 0
+        share = self._load.settings.rwmixread if len(walks) > 1 else 100 if "read" in walks else 0
         drawn = 0  # of a hundred: reads are those that carry over
         self.reached = 0
-        at = 0
         try:
-            while not stop.is_set() and not (once and at >= span):
+            while not stop.is_set() and not (once and any(walk.passes for walk in walks.values())):
                 if not idle:
                     slot, ticket, end = in_flight.popleft()
                     ticket.wait()
@@ -378,29 +378,36 @@ class _Lane:
                 drawn += share
                 kind = "read" if drawn >= 100 else "write"
                 drawn -= 100 * (kind == "read")
-                at = ahead[kind]
-                nbytes = min(self._blocks * self._bs, span - at)
-                if kind == "write" and not self._load.may_write(nbytes):
+                stretch = walks[kind].take(self._blocks)
+                if kind == "write" and not self._load.may_write(stretch.nbytes):
                     break
                 slot = idle.pop()
-                in_flight.append(
-                    (slot, self._submit(kind, slot, at, nbytes, span, is_random(rw)), at + nbytes)
-                )
-                at += nbytes
-                ahead[kind] = at if once or at < span else 0
+                in_flight.append((slot, self._submit(kind, slot, stretch), stretch.offset + stretch.nbytes))
         finally:
             self._end(in_flight, taking_back=stop.is_set())
 
-    def _submit(self, kind: str, slot: Lease, at: int, nbytes: int, span: int, scattered: bool) -> Ticket:
+    def walks(self, rw: ReadWrite, *, once: bool) -> dict[str, Walk]:
+        """By what is done there: of a mix, reads have the first half of the file and writes the second."""
+        ground = self._load.ground
+        written = ground.written_once[self.job][self.place]
+        blocks = (ground.size if once and rw == "write" else written) // self._bs
+        half = blocks // 2 if reads(rw) and writes(rw) else 0
+        seed = self.job * 1009 + self.place
+        made = {}
+        if reads(rw):
+            made["read"] = Walk(0, half or blocks, self._bs, shuffled=is_random(rw), seed=2 * seed)
+        if writes(rw):
+            made["write"] = Walk(half, blocks - half, self._bs, shuffled=is_random(rw), seed=2 * seed + 1)
+        return made
+
+    def _submit(self, kind: str, slot: Lease, stretch: Stretch) -> Ticket:
+        aio = self._aio
         if kind == "write" and self._load.settings.verify:
             self._stamp_pages(slot)
-        if not scattered:
-            submit = self._aio.read if kind == "read" else self._aio.write
-            return submit(self._file, slot, at, nbytes)
-        blocks, within = nbytes // self._bs, span // self._bs
-        places = [self._bs * self._random.randrange(within) for _ in range(blocks)]
-        submit_pieces = self._aio.read_scattered if kind == "read" else self._aio.write_scattered
-        return submit_pieces(self._file, slot, places, self._bs)
+        if stretch.scattered:
+            scattered = aio.read_scattered if kind == "read" else aio.write_scattered
+            return scattered(self._file, slot, stretch.scattered, self._bs)
+        return (aio.read if kind == "read" else aio.write)(self._file, slot, stretch.offset, stretch.nbytes)
 
     def _stamp_pages(self, slot: Lease) -> None:
         """Make each page unlike what it was before: a write that did not arrive is then found."""
@@ -449,7 +456,7 @@ def _less(
     after: list[tuple[_Count, _Count]], before: list[tuple[_Count, _Count]]
 ) -> list[tuple[_Count, _Count]]:
     def between(late: _Count, early: _Count) -> _Count:
-        return _Count(late.bytes - early.bytes, late.ops - early.ops, late.latency - early.latency)
+        return _Count(late.bytes - early.bytes, late.latency - early.latency)
 
     return [
         (between(late[0], early[0]), between(late[1], early[1]))
@@ -458,14 +465,14 @@ def _less(
 
 
 def _traffic(counts: Sequence[_Count]) -> Traffic:
-    if not any(count.ops for count in counts):
-        return Traffic()
-    histogram = counts[0].latency
-    for count in counts[1:]:
+    histogram = LatencyHistogram.of()
+    for count in counts:
         histogram = histogram + count.latency
+    if not histogram.total:
+        return Traffic()
     p50, p95, p99, p999 = (histogram.percentile(share) for share in (0.5, 0.95, 0.99, 0.999))
     return Traffic(
         bytes=sum(count.bytes for count in counts),
-        ops=sum(count.ops for count in counts),
+        ops=histogram.total,
         latency=Latencies(p50=p50, p95=p95, p99=p99, p999=p999, max=histogram.max_ns / 1e9),
     )

@@ -53,6 +53,12 @@ def check(directory: Path) -> Path:
             f"{directory} is {_REFUSED_KINDS.get(stat.S_IFMT(mode), 'no directory; name one')}"
         )
     found = directory.resolve()
+    try:
+        str(found).encode()
+    except UnicodeEncodeError:
+        raise SwapSpaceError(
+            f"{os.fsencode(found)!r} is not a name in UTF-8, so no configuration can have it; name another directory"
+        ) from None
     if kind := memory_file_system(found):
         raise UnsafeTargetError(
             f"{directory} is on {kind}, which is memory and no drive; name a directory on the drive"

@@ -16,6 +16,8 @@ _KINDS = {
     "randrw": "random mixed",
 }
 
+SUSTAINED = "sustained write"
+
 
 def number(value: float, digits: int = 3) -> str:
     """``value`` to so many significant digits, without an exponent: ``0.0512``, ``1.83``, ``151``, ``1,230``."""
@@ -69,6 +71,6 @@ def windows(result: Result) -> Iterator[tuple[str, Row]]:
     for row in result.rows:
         if long_one is not None and row.rw == "write" and row.write.bytes == long_one.written_bytes:
             long_one = None
-            yield "sustained write", row
+            yield SUSTAINED, row
         else:
             yield _KINDS[row.rw], row

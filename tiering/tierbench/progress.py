@@ -127,5 +127,6 @@ class _Phase:
 
 
 def _rates(read: float, write: float) -> str:
-    told = [f"{figures.gb(rate)} {what}" for rate, what in ((read, "read"), (write, "written")) if rate]
-    return f"{' + '.join(told) or '0'} GB/s"
+    if read and write:
+        return f"{figures.gb(read)} read + {figures.gb(write)} written GB/s"
+    return f"{figures.gb(read + write)} GB/s"

@@ -22,8 +22,8 @@ by us in turn; who goes first alternates. What makes the two sides the same:
   requests of ours are `depth` blocks, random ones single blocks.
 - Waiting: we submit two batches of 256 blocks and wait for one as a whole before the next is submitted; fio reaps
   blocks one by one. Of either side `depth` blocks are with the kernel.
-- Processes: each side is its own. CPU seconds are user and system time of ours, all threads, against what fio says
-  its jobs took; neither contains start and end, nor kernel threads.
+- Processes: each side is its own, of which fio's jobs are threads, as ours are. CPU seconds are user and system time
+  of ours, all threads, against what fio says its jobs took; neither contains start and end, nor kernel threads.
 
 **Overhead.** 64 KiB blocks on a file in memory: fio's io_uring against ours, with requests split in C, and with one
 ticket per block in Python. Two places: tmpfs (--ram-dir), where the kernel lends io_uring a worker thread for each
@@ -48,13 +48,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from aio import cells, fio, tables
+from aio import cells, tables
 from aio.cells import MIB, Cell
-from aio.load import Load
 from aio.ours import CannotStart, Ours
 from figures import machine
 from figures.report import Report
 from rich.console import Console
+
+from tiering.tierbench import fio
+from tiering.tierbench.fio import Job
 
 RAM_FILE = 256 * MIB
 QUICK = {"pairs": 2, "seconds": 0.2, "rounds": 2, "size": 256}
@@ -94,12 +96,12 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def usable(engines: list[str], load: Load, report: Report) -> list[str]:
+def usable(engines: list[str], job: Job, report: Report) -> list[str]:
     """The engines that start here; the others are named in the report."""
     found = []
     for engine in engines:
         try:
-            Ours(load, engine).close()
+            Ours(job, engine).close()
             found.append(engine)
         except CannotStart as why:
             report.skipped.append(f"{engine}: {why}")
@@ -118,27 +120,27 @@ def takes_direct(directory: Path) -> bool:
 def measure(options: argparse.Namespace, directory: Path, report: Report) -> Iterator[Cell]:
     """Every cell that was asked for, as it is done."""
     seconds, rounds = options.seconds, options.rounds
-    with cells.warm_file(directory / "disk", options.size * MIB, direct=True) as load:
-        load = replace(load, depth=options.depth, pattern=options.pattern)
-        engines = usable(options.engine, load, report)
+    with cells.warm_file(directory / "disk", options.size * MIB, direct=True) as job:
+        job = replace(job, iodepth=options.depth, rw="randread" if options.pattern == "random" else "read")
+        engines = usable(options.engine, job, report)
         if not engines:
             return
         first = engines[0]
         for engine in engines if "disk" in options.part else ():
-            yield from cells.against_fio(load, engine, options.pairs, seconds)
+            yield from cells.against_fio(job, engine, options.pairs, seconds)
         if "verify" in options.part:
-            yield from cells.verifying(load, "disk", first, rounds, seconds)
+            yield from cells.verifying(job, "disk", first, rounds, seconds)
     seconds /= 2
     if "overhead" in options.part:
-        with cells.warm_file(directory / "cached", RAM_FILE, direct=False) as load:
-            yield from cells.overhead(load, "page cache", first, ("read",), rounds, seconds)
+        with cells.warm_file(directory / "cached", RAM_FILE, direct=False) as job:
+            yield from cells.overhead(job, "page cache", first, ("read",), rounds, seconds)
     with tempfile.TemporaryDirectory(dir=options.ram_dir, prefix="bench_aio.") as ram:
         direct = takes_direct(Path(ram))
-        with cells.warm_file(Path(ram) / "ram", RAM_FILE, direct=direct) as load:
+        with cells.warm_file(Path(ram) / "ram", RAM_FILE, direct=direct) as job:
             if "overhead" in options.part:
-                yield from cells.overhead(load, "tmpfs", first, ("read", "write"), rounds, seconds)
+                yield from cells.overhead(job, "tmpfs", first, ("read", "write"), rounds, seconds)
             if "verify" in options.part:
-                yield from cells.verifying(load, "tmpfs", first, rounds, seconds)
+                yield from cells.verifying(job, "tmpfs", first, rounds, seconds)
 
 
 def main() -> int:
@@ -152,7 +154,7 @@ def main() -> int:
             "peer": fio.version(),
         }
     except fio.FioError as missing:
-        console.print(str(missing), markup=False)
+        console.print(missing.words, markup=False)
         return 2
     report = Report("bench_aio: our I/O engine beside fio", facts)
     done: list[Cell] = []
@@ -162,7 +164,7 @@ def main() -> int:
     ):
         for cell in measure(options, Path(directory).resolve(), report):
             done.append(cell)
-            status.update(f"{len(done)} cells; done: {cell.experiment} {cell.engine} {cell.load.kind}")
+            status.update(f"{len(done)} cells; done: {cell.experiment} {cell.engine} {cell.job.rw}")
     tables.fill(report, done)
     report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
     report.show(console)

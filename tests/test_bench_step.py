@@ -15,8 +15,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
-from aio import fio
-from aio.load import Load, Reading
 from figures.report import Report
 from step import (
     curve,
@@ -40,6 +38,8 @@ from step.side import Place, Round, Side, SideError, Spec
 from step.turns import Measured, Run
 
 from tiering.demo.model import GPT
+from tiering.tierbench import fio
+from tiering.tierbench.fio import Job, Reading
 
 BENCH = Path(__file__).parents[1] / "bench"
 SMALL = Model(width=64, layers=1)
@@ -206,7 +206,7 @@ class TestVerdicts:
 
 
 def test_the_tables_of_known_rounds() -> None:
-    beside = Reading(nbytes=3 * GB, seconds=1.0, cpu_seconds=0.1, block=1 << 20)
+    beside = Reading(2 * GB, 1 * GB, seconds=1.0, cpu_seconds=0.1)
     ours = measured(
         a_round(4.0), a_round(6.0, counted={"read": 2 * GB, "written": GB, "stalled": 1.5, "retries": 3})
     )
@@ -474,7 +474,7 @@ class TestCases:
     def test_disk(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "")
         ours = measured(a_round(2.2))
-        ours.fio = [Reading(nbytes=3 * GB, seconds=2.0, cpu_seconds=0.1, block=1 << 20)]  # 1.5 GB in 1 s
+        ours.fio = [Reading(2 * GB, 1 * GB, seconds=2.0, cpu_seconds=0.1)]  # 1.5 GB in 1 s
         asked = self.known(run, monkeypatch, ours=ours)
         disk.case(run)
         what = "time per step: ours, NVMe, nothing cached / planned bytes at fio's rate"
@@ -518,9 +518,9 @@ class TestCases:
 
 
 def test_fio_takes_the_plans_ratio() -> None:
-    load = Load("/disk/file", 64 << 20, True, 1 << 20, 16, "mixed")
-    assert "--rwmixread=50" in fio.command(load, "io_uring", (), 1.0)
-    assert "--rwmixread=71" in fio.command(dataclasses.replace(load, read_percent=71), "io_uring", (), 1.0)
+    job = Job(("/disk/file",), 64 << 20, "rw", 1 << 20, 16)
+    assert "--rwmixread=50" in fio.command(job, "io_uring", (), 1.0)
+    assert "--rwmixread=71" in fio.command(dataclasses.replace(job, rwmixread=71), "io_uring", (), 1.0)
 
 
 def test_the_picture_of_the_curve(tmp_path: Path) -> None:

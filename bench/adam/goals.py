@@ -9,8 +9,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from figures.ratio import Estimate, compare
 from figures.report import Verdict
+
+from tiering.tierbench.ratios import compare
+from tiering.tierbench.spread import Estimate
 
 from . import many, start
 from .readings import ROOF, Part, Readings

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from figures.turns import take_turns
+from tiering.tierbench.ratios import take_turns
 
 SETTLE = 0.02
 """Seconds of sleep before each reading. Idle OpenMP threads spin for some milliseconds after their work."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from figures.ratio import compare
 from figures.report import Report, Table, middle
+
+from tiering.tierbench.ratios import compare
 
 from .goals import Judged, judged, of_roof, start_verdict
 from .readings import ROOF, Part

@@ -8,11 +8,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 from tiering.arena import round_up
-
-from .load import Kind, Load, Reading
+from tiering.tierbench.fio import Job, Reading
+from tiering.tierbench.words import READ_WRITE, is_random, reads, writes
 
 _BENCH = Path(__file__).resolve().parents[1]
 
@@ -21,15 +21,15 @@ class CannotStart(RuntimeError):  # noqa: N818
     """The engine does not start on this machine; the message says why."""
 
 
-def request_blocks(load: Load) -> int:
+def request_blocks(job: Job) -> int:
     """Blocks per request. Sequential requests fill the queue, as a layer's parameters do.
 
     Mixed ones do, too: blocks of a read and a write take turns. Random ones are single blocks, because blocks of one
     request follow each other on disk.
     """
-    if load.pattern == "random":
+    if is_random(job.rw):
         return 1
-    return max(load.depth, 4)
+    return max(job.iodepth, 4)
 
 
 BATCH = 256
@@ -40,17 +40,17 @@ Large, because a process that sleeps wakes up with cold caches: a hundred micros
 
 
 class Ours:
-    """A worker with a context for ``load``'s file, block and depth; loads that differ in kind may follow.
+    """A worker with a context for the file, block and depth of ``job``; jobs that differ in ``rw`` may follow.
 
-    Memory is what fio has, ``depth`` blocks (twice that when mixed), which requests that follow one another use in
+    Memory is what fio has, ``iodepth`` blocks (twice that when mixed), which requests that follow one another use in
     turn. ``private`` gives every request submitted memory of its own: checksums of a buffer need it to themselves.
     """
 
-    def __init__(self, load: Load, engine: str, *, private: bool = False, verify: bool = False) -> None:
+    def __init__(self, job: Job, engine: str, *, private: bool = False, verify: bool = False) -> None:
         self.private = private
-        self.load = load
-        loads = [replace(load, kind=kind) for kind in get_args(Kind)]
-        memory = max(self._window(one, blocks) for one in loads for blocks in (1, request_blocks(one)))
+        self.job = job
+        jobs = [replace(job, rw=rw) for rw in READ_WRITE]
+        memory = max(self._window(one, blocks) for one in jobs for blocks in (1, request_blocks(one)))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "aio.worker"],
             cwd=_BENCH,
@@ -59,11 +59,11 @@ class Ours:
             text=True,
         )
         setup = {
-            "path": load.path,
-            "size": load.size,
-            "direct": load.direct,
-            "block": load.block,
-            "depth": load.depth,
+            "path": job.paths[0],
+            "size": job.size,
+            "direct": job.direct,
+            "bs": job.bs,
+            "iodepth": job.iodepth,
             "engine": engine,
             "verify": verify,
             "memory": memory,
@@ -75,20 +75,19 @@ class Ours:
         self.engine: str = told["engine"]
         self.flags: tuple[str, ...] = tuple(told["flags"])
 
-    def run(self, load: Load, seconds: float, *, blocks: int | None = None) -> Reading:
-        """Run ``load`` for ``seconds``, in requests of ``blocks`` blocks."""
-        blocks = blocks or request_blocks(load)
+    def run(self, job: Job, seconds: float, *, blocks: int | None = None) -> Reading:
+        """Run ``job`` for ``seconds``, in requests of ``blocks`` blocks."""
+        blocks = blocks or request_blocks(job)
         told = self._ask(
             {
-                "kind": load.kind,
-                "pattern": load.pattern,
-                "request": blocks * load.block,
+                "rw": job.rw,
+                "request": blocks * job.bs,
                 "batch": self._batch(blocks),
-                "window": self._window(load, blocks),
+                "window": self._window(job, blocks),
                 "seconds": seconds,
             }
         )
-        return Reading(told["nbytes"], told["seconds"], told["cpu_seconds"], load.block)
+        return Reading(told["read"], told["write"], told["seconds"], told["cpu_seconds"])
 
     def fill(self) -> None:
         """Write the whole file once."""
@@ -110,13 +109,13 @@ class Ours:
 
     def _batch(self, blocks: int) -> int:
         """Requests of ``blocks`` blocks per batch; a batch is never less than the queue."""
-        return -(-max(BATCH, self.load.depth) // blocks)
+        return -(-max(BATCH, self.job.iodepth) // blocks)
 
-    def _window(self, load: Load, blocks: int) -> int:
+    def _window(self, job: Job, blocks: int) -> int:
         """Bytes of memory in use by requests of ``blocks`` blocks; mixed ones do not share theirs."""
-        shared = max(blocks * (1 + (load.kind == "mixed")), load.depth)
+        shared = max(blocks * (1 + (reads(job.rw) and writes(job.rw))), job.iodepth)
         wanted = 2 * blocks * self._batch(blocks) if self.private else shared
-        return self.load.block * round_up(wanted, blocks)
+        return self.job.bs * round_up(wanted, blocks)
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None

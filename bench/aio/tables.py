@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from figures.ratio import Comparison, compare
 from figures.report import Report, Table, Verdict, middle
 
+from tiering.tierbench.fio import Reading
+from tiering.tierbench.ratios import Comparison, compare
+
 from .cells import Cell
-from .load import Reading
 
 MOST_NS_RATIO = 1.2
 MOST_PYTHON_NS = 5000.0
@@ -21,15 +22,16 @@ def as_fast(speed: Comparison) -> bool:
 
 
 def speeds(readings: Sequence[Reading]) -> list[float]:
-    return [reading.gb_per_s for reading in readings]
+    return [reading.rate / 1e9 for reading in readings]
 
 
 def costs(readings: Sequence[Reading]) -> list[float]:
     return [reading.cpu_per_gb for reading in readings]
 
 
-def times(readings: Sequence[Reading]) -> list[float]:
-    return [reading.ns_per_op for reading in readings]
+def times(readings: Sequence[Reading], bs: int) -> list[float]:
+    """Wall nanoseconds per block."""
+    return [reading.seconds * 1e9 / (reading.nbytes / bs) for reading in readings]
 
 
 def pairs_of(comparison: Comparison) -> str:
@@ -43,7 +45,7 @@ def bandwidth(cells: Sequence[Cell], report: Report) -> None:
     for cell in cells:
         fio, ours = speeds(cell.sides["fio"]), speeds(cell.sides["ours"])
         ratio = compare(ours, fio)
-        name = f"{cell.engine} {cell.load.kind}"
+        name = f"{cell.engine} {cell.job.rw}"
         table.rows.append(
             (name, middle(fio), middle(ours), str(ratio.median), str(ratio.mean), pairs_of(ratio))
         )
@@ -68,7 +70,7 @@ def cpu(cells: Sequence[Cell], report: Report) -> None:
     for cell in cells:
         fio, ours = costs(cell.sides["fio"]), costs(cell.sides["ours"])
         ratio = compare(ours, fio)
-        name = f"{cell.engine} {cell.load.kind}"
+        name = f"{cell.engine} {cell.job.rw}"
         whole = statistics.median(
             ((one.whole_cpu_seconds or 0.0) - cell.fio_idle_cpu) / (one.nbytes / 1e9)
             for one in cell.sides["fio"]
@@ -94,14 +96,16 @@ def overhead(cells: Sequence[Cell], report: Report) -> None:
     columns = ("cell", "fio", "fio, no latencies", "ours", "ours / fio", "a ticket each")
     table = Table("Nanoseconds per 64 KiB operation on memory", (*columns, "Python adds", "of CPU"))
     for cell in cells:
-        fio, lean, split, tickets = (times(cell.sides[side]) for side in ("fio", "lean", "split", "tickets"))
+        fio, lean, split, tickets = (
+            times(cell.sides[side], cell.job.bs) for side in ("fio", "lean", "split", "tickets")
+        )
         ratio = compare(split, fio)
         added = [ticket - one for ticket, one in zip(tickets, split, strict=True)]
         cpu_added = [
-            (ticket.cpu_per_gb - one.cpu_per_gb) * cell.load.block
+            (ticket.cpu_per_gb - one.cpu_per_gb) * cell.job.bs
             for ticket, one in zip(cell.sides["tickets"], cell.sides["split"], strict=True)
         ]
-        name = f"{cell.engine}, {cell.place}, depth {cell.load.depth}, {cell.load.kind}"
+        name = f"{cell.engine}, {cell.place}, depth {cell.job.iodepth}, {cell.job.rw}"
         figures = (middle(side, ".0f") for side in (fio, lean, split))
         rest = (middle(side, ".0f") for side in (tickets, added, cpu_added))
         table.rows.append((name, *figures, str(ratio.median), *rest))
@@ -136,7 +140,7 @@ def verify(cells: Sequence[Cell], report: Report) -> None:
         plain, checked = cell.sides["plain"], cell.sides["verify"]
         table.rows.append(
             (
-                f"{cell.engine}, {cell.place}, {cell.load.kind}",
+                f"{cell.engine}, {cell.place}, {cell.job.rw}",
                 middle(speeds(plain)),
                 middle(speeds(checked)),
                 str(compare(speeds(checked), speeds(plain)).median),
@@ -159,8 +163,5 @@ def fill(report: Report, cells: Sequence[Cell]) -> None:
 
 
 def _disk_title(what: str, cells: Sequence[Cell]) -> str:
-    load = cells[0].load
-    return (
-        f"{what}: {load.block >> 10} KiB blocks, depth {load.depth}, {load.pattern},"
-        f" {len(cells[0].sides['fio'])} pairs"
-    )
+    job = cells[0].job
+    return f"{what}: {job.bs >> 10} KiB blocks, depth {job.iodepth}, {len(cells[0].sides['fio'])} pairs"

@@ -22,14 +22,15 @@ import numpy as np
 from tiering.aio import AioContext, Ticket
 from tiering.arena import Arena
 from tiering.errors import TieringError
+from tiering.tierbench.words import is_random
 
 
-def offsets(size: int, request: int, pattern: str) -> Iterator[int]:
+def offsets(size: int, request: int, *, scattered: bool) -> Iterator[int]:
     """Where the requests of one direction go, for ever. Raises ValueError when not one fits."""
     count = size // request
     if count == 0:
         raise ValueError(f"a file of {size} bytes has no room for a request of {request}")
-    if pattern == "random":
+    if scattered:
         source = random.Random()
         while True:
             yield source.randrange(count) * request
@@ -52,14 +53,14 @@ class Worker:
         self.fd = os.open(setup["path"], flags)
         self.context = AioContext(
             engine=setup["engine"],
-            block_size=setup["block"],
-            queue_depth=setup["depth"],
+            block_size=setup["bs"],
+            queue_depth=setup["iodepth"],
             verify=setup["verify"],
         )
         self.context.register(self.lease)
         self.file = self.context.add_file(self.fd, direct=setup["direct"], name=setup["path"])
         # What is in use is known once something was: the kernel takes the file with its first operation.
-        self.context.read(self.file, self.lease, 0, setup["block"]).wait()
+        self.context.read(self.file, self.lease, 0, setup["bs"]).wait()
         words = np.frombuffer(self.lease.view, dtype=np.uint64)
         words[:] = np.random.default_rng(0).integers(0, 2**63, size=words.size, dtype=np.uint64)
 
@@ -79,14 +80,15 @@ class Worker:
 
         Request i, of ``request`` bytes, uses the bytes at i * request of a window of ``window`` bytes, cyclically.
         """
-        request, kind = task["request"], task["kind"]
+        request, rw = task["request"], task["rw"]
         parts = [self.lease.part(at, request) for at in range(0, task["window"], request)]
         buffers = itertools.cycle(parts)
         reads, writes = (
-            (way, offsets(self.size, request, task["pattern"]))
+            (way, offsets(self.size, request, scattered=is_random(rw)))
             for way in (self.context.read, self.context.write)
         )
-        ways = itertools.cycle({"read": [reads], "write": [writes]}.get(kind, [reads, writes]))
+        one_way = {"read": [reads], "write": [writes]}.get(rw.removeprefix("rand"))
+        ways = itertools.cycle(one_way or [reads, writes])
 
         def submit() -> list[Ticket]:
             return [
@@ -94,17 +96,24 @@ class Worker:
                 for way, places in itertools.islice(ways, task["batch"])
             ]
 
-        moved = 0
+        before = self.context.stats()[self.file]
         cpu, start = cpu_seconds(), time.perf_counter()
         deadline = start + task["seconds"]
         under_way = deque([submit(), submit()])
         while under_way:
             # The last one first: who waits for it sleeps once, and finds the others done.
-            moved += sum(ticket.wait() for ticket in reversed(under_way.popleft()))
+            for ticket in reversed(under_way.popleft()):
+                ticket.wait()
             if time.perf_counter() < deadline:
                 under_way.append(submit())
-        seconds = time.perf_counter() - start
-        return {"nbytes": moved, "seconds": seconds, "cpu_seconds": cpu_seconds() - cpu}
+        seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+        after = self.context.stats()[self.file]
+        return {
+            "read": after.read.bytes - before.read.bytes,
+            "write": after.write.bytes - before.write.bytes,
+            "seconds": seconds,
+            "cpu_seconds": cpu,
+        }
 
     def close(self) -> None:
         self.context.close()

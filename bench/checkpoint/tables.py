@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from figures.ratio import compare
 from figures.report import Table, Verdict, middle
+
+from tiering.tierbench.ratios import compare
 
 from .dd import Moved
 from .side import Reading, Trip

@@ -1,1 +1,1 @@
-"""What the benchmarks have in common: sides taking turns, paired ratios, where it was measured, tables and verdicts."""
+"""What the benchmarks have in common: where it was measured, tables and verdicts."""

@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from figures.ratio import compare
 from figures.report import Report, Table, Verdict, middle
 from step.side import Place, Round, Side, Spec
 
 from tiering.plan import Plan
 from tiering.planning.forecast import Forecast
 from tiering.planning.rates import Rates
+from tiering.tierbench.ratios import compare
 
 from .told import Machine, plan_of
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from figures.ratio import compare
 from figures.report import Report, Table, Verdict, middle
+
+from tiering.tierbench.ratios import compare
 
 from .run import Measured
 

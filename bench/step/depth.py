@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from figures.ratio import compare
 from figures.report import Table, Verdict, middle
+
+from tiering.tierbench.ratios import compare
 
 from . import sides
 from .turns import Measured, Run

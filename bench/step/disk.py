@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from figures.ratio import compare
 from figures.report import Verdict
+
+from tiering.tierbench.ratios import compare
 
 from . import sides, tables
 from .fio_beside import peer_disk

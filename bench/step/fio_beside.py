@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from aio import fio
 from aio.cells import warm_file
-from aio.load import Load, Reading
+
+from tiering.tierbench import fio
+from tiering.tierbench.fio import Job, Reading
 
 from .side import Side
 from .turns import Run
@@ -28,15 +29,15 @@ def peer_disk(run: Run) -> Iterator[Beside]:
     try:
         run.report.facts["fio"] = fio.version()
     except fio.FioError as missing:
-        run.report.skipped.append(str(missing))
+        run.report.skipped.append(missing.words)
         yield lambda sides: {}
         return
     run.say("writing the file for fio")
     with (
         TemporaryDirectory(dir=run.place.directory, prefix="fio.") as directory,
-        warm_file(Path(directory) / "file", run.scale.fio_file, direct=True) as load,
+        warm_file(Path(directory) / "file", run.scale.fio_file, direct=True) as job,
     ):
-        yield partial(_beside, replace(load, kind="mixed"), run.scale.fio_seconds)
+        yield partial(_beside, replace(job, rw="rw"), run.scale.fio_seconds)
 
 
 def read_percent(side: Side) -> int:
@@ -47,11 +48,11 @@ def read_percent(side: Side) -> int:
     return round(100 * read / (read + written))
 
 
-def _beside(load: Load, seconds: float, sides: Mapping[str, Side]) -> dict[str, Callable[[], Reading]]:
+def _beside(job: Job, seconds: float, sides: Mapping[str, Side]) -> dict[str, Callable[[], Reading]]:
     made: dict[str, Callable[[], Reading]] = {}
     for name, side in sides.items():
         if side.facts.get("planned_read"):
-            mixed = replace(load, read_percent=read_percent(side))
+            mixed = replace(job, rwmixread=read_percent(side))
             made[name] = partial(
                 fio.run, mixed, side.facts["io_engine"], tuple(side.facts["io_flags"]), seconds
             )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import statistics
 
-from figures.ratio import compare
 from figures.report import Table, Verdict
+
+from tiering.tierbench.ratios import compare
 
 from . import sides, tables
 from .turns import Measured, Run

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from figures.ratio import compare
 from figures.report import Table, Verdict, middle
+
+from tiering.tierbench.ratios import compare
 
 from . import sides
 from .side import Side, Spec

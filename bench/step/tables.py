@@ -6,8 +6,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from figures.ratio import compare
 from figures.report import Report, Table, Verdict, middle
+
+from tiering.tierbench.ratios import compare
 
 from .turns import Measured
 
@@ -68,7 +69,7 @@ def memory(title: str, sides: Mapping[str, Measured]) -> Table:
         moved = statistics.median(one.moved for one in side.rounds)
         kernel = (statistics.median(one.disk[way] / one.steps for one in side.rounds) / GB for way in (0, 1))
         rates = [one.moved / one.per_step / GB for one in side.rounds]
-        fio = [one.gb_per_s for one in side.fio]
+        fio = [one.rate / 1e9 for one in side.fio]
         table.rows.append(
             (
                 side.name,

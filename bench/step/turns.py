@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aio.fio import FioError
-from aio.load import Reading
 from figures.report import Report
-from figures.turns import take_turns
+
+from tiering.tierbench.fio import FioError, Reading
+from tiering.tierbench.ratios import take_turns
 
 from .scale import Scale
 from .side import Place, Round, Side, SideError, Spec

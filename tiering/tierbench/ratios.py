@@ -1,28 +1,20 @@
-"""Paired ratios and how far they can be trusted: the bootstrap, in numpy."""
+"""Sides taking turns, and how far the ratios of what they did can be trusted: the bootstrap, in numpy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tiering.tierbench.spread import Estimate
+
 RESAMPLES = 10_000
 SEED = 20261120
 
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A point estimate and the ends of its 95 % interval."""
-
-    point: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.point:.3f} ({self.low:.3f}-{self.high:.3f})"
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +26,28 @@ class Comparison:
     smallest: float
     largest: float
     pairs: int
+
+
+def in_turn(rounds: int, sides: Mapping[str, Callable[[], Found]]) -> Iterator[dict[str, Found]]:
+    """What every side found in each round, so that what swings meets all of them.
+
+    Who goes first rotates; a first round is run and dropped.
+    """
+    names = list(sides)
+    for number in range(rounds + 1):
+        first = number % len(names)
+        found = {name: sides[name]() for name in names[first:] + names[:first]}
+        if number:
+            yield found
+
+
+def take_turns(rounds: int, sides: Mapping[str, Callable[[], Found]]) -> dict[str, list[Found]]:
+    """As ``in_turn``, by side: entry i is of round i."""
+    readings: dict[str, list[Found]] = {name: [] for name in sides}
+    for found in in_turn(rounds, sides):
+        for name, reading in found.items():
+            readings[name].append(reading)
+    return readings
 
 
 def bootstrap(values: Sequence[float] | NDArray[np.float64], statistic: Any) -> Estimate:

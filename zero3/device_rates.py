@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from tiering.demo.model import Block
 from tiering.planning import conditions
 from tiering.planning.measure import SECONDS, Leg, Measurement, Tell, quietly, repeated
 from tiering.planning.rates import Rates
+from zero3.precision import COMPUTE_DTYPES
 
 HEAD_WIDTH = 64
 WEIGHTS_BYTES = 192 << 20  # of blocks that take turns: more than a cache holds
@@ -22,8 +24,22 @@ QUEUED = 10  # calls at a time
 MOST_TOKENS = {"cpu": 512, "cuda": 4096}
 
 
+def of_this_machine(
+    *, on_gpu: bool, compute_dtype: str, tokens: int, seconds: float | None = None
+) -> Measurement | None:
+    """Of its GPU, or of its CPU as the device; None if there is no GPU. ``compute_dtype``: bf16, fp16 or fp32."""
+    if on_gpu and (not torch.cuda.is_available() or os.environ.get("TIERING_DEVICE") == "cpu"):
+        return None
+    return of_device(
+        torch.device("cuda" if on_gpu else "cpu"),
+        COMPUTE_DTYPES[compute_dtype],
+        tokens=tokens,
+        seconds=seconds,
+    )
+
+
 def of_device(
-    device: torch.device, dtype: torch.dtype, *, tokens: int, seconds: float = SECONDS
+    device: torch.device, dtype: torch.dtype, *, tokens: int, seconds: float | None = None
 ) -> Measurement:
     """FLOP/s with micro-batches of ``tokens`` (small ones compute slower), and a GPU's link and memory."""
     tokens = min(tokens, MOST_TOKENS[device.type])
@@ -45,7 +61,9 @@ def of_device(
         }
 
     def run(tell: Tell) -> Rates:
-        return measure(device, dtype, tokens=tokens, seconds=seconds, tell=tell)
+        return measure(
+            device, dtype, tokens=tokens, seconds=SECONDS if seconds is None else seconds, tell=tell
+        )
 
     return Measurement("device", depends, run)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +23,6 @@ from tiering.planning.setting import TOKENS, RatesOf, Setting
 from tiering.planning.sizing import format_count
 from zero3 import device_rates
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters, choose_optimizer
-from zero3.precision import COMPUTE_DTYPES
 from zero3.workload import size_up
 
 ATTENTION = ("num_attention_heads", "num_hidden_layers", "hidden_size")  # a state space model has no heads
@@ -174,9 +172,9 @@ def measure_rates(
     ]
     if directories:
         parts.append(measure.of_disks([Path(each) for each in directories], io=io))
-    device = torch.device("cuda" if on_gpu else "cpu")
-    if not on_gpu or (torch.cuda.is_available() and os.environ.get("TIERING_DEVICE") != "cpu"):
-        parts.append(device_rates.of_device(device, COMPUTE_DTYPES[workload.compute_dtype], tokens=tokens))
+    device = device_rates.of_this_machine(on_gpu=on_gpu, compute_dtype=workload.compute_dtype, tokens=tokens)
+    if device is not None:
+        parts.append(device)
     rates = Rates()
     for part in parts:
         rates = rates.updated(take(part))

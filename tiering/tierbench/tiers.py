@@ -1,0 +1,438 @@
+"""``tierbench tiers``: how fast each leg of a training step is here, all of them by the engine's own parts.
+
+That is what ``tiering plan`` forecasts a step from, so what was measured whole is kept where ``tiering plan --measure``
+looks. The device takes torch, which is loaded if the machine has a GPU or a device was asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from tiering.tierbench import words
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tiering.config import IoConfig
+    from tiering.planning.measure import Leg, Measurement
+    from tiering.planning.rates import Rates
+
+OK, INTERRUPTED = 0, 130
+SCHEMA_VERSION = 1
+BUSY = 0.5  # of the CPUs: more is worth a note
+
+Unit = Literal["bytes", "elements", "operations"]
+GRADS = {"bf16": 2, "fp16": 2, "fp32": 4}
+# Where drivers of GPUs show: NVIDIA's, AMD's.
+DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/kfd"))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a leg is called, what a step uses it for, what it counts, and how many of our threads are at it."""
+
+    title: str
+    use: str
+    unit: Unit = "bytes"
+    threads: Literal["all", "one", "none"] = "none"
+
+
+KINDS = {
+    "nvme_read": Kind("NVMe read", "state, parameters come in", threads="one"),
+    "nvme_write": Kind("NVMe write", "state, parameters go back", threads="one"),
+    "nvme_mixed": Kind("NVMe mixed", "both at once, in all", threads="one"),
+    "checksum": Kind("checksum", "verify: of NVMe's bytes", threads="one"),
+    "host_copy": Kind("host copy", "parameters to a CPU", threads="all"),
+    "gradients": Kind("gradients", "added up and squared", "elements", "all"),
+    "optimizer": Kind("CPU optimizer", "steps offloaded state", "elements", "all"),
+    "to_device": Kind("host to GPU", "parameters come (pinned)"),
+    "from_device": Kind("GPU to host", "gradients leave (pinned)"),
+    "device_both": Kind("both ways", "at once, in all"),
+    "device_memory": Kind("GPU memory", "weights and gradients"),
+    "flops": Kind("compute", "forward and backward", "operations", "all"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``tierbench tiers`` can be asked."""
+    parser.add_argument(
+        "directories",
+        type=Path,
+        nargs="*",
+        metavar="DIR",
+        help="on drives that are used together (none: no NVMe)",
+    )
+    step = parser.add_argument_group("the step")
+    step.add_argument(
+        "--state", choices=("fp32", "split", "bf16", "split+bf16"), default="fp32", help="(default: fp32)"
+    )
+    step.add_argument(
+        "--moments",
+        type=int,
+        choices=(0, 1, 2),
+        default=2,
+        help="per element: Adam 2, Lion 1, SGD 0 (default: 2)",
+    )
+    step.add_argument(
+        "--grads", choices=tuple(GRADS), help="dtype (default: of --dtype; fp32 with several micro-batches)"
+    )
+    step.add_argument("--dtype", choices=tuple(GRADS), default="bf16", help="to compute in (default: bf16)")
+    step.add_argument(
+        "--tokens", type=_count, default=4096, metavar="N", help="of a micro-batch (default: 4096)"
+    )
+    step.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu", "none"),
+        default="auto",
+        help="that computes; auto: a GPU, if this machine has a driver of one; cpu and cuda load torch",
+    )
+    load = parser.add_argument_group("the NVMe load, in fio's words")
+    load.add_argument(
+        "--bs", type=words.size, default=1 << 20, metavar="SIZE", help="of a block (default: 1M)"
+    )
+    load.add_argument(
+        "--iodepth", type=_count, default=16, metavar="N", help="blocks in flight per directory (default: 16)"
+    )
+    load.add_argument(
+        "--ioengine", type=words.engine, default="auto", metavar="NAME", help=", ".join(words.ENGINES)
+    )
+    load.add_argument(
+        "--fixedbufs",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="register memory with the kernel (default: 1)",
+    )
+    load.add_argument(
+        "--size", type=words.size, metavar="SIZE", help="in all directories (default: 1G; less is not saved)"
+    )
+    load.add_argument(
+        "--runtime",
+        type=words.duration,
+        metavar="TIME",
+        help="of each window (default: 1s; less is not saved)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument("--no-save", action="store_true", help="keep nothing for `tiering plan --measure`")
+    output.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, and return the exit code. After Ctrl-C what there is is printed, and nothing is saved."""
+    from tiering.tierbench import target
+
+    directories = target.check_all(options.directories)
+    with target.alone_in(directories), _Notes() as notes:
+        found = _Found(notes=notes)
+        try:
+            _measure(options, directories, found)
+        except KeyboardInterrupt:
+            found.interrupted = True
+    _print(options, directories, found)
+    return INTERRUPTED if found.interrupted else OK
+
+
+@dataclass
+class _Found:
+    """What a run has found so far."""
+
+    notes: list[str]
+    legs: list[tuple[Leg, int | None]] = field(default_factory=list)  # with threads
+    saved: list[Path] = field(default_factory=list)
+    interrupted: bool = False
+    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def keep(self, part: Measurement, leg: Leg) -> None:
+        everyone = part.conditions.get("threads")
+        threads = {"all": everyone if isinstance(everyone, int) else None, "one": 1, "none": None}
+        self.legs.append((leg, threads[KINDS[leg.name].threads]))
+
+    @property
+    def written(self) -> int:
+        """Bytes, by all legs."""
+        return sum(leg.written for leg, _ in self.legs)
+
+
+class _Notes(logging.Handler, contextlib.AbstractContextManager[list[str]]):
+    """Within the block, what the engine's parts warn of becomes notes."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._notes: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._notes.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("tiering").addHandler(self)
+        return self._notes
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("tiering").removeHandler(self)
+
+
+def _measure(options: argparse.Namespace, directories: Sequence[Path], found: _Found) -> None:
+    """Every leg into ``found``; what is whole is saved when all of it is."""
+    from tiering.planning import measure
+    from tiering.planning.saved_rates import SavedRates
+
+    load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > BUSY * cpus:
+        found.notes.append(f"others are at work here: the load average is {load:.1f} on {cpus} CPUs")
+    enough = True
+    parts = [_of_cpu(options)]
+    if directories:
+        size = _size(options, directories)
+        enough = size >= measure.FILE_BYTES
+        parts.append(_of_disks(options, directories, size))
+        found.notes += _warned(directories)
+    device = _of_device(options, found.notes)
+    if device is not None:
+        parts.append(device)
+    done: list[tuple[Measurement, Rates]] = []
+    for part in parts:
+        if not options.quiet:
+            print(f"measuring: {part.name}", file=sys.stderr, flush=True)
+        done.append((part, part.run(functools.partial(found.keep, part))))
+    if options.no_save:
+        return
+    if not enough or (options.runtime is not None and options.runtime < measure.SECONDS):
+        found.notes.append(
+            "not saved for `tiering plan`: less than 1 GiB, or windows below 1 s, tell too little"
+        )
+        return
+    saved = SavedRates.of_user()
+    kept = (saved.save(part, rates) for part, rates in done)
+    found.saved = [path for path in kept if path is not None]
+
+
+def _of_cpu(options: argparse.Namespace) -> Measurement:
+    from tiering.planning import measure
+
+    return measure.of_cpu(
+        state_format=options.state,
+        state_tensors=options.moments,
+        grad_itemsize=GRADS[options.grads or options.dtype],
+        seconds=options.runtime and options.runtime / 2,
+    )
+
+
+def _io(options: argparse.Namespace) -> IoConfig:
+    """The configuration's words for the load. Raises ConfigError for what it does not take."""
+    from pydantic import ValidationError
+
+    from tiering.config import IoConfig
+    from tiering.errors import ConfigError
+
+    try:
+        return IoConfig(
+            engine=options.ioengine,
+            block_size=options.bs,
+            queue_depth=options.iodepth,
+            registered=bool(options.fixedbufs),
+        )
+    except ValidationError as problems:
+        flags = {"block_size": "--bs", "queue_depth": "--iodepth"}
+        first = problems.errors()[0]
+        name = str(first["loc"][0])
+        raise ConfigError(f"{flags.get(name, name)} is {first['input']}: {first['msg']}") from None
+
+
+def _size(options: argparse.Namespace, directories: Sequence[Path]) -> int:
+    """Bytes in all directories together: what was asked for, or as much of the usual as does no harm."""
+    from tiering.arena import PAGE
+    from tiering.planning import measure
+    from tiering.tierbench import target
+
+    count = len(directories)
+    asked = None if options.size is None else max(PAGE, options.size // count)
+    each = target.file_size(directories, numjobs=1, bs=PAGE, asked=asked)
+    return each * count if asked is not None else min(each * count, measure.FILE_BYTES)
+
+
+def _of_disks(options: argparse.Namespace, directories: Sequence[Path], size: int) -> Measurement:
+    """Raises UnsafeTargetError where drives cannot be told from memory."""
+    from tiering.arena import PAGE
+    from tiering.errors import UnsafeTargetError
+    from tiering.planning import measure
+    from tiering.swap_file import SwapFile
+
+    for directory in directories:
+        probe = SwapFile(directory, PAGE)
+        probe.close()
+        if not probe.direct:
+            raise UnsafeTargetError(
+                f"{directory} refuses O_DIRECT, so its drive cannot be told from the page cache; name another directory"
+            )
+    return measure.of_disks(directories, io=_io(options), nbytes=size, seconds=options.runtime)
+
+
+def _of_device(options: argparse.Namespace, notes: list[str]) -> Measurement | None:
+    """What computes, by torch; None, with a note, if there is no such thing."""
+    if options.device == "none":
+        return None
+    if options.device == "auto" and not any(driver.exists() for driver in DRIVERS):
+        notes.append(
+            "no GPU: this machine has no driver of one (--device cpu measures how fast the CPU computes)"
+        )
+        return None
+    try:
+        device_rates = importlib.import_module("zero3.device_rates")  # upwards, so on first use
+    except ImportError as error:
+        notes.append(f"device: not measured, since torch cannot be loaded ({error})")
+        return None
+    found: Measurement | None = device_rates.of_this_machine(
+        on_gpu=options.device != "cpu",
+        compute_dtype=options.dtype,
+        tokens=options.tokens,
+        seconds=options.runtime,
+    )
+    if found is None:
+        notes.append("no GPU: torch finds none that it can use")
+    return found
+
+
+def _warned(directories: Sequence[Path]) -> Iterator[str]:
+    from tiering import drives
+
+    for directory in directories:
+        file_system = drives.behind(directory).file_system
+        if file_system.kind in ("overlay", "network"):
+            yield f"{directory} is on {file_system.type}: its rates are not those of a drive alone"
+
+
+def _print(options: argparse.Namespace, directories: Sequence[Path], found: _Found) -> None:
+    if options.json:
+        import json
+
+        print(json.dumps(as_dict(options, directories, found), indent=1))
+        return
+    from rich.console import Console
+
+    _show(options, directories, found, Console())
+
+
+def as_dict(options: argparse.Namespace, directories: Sequence[Path], found: _Found) -> dict[str, object]:
+    """Rates are per second, of the unit that each leg names."""
+    from tiering import drives
+    from tiering.swap_file import free_bytes
+    from tiering.tierbench import bench
+    from tiering.tierbench.result import Target
+
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "tiers",
+        "version": importlib.metadata.version("tiering"),
+        "date": found.date,
+        "machine": bench.machine().model_dump(mode="json"),
+        "targets": [
+            Target(
+                directory=str(directory), backing=drives.behind(directory), free_bytes=free_bytes(directory)
+            ).model_dump(mode="json")
+            for directory in directories
+        ],
+        "settings": {
+            "state": options.state,
+            "moments": options.moments,
+            "grads": options.grads or options.dtype,
+            "dtype": options.dtype,
+            "tokens": options.tokens,
+            "bs": options.bs,
+            "iodepth": options.iodepth,
+            "ioengine": options.ioengine,
+            "registered": bool(options.fixedbufs),
+        },
+        "legs": [
+            {
+                "name": leg.name,
+                "rate": leg.rate,
+                "unit": KINDS[leg.name].unit,
+                "threads": threads,
+                "use": KINDS[leg.name].use,
+            }
+            for leg, threads in _ordered(found)
+        ],
+        "written_bytes": found.written,
+        "saved": bool(found.saved),
+        "notes": found.notes,
+        "interrupted": found.interrupted,
+    }
+
+
+def _ordered(found: _Found) -> list[tuple[Leg, int | None]]:
+    """From the drive to the device."""
+    names = list(KINDS)
+    return sorted(found.legs, key=lambda each: names.index(each[0].name))
+
+
+def _show(options: argparse.Namespace, directories: Sequence[Path], found: _Found, console: Console) -> None:
+    from tiering import drives
+    from tiering.fields import format_size
+    from tiering.tierbench import bench, figures
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False)
+
+    if found.interrupted:
+        console.print(
+            "Interrupted: this is what was measured until then. Nothing was saved.", style="bold yellow"
+        )
+    machine = bench.machine()
+    say(f"{machine.cpu}, {machine.cpus} CPUs, {format_size(machine.memory_bytes)}, {machine.kernel}")
+    for directory in directories:
+        say(f"{directory}: {'; '.join(map(str, drives.behind(directory).drives)) or 'drive not told'}")
+    say(
+        f"{options.state} state with {options.moments} moments, gradients in {options.grads or options.dtype}; NVMe in"
+        f" blocks of {options.bs} bytes, {options.iodepth} in flight"
+    )
+    console.print(_table(found))
+    if found.written:
+        say(f"Written to the drives: {figures.nbytes(found.written)}.")
+    if found.saved:
+        named = " ".join(map(str, directories)) or "DIR"
+        say(f"Saved: for seven days `tiering plan --measure {named}` takes what of it fits.")
+    for note in found.notes:
+        say(f"Note: {note}.")
+
+
+def _table(found: _Found) -> Table:
+    from rich.table import Table
+
+    from tiering.tierbench import figures
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("leg", no_wrap=True)
+    for name in ("GB/s", "GiB/s", "others", "threads"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("in a step")
+    in_unit: dict[Unit, Callable[[float], tuple[str, str, str]]] = {
+        "bytes": lambda rate: (figures.gb(rate), figures.gib(rate), ""),
+        "elements": lambda rate: ("", "", f"{figures.number(rate / 1e9)} G elem/s"),
+        "operations": lambda rate: ("", "", f"{figures.number(rate / 1e12)} TFLOP/s"),
+    }
+    for leg, threads in _ordered(found):
+        kind = KINDS[leg.name]
+        told = "" if threads is None else str(threads)
+        table.add_row(kind.title, *in_unit[kind.unit](leg.rate), told, kind.use)
+    return table
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"at least 1, not {number}")
+    return number

@@ -139,13 +139,15 @@ class Drive:
     def __str__(self) -> str:
         parts = [self.name, self.layer, self.model, self.firmware and f"firmware {self.firmware}"]
         if self.nbytes is not None:
-            parts.append(f"{self.nbytes / 1e9:.0f} GB")
+            parts.append(
+                f"{self.nbytes / 1e9:.3g} GB" if self.nbytes < 100e9 else f"{self.nbytes / 1e9:.0f} GB"
+            )
         parts += [
             str(self.link) if self.link else self.transport,
             None if self.numa_node is None else f"NUMA node {self.numa_node}",
             self.scheduler and f"scheduler {self.scheduler}",
             None if self.max_sectors_kb is None else f"max_sectors_kb {self.max_sectors_kb}",
-            self.write_cache,
+            self.write_cache and f"{self.write_cache} cache",
         ]
         return ", ".join(part for part in parts if part)
 
@@ -284,7 +286,7 @@ class _Stack:
     def devices_of(self, mount: _Mount) -> list[Path]:
         """The directories of the block devices that are mounted there."""
         numbered = self.sysfs / "dev/block" / mount.number
-        if not mount.number.startswith("0:") and numbered.exists():
+        if numbered.exists():
             return [numbered]
         # One that invents its device number names a device as its source, or with bcachefs several.
         named = mount.source.split(":/")

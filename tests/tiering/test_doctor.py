@@ -20,7 +20,7 @@ from tiering.cli import main
 from tiering.doctor import cpus, directory, engines, limits, memory, nameless, software
 from tiering.doctor.command import examine
 from tiering.doctor.directory import Trial, judge_trial, try_swap_file
-from tiering.doctor.finding import Entry, Finding, Verdict, perform, problem
+from tiering.doctor.finding import Entry, Finding, Verdict, note, perform, problem
 from tiering.doctor.nameless import Holder
 from tiering.doctor.report import RULE, Report, discreet
 from tiering.drives import Backing, Drive, FileSystem, Link
@@ -201,6 +201,13 @@ def machine(root: Path, files: Files) -> Path:
             "taskset",
         ),
         (cpus.quota, {f"{CGROUP}/cpu.max": "max 100000"}, OK, "none", ""),
+        (
+            cpus.quota,
+            {"proc/self/cgroup": "0::/a", f"{CGROUP}/a/cpu.max": "6 2", f"{CGROUP}/cpu.max": "4 1"},
+            NOTE,
+            "3 CPUs",
+            "taskset -c 0-2 ",
+        ),
         (cpus.quota, {f"{CGROUP}/cpu.max": "800000 100000"}, OK, "8 CPUs", ""),
         (
             cpus.quota,
@@ -280,23 +287,35 @@ def test_kernels_and_packages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "files", "remedy"),
     [
-        ("io_uring", {"proc/sys/kernel/io_uring_disabled": "2"}, "sudo sysctl -w kernel.io_uring_disabled=0"),
+        (
+            "io_uring",
+            {"proc/sys/kernel/io_uring_disabled": "2", "proc/sys/kernel/io_uring_group": "994"},
+            "sudo sysctl -w kernel.io_uring_disabled=0",
+        ),
         (
             "io_uring",
             {"proc/sys/kernel/io_uring_disabled": "1", "proc/sys/kernel/io_uring_group": "994"},
             "add this user to the group 994",
         ),
-        ("io_uring", {"proc/self/status": STATUS.replace("Seccomp:\t0", "Seccomp:\t2")}, "io_uring_setup"),
+        (
+            "io_uring",
+            {"proc/self/status": STATUS.replace("Seccomp:\t0", "Seccomp:\t2")},
+            "start the container with",
+        ),
         ("io_uring", {}, "Linux 5.11"),
-        ("libaio", {"proc/self/status": STATUS.replace("Seccomp:\t0", "Seccomp:\t2")}, "io_submit"),
-        ("libaio", {}, "fs.aio-max-nr"),
+        (
+            "libaio",
+            {"proc/self/status": STATUS.replace("Seccomp:\t0", "Seccomp:\t2")},
+            "start the container with",
+        ),
+        ("libaio", {}, "sudo sysctl -w fs.aio-max-nr"),
     ],
 )
 def test_an_engine_that_may_not_start(tmp_path: Path, name: str, files: Files, remedy: str) -> None:
     finding = engines.engine(name, machine(tmp_path, files), ask=lambda engine: f"{engine}: EPERM")
     assert finding.verdict is NOTE
     assert finding.found == f"{name}: EPERM; the next engine takes its place"
-    assert remedy in finding.remedy
+    assert finding.remedy.startswith(remedy)
     assert engines.engine(name, tmp_path, ask=lambda _: None) == Finding("starts")
 
 
@@ -419,7 +438,9 @@ def test_limits_of_cgroups_on_the_drive(tmp_path: Path) -> None:
 
 
 def test_a_swap_file_is_really_made(tmp_path: Path) -> None:
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
     trial = try_swap_file(tmp_path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
     assert trial.nameless
     assert trial.error == 0
     assert judge_trial(trial).verdict is (OK if trial.direct and trial.reserved else NOTE)
@@ -471,22 +492,26 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
 
 def test_files_without_a_name_are_found(tmp_path: Path) -> None:
     """The real ones of this process, through the real /proc."""
-    fd = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR, 0o600)
-    try:
-        os.write(fd, bytes(3 << 20))
-        os.fsync(fd)  # blocks are counted once they are allocated
-        status = os.fstat(fd)
-        (held,) = (holder for holder in nameless.holders() if holder.inode == status.st_ino)
-        assert (held.process, held.device, held.nbytes) == (
-            os.getpid(),
-            status.st_dev,
-            status.st_blocks * 512,
-        )
+    named = tmp_path / "with a name (deleted)"
+    with (
+        named.open("wb") as file,
+        os.fdopen(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR, 0o600), "wb") as swap,
+    ):
+        for each in (file, swap):
+            each.write(bytes(3 << 20))
+            each.flush()
+            os.fsync(each.fileno())  # blocks are counted once they are allocated
+        other = os.dup(swap.fileno())
+        status = os.fstat(other)
+        own = [holder for holder in nameless.holders() if holder.process == os.getpid()]
+        os.close(other)
+        assert named.stat().st_ino not in {holder.inode for holder in own}
+        (held,) = (holder for holder in own if holder.inode == status.st_ino)
+        assert (held.device, held.nbytes) == (status.st_dev, status.st_blocks * 512)
         finding = directory.checks(tmp_path)["files without a name"]()
         assert finding.verdict is NOTE
         assert f"(process {os.getpid()})" in finding.found
-    finally:
-        os.close(fd)
+        assert directory.checks(Path("/proc"))["files without a name"]() == Finding("none")
     assert status.st_ino not in {
         holder.inode for holder in nameless.holders() if holder.process == os.getpid()
     }
@@ -534,6 +559,17 @@ def test_nobodys_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [entry.directory for entry in told] == ["~/swap", "/scratch/.../swap", None]
     assert [entry.finding.remedy for entry in told] == ["mkdir -p ~/swap", "mkdir -p /scratch/.../swap", ""]
     assert "ada" not in Report(told).block()
+
+
+def test_problems_come_first() -> None:
+    entries = [
+        Entry("one", None, note("a", "b")),
+        Entry("two", None, Finding("c")),
+        Entry("three", None, problem("d", "e")),
+    ]
+    report = Report(entries)
+    assert [entry.check for entry in report.attention] == ["three", "one"]
+    assert (report.problems, report.counts()) == (1, "1 problem, 1 note")
 
 
 def test_every_check_looks_at_nothing_without_harm(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def test_an_nvme_drive_with_its_link(machine: Machine) -> None:
     )
     assert str(drive) == (
         "nvme1n1, SAMSUNG MZWLO3T8HCLS-00A07, firmware OPPA1B5Q, 3841 GB, PCIe 5.0 x4, 15.8 GB/s, NUMA node 1,"
-        " scheduler none, max_sectors_kb 128, write through"
+        " scheduler none, max_sectors_kb 128, write through cache"
     )
     assert drive.disks == found.disks == (drive,)
     assert "S7PYNE0W400000" not in json.dumps(asdict(found))
@@ -240,6 +241,13 @@ def test_a_stack_is_told_down_to_its_disks(machine: Machine) -> None:
     assert [disk.numa_node for disk in found.disks] == [0, 1]
     assert io_counters(found.drives[0].members[0].members[0], machine.sysfs) == (4096, 3072)
     assert io_counters(found.disks[0], machine.sysfs) is None
+
+
+def test_a_mount_that_lies_hidden_under_another_is_not_meant(machine: Machine) -> None:
+    device = machine.data.stat().st_dev
+    machine.mount("7777:1 / DATA rw - ext4 /dev/hidden rw")
+    machine.mount(f"{os.major(device)}:{os.minor(device)} / / rw - xfs /dev/seen rw")
+    assert machine.behind().file_system.source == "/dev/seen"
 
 
 def test_a_loop_in_a_stack_ends(machine: Machine) -> None:

@@ -86,6 +86,7 @@ class Clock:
 
             def record(self, stream: Clock.Stream) -> None:
                 self.at = stream.at = max(stream.at, clock.host)
+                stream.waited = False
 
             def synchronize(self) -> None:
                 clock.host = max(clock.host, self.at)
@@ -104,15 +105,17 @@ class Clock:
     class Stream:
         def __init__(self, device: torch.device) -> None:
             self.at = 0.0
+            self.waited = False
 
         def wait_event(self, event: Any) -> None:
             self.at = max(self.at, event.at)
+            self.waited = True
 
     def synchronize(self, device: torch.device) -> None:
         pass
 
     def call(self, name: str) -> None:
-        assert self.current is not None
+        assert self.current is not None and self.current.waited, "it may begin before the clock is read"
         self.current.at += self.milliseconds[name]
         self.calls.append((name, id(self.current)))
 

@@ -602,6 +602,21 @@ def test_the_command(
     assert below == ""
 
 
+def test_the_page_has_every_check() -> None:
+    """A row of its tables for each, and each in its sample, in the order in which they are made."""
+    page = (Path(__file__).parents[2] / "docs/doctor.md").read_text(encoding="utf-8")
+    machine, of_a_directory = (part.split("## ")[0] for part in page.split("## ")[1:])
+    groups = (software.CHECKS, cpus.CHECKS, memory.CHECKS, limits.CHECKS, engines.CHECKS)
+    made = [name for group in groups for name in group] + ["files without a name"]
+    tables = []
+    for text in (machine, of_a_directory):
+        cells = re.findall(r"^\| ([^|]+) \| [^|]+ \| (?:[^|\\]|\\\|)+ \|$", text, re.MULTILINE)
+        tables.append([name for cell in cells[1:] for name in cell.split(", ")])
+    assert tables == [made, list(directory.checks(Path()))]
+    sample = re.findall(r"^  (?:ok|note|problem) +([^:]+): ", page, re.MULTILINE)
+    assert sample == [name for table in tables for name in table]
+
+
 def test_torch_is_not_imported(tmp_path: Path) -> None:
     code = "import sys; from tiering.cli import main; main(['doctor', sys.argv[1]]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True).returncode == 0

@@ -227,8 +227,10 @@ class Load:
         took, cpu = time.monotonic() - began, time.process_time() - cpu
         after = self._counts()
         moved, all_moved = _less(after, before), _less(after, whole)
-        if took - marks[-1].at > SAMPLE_SECONDS / 2:  # the end is a stretch of its own
+        if len(marks) == 1 or took - marks[-1].at > SAMPLE_SECONDS / 2:  # the end is a stretch of its own
             marks.append(_Mark(took, *self._moved()))
+            if watch is not None:
+                watch(_sample(*marks[-2:]), 1.0)
         self.ground.read_bytes += sum(read.bytes for read, _ in all_moved)
         self.ground.written_bytes += sum(write.bytes for _, write in all_moved)
         return self._row(rw, moved, took, cpu, [_sample(*pair) for pair in pairwise(marks)], complete)

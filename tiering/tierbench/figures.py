@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from tiering.fields import format_size
 from tiering.tierbench.result import Result, Row
 
 _KINDS = {
@@ -74,3 +75,31 @@ def windows(result: Result) -> Iterator[tuple[str, Row]]:
             yield SUSTAINED, row
         else:
             yield _KINDS[row.rw], row
+
+
+def load(result: Result) -> str:
+    """What was asked of the drive, in fio's words."""
+    settings = result.settings
+    mixed = any(row.rw in ("rw", "randrw") for row in result.rows)
+    parts = [
+        f"bs {_fio_size(settings.bs)} ({settings.bs} bytes)",
+        f"iodepth {settings.iodepth}",
+        f"numjobs {settings.numjobs}",
+        f"size {_fio_size(settings.size)}",
+        f"rwmixread {settings.rwmixread}" if mixed and settings.rwmixread != 50 else "",
+        "O_DIRECT" if settings.direct else "buffered: page cache and drive together",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _fio_size(nbytes: int) -> str:
+    """As fio's --bs is written, where that is exact."""
+    for unit, name in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
+        if nbytes % unit == 0:
+            return f"{nbytes // unit}{name}"
+    return format_size(nbytes)
+
+
+def legible(text: str) -> str:
+    """The name of a directory or a model may hold what moves the cursor, or worse."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tiering.drives import Drive, FileSystem
 from tiering.fields import format_size
 from tiering.tierbench import figures
-from tiering.tierbench.result import Latencies, PathRow, Result, Row, Sustained, Target, Verdict
+from tiering.tierbench.result import Latencies, PathRow, Result, Row, Target, Verdict
 from tiering.tierbench.sparkline import levels, spark
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _facts(facts: Iterable[tuple[str, str]], width: int) -> str:
     column = max(len(name) for name, _ in told) + 2
     return "\n".join(
         textwrap.fill(
-            _legible(fact),
+            figures.legible(fact),
             max(width, 2 * column),
             initial_indent=name.ljust(column),
             subsequent_indent=" " * column,
@@ -88,11 +88,6 @@ def _facts(facts: Iterable[tuple[str, str]], width: int) -> str:
         )
         for name, fact in told
     )
-
-
-def _legible(text: str) -> str:
-    """The name of a directory or a model may hold what moves the cursor, or worse."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def _interrupted(result: Result) -> str:
@@ -108,7 +103,7 @@ def _header(result: Result) -> Iterator[tuple[str, str]]:
         yield from (("drive", told) for told in _drives(target.backing.drives))
     yield "engine", ", ".join((result.engine.ioengine, *result.engine.flags))
     yield from (("not in use", f"{what}: {why}") for what, why in result.engine.passed_over.items())
-    yield "load", _load(result)
+    yield "load", figures.load(result)
     machine = result.machine
     memory = format_size(machine.memory_bytes)
     yield "machine", f"{machine.cpu}, {machine.cpus} CPUs, {memory}, {machine.kernel}"
@@ -130,28 +125,6 @@ def _drives(drives: Sequence[Drive], over: str = "") -> Iterator[str]:
             told = f"{', '.join((first, *others))}, each {told.removeprefix(f'{first}, ')}"
         yield over + told
         yield from _drives(same[0].members, f"of {first}: ")
-
-
-def _load(result: Result) -> str:
-    settings = result.settings
-    mixed = any(row.rw in ("rw", "randrw") for row in result.rows)
-    parts = [
-        f"bs {_fio_size(settings.bs)} ({settings.bs} bytes)",
-        f"iodepth {settings.iodepth}",
-        f"numjobs {settings.numjobs}",
-        f"size {_fio_size(settings.size)}",
-        f"rwmixread {settings.rwmixread}" if mixed and settings.rwmixread != 50 else "",
-        "O_DIRECT" if settings.direct else "buffered: page cache and drive together",
-    ]
-    return ", ".join(part for part in parts if part)
-
-
-def _fio_size(nbytes: int) -> str:
-    """As fio's --bs is written, where that is exact."""
-    for unit, name in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
-        if nbytes % unit == 0:
-            return f"{nbytes // unit}{name}"
-    return format_size(nbytes)
 
 
 class _Line(NamedTuple):
@@ -245,7 +218,7 @@ def _directories(result: Result) -> Iterator[list[str]]:
     for place, target in enumerate(result.targets):
         moved = [_bytes(row.paths[place]) for _, row in named]
         yield [
-            _legible(target.directory),
+            figures.legible(target.directory),
             *(
                 f"{figures.gb(each / row.seconds)} ({each / max(1, row.bytes):.0%})"
                 for each, (_, row) in zip(moved, named, strict=True)
@@ -260,7 +233,10 @@ def _bytes(path: PathRow) -> int:
 def _meaning(result: Result) -> Iterator[tuple[str, str]]:
     """What else there is to say, the verdict last."""
     if result.sustained is not None:
-        yield "sustained", _sustained(result.sustained)
+        from tiering.tierbench import sustained
+
+        rows = dict(figures.windows(result))
+        yield "sustained", sustained.words(rows[figures.SUSTAINED], result.sustained)
     written, read = figures.nbytes(result.written_bytes), figures.nbytes(result.read_bytes)
     yield "moved", f"{written} written (wear, preparation included), {read} read"
     if result.verified_bytes is not None:
@@ -272,13 +248,6 @@ def _meaning(result: Result) -> Iterator[tuple[str, str]]:
     yield from (("note", note) for note in result.notes)
     if result.verdict is not None:
         yield "training", _verdict(result.verdict, "this path" if len(result.targets) == 1 else "these paths")
-
-
-def _sustained(told: Sustained) -> str:
-    after = f"{figures.gb(told.sustained)} GB/s"
-    if told.cached_bytes is None:
-        return f"{after} over {figures.nbytes(told.written_bytes)}; no end of a write cache was seen"
-    return f"{figures.gb(told.burst)} GB/s for the first {figures.nbytes(told.cached_bytes)}, then {after}"
 
 
 def _others(target: Target) -> str:

@@ -182,9 +182,11 @@ def io_counters(drive: Drive, sysfs: Path = SYSFS) -> tuple[int, int] | None:
     """
     fields = (said(sysfs / "class/block" / drive.name / "stat") or "").split()
     try:
-        return int(fields[2]) * SECTOR, int(fields[6]) * SECTOR
+        read, written = int(fields[2]) * SECTOR, int(fields[6]) * SECTOR
     except (IndexError, ValueError):
         return None
+    # A drive that nothing was ever read from: older kernels count for an NVMe drive's paths, not for the drive.
+    return (read, written) if read or written else None
 
 
 @dataclass(frozen=True)

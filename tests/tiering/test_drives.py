@@ -241,6 +241,8 @@ def test_a_stack_is_told_down_to_its_disks(machine: Machine) -> None:
     assert [disk.numa_node for disk in found.disks] == [0, 1]
     assert io_counters(found.drives[0].members[0].members[0], machine.sysfs) == (4096, 3072)
     assert io_counters(found.disks[0], machine.sysfs) is None
+    machine.write(f"{first.relative_to(machine.sysfs)}", {"stat": STAT.format(read=0, written=0)})
+    assert io_counters(found.disks[0], machine.sysfs) is None
 
 
 def test_a_mount_that_lies_hidden_under_another_is_not_meant(machine: Machine) -> None:

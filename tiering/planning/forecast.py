@@ -30,11 +30,13 @@ class Part(Enum):
     HOST_MEMORY = "host memory"
     DEVICE_LINK = "device link"
     NETWORK = "network"
+    CHECKSUMS = "checksums"
 
 
 # Where the CPU is the device, its cores do these one after the other.
 ON_CORES = (Part.COMPUTE, Part.HOST_MEMORY, Part.OPTIMIZER)
 ON_DISK = (Part.NVME_READS, Part.NVME_WRITES)
+ON_IO_THREAD = (*ON_DISK, Part.CHECKSUMS)  # of a rank: it submits what the disk does, and sums it if asked to
 
 
 @dataclass(frozen=True)
@@ -280,11 +282,15 @@ def _phase(name: str, work: _Work, flops: float, rates: Rates, device_is_host: b
     busy[Part.NETWORK] = needed(work.sent, "network")
     busy[Part.NVME_READS] = needed(work.nvme_read, "nvme_read")
     busy[Part.NVME_WRITES] = needed(work.nvme_written, "nvme_write")
-    other = max((part for part in Part if part not in ON_DISK), key=lambda part: busy[part])
+    if rates.checksum is not None:
+        busy[Part.CHECKSUMS] = (work.nvme_read + work.nvme_written) / rates.checksum
+    other = max((part for part in Part if part not in ON_IO_THREAD), key=lambda part: busy[part])
     besides = max(busy[other], sum(busy[part] for part in ON_CORES) if device_is_host else 0.0)
     disk = disk_seconds(work.nvme_read, work.nvme_written, rates)
-    bound = max(ON_DISK, key=lambda part: busy[part]) if disk > besides else other
-    return Phase(name, max(besides, disk), bound, max(0.0, disk - besides), busy)
+    slowest = max(ON_DISK, key=lambda part: busy[part]) if disk > busy[Part.CHECKSUMS] else Part.CHECKSUMS
+    nvme = max(disk, busy[Part.CHECKSUMS])  # blocks are summed while others are on their way
+    bound = slowest if nvme > besides else other
+    return Phase(name, max(besides, nvme), bound, max(0.0, nvme - besides), busy)
 
 
 def disk_seconds(read: float, written: float, rates: Rates) -> float:
@@ -298,5 +304,4 @@ def disk_seconds(read: float, written: float, rates: Rates) -> float:
         seconds += (read - both) / rates.nvme_read
     if rates.nvme_write is not None:
         seconds += (written - both) / rates.nvme_write
-    summed = 0.0 if rates.checksum is None else (read + written) / rates.checksum
-    return max(seconds, summed)
+    return seconds

@@ -212,9 +212,14 @@ def test_what_is_verified_is_summed_while_it_moves() -> None:
     read, written = verified.nvme_traffic()
     assert (read, written) == plain.nvme_traffic()
     assert forecast(plain, rates, tokens=1) == forecast(plain, replace(rates, checksum=None), tokens=1)
-    assert forecast(verified, rates, tokens=1).seconds == read + written  # a disk alone would take less
+    told = forecast(verified, rates, tokens=1)
+    assert told.seconds == read + written  # a disk alone would take less
+    assert (told.bound, sum(busy(told, Part.CHECKSUMS))) == (Part.CHECKSUMS, read + written)
+    assert told.step.stalled == told.step.seconds - busy(told, Part.OPTIMIZER)[2]
     fast = replace(rates, checksum=8.0)
-    assert forecast(verified, fast, tokens=1).step.seconds == forecast(plain, rates, tokens=1).step.seconds
+    told = forecast(verified, fast, tokens=1)
+    assert told.step.seconds == forecast(plain, rates, tokens=1).step.seconds
+    assert told.bound in (Part.NVME_READS, Part.NVME_WRITES)
 
 
 def test_the_fewest_tokens_that_hide() -> None:

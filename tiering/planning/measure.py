@@ -27,6 +27,7 @@ from optim_cpu.kernels import DType, Rule, StateFormat, StepBatch
 from tiering._aio import ffi, lib
 from tiering.aio import ALIGNMENT, AioContext
 from tiering.arena import PAGE, Arena, Lease, round_up
+from tiering.budgets import host_memory
 from tiering.config import IoConfig
 from tiering.plan import FP32
 from tiering.planning import conditions
@@ -258,8 +259,10 @@ def cpu_rates(
 
 
 def kernel_bytes() -> int:
-    """What kernels go round."""
-    return min(max(KERNEL_BYTES, CACHES * conditions.cache_bytes()), MOST_KERNEL_BYTES)
+    """What kernels go round: no more than a quarter of what is free, where that is above the least."""
+    limit, in_use = host_memory()
+    wanted = min(CACHES * conditions.cache_bytes(), (limit - in_use) // 4)
+    return min(max(KERNEL_BYTES, wanted), MOST_KERNEL_BYTES)
 
 
 class _Ring:

@@ -116,6 +116,7 @@ def test_rates_of_other_io_are_not_taken(plan: Plan, measured: list[str], tmp_pa
         ("platform.node", lambda: "another"),
         ("platform.release", lambda: "7.0"),
         ("os.sched_getaffinity", lambda _: {0}),
+        ("tiering.planning.conditions.machine_id", lambda: "another"),
         ("tiering.planning.conditions.cpu_model", lambda: "another"),
         ("tiering.__version__", "0.0.1"),
     ],
@@ -284,6 +285,12 @@ def test_the_machine_is_told_from_what_the_kernel_says(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text(arm)
     assert conditions.cpu_model(tmp_path / "cpuinfo") == "0x41 0xd40"
     assert conditions.cpu_model(tmp_path / "none") == os.uname().machine
+    assert conditions.machine_id(tmp_path / "none") == ""
+    one, other = (tmp_path / name for name in ("one", "other"))
+    one.write_text("0123456789abcdef\n")
+    other.write_text("fedcba9876543210\n")
+    told = conditions.machine_id(one)
+    assert len(told) == 16 and told != conditions.machine_id(other) and "0123456789" not in told
     mine = sorted(os.sched_getaffinity(0))
     for cpu in mine:
         for index, level, size in ((0, 1, "48K"), (3, 3, "32768K")):

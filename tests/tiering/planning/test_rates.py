@@ -197,11 +197,15 @@ def test_the_cpu_is_measured_in_each_format(
     assert segment["state_format"].itemsize == (2 if "bf16" in state_format else 4)
 
 
-@pytest.mark.parametrize(("caches", "expected"), [(0, 192), (32, 192), (96, 384), (1024, 1024)])
+@pytest.mark.parametrize(
+    ("caches", "free", "expected"),
+    [(0, 9000, 192), (32, 9000, 192), (96, 9000, 384), (1024, 9000, 1024), (96, 1200, 300), (96, 8, 192)],
+)
 def test_kernels_go_round_more_memory_than_caches_hold(
-    monkeypatch: pytest.MonkeyPatch, caches: int, expected: int
+    monkeypatch: pytest.MonkeyPatch, caches: int, free: int, expected: int
 ) -> None:
     monkeypatch.setattr(measure.conditions, "cache_bytes", lambda: caches << 20)
+    monkeypatch.setattr(measure, "host_memory", lambda: (9999 << 20, (9999 - free) << 20))
     assert measure.kernel_bytes() == expected << 20
     monkeypatch.setattr(measure, "MOST_KERNEL_BYTES", 6 * 4096)
     copied: list[tuple[int, int]] = []

@@ -1,0 +1,145 @@
+"""A lane: one file under load. Some slots of memory, whose requests follow one another."""
+
+from __future__ import annotations
+
+import os
+import threading
+from array import array
+from collections import deque
+from dataclasses import dataclass
+
+from tiering.aio import AioContext, Ticket
+from tiering.arena import PAGE, Arena, Lease
+from tiering.errors import SwapError
+from tiering.latencies import LatencyHistogram
+from tiering.tierbench.ground import Ground
+from tiering.tierbench.result import Settings
+from tiering.tierbench.walk import Stretch, Walk
+from tiering.tierbench.words import ReadWrite, is_random, reads, writes
+
+_REQUEST = 4 << 20  # bytes: fewer would keep Python busy on a fast drive
+_WORD = 8
+
+
+@dataclass
+class Count:
+    """What C has counted so far, in one direction of one file."""
+
+    bytes: int
+    latency: LatencyHistogram
+
+
+class Lane:
+    """One file under load: some slots of memory, whose requests follow one another."""
+
+    def __init__(
+        self, ground: Ground, settings: Settings, aio: AioContext, file: int, *, job: int, place: int
+    ) -> None:
+        self.job, self.place = job, place
+        self.reached = 0  # bytes from the start of the file that the last pass over it has covered
+        self.failed: SwapError | None = None
+        self._ground, self._settings, self._aio, self._file = ground, settings, aio, file
+        self._bs = settings.bs
+        blocks = max(
+            1, min(max(_REQUEST // self._bs, -(-settings.iodepth // 4)), ground.size // self._bs // 4)
+        )
+        count = -(-settings.iodepth // blocks) + 2  # one is waited for, one is about to be begun
+        arena = Arena.map(count * blocks * self._bs, "tierbench")
+        for at in range(0, len(arena.memory), _REQUEST):  # incompressible, and no two pages alike
+            part = arena.memory[at : at + _REQUEST]
+            part[:] = os.urandom(len(part))
+        aio.register(arena)
+        self._slots = [arena.lease(blocks * self._bs, "slot") for _ in range(count)]
+        self._blocks = blocks
+        self._stamp = 0
+
+    def counts(self) -> tuple[Count, Count]:
+        stats = self._aio.stats()[self._file]
+        return (
+            Count(stats.read.bytes, self._aio.latencies(self._file, "read")),
+            Count(stats.write.bytes, self._aio.latencies(self._file, "write")),
+        )
+
+    def flush(self) -> None:
+        self._aio.flush(self._file).wait()
+
+    def work(
+        self, walks: dict[str, Walk], stop: threading.Event, ended: threading.Semaphore, once: bool
+    ) -> None:
+        """Keep requests under way until ``stop``, or ``once`` through the file. What fails is kept in ``failed``."""
+        try:
+            self._work(walks, stop, once)
+        except SwapError as error:
+            self.failed = error
+            stop.set()
+        finally:
+            ended.release()
+
+    def _work(self, walks: dict[str, Walk], stop: threading.Event, once: bool) -> None:
+        # Never a block twice under way: O_DIRECT orders nothing, and a read would meet half of a write.
+        most = min(len(self._slots), max(1, min(walk.count for walk in walks.values()) // self._blocks - 1))
+        idle = self._slots[:most]
+        in_flight: deque[tuple[Lease, Ticket, int]] = deque()
+        share = self._settings.rwmixread if len(walks) > 1 else 100 if "read" in walks else 0
+        drawn = 0  # of a hundred: reads are those that carry over
+        self.reached = 0
+        try:
+            while not stop.is_set() and not (once and any(walk.passes for walk in walks.values())):
+                if not idle:
+                    slot, ticket, end = in_flight.popleft()
+                    ticket.wait()
+                    self.reached = max(self.reached, end)
+                    idle.append(slot)
+                    continue
+                drawn += share
+                kind = "read" if drawn >= 100 else "write"
+                drawn -= 100 * (kind == "read")
+                stretch = walks[kind].take(self._blocks)
+                if kind == "write" and not self._ground.may_write(stretch.nbytes):
+                    break
+                slot = idle.pop()
+                in_flight.append((slot, self._submit(kind, slot, stretch), stretch.offset + stretch.nbytes))
+        finally:
+            self._end(in_flight, taking_back=stop.is_set())
+
+    def walks(self, rw: ReadWrite, *, once: bool) -> dict[str, Walk]:
+        """By what is done there: of a mix, reads have the first half of the file and writes the second."""
+        ground = self._ground
+        written = ground.written_once[self.job][self.place]
+        blocks = (ground.size if once and rw == "write" else written) // self._bs
+        half = blocks // 2 if reads(rw) and writes(rw) else 0
+        seed = self.job * 1009 + self.place
+        made = {}
+        if reads(rw):
+            made["read"] = Walk(0, half or blocks, self._bs, shuffled=is_random(rw), seed=2 * seed)
+        if writes(rw):
+            made["write"] = Walk(half, blocks - half, self._bs, shuffled=is_random(rw), seed=2 * seed + 1)
+        return made
+
+    def _submit(self, kind: str, slot: Lease, stretch: Stretch) -> Ticket:
+        aio = self._aio
+        if kind == "write" and self._settings.verify:
+            self._stamp_pages(slot)
+        if stretch.scattered:
+            scattered = aio.read_scattered if kind == "read" else aio.write_scattered
+            return scattered(self._file, slot, stretch.scattered, self._bs)
+        return (aio.read if kind == "read" else aio.write)(self._file, slot, stretch.offset, stretch.nbytes)
+
+    def _stamp_pages(self, slot: Lease) -> None:
+        """Make each page unlike what it was before: a write that did not arrive is then found."""
+        self._stamp += 1
+        words = slot.view.cast("Q")
+        words[:: PAGE // _WORD] = memoryview(array("Q", [self._stamp]) * (slot.nbytes // PAGE))
+
+    def _end(self, in_flight: deque[tuple[Lease, Ticket, int]], *, taking_back: bool) -> None:
+        """Take back what was not begun, from the last, if that is wanted, and wait for the rest."""
+        taken_back = {ticket for _, ticket, _ in reversed(in_flight) if taking_back and ticket.cancel()}
+        failed: SwapError | None = None
+        for _, ticket, end in in_flight:
+            try:
+                ticket.wait()
+                self.reached = max(self.reached, end)
+            except SwapError as error:
+                failed = failed or (None if ticket in taken_back else error)
+        if failed is not None:
+            raise failed

@@ -1,0 +1,124 @@
+"""The windows of a sweep: round by round, settings between windows of the reference."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from tiering.tierbench.bench import Phases
+from tiering.tierbench.load import Watch
+from tiering.tierbench.result import Row, Sample
+from tiering.tierbench.sweep import Cell, Reading, Sweep, pairs
+
+_SEED = 11
+
+
+class Bench(Protocol):
+    """What measures windows of settings; ``None`` stands for the defaults."""
+
+    def window(self, cell: Cell | None, tell: Watch | None) -> Row: ...
+
+
+class Ended(Exception):  # noqa: N818 # an end, and no error
+    """No further window can be measured; what there is counts."""
+
+
+class CannotStart(Exception):  # noqa: N818 # the setting's, and told with it
+    """This setting cannot be measured here."""
+
+
+def explore(
+    bench: Bench,
+    sweep: Sweep,
+    *,
+    until: float,
+    phases: Phases | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> str:
+    """Measure into ``sweep`` until it is over, or about to last longer than ``until``; why it ended.
+
+    Interrupted: KeyboardInterrupt is raised, and what ``sweep`` has is whole.
+    """
+    order = random.Random(_SEED)  # noqa: S311 # the order of windows
+    began = clock()
+    try:
+        before = _reference(bench, sweep, clock() - began, None)
+        while cells := sweep.next_round():
+            order.shuffle(cells)
+            tell = _Rounds(
+                phases, f"round {sweep.rounds}: {len(cells)} settings", windows=len(cells) * 3 // 2
+            )
+            for pair in pairs(cells):
+                started = clock()
+                rows = [(cell, clock() - began, _row(bench, sweep, cell, tell)) for cell in pair]
+                after = _reference(bench, sweep, clock() - began, tell)
+                for cell, at, row in rows:
+                    if row is not None:
+                        sweep.add(cell, _reading(row, at, before, after))
+                before = after
+                if clock() + (clock() - started) > until:
+                    return "the time was over"
+    except Ended as end:
+        return str(end)
+    return "more would not have changed it"
+
+
+def _row(bench: Bench, sweep: Sweep, cell: Cell, tell: _Rounds) -> Row | None:
+    try:
+        return bench.window(cell, tell.window())
+    except CannotStart as why:
+        sweep.leave_out(cell, str(why))
+        return None
+
+
+def _reference(bench: Bench, sweep: Sweep, at: float, tell: _Rounds | None) -> float:
+    row = bench.window(None, None if tell is None else tell.window())
+    rate = _rate(row)
+    sweep.reference.append(_reading(row, at, rate, rate))
+    return rate
+
+
+def _reading(row: Row, at: float, before: float, after: float) -> Reading:
+    tails = [traffic.latency.p99 for _, traffic in row.directions() if traffic.latency is not None]
+    return Reading(
+        at=at,
+        rate=_rate(row),
+        cpu_per_gb=row.cpu_per_gb,
+        p99=max(tails, default=row.seconds),
+        before=before,
+        after=after,
+    )
+
+
+def _rate(row: Row) -> float:
+    return max(row.rate, 1.0)  # a drive that stood still has no logarithm
+
+
+class _Rounds:
+    """Progress of a round, whose windows are one phase."""
+
+    def __init__(self, phases: Phases | None, name: str, *, windows: int) -> None:
+        self._watch = None if phases is None else phases.phase(name, None)
+        self._windows = max(1, windows)
+        self._over = -1
+        self._offset = self._last = 0.0
+
+    def window(self) -> Watch | None:
+        """For the next window."""
+        self._over += 1
+        self._offset += self._last
+        self._last = 0.0
+        watch = self._watch
+        if watch is None:
+            return None
+
+        def tell(sample: Sample, done: float) -> None:
+            self._last = sample.at
+            watch(
+                sample.model_copy(update={"at": self._offset + sample.at}),
+                min(1.0, (self._over + done) / self._windows),
+            )
+
+        return tell

@@ -1,0 +1,231 @@
+"""What ``tierbench tune`` has found: everything for programs, for people a table and what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from tiering.fields import format_size
+from tiering.tierbench import figures
+from tiering.tierbench.result import Machine, Record, Target
+from tiering.tierbench.sweep import FEWEST, SAME, Cell, Reading, Standing, Sweep, brief
+from tiering.tierbench.words import ReadWrite
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+SCHEMA_VERSION = 1
+ROWS = 12
+CHEAPER = 0.75  # of the CPU per byte: worth telling where the rate is the same
+NOISY = 0.15
+WIDE = 96  # columns
+
+_WHAT = {"rw": "reads and writes at once", "read": "reads", "write": "writes"}
+
+
+class Ratio(Record):
+    """To the rate of the defaults, with the 95 % interval."""
+
+    point: float
+    low: float
+    high: float
+
+
+class Tried(Record):
+    """A setting, and what was read of it."""
+
+    ioengine: str
+    bs: int
+    iodepth: int
+    registered: bool
+    in_flight: int = Field(description="Bytes, per directory.")
+    ratio: Ratio
+    rate: float = Field(
+        description="Bytes per second: the ratio by the median rate of the defaults, so that rates compare."
+    )
+    cpu_per_gb: float = Field(description="CPU seconds per 10^9 bytes.")
+    p99: float = Field(description="Seconds: the median of the readings'.")
+    readings: tuple[Reading, ...]
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(self.ioengine, self.bs, self.iodepth, self.registered)
+
+
+class Tuned(Record):
+    """A run of ``tierbench tune``. ``tried`` is best first, the defaults among them."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: Literal["tune"] = "tune"
+    version: str
+    date: str
+    command: str
+    machine: Machine
+    targets: tuple[Target, ...]
+    rw: ReadWrite
+    size: int = Field(description="Bytes of each file that were used.")
+    window: float
+    tried: tuple[Tried, ...]
+    defaults: Tried
+    recommended: Tried
+    why: str
+    alike: int = Field(description="How many are as fast as the best, within SAME.")
+    flat_bs: tuple[int, int] = Field(
+        description="Block sizes from ... to that are as fast as the best, at the depth recommended."
+    )
+    flat_iodepth: tuple[int, int]
+    front: tuple[int, ...] = Field(
+        description="Places in ``tried`` that no other beats in rate, CPU and memory at once."
+    )
+    noise: float = Field(description="Scatter of the logarithm of a single ratio.")
+    left_out: dict[str, str] = Field(description="What was not measured, and why.")
+    read_bytes: int
+    written_bytes: int = Field(description="All that the drives had to take, preparation included.")
+    seconds: float
+    config: dict[str, Any]
+    ended: str = Field(description="Why no more was measured.")
+    interrupted: bool = False
+
+
+def found(sweep: Sweep, left_out: dict[str, str], **told: Any) -> Tuned:
+    """What ``sweep`` comes to, with what it does not know."""
+    verdict = sweep.verdict()
+    rate = sorted(each.rate for each in sweep.reference)[len(sweep.reference) // 2]
+
+    def tried(standing: Standing) -> Tried:
+        cell = standing.cell
+        of_defaults = standing is verdict.reference
+        return Tried(
+            **cell._asdict(),
+            in_flight=cell.in_flight,
+            ratio=Ratio(point=standing.ratio.point, low=standing.ratio.low, high=standing.ratio.high),
+            rate=rate * standing.ratio.point,
+            cpu_per_gb=standing.cpu_per_gb,
+            p99=standing.p99,
+            readings=tuple(sweep.reference if of_defaults else sweep.readings[cell]),
+        )
+
+    front = verdict.front
+    return Tuned(
+        tried=tuple(map(tried, verdict.standings)),
+        defaults=tried(verdict.reference),
+        recommended=tried(verdict.recommended),
+        why=verdict.why,
+        alike=len(verdict.alike),
+        flat_bs=verdict.flat("bs"),
+        flat_iodepth=verdict.flat("iodepth"),
+        front=tuple(place for place, each in enumerate(verdict.standings) if each in front),
+        noise=verdict.noise,
+        left_out=left_out | {str(cell): why for cell, why in sweep.left_out.items()},
+        **told,
+    )
+
+
+def show(tuned: Tuned, console: Console) -> None:
+    """Print ``tuned``."""
+    from tiering.tierbench.screen import block
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False)
+
+    if tuned.interrupted:
+        say("interrupted: this is what was measured until then\n")
+    say(f"{', '.join(each.directory for each in tuned.targets)}: {_WHAT[tuned.rw]}")
+    console.print()
+    console.print(_table(tuned, console.width))
+    console.print()
+    for sentence in _sentences(tuned):
+        say(sentence)
+    say("\nto have this in a configuration:")
+    console.print(block(tuned.config, console.width), soft_wrap=True, markup=False, highlight=False)
+
+
+def shown(tuned: Tuned) -> list[Tried]:
+    """What a table has room for: what no other beats, the best of each engine, the defaults, what is recommended."""
+    ways: dict[tuple[str, bool], Tried] = {}
+    for each in tuned.tried:
+        if len(each.readings) >= FEWEST:
+            ways.setdefault((each.ioengine, each.registered), each)
+    needed = {tuned.defaults.cell, tuned.recommended.cell, *(each.cell for each in ways.values())}
+    unbeaten = [tuned.tried[place].cell for place in tuned.front if tuned.tried[place].cell not in needed]
+    needed |= set(unbeaten[: max(0, ROWS - len(needed))])
+    return [each for each in tuned.tried if each.cell in needed]
+
+
+def _table(tuned: Tuned, width: int) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1) if width >= WIDE else 0)
+    table.add_column("engine", no_wrap=True)
+    for name in ("block", "depth", "GB/s", "to the defaults", "CPU s/GB", "p99", "in flight"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in shown(tuned):
+        ratio = each.ratio
+        table.add_row(
+            each.ioengine + ("" if each.registered else ", unreg."),
+            brief(each.bs),
+            str(each.iodepth),
+            figures.gb(each.rate),
+            "the defaults"
+            if each.cell == tuned.defaults.cell
+            else f"{ratio.point:.2f} ({ratio.low:.2f}-{ratio.high:.2f})",
+            figures.number(each.cpu_per_gb, 2),
+            figures.latency(each.p99),
+            brief(each.in_flight),
+            style="bold" if each.cell == tuned.recommended.cell else None,
+        )
+    return table
+
+
+def _sentences(tuned: Tuned) -> Iterator[str]:
+    rows = {each.cell for each in shown(tuned)}
+    rest = [each.ratio.point for each in tuned.tried if each.cell not in rows]
+    if rest:
+        yield (
+            f"{len(rest)} more, {min(rest):.2f} to {max(rest):.2f} of the defaults' rate, that others match with no"
+            " more CPU and memory, or that were measured once or twice: --json has them."
+        )
+    chosen, defaults = tuned.recommended, tuned.defaults
+    if chosen.cell == defaults.cell:
+        yield f"Keep the defaults, {defaults.cell}: {tuned.why}."
+    else:
+        yield f"Use {chosen.cell}: {tuned.why}."
+    yield f"{tuned.alike} of {len(tuned.tried)} settings are within {SAME:.0%} of the best; {_flat(tuned)}."
+    cheaper = [
+        each
+        for each in tuned.tried
+        if len(each.readings) >= FEWEST
+        and each.ratio.point >= 1 - SAME
+        and each.cpu_per_gb < CHEAPER * chosen.cpu_per_gb
+    ]
+    if cheaper and chosen.cell == defaults.cell:
+        least = min(cheaper, key=lambda each: each.cpu_per_gb)
+        yield (
+            f"{least.cell} takes {least.cpu_per_gb / chosen.cpu_per_gb:.0%} of their CPU time per byte at"
+            f" {least.ratio.point:.2f} of their rate."
+        )
+    scatter = f"The ratio of a single window scatters by {tuned.noise:.0%} here"
+    yield scatter + (": a longer --runtime tells more." if tuned.noise > NOISY else ".")
+    for what, why in tuned.left_out.items():
+        yield f"Left out: {what}: {why}."
+    yield (
+        f"Ended after {figures.duration(tuned.seconds)}, as {tuned.ended}; wrote"
+        f" {figures.nbytes(tuned.written_bytes)}, read {figures.nbytes(tuned.read_bytes)}, on"
+        f" {format_size(tuned.size)} of each directory."
+    )
+
+
+def _flat(tuned: Tuned) -> str:
+    """From where to where it makes no difference."""
+    cell = tuned.recommended.cell
+    (small, large), (shallow, deep) = tuned.flat_bs, tuned.flat_iodepth
+    told = []
+    if small < large:
+        told.append(f"blocks of {brief(small)} .. {brief(large)} (at depth {cell.iodepth})")
+    if shallow < deep:
+        told.append(f"depths {shallow} .. {deep} (at {brief(cell.bs)})")
+    return f"{' and '.join(told)} are all the same" if told else f"none of them is next to {cell}"

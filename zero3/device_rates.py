@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tiering.arena import Arena
 from tiering.demo.model import Block
 from tiering.planning import conditions
 from tiering.planning.measure import SECONDS, Leg, Measurement, Tell, quietly, repeated
 from tiering.planning.rates import Rates
 from zero3.precision import COMPUTE_DTYPES
+from zero3.tiers import as_tensor, register_with_cuda, unregister_with_cuda
 
 HEAD_WIDTH = 64
 WEIGHTS_BYTES = 192 << 20  # of blocks that take turns: more than a cache holds
@@ -114,11 +116,23 @@ def _drop(parameter: Tensor) -> None:
 
 
 def _memory_rates(device: torch.device, seconds: float, tell: Tell) -> Rates:
-    """The link each way and both at once, between pinned memory and the device's, and the latter alone.
+    """The link each way and both at once, from an arena as the engine has it, and the device's own memory.
 
     The planner's link is the slower of the two ways.
     """
-    sent, received = (torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    arena = Arena.map(2 * LINK_BYTES, "measured link", pin=register_with_cuda)
+    try:
+        found = _copies(arena, device, seconds, tell)
+    finally:
+        unregister_with_cuda(arena.address, device)
+    return Rates(
+        device_link=min(found["to_device"], found["from_device"]), device_memory=found["device_memory"]
+    )
+
+
+def _copies(arena: Arena, device: torch.device, seconds: float, tell: Tell) -> dict[str, float]:
+    """Bytes per second of each leg."""
+    sent, received = (as_tensor(arena.lease(LINK_BYTES, "link")) for _ in range(2))
     arrived, leaving = (torch.empty(LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     source, target = (torch.empty(SCRATCH, dtype=torch.uint8, device=device) for _ in range(2))
 
@@ -140,9 +154,7 @@ def _memory_rates(device: torch.device, seconds: float, tell: Tell) -> Rates:
     ):
         found[name] = nbytes * _side_by_side(calls, device, seconds)
         tell(Leg(name, found[name]))
-    return Rates(
-        device_link=min(found["to_device"], found["from_device"]), device_memory=found["device_memory"]
-    )
+    return found
 
 
 def _side_by_side(calls: Sequence[Callable[[], object]], device: torch.device, seconds: float) -> float:

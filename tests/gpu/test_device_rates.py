@@ -12,6 +12,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_a_gpu_is_measured() -> None:
+    torch.use_deterministic_algorithms(False)  # some kernels of attention have no other form, and warn
     device = torch.device("cuda")
     measurement = device_rates.of_device(device, torch.bfloat16, tokens=512, seconds=0.2)
     assert measurement.conditions["name"] == torch.cuda.get_device_name(device)

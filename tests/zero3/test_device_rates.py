@@ -140,25 +140,38 @@ def test_calls_side_by_side_take_as_long_as_the_slowest(
 
 
 def test_a_gpus_legs_are_told_and_the_slower_way_is_the_planners(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[int, bool]] = []
+    """On the CPU, whose memory stands in for the device's: what is copied is really copied."""
+    link = scratch = 1 << 16
     rates = iter([4.0, 3.0, 2.0, 100.0])
-    counts: list[int] = []
+    pinned: list[tuple[str, int]] = []
+    copied: list[list[tuple[int, int]]] = []
+    copy = torch.Tensor.copy_
 
-    def empty(nbytes: int, *, dtype: torch.dtype, device: Any = None, pin_memory: bool = False) -> object:
-        made.append((nbytes, pin_memory))
-        return object()
+    def noted(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        assert target.nbytes == source.nbytes == link
+        copied[-1].append((source.data_ptr(), target.data_ptr()))
+        return copy(target, source, non_blocking)
 
-    def side_by_side(calls: list[object], device: torch.device, seconds: float) -> float:
-        counts.append(len(calls))
+    def side_by_side(calls: list[Callable[[], object]], device: torch.device, seconds: float) -> float:
+        assert [what for what, _ in pinned] == ["pinned"]
+        copied.append([])
+        for call in calls:
+            call()
         return next(rates)
 
-    monkeypatch.setattr(device_rates.torch, "empty", empty)
+    monkeypatch.setattr(device_rates, "LINK_BYTES", link)
+    monkeypatch.setattr(device_rates, "SCRATCH", scratch)
+    monkeypatch.setattr(device_rates, "register_with_cuda", lambda at, nbytes: pinned.append(("pinned", at)))
+    monkeypatch.setattr(device_rates, "unregister_with_cuda", lambda at, on: pinned.append(("unpinned", at)))
     monkeypatch.setattr(device_rates, "_side_by_side", side_by_side)
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
     legs: list[Leg] = []
-    told = device_rates._memory_rates(torch.device("cuda"), 1.0, legs.append)
-    link, scratch = device_rates.LINK_BYTES, device_rates.SCRATCH
-    assert made == 2 * [(link, True)] + 2 * [(link, False)] + 2 * [(scratch, False)]
-    assert counts == [1, 1, 2, 1]
+    told = device_rates._memory_rates(CPU, 1.0, legs.append)
+    ((_, arena), (last, where)) = pinned
+    assert (last, where) == ("unpinned", arena)
+    (there,), (back,), both, (within,) = copied
+    assert both == [there, back] and there[0] == arena and back[1] == arena + link
+    assert not {*there, *back} & {*within}  # the device's own memory is no part of the link
     assert [(leg.name, leg.rate) for leg in legs] == [
         ("to_device", 4.0 * link),
         ("from_device", 3.0 * link),
@@ -166,3 +179,7 @@ def test_a_gpus_legs_are_told_and_the_slower_way_is_the_planners(monkeypatch: py
         ("device_memory", 100.0 * 2 * scratch),
     ]
     assert told == Rates(device_link=3.0 * link, device_memory=200.0 * scratch)
+    pinned.clear()
+    with pytest.raises(StopIteration):  # whatever goes wrong, the driver lets go of the memory
+        device_rates._memory_rates(CPU, 1.0, legs.append)
+    assert [what for what, _ in pinned] == ["pinned", "unpinned"]

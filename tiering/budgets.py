@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from tiering import cgroups
 from tiering.config import TiersConfig
+from tiering.kernel_files import number, said
 from tiering.plan import Budgets
 from tiering.swap_file import check_directory, free_by_file_system
 
@@ -13,22 +15,25 @@ AUTO_SHARE = 0.8  # of the memory limit, less what is in use
 NVME_SHARE = 0.95  # of the free space, so that the file system is not filled to the brim
 
 
-def host_memory() -> tuple[int, int]:
+_MEMORY_FILES = {  # by version of cgroups: limit, use, and the line of memory.stat that tells of cached files
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def host_memory(root: Path = Path("/")) -> tuple[int, int]:
     """Bytes of (limit, now in use): those of the cgroup with the least limit, if it is below the machine's memory.
 
     Files that the kernel caches and would drop first are not in use: a cgroup counts them, but nobody needs them.
     """
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     total, available = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     limit, in_use = total, total - available
-    for directory, names in _cgroups():
-        try:
-            own_limit = int((directory / names[0]).read_text())
-            own_use = int((directory / names[1]).read_text()) - _cached(directory / "memory.stat", names[2])
-        except (OSError, ValueError):  # "max", or no such controller here
-            continue
-        if own_limit < limit:
-            limit, in_use = own_limit, own_use
+    for version, directory in cgroups.levels("memory", root):
+        limit_name, use_name, cached_name = _MEMORY_FILES[version]
+        own_limit, own_use = number(directory / limit_name), number(directory / use_name)
+        if own_limit is not None and own_use is not None and own_limit < limit:  # None: "max", or none here
+            limit, in_use = own_limit, own_use - _cached(directory / "memory.stat", cached_name)
     return limit, in_use
 
 
@@ -70,30 +75,6 @@ def least_of(ranks: Iterable[Budgets]) -> Budgets:
     return Budgets(min(device), min(host), min(nvme))
 
 
-def _cgroups() -> list[tuple[Path, tuple[str, str, str]]]:
-    """Directories that may hold a memory limit for this process: (directory, names of limit, use and cached files).
-
-    A limit may stand at any level above the process, and a container may see its own cgroup at the root of the mount
-    while /proc names it as the host does: every level is asked.
-    """
-    found = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        number, controllers, path = line.split(":", 2)
-        relative = Path(path.lstrip("/"))
-        if number == "0":
-            base, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = Path("/sys/fs/cgroup/memory")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        found += [(base / level, names) for level in (relative, *relative.parents)]
-    return found
-
-
 def _cached(stat: Path, key: str) -> int:
-    try:
-        fields = dict(line.split() for line in stat.read_text().splitlines())
-    except OSError:
-        return 0
+    fields = dict(line.split() for line in (said(stat) or "").splitlines())
     return int(fields.get(key, 0))

@@ -16,20 +16,20 @@ from tiering.plan import Budgets
 from tiering.swap_file import memory_file_system
 
 GIB = 1 << 30
-Machine = Callable[..., None]
+Machine = Callable[..., tuple[int, int]]
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Sets up /proc and /sys of another machine: 64 GiB, of which 16 are in use. ``files`` are bytes or text."""
-    monkeypatch.setattr(budgets, "Path", lambda path: tmp_path / path[1:] if path[:1] == "/" else Path(path))
+def machine(tmp_path: Path) -> Machine:
+    """The memory of another machine by its /proc and /sys: 64 GiB, of which 16 are in use. ``files``: bytes or text."""
 
-    def set_up(cgroup: str = "0::/\n", **files: object) -> None:
+    def set_up(cgroup: str = "0::/\n", **files: object) -> tuple[int, int]:
         meminfo = f"MemTotal: {64 << 20} kB\nMemFree: 1 kB\nMemAvailable: {48 << 20} kB\nHugePages_Total: 0"
         for name, content in {"proc/meminfo": meminfo, "proc/self/cgroup": cgroup, **files}.items():
             file = tmp_path / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"{str(content).rstrip()}\n")
+        return host_memory(tmp_path)
 
     return set_up
 
@@ -50,8 +50,7 @@ def v1(directory: str, limit: int, used: int, cached: int = 0) -> dict[str, obje
 
 
 def test_without_a_limit_it_is_the_machine(machine: Machine) -> None:
-    machine(**v2("", "max", 3 * GIB))
-    assert host_memory() == (64 * GIB, 16 * GIB)
+    assert machine(**v2("", "max", 3 * GIB)) == (64 * GIB, 16 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -67,26 +66,22 @@ def test_without_a_limit_it_is_the_machine(machine: Machine) -> None:
     ids=["v2", "nested", "v1", "set above", "tightest above", "named as the host does"],
 )
 def test_the_cgroup_limits(machine: Machine, cgroup: str, files: dict[str, object]) -> None:
-    machine(cgroup, **files)
-    assert host_memory() == (8 * GIB, GIB)
+    assert machine(cgroup, **files) == (8 * GIB, GIB)
 
 
 def test_a_limit_above_the_machine_is_none(machine: Machine) -> None:
-    machine("4:memory:/\n", **v1("", (1 << 63) - 4096, GIB))
-    assert host_memory() == (64 * GIB, 16 * GIB)
+    assert machine("4:memory:/\n", **v1("", (1 << 63) - 4096, GIB)) == (64 * GIB, 16 * GIB)
 
 
 @pytest.mark.parametrize(("cgroup", "version"), [("0::/\n", v2), ("4:memory:/\n", v1)])
 def test_cached_files_are_not_in_use(machine: Machine, cgroup: str, version: Callable[..., object]) -> None:
-    machine(cgroup, **version("", 8 * GIB, 7 * GIB, 6 * GIB))
-    assert host_memory() == (8 * GIB, GIB)
+    assert machine(cgroup, **version("", 8 * GIB, 7 * GIB, 6 * GIB)) == (8 * GIB, GIB)
 
 
 def test_a_limit_without_statistics_is_a_limit(machine: Machine) -> None:
     files = v2("", 8 * GIB, 2 * GIB)
     files.pop("sys/fs/cgroup/memory.stat")
-    machine(**files)
-    assert host_memory() == (8 * GIB, 2 * GIB)
+    assert machine(**files) == (8 * GIB, 2 * GIB)
 
 
 def test_this_machine_has_memory() -> None:

@@ -45,6 +45,8 @@ def test_what_is_written(text: str, said: str) -> None:
 
 def test_the_window_of_sustained_has_a_name_of_its_own() -> None:
     assert [name for name, _ in figures.windows(results.TWO)] == ["sustained write", "read", "write", "mixed"]
+    again = results.TWO.model_copy(update={"rows": (results.LONG_WRITE, results.LONG_WRITE)})
+    assert [name for name, _ in figures.windows(again)] == ["sustained write", "write"]
     assert [name for name, _ in figures.windows(results.VIRTIO)] == ["read", "random read", "random mixed"]
 
 

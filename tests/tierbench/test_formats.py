@@ -41,6 +41,7 @@ def test_csv_has_each_window_as_a_whole_and_by_directory() -> None:
         for name in ("read_bytes_per_second", "write_bytes_per_second", "read_iops", "write_iops"):
             assert float(total[name]) == pytest.approx(sum(float(part[name]) for part in parts))
         assert float(total["read_bytes_per_second"]) * row.seconds == pytest.approx(row.read.bytes)
+        assert float(total["write_iops"]) * row.seconds == pytest.approx(row.write.ops)
         assert float(total["cpu_seconds"]) == row.cpu_seconds and not parts[0]["cpu_seconds"]
         assert (row.read.latency is None) == (total["read_p999_seconds"] == "")
     assert {line["schema_version"] for line in lines} == {str(SCHEMA_VERSION)}

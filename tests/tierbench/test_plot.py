@@ -78,3 +78,6 @@ def test_what_cannot_be_is_refused_before(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"directory\.png cannot be written"):
         plot.check(tmp_path / "directory.png")
     plot.check(tmp_path / "Rates.PNG")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # whoever runs tests may write everywhere
+    with pytest.raises(ConfigError, match=r"Rates\.PNG cannot be written"):
+        plot.check(tmp_path / "Rates.PNG")

@@ -69,14 +69,15 @@ def test_it_is_drawn_ten_times_a_second_at_most() -> None:
     assert 20 <= out.getvalue().count("GB/s") <= 30
 
 
-def test_an_error_leaves_the_terminal_as_it_was() -> None:
-    out = io.StringIO()
-
+def test_an_error_ends_no_phase_and_leaves_the_terminal_as_it_was() -> None:
     def fail(progress: Progress) -> None:
         with progress:
             progress.phase("write", 1.0)(Sample(at=0.1, read=0, write=1e9), 0.1)
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        fail(Progress(console=Console(file=out, force_terminal=True)))
-    assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("GB/s")
+    log, terminal = io.StringIO(), io.StringIO()
+    for console in (Console(file=log), Console(file=terminal, force_terminal=True)):
+        with pytest.raises(KeyboardInterrupt):
+            fail(Progress(console=console))
+    assert log.getvalue() == "tierbench: write, 1 s ...\n"
+    assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("GB/s")

@@ -121,6 +121,12 @@ def test_the_block_is_a_configuration() -> None:
     block = screen.block(results.TWO.config, width)
     assert json.loads(block) == results.TWO.config
     assert all(len(line) < width for line in block.splitlines() if "nvme_path" not in line)
+    lines = screen.block(results.VIRTIO.config, 120).splitlines()
+    assert lines[2:5] == [  # what is nested stands alone
+        '    "stage": 3,',
+        '    "offload_param": {"device": "nvme", "nvme_path": "/data"},',
+        '    "offload_optimizer": {"device": "nvme", "nvme_path": "/data"}',
+    ]
     training = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
     config, _ = load({**training, **json.loads(block)})
     assert config.zero.swap_directories == tuple(map(Path, results.PATHS))

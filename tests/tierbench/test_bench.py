@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,18 @@ def test_what_is_no_result(tmp_path: Path, content: str, words: str) -> None:
 def test_what_makes_no_sense_is_refused(tmp_path: Path, others: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         asked(tmp_path, **others)
+
+
+def test_more_memory_than_there_is_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "host_memory", lambda: (3 << 30, 1 << 30))
+    usual = asked(
+        tmp_path, size=None, bs=16 * MIB, iodepth=20, rws=("read",), runtime=0.01, max_write=700 * MIB
+    )
+    assert bench.run(usual).rows
+    with pytest.raises(
+        ConfigError, match=r"3 job\(s\) and 1 directories need \d\.\d\d GiB of memory, of which 2\.00 GiB are"
+    ):
+        bench.run(dataclasses.replace(usual, numjobs=3))
 
 
 def test_buffered_figures_have_no_verdict(tmp_path: Path) -> None:

@@ -12,17 +12,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tiering import drives
+from tiering.budgets import host_memory
 from tiering.config import ALIGNMENT, DEEPEST, format_size
 from tiering.drives import Backing
 from tiering.errors import ConfigError
 from tiering.swap_file import free_bytes
 from tiering.tierbench import target
-from tiering.tierbench.load import Ground, Load, Watch
+from tiering.tierbench.ground import Ground
+from tiering.tierbench.lane import slots
+from tiering.tierbench.load import Load, Watch
 from tiering.tierbench.result import Machine, Result, Row, Settings, Sustained, Target, Verdict
 from tiering.tierbench.words import ReadWrite, writes
 
 WINDOW = 2.5  # seconds, unless told: with the preparation three of them take ten
 PREPARATION = 2.0  # seconds that writing the files may take, unless their size was asked for
+MEMORY_SHARE = 0.5  # of what is free
 LINK_SHARE = 0.95  # of a drive's best link: less is told
 
 
@@ -107,6 +111,7 @@ class _Run:
         ]
         free = [free_bytes(directory) for directory in self._directories]
         size = self._size()
+        self._check_memory(size)
         before = [_counters(backing) for backing in self._backings]
         started = datetime.datetime.now(datetime.UTC)
         with Ground(self._directories, size=size, numjobs=asked.numjobs, direct=asked.direct) as ground:
@@ -177,6 +182,18 @@ class _Run:
                 )
             size = min(size, most)
         return size
+
+    def _check_memory(self, size: int) -> None:
+        asked = self._asked
+        count, blocks = slots(self._settings(size), size)
+        needed = len(self._directories) * asked.numjobs * count * blocks * asked.bs
+        limit, in_use = host_memory()
+        if needed > (limit - in_use) * MEMORY_SHARE:
+            raise ConfigError(
+                f"blocks of {format_size(asked.bs)} at a depth of {asked.iodepth}, {asked.numjobs} job(s) and"
+                f" {len(self._directories)} directories need {format_size(needed)} of memory, of which"
+                f" {format_size(limit - in_use)} are free: lower --bs, --iodepth or --numjobs"
+            )
 
     def _settings(self, size: int) -> Settings:
         asked = self._asked

@@ -60,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _command(name: str, arguments: list[str]) -> int:
     module = importlib.import_module(f"tiering.tierbench.{name}")
-    parser = argparse.ArgumentParser(prog=f"tierbench {name}", description=f"{COMMANDS[name]}.".capitalize())
+    parser = argparse.ArgumentParser(
+        prog=f"tierbench {name}", description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}."
+    )
     module.add_arguments(parser)
     options = parser.parse_args(arguments)
     from tiering.tierbench.failures import exit_code

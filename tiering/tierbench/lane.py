@@ -29,6 +29,13 @@ class Count:
     latency: LatencyHistogram
 
 
+def slots(settings: Settings, size: int) -> tuple[int, int]:
+    """How many slots of memory a lane over ``size`` bytes has, and the blocks of each."""
+    wanted = max(_REQUEST // settings.bs, -(-settings.iodepth // 4))
+    blocks = max(1, min(wanted, size // settings.bs // 4))
+    return -(-settings.iodepth // blocks) + 2, blocks  # one is waited for, one is about to be begun
+
+
 class Lane:
     """One file under load: some slots of memory, whose requests follow one another."""
 
@@ -40,17 +47,13 @@ class Lane:
         self.failed: SwapError | None = None
         self._ground, self._settings, self._aio, self._file = ground, settings, aio, file
         self._bs = settings.bs
-        blocks = max(
-            1, min(max(_REQUEST // self._bs, -(-settings.iodepth // 4)), ground.size // self._bs // 4)
-        )
-        count = -(-settings.iodepth // blocks) + 2  # one is waited for, one is about to be begun
-        arena = Arena.map(count * blocks * self._bs, "tierbench")
+        count, self._blocks = slots(settings, ground.size)
+        arena = Arena.map(count * self._blocks * self._bs, "tierbench")
         for at in range(0, len(arena.memory), _REQUEST):  # incompressible, and no two pages alike
             part = arena.memory[at : at + _REQUEST]
             part[:] = os.urandom(len(part))
         aio.register(arena)
-        self._slots = [arena.lease(blocks * self._bs, "slot") for _ in range(count)]
-        self._blocks = blocks
+        self._slots = [arena.lease(self._blocks * self._bs, "slot") for _ in range(count)]
         self._stamp = 0
 
     def counts(self) -> tuple[Count, Count]:

@@ -27,7 +27,6 @@ from tiering.tierbench.words import ReadWrite, writes
 WINDOW = 2.5  # seconds, unless told: with the preparation three of them take ten
 PREPARATION = 2.0  # seconds that writing the files may take, unless their size was asked for
 MEMORY_SHARE = 0.5  # of what is free
-LINK_SHARE = 0.95  # of a drive's best link: less is told
 
 
 class Phases(Protocol):
@@ -107,7 +106,9 @@ class _Run:
     def run(self) -> Result:
         asked = self._asked
         self._notes += [
-            note for place in zip(self._directories, self._backings, strict=True) for note in _warned(*place)
+            note
+            for place in zip(self._directories, self._backings, strict=True)
+            for note in target.warnings(*place)
         ]
         free = [free_bytes(directory) for directory in self._directories]
         size = self._size()
@@ -308,26 +309,3 @@ def _counters(backing: Backing) -> tuple[int, int] | None:
     if not known or len(known) < len(counted):
         return None
     return sum(read for read, _ in known), sum(written for _, written in known)
-
-
-def _warned(directory: Path, backing: Backing) -> list[str]:
-    """What about a directory's file system and drives makes its figures mean less than they seem to."""
-    file_system, found = backing.file_system, []
-    if file_system.kind == "overlay":
-        found.append("an overlay (a container's root): mount a volume of the drive and name that")
-    if file_system.kind == "network":
-        found.append(
-            f"{file_system.type} is a network file system: figures are of the network and the server's cache"
-        )
-    for disk in backing.disks:
-        if disk.rotational and disk.transport != "virtio":
-            found.append(f"{disk.name} turns: a hard disk is no place for training state")
-        if (
-            disk.link
-            and disk.best_link
-            and disk.link.bytes_per_second < LINK_SHARE * disk.best_link.bytes_per_second
-        ):
-            found.append(
-                f"{disk.name} is linked by {disk.link}, although it can {disk.best_link}: another slot?"
-            )
-    return [f"{directory}: {each}" for each in found]

@@ -15,10 +15,12 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tiering.drives import Backing
 from tiering.errors import SwapSpaceError, UnsafeTargetError
 from tiering.fields import format_size
 from tiering.swap_file import free_bytes, memory_file_system
 
+LINK_SHARE = 0.95  # of a drive's best link: less is told
 DEFAULT_SIZE = 4 << 30  # of a file, at most
 DEFAULT_SHARE = 0.1  # of what is free, at most
 MOST_SHARE = 0.9  # that a run may take if it is told to
@@ -101,6 +103,29 @@ def file_size(directories: Sequence[Path], *, numjobs: int, bs: int, asked: int 
             " free space"
         )
     return size
+
+
+def warnings(directory: Path, backing: Backing) -> list[str]:
+    """What about a directory's file system and drives makes its figures mean less than they seem to."""
+    file_system, found = backing.file_system, []
+    if file_system.kind == "overlay":
+        found.append("an overlay (a container's root): mount a volume of the drive and name that")
+    if file_system.kind == "network":
+        found.append(
+            f"{file_system.type} is a network file system: figures are of the network and the server's cache"
+        )
+    for disk in backing.disks:
+        if disk.rotational and disk.transport != "virtio":
+            found.append(f"{disk.name} turns: a hard disk is no place for training state")
+        if (
+            disk.link
+            and disk.best_link
+            and disk.link.bytes_per_second < LINK_SHARE * disk.best_link.bytes_per_second
+        ):
+            found.append(
+                f"{disk.name} is linked by {disk.link}, although it can {disk.best_link}: another slot?"
+            )
+    return [f"{directory}: {each}" for each in found]
 
 
 @contextlib.contextmanager

@@ -29,7 +29,9 @@ _DEVIATIONS = 1.96  # 95 %
 _SURE = 3.0  # deviations: of thirty settings that are all the same, one is beyond two by luck
 _OF_MEDIANS = 1.25  # sqrt(pi / 2): how much more medians scatter than means
 _LEAST_NOISE = 0.002
+_UNKNOWN_NOISE = math.log(2)  # until there is a scatter: disks swing twofold
 _LEAST_SURVIVORS = 4
+_FEW = 20  # settings: as many as are begun with on a large grid
 
 
 class Cell(NamedTuple):
@@ -101,7 +103,7 @@ class Grid:
         return len(self.ways) * len(self.sizes) * len(self.depths) - sum(1 for _ in self)
 
     def start(self) -> list[Cell]:
-        """Block sizes and depths along the reference, and some of each way that are far from it."""
+        """All if they are few; else block sizes and depths along the reference, and some of each way far from it."""
         home = self.reference
         far = {
             (bs, depth)
@@ -118,7 +120,8 @@ class Grid:
             at_home = (cell.ioengine, cell.registered) == (home.ioengine, home.registered)
             return at_home and (cell.bs == home.bs or cell.iodepth == home.iodepth)
 
-        return [cell for cell in self if cell != home and begins(cell)]
+        cells = [cell for cell in self if cell != home]
+        return cells if len(cells) <= _FEW else [cell for cell in cells if begins(cell)] or cells
 
     def neighbours(self, cell: Cell) -> list[Cell]:
         """One step away in block size or depth, or another way."""
@@ -256,7 +259,7 @@ class Sweep:
             if len(logs) > 1:
                 widened = math.sqrt(len(logs) / (len(logs) - 1))  # the median lies amid them
                 scatter += [(each - statistics.median(logs)) * widened for each in logs]
-        deviation = 1.4826 * statistics.median(map(abs, scatter)) if scatter else math.inf
+        deviation = 1.4826 * statistics.median(map(abs, scatter)) if scatter else _UNKNOWN_NOISE
         return max(_LEAST_NOISE, deviation)
 
     def standings(self) -> list[Standing]:

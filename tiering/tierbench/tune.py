@@ -324,6 +324,11 @@ def _prepare(
     bench.registers = frozenset(registers)
     reference = Cell(usual.ioengine, io.block_size, io.queue_depth, io.registered)
     grid = Grid(reference, tuple(ways), tuple(sizes), tuple(depths))
+    if not list(grid):
+        raise ConfigError(
+            f"nothing is left to try: engines that start here: {', '.join(name for name, _ in ways) or 'none'};"
+            f" blocks in flight may hold {brief(MOST_IN_FLIGHT)}; name others by --ioengine, --bs and --iodepth"
+        )
     if grid.left_out():
         left_out[f"{grid.left_out()} settings"] = (
             f"more than {brief(MOST_IN_FLIGHT)} in flight, which no drive needs"

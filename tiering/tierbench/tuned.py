@@ -210,8 +210,10 @@ def _sentences(tuned: Tuned) -> Iterator[str]:
         )
     scatter = f"The ratio of a single window scatters by {tuned.noise:.0%} here"
     yield scatter + (": a longer --runtime tells more." if tuned.noise > NOISY else ".")
-    for what, why in tuned.left_out.items():
-        yield f"Left out: {what}: {why}."
+    for why in dict.fromkeys(tuned.left_out.values()):
+        named = [what for what, reason in tuned.left_out.items() if reason == why]
+        more = f" and {len(named) - 2} more" if len(named) > 2 else ""
+        yield f"Left out: {', '.join(named[:2])}{more}: {why}."
     yield (
         f"Ended after {figures.duration(tuned.seconds)}, as {tuned.ended}; wrote"
         f" {figures.nbytes(tuned.written_bytes)}, read {figures.nbytes(tuned.read_bytes)}, on"

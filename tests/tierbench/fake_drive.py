@@ -1,0 +1,83 @@
+"""Drives for a sweep that take no time: rates of settings, swings, noise, and what they lack."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+from tiering.tierbench.explore import CannotStart, Ended, explore
+from tiering.tierbench.load import Watch
+from tiering.tierbench.result import Latencies, Row, Sample, Traffic
+from tiering.tierbench.sweep import Cell, Grid, Sweep
+
+K, M = 1 << 10, 1 << 20
+HOME = Cell("io_uring", M, 16, registered=True)
+GRID = Grid(
+    HOME,
+    (("io_uring", True), ("io_uring", False), ("libaio", True), ("threads", True)),
+    (128 * K, 256 * K, 512 * K, M, 2 * M, 4 * M),
+    (4, 8, 16, 32, 64),
+)
+SECONDS = 0.5  # of a window
+
+
+def flat(cell: Cell) -> float:
+    return 1.0
+
+
+def peaked(cell: Cell) -> float:
+    """Best with libaio, 256K and 64 blocks, where it is 1.6; the defaults are not far from 1."""
+    away = abs(math.log2(cell.bs / (256 * K))) + abs(math.log2(cell.iodepth / 64))
+    return 1.6 * math.exp(-0.09 * (away + (cell.ioengine != "libaio")))
+
+
+def suited(cell: Cell) -> float:
+    """The defaults are best."""
+    away = abs(math.log2(cell.bs / M)) + abs(math.log2(cell.iodepth / 16))
+    return math.exp(-0.1 * away) * (0.8 if cell.ioengine == "threads" else 1.0)
+
+
+class FakeDrive:
+    """Rates after ``truth``, times a swing of up to twofold either way, times noise of each window."""
+
+    def __init__(
+        self, truth: Callable[[Cell], float], *, seed: int = 0, noise: float = 0.05, swings: bool = True
+    ) -> None:
+        self.truth, self.noise, self.swings = truth, noise, swings
+        self.random = random.Random(seed)
+        self.now, self.swing = 0.0, 0.0
+        self.seen: list[Cell] = []
+        self.missing: tuple[str, ...] = ()
+        self.windows = 10**9
+
+    def window(self, cell: Cell | None, tell: Watch | None) -> Row:
+        cell = cell or HOME
+        if cell.ioengine in self.missing:
+            raise CannotStart(f"{cell.ioengine} is not to be had")
+        if len(self.seen) == self.windows:
+            raise Ended("it is enough")
+        self.now += SECONDS
+        self.seen.append(cell)
+        decay = math.exp(-SECONDS / 20)
+        self.swing = self.swing * decay + self.random.gauss(0, 0.35 * math.sqrt(1 - decay**2))
+        factor = math.exp(max(-0.69, min(0.69, self.swing))) if self.swings else 1.0
+        rate = 3e9 * self.truth(cell) * factor * math.exp(self.random.gauss(0, self.noise))
+        moved = round(rate * SECONDS)
+        if tell is not None:
+            tell(Sample(at=SECONDS, read=rate, write=0.0), 1.0)
+        tails = Latencies(p50=0.0, p95=0.0, p99=cell.in_flight / rate, p999=0.0, max=0.0)
+        return Row(
+            rw="read",
+            seconds=SECONDS,
+            read=Traffic(bytes=moved, ops=1, latency=tails),
+            write=Traffic(),
+            cpu_seconds=moved / cell.bs * 1e-5,
+            worst_second=None,
+            paths=(),
+        )
+
+
+def played(drive: FakeDrive, budget: float = 60.0) -> tuple[Sweep, str]:
+    sweep = Sweep(GRID)
+    return sweep, explore(drive, sweep, until=budget, clock=lambda: drive.now)

@@ -1,0 +1,166 @@
+"""Which settings to measure and to recommend, on drives that are invented: flat, peaked, noisy, without an engine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tierbench.fake_drive import GRID, HOME, FakeDrive, K, M, flat, peaked, played, suited
+from tiering.tierbench.sweep import FEWEST, MOST_IN_FLIGHT, Cell, Grid, Reading, Sweep, Verdict
+
+
+def verdicts(truth: Callable[[Cell], float], **how: float) -> list[Verdict]:
+    return [played(FakeDrive(truth, seed=seed, **how))[0].verdict() for seed in range(12)]  # type: ignore[arg-type]
+
+
+def test_the_optimum_of_a_quiet_drive_is_found_and_the_search_ends_by_itself() -> None:
+    drive = FakeDrive(peaked, noise=0.01, swings=False)
+    sweep, ended = played(drive)
+    told = sweep.verdict()
+    assert peaked(told.recommended.cell) > 0.95 * 1.6
+    assert told.recommended.cell.ioengine == "libaio"
+    assert told.best.ratio.low < peaked(told.best.cell) / peaked(HOME) < told.best.ratio.high
+    assert not told.kept
+    assert told.why.startswith("it moves 1.")
+    assert ended == "more would not have changed it"
+    assert drive.now < 60
+    assert len(sweep.readings) < len(list(GRID)) / 2  # most settings never needed a window
+
+
+def test_a_drive_that_swings_twofold_still_shows_what_suits_it() -> None:
+    found = verdicts(peaked)
+    assert not any(told.kept for told in found)
+    assert sum(peaked(told.recommended.cell) > 1.2 * peaked(HOME) for told in found) >= 10
+
+
+def test_where_nothing_is_better_the_defaults_are_kept() -> None:
+    assert sum(told.kept for told in verdicts(flat)) >= 11
+    assert sum(told.kept for told in verdicts(suited)) >= 11
+    assert sum(told.kept for told in verdicts(flat, noise=0.3)) >= 11  # luck makes heroes of some
+
+    (told, *_) = verdicts(flat, noise=0.01, swings=False)
+    assert len(told.alike) == len(told.standings)
+    assert told.flat("bs") == (128 * K, 4 * M)
+    assert told.flat("iodepth") == (4, 64)
+    (told, *_) = verdicts(suited, noise=0.01, swings=False)
+    assert told.flat("bs") == (M, M)
+    assert told.why == "no setting is faster"
+
+
+def test_each_setting_is_measured_beside_the_reference_in_fair_shares() -> None:
+    drive = FakeDrive(peaked)
+    sweep, _ = played(drive)
+    places = [place for place, cell in enumerate(drive.seen) if cell == HOME]
+    assert places[0] == 0
+    assert {later - early for early, later in itertools.pairwise(places)} <= {2, 3}
+    best = sweep.verdict().best
+    assert best.readings >= FEWEST
+    worst = sweep.standings()[-1]
+    assert worst.readings == 1  # what is far behind is not measured again
+    assert all(cell.in_flight <= MOST_IN_FLIGHT for cell in drive.seen)
+
+
+def test_what_cannot_start_is_left_out_and_told_once() -> None:
+    drive = FakeDrive(peaked, noise=0.01, swings=False)
+    drive.missing = ("libaio",)
+    sweep, _ = played(drive)
+    assert {cell.ioengine for cell in sweep.left_out} == {"libaio"}
+    assert set(sweep.left_out.values()) == {"libaio is not to be had"}
+    assert sweep.verdict().recommended.cell.ioengine != "libaio"
+    assert not set(sweep.left_out) & set(sweep.readings)
+
+
+def test_an_end_in_the_middle_leaves_a_verdict() -> None:
+    for windows in (1, 2, 3, 7):
+        drive = FakeDrive(peaked)
+        drive.windows = windows
+        sweep, ended = played(drive)
+        assert ended == "it is enough"
+        assert sweep.verdict().kept  # nothing has been measured often enough
+    drive = FakeDrive(peaked)
+    sweep, ended = played(drive, budget=20)
+    assert ended == "the time was over"
+    assert 18 <= drive.now <= 20
+
+
+def reading(rate: float, before: float = 1e9, after: float = 1e9, cpu: float = 0.01) -> Reading:
+    return Reading(at=0.0, rate=rate, cpu_per_gb=cpu, p99=0.001, before=before, after=after)
+
+
+def judged(rates: dict[Cell, list[Reading]]) -> Verdict:
+    return Sweep(GRID, readings=rates, reference=[reading(1e9)] * 3).verdict()
+
+
+def test_of_settings_that_are_as_fast_the_one_with_least_cpu_and_then_memory_is_used() -> None:
+    fast, lean, small = (Cell("libaio", bs, 16, registered=True) for bs in (4 * M, 2 * M, 256 * K))
+    rates = {
+        fast: [reading(1.52e9, cpu=0.010)] * 4,
+        lean: [reading(1.50e9, cpu=0.005)] * 4,
+        small: [reading(1.30e9, cpu=0.001)] * 4,
+    }
+    told = judged(rates)
+    assert told.best.cell == fast
+    assert told.recommended.cell == lean
+    assert "of the 2 that are as fast" in told.why
+    rates[small] = [reading(1.49e9, cpu=0.0051)] * 4
+    assert judged(rates).recommended.cell == small  # CPU alike, less memory
+    assert [each.cell for each in told.front] == [fast, lean, small]
+    assert HOME not in [each.cell for each in told.front]
+
+
+def test_a_gain_that_is_small_or_not_sure_is_none() -> None:
+    cell = Cell("libaio", M, 16, registered=True)
+    assert judged({cell: [reading(1.04e9)] * 8}).why.endswith("too little to matter")
+    assert judged({cell: [reading(rate * 1e9) for rate in (0.7, 1.3, 1.2, 0.8, 1.6)]}).why.endswith(
+        "which is within noise"
+    )
+    told = judged({cell: [reading(2e9)] * 2})
+    assert told.kept
+    assert "less than 3 times" in told.why
+
+
+@given(
+    st.lists(st.floats(0.1, 10.0), min_size=12, max_size=12),
+    st.lists(st.floats(0.5, 2.0), min_size=12, max_size=12),
+)
+def test_a_swing_that_a_window_shares_with_its_references_changes_nothing(
+    swings: list[float], ratios: list[float]
+) -> None:
+    cells = [Cell("threads", M, 4, registered=True), Cell("libaio", M, 8, registered=True)]
+
+    def rates(factors: list[float]) -> dict[Cell, list[Reading]]:
+        found: dict[Cell, list[Reading]] = {cell: [] for cell in cells}
+        for place, (factor, ratio) in enumerate(zip(factors, ratios, strict=True)):
+            found[cells[place % 2]].append(reading(1e9 * factor * ratio, 1e9 * factor, 1.1e9 * factor))
+        return found
+
+    still, swung = judged(rates([1.0] * 12)), judged(rates(swings))
+    assert swung.recommended.cell == still.recommended.cell
+    assert swung.noise == pytest.approx(still.noise)
+    assert [each.ratio.point for each in swung.standings] == pytest.approx(
+        [each.ratio.point for each in still.standings]
+    )
+
+
+def test_readings_during_which_the_drive_changed_count_only_if_there_are_no_others() -> None:
+    cell = Cell("libaio", M, 16, registered=True)
+    disturbed = reading(3e9, before=1e9, after=2e9)
+    told = Sweep(GRID, {cell: [reading(1e9), disturbed, disturbed]}, [reading(1e9)]).standings()[0]
+    assert (told.ratio.point, told.readings) == (pytest.approx(1.0), 1)
+    told = Sweep(GRID, {cell: [disturbed]}, [reading(1e9)]).standings()[0]
+    assert told.ratio.point == pytest.approx(3 / math.sqrt(2))
+
+
+def test_a_reference_that_is_not_among_the_values_is_enough_to_begin() -> None:
+    grid = Grid(HOME, (("libaio", True),), (2 * M, 4 * M), (32, 64))
+    assert Cell("libaio", 2 * M, 32, registered=True) in list(grid)
+    assert grid.left_out() == 3  # 4M x 32, 4M x 64, 2M x 64
+    assert grid.start() == [Cell("libaio", 2 * M, 32, registered=True)]
+    assert Grid(HOME, (("io_uring", True),), (M,), (16,)).start() == []  # the reference itself
+    far = Grid(HOME, (("libaio", True), ("threads", True)), (2 * M, 4 * M, 8 * M, 16 * M), (1, 2, 3, 4))
+    assert len(far.start()) > 0

@@ -88,9 +88,8 @@ def test_all_that_was_read_is_told_and_the_block_is_what_is_recommended(
 
 
 def test_max_write_ends_it_and_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        cli.main(["tune", str(tmp_path), "--quiet", "--json", "--runtime", "20", "--max-write", "150M"]) == 0
-    )
+    arguments = ["tune", str(tmp_path), "--quiet", "--json", "--bs", "1M", "--iodepth", "4"]
+    assert cli.main([*arguments, "--runtime", "20", "--max-write", "150M"]) == 0
     found = Tuned.model_validate_json(capsys.readouterr().out)
     assert found.ended == "no more than --max-write 150.00 MiB may be written"
     assert found.size <= 75 * MIB
@@ -133,7 +132,7 @@ def test_ctrl_c_prints_what_there_is_and_writes_no_configuration(
 
     real = Load.run
     monkeypatch.setattr(Load, "run", run)
-    arguments = ["tune", str(tmp_path), *QUICK, "--rw", "read", "--runtime", "20"]
+    arguments = ["tune", str(tmp_path), *QUICK, "--iodepth", "4", "--rw", "read", "--runtime", "20"]
     assert cli.main([*arguments, "--write-config", str(config)]) == 130
     told = capsys.readouterr().out
     assert told.startswith("interrupted: this is what was measured until then")

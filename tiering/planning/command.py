@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tiering.planning.profiles import Profile
     from tiering.planning.rates import Rates
     from tiering.planning.report import PlanReport
-    from tiering.planning.saved_rates import Record
     from tiering.planning.setting import Setting
 
 FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 1, 2
@@ -263,27 +262,29 @@ class _Shelf:
 
         self._saved = SavedRates.of_user()
         self._again = again
-        self._taken: list[tuple[str, Record]] = []
+        self._taken: list[str] = []
 
     def take(self, part: Measurement) -> Rates:
-        from tiering.planning.measure import quietly
+        from tiering.planning import saved_rates
+        from tiering.planning.others import remark
 
         record = None if self._again else self._saved.find(part)
         if record is not None:
-            self._taken.append((part.name, record))
+            beside = f" ({remark(record.others)})" if remark(record.others) else ""
+            self._taken.append(f"{part.name} of {record.measured.astimezone():%Y-%m-%d %H:%M}{beside}")
             return record.rates
         print(f"measuring: {part.name}", file=sys.stderr, flush=True)
-        rates = part.run(quietly)
-        self._saved.save(part, rates)
-        return rates
+        record = saved_rates.measured(part)
+        if remark(record.others):
+            print(f"{part.name}: measured {remark(record.others)}", file=sys.stderr)
+        self._saved.save(part, record)
+        return record.rates
 
     def say(self) -> None:
         """From when those are that were not measured now."""
-        told = [f"{name} of {record.measured.astimezone():%Y-%m-%d %H:%M}" for name, record in self._taken]
-        if told:
-            print(
-                f"rates as measured before: {', '.join(told)}; --measure-again for new ones", file=sys.stderr
-            )
+        if self._taken:
+            told = ", ".join(self._taken)
+            print(f"rates as measured before: {told}; --measure-again for new ones", file=sys.stderr)
 
 
 def _positive(text: str) -> int:

@@ -19,7 +19,8 @@ from pathlib import Path
 from tiering import strict_json
 from tiering.errors import ConfigError
 from tiering.planning.conditions import Conditions
-from tiering.planning.measure import Measurement
+from tiering.planning.measure import Measurement, Tell, quietly
+from tiering.planning.others import Others
 from tiering.planning.rates import Rates
 from tiering.strict_json import FormatError
 
@@ -31,10 +32,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Record:
-    """Rates, and when they were measured."""
+    """Rates, when they were measured, and the share of the CPUs that others took meanwhile."""
 
     rates: Rates
     measured: datetime
+    others: float = 0.0
 
     @property
     def age(self) -> timedelta:
@@ -44,6 +46,13 @@ class Record:
     def fresh(self) -> bool:
         """Whether it is as good as measured now; a time to come is no time at which anything was measured."""
         return timedelta() <= self.age <= FRESH
+
+
+def measured(measurement: Measurement, tell: Tell = quietly) -> Record:
+    """Those of now."""
+    others = Others()
+    rates = measurement.run(tell)
+    return Record(rates, datetime.now(UTC), others.share())
 
 
 class SavedRates:
@@ -81,14 +90,15 @@ class SavedRates:
             return None
         return record if record is not None and record.fresh else None
 
-    def save(self, measurement: Measurement, rates: Rates) -> Path | None:
+    def save(self, measurement: Measurement, record: Record) -> Path | None:
         """Keep what was just measured; returns where, None if that was not possible."""
         path = self.path(measurement)
         text = json.dumps(
             {
                 "schema": SCHEMA,
-                "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-                "rates": rates.as_dict(),
+                "measured": record.measured.isoformat(timespec="seconds"),
+                "others": record.others,
+                "rates": record.rates.as_dict(),
                 "conditions": measurement.conditions,
             },
             indent=1,
@@ -113,13 +123,13 @@ def _read(content: bytes, conditions: Conditions) -> Record | None:
     told = strict_json.parse(content)
     if told.get("schema") != SCHEMA or _canonical(told.get("conditions")) != _canonical(conditions):
         return None
-    rates, measured = told.get("rates"), told.get("measured")
-    if not isinstance(rates, dict) or not isinstance(measured, str):
-        raise FormatError("it has no rates, or not the time at which they were measured")
+    rates, measured, others = (told.get(name) for name in ("rates", "measured", "others"))
+    if not isinstance(rates, dict) or not isinstance(measured, str) or not isinstance(others, float):
+        raise FormatError("it has no rates, or does not say when they were measured, or beside whom")
     when = datetime.fromisoformat(measured)
     if when.tzinfo is None:
         raise FormatError(f"it was measured at {measured!r}, in nobody knows which time zone")
-    return Record(Rates.from_dict(rates), when)
+    return Record(Rates.from_dict(rates), when, others)
 
 
 def _canonical(conditions: object) -> str:

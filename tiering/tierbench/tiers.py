@@ -12,7 +12,6 @@ import functools
 import importlib
 import importlib.metadata
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,11 +27,10 @@ if TYPE_CHECKING:
 
     from tiering.config import IoConfig
     from tiering.planning.measure import Leg, Measurement
-    from tiering.planning.rates import Rates
+    from tiering.planning.saved_rates import Record
 
 OK, INTERRUPTED = 0, 130
 SCHEMA_VERSION = 1
-BUSY = 0.5  # of the CPUs: more is worth a note
 
 Unit = Literal["bytes", "elements", "operations"]
 GRADS = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -187,12 +185,9 @@ class _Notes(logging.Handler, contextlib.AbstractContextManager[list[str]]):
 
 def _measure(options: argparse.Namespace, directories: Sequence[Path], found: _Found) -> None:
     """Every leg into ``found``; what is whole is saved when all of it is."""
-    from tiering.planning import measure
-    from tiering.planning.saved_rates import SavedRates
+    from tiering.planning import measure, saved_rates
+    from tiering.planning.others import remark
 
-    load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > BUSY * cpus:
-        found.notes.append(f"others are at work here: the load average is {load:.1f} on {cpus} CPUs")
     enough = True
     parts = [_of_cpu(options)]
     if directories:
@@ -203,11 +198,14 @@ def _measure(options: argparse.Namespace, directories: Sequence[Path], found: _F
     device = _of_device(options, found.notes)
     if device is not None:
         parts.append(device)
-    done: list[tuple[Measurement, Rates]] = []
+    done: list[tuple[Measurement, Record]] = []
     for part in parts:
         if not options.quiet:
             print(f"measuring: {part.name}", file=sys.stderr, flush=True)
-        done.append((part, part.run(functools.partial(found.keep, part))))
+        record = saved_rates.measured(part, functools.partial(found.keep, part))
+        if remark(record.others):
+            found.notes.append(f"{part.name}: measured {remark(record.others)}")
+        done.append((part, record))
     if options.no_save:
         return
     if not enough or (options.runtime is not None and options.runtime < measure.SECONDS):
@@ -215,8 +213,8 @@ def _measure(options: argparse.Namespace, directories: Sequence[Path], found: _F
             "not saved for `tiering plan`: less than 1 GiB, or windows below 1 s, tell too little"
         )
         return
-    saved = SavedRates.of_user()
-    kept = (saved.save(part, rates) for part, rates in done)
+    saved = saved_rates.SavedRates.of_user()
+    kept = (saved.save(part, record) for part, record in done)
     found.saved = [path for path in kept if path is not None]
 
 
@@ -399,7 +397,9 @@ def _show(options: argparse.Namespace, directories: Sequence[Path], found: _Foun
         f"{options.state} state with {options.moments} moments, gradients in {options.grads or options.dtype}; NVMe in"
         f" blocks of {options.bs} bytes, {options.iodepth} in flight"
     )
+    say("")
     console.print(_table(found))
+    say("")
     if found.written:
         say(f"Written to the drives: {figures.nbytes(found.written)}.")
     if found.saved:

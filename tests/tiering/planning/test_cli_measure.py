@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,10 @@ import torch
 
 import tiering
 from tiering.config import IoConfig
-from tiering.planning import conditions, saved_rates
+from tiering.planning import conditions, others, saved_rates
 from tiering.planning.measure import Measurement, Tell
 from tiering.planning.rates import Rates
-from tiering.planning.saved_rates import SavedRates
+from tiering.planning.saved_rates import Record, SavedRates
 from zero3 import device_rates, planning
 
 from .asking import SMALL, Model, Plan, answered, configured
@@ -42,6 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Receives the name of each measurement; nothing is really measured, but its conditions are real."""
     names: list[str] = []
+    monkeypatch.setattr(saved_rates.Others, "share", lambda others: 0.0)  # other tests may be at work
 
     def instead(make: Callable[..., Measurement]) -> Callable[..., Measurement]:
         def made(*arguments: Any, **options: Any) -> Measurement:
@@ -79,10 +81,12 @@ def test_what_was_measured_is_taken_while_it_is_what_is_asked(
     everything, said = asked()
     assert everything == ["CPU", "disks", "device"]
     assert said.splitlines() == ["measuring: CPU", "measuring: disks", "measuring: device"]
-    today = datetime.now().astimezone()
     again, said = asked()
     assert again == []
-    assert f"disks of {today:%Y-%m-%d}" in said and "--measure-again for new ones" in said
+    (taken,) = said.splitlines()
+    today = f"{datetime.now().astimezone():%Y-%m-%d}"
+    assert taken.startswith("rates as measured before: CPU of") and taken.count(today) == 3
+    assert taken.endswith("--measure-again for new ones")
     assert asked("--measure-again")[0] == everything
     assert asked("--state", "split")[0] == ["CPU"]
     assert asked("--tokens", "64")[0] == ["device"]
@@ -94,6 +98,44 @@ def test_what_was_measured_is_taken_while_it_is_what_is_asked(
     assert asked()[0] == []
     assert {path.stat().st_mode & 0o777 for path in cache.iterdir()} == {0o600}
     assert cache.stat().st_mode & 0o777 == cache.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_was_measured_beside_others_says_so_then_and_later(
+    plan: Plan, measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_rates.Others, "share", lambda others: 0.43)
+    said = plan(*SMALL, "--measure", tmp_path)[2]
+    assert "disks: measured while others took 43% of the CPUs" in said.splitlines()
+    monkeypatch.setattr(saved_rates.Others, "share", lambda others: 0.0)
+    (taken,) = plan(*SMALL, "--measure", tmp_path)[2].splitlines()
+    assert taken.count("(while others took 43% of the CPUs)") == 3
+    assert "others" not in plan(*SMALL, "--measure", tmp_path, "--measure-again")[2]
+
+
+def test_others_are_told_by_what_cpus_did_for_nobody_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = tmp_path / "stat"
+    ours = 0.0
+    monkeypatch.setattr(others.os, "sched_getaffinity", lambda _: {0, 2})
+    monkeypatch.setattr(others.os, "sysconf", lambda _: 100)
+    monkeypatch.setattr(others.os, "times", lambda: SimpleNamespace(user=ours, system=ours / 2))
+
+    def counted(busy: int, idle: int, elsewhere: int, steal: int = 0) -> None:
+        cpus = [f"cpu0 {busy} 0 0 {idle} 0 0 0 {steal} 0 0", f"cpu1 {elsewhere} 0 0 0 0 0 0 0 0 0"]
+        stat.write_text("\n".join(["cpu  9 9 9 9 9 9 9 9 0 0", *cpus, "cpu2 0 0 0 0 0 0 0 0", "intr 1 2 3"]))
+
+    counted(1000, 1000, 0)
+    beside = others.Others(stat)
+    assert beside.share() == 0.0  # no time has gone by
+    ours = 2.0  # 2 s and 1 s of the system for us, of 600 ticks
+    counted(1400, 1200, 900)
+    assert beside.share() == pytest.approx(100 / 600)
+    counted(1300, 1200, 900, steal=250)
+    assert beside.share() == pytest.approx(250 / 750)
+    counted(1100, 1500, 900)
+    assert beside.share() == 0.0  # counted at unlike moments
+    assert others.Others(tmp_path / "none").share() == 0.0
 
 
 def test_rates_of_other_io_are_not_taken(plan: Plan, measured: list[str], tmp_path: Path) -> None:
@@ -159,7 +201,7 @@ def test_what_is_a_week_old_is_measured_again(
         (lambda text: text.replace("500000000.0", "1" + "0" * 400), "too large"),
         (lambda text: text.replace("+00:00", ""), "time zone"),
         (lambda text: text.replace('"measured": "2', '"measured": "x'), "isoformat"),
-        (lambda text: text.replace('"rates": {', '"rates": [], "others": {'), "it has no rates"),
+        (lambda text: text.replace('"rates": {', '"rates": [], "more": {'), "it has no rates"),
     ],
 )
 def test_a_damaged_record_is_passed_over_with_a_word(
@@ -172,10 +214,10 @@ def test_a_damaged_record_is_passed_over_with_a_word(
     saved = SavedRates.of_user()
     cpu = planning.measure.of_cpu()
     cache.parents[1].mkdir()
-    path = saved.save(cpu, FOUND["CPU"])
+    path = saved.save(cpu, Record(FOUND["CPU"], datetime.now(UTC), 0.25))
     assert path is not None and path.parent == cache
     before = saved.find(cpu)
-    assert before is not None and before.rates == FOUND["CPU"]
+    assert before is not None and (before.rates, before.others) == (FOUND["CPU"], 0.25)
     path.write_text(change(path.read_text()))
     assert saved.find(cpu) is None and saved.find(cpu) is None
     (warning,) = caplog.messages
@@ -188,7 +230,7 @@ def test_a_record_of_something_else_under_the_same_name_is_not_taken(
     saved = SavedRates.of_user()
     cpu = planning.measure.of_cpu()
     cache.parents[1].mkdir()
-    path = saved.save(cpu, FOUND["CPU"])
+    path = saved.save(cpu, Record(FOUND["CPU"], datetime.now(UTC), 0.25))
     assert path is not None
     for old, new in (('"state": "fp32"', '"state": "split"'), ('"schema": 1', '"schema": 2')):
         text = path.read_text()
@@ -216,7 +258,10 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     assert measured == 2 * ["CPU", "disks", "device"]
     monkeypatch.setattr(saved_rates.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("nobody")))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert saved_rates.SavedRates.of_user().save(planning.measure.of_cpu(), FOUND["CPU"]) is None
+    assert (
+        saved_rates.SavedRates.of_user().save(planning.measure.of_cpu(), Record(Rates(), datetime.now(UTC)))
+        is None
+    )
 
 
 def test_what_does_not_fit_is_not_measured_and_that_is_said(

@@ -251,7 +251,7 @@ INTERRUPTED = result(
 )
 
 BARE = result(
-    targets=(target("/odd [name]\x1b[2J", Backing(FileSystem("unknown", "unknown", "?", "?", ()))),),
+    targets=(target("/odd [name] $^$\x1b[2J", Backing(FileSystem("unknown", "unknown", "?", "?", ()))),),
     engine=Engine(ioengine="threads", flags=()),
     rows=(),
     written_bytes=0,
@@ -259,6 +259,6 @@ BARE = result(
     verdict=None,
     config={},
 )
-"""Nothing known of the drive, nothing measured, and a name that a terminal would act on."""
+"""Nothing known of the drive, nothing measured, and a name that a terminal, rich and matplotlib would act on."""
 
 ALL = (NVME, VIRTIO, TWO, BUFFERED, INTERRUPTED, BARE)

@@ -112,7 +112,7 @@ def test_an_interrupted_run_says_so_first() -> None:
 
 def test_a_terminal_is_sent_styles_and_nothing_that_a_name_hides() -> None:
     text = shown(results.BARE, terminal=True)
-    assert "/odd [name]\\x1b[2J" in text
+    assert "/odd [name] $^$\\x1b[2J" in text
     assert "\x1b[2J" not in text
 
 

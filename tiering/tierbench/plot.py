@@ -61,7 +61,7 @@ def figure(result: Result) -> Figure:
     longest = max((row.seconds for _, row in windows), default=1.0)
     widths = [max(row.seconds, _NARROWEST * longest) for _, row in windows]
     drawn = Figure(figsize=(max(9.0, 2.4 * len(windows)), 4.8), layout="constrained")
-    drawn.suptitle(_title(result), fontsize=10)
+    drawn.suptitle(_title(result), fontsize=10, parse_math=False)  # names may have dollars
     if not windows:
         drawn.text(0.5, 0.5, "nothing was measured", ha="center")
         return drawn

@@ -238,6 +238,22 @@ TWO = result(
 )
 
 BUFFERED = result(
+    targets=(
+        target(
+            "/mnt/nvme0/swap",
+            Backing(
+                FileSystem(
+                    "overlay",
+                    "overlay",
+                    "overlay",
+                    "/",
+                    ("rw",),
+                    upper=FileSystem("ext4", "disk", "/dev/nvme0n1", "/var", ("rw",)),
+                ),
+                (nvme(),),
+            ),
+        ),
+    ),
     settings=NVME.settings.model_copy(update={"direct": False}),
     verdict=None,
     config={},

@@ -62,6 +62,9 @@ def test_the_header_says_what_was_measured_and_how() -> None:
     ):
         assert said in text
     assert "not in use io_uring: Operation not permitted" in " ".join(shown(results.VIRTIO).split())
+    assert "swap, overlay on overlay at /, written to ext4 on /dev/nvme0n1 at /var" in shown(
+        results.BUFFERED, 120
+    )
     stack = " ".join(shown(results.TWO).split())
     assert "md0, raid0 drive of md0: nvme0n1, nvme2n1, nvme4n1, each SAMSUNG" in stack
 

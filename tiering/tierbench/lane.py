@@ -17,7 +17,9 @@ from tiering.tierbench.result import Settings
 from tiering.tierbench.walk import Stretch, Walk
 from tiering.tierbench.words import ReadWrite, is_random, reads, writes
 
-_REQUEST = 4 << 20  # bytes: fewer would keep Python busy on a fast drive
+# Of a request: fewer would keep Python busy on a fast drive, more would be waited for long on a slow one.
+_REQUEST = 4 << 20  # bytes
+_MOST_BLOCKS = 128
 _WORD = 8
 
 
@@ -31,7 +33,7 @@ class Count:
 
 def slots(settings: Settings, size: int) -> tuple[int, int]:
     """How many slots of memory a lane over ``size`` bytes has, and the blocks of each."""
-    wanted = max(_REQUEST // settings.bs, -(-settings.iodepth // 4))
+    wanted = max(min(_REQUEST // settings.bs, _MOST_BLOCKS), -(-settings.iodepth // 4))
     blocks = max(1, min(wanted, size // settings.bs // 4))
     return -(-settings.iodepth // blocks) + 2, blocks  # one is waited for, one is about to be begun
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,18 +31,18 @@ class Transfers:
         self._space = space
         self._most = most
         self.asked_to_write = 0
+        self.full = False  # no more may be written
         self.until: float | None = None  # time.monotonic
         self.stalled = 0.0
+        self.tell: Callable[[], None] = _nobody  # called now and then
 
     def check(self, to_write: int = 0) -> None:
         """Raise what ends the turn if its time is up, or it must not write so many bytes more."""
         if self.until is not None and time.monotonic() >= self.until:
             raise Ended
-        if not self.may_write(to_write):
+        if self._most is not None and self.asked_to_write + to_write > self._most:
+            self.full = True
             raise Ended
-
-    def may_write(self, nbytes: int) -> bool:
-        return self._most is None or self.asked_to_write + nbytes <= self._most
 
     def read(
         self, extent: StripedExtent, lease: Lease, at: int, offset: int, nbytes: int, priority: int
@@ -59,6 +59,7 @@ class Transfers:
                 transfer.wait(None if self.until is None else max(0.0, self.until - time.monotonic()))
             except TimeoutError:
                 raise Ended from None
+        self.tell()
 
     @contextmanager
     def stalling(self) -> Iterator[None]:
@@ -67,6 +68,10 @@ class Transfers:
             yield
         finally:
             self.stalled += time.monotonic() - began
+
+
+def _nobody() -> None:
+    """Nobody wants to know."""
 
 
 def give_up(begun: Sequence[tuple[Lease, Sequence[Transfer]]]) -> None:
@@ -116,6 +121,7 @@ class Fetches:
         self._there: dict[int, _Fetched] = {}
         self._ahead: dict[int, int] = {}  # of these, those that are not in use: place in the order
         self._cursor = 0
+        self.fetched = self.fetched_ahead = 0  # groups
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
@@ -139,6 +145,7 @@ class Fetches:
             last, _ = self._ahead.popitem()
             self._drop([last])
         self.look_ahead()
+        self.fetched += 1
         fetched = self._there[group]
         if fetched.read is not None:
             self._transfers.wait(fetched.read)
@@ -165,6 +172,7 @@ class Fetches:
                 if not self._start(group, wait=False):
                     return
                 self._ahead[group], passed = place, 0
+                self.fetched_ahead += 1
             elif self._ahead.get(group) != place:
                 if self._working is None and group not in self._ahead and self._extents[group] is not None:
                     return  # it passes the window once more: what comes later must not be in its way

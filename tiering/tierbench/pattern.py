@@ -117,9 +117,11 @@ class Shared:
         return sum(self.sizes)
 
 
-def share(plan: Plan, room: int) -> dict[Kind, Shared]:
-    """Extents for what the plan has on NVMe, in at most ``room`` bytes. Raises ConfigError if that is too little."""
+def share(plan: Plan, pattern: Pattern, room: int) -> dict[Kind, Shared]:
+    """Extents for what the pattern moves, in at most ``room`` bytes. Raises ConfigError if that is too little."""
     needs = {kind: [round_up(size) for size in sizes] for kind, sizes in sizes_on_nvme(plan).items()}
+    if pattern == "params":
+        needs = {kind: sizes if kind == "parameters" else [0] * len(sizes) for kind, sizes in needs.items()}
     # Parameters are only read while others of their size are on their way.
     windows: dict[Kind, int] = {"parameters": 1, "gradients": 2, "optimizer state": plan.staging.slots + 1}
     every = {kind: Counter(filter(None, sizes)) for kind, sizes in needs.items()}

@@ -8,7 +8,7 @@ for. Memory is what the plan gives the engine for what is on its way; what the p
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -42,12 +42,11 @@ class Taken:
     complete: bool
 
     @property
-    def whole(self) -> float | None:
-        """Seconds of the turn to its end, at this rate; None if nothing was moved."""
+    def turns(self) -> float:
+        """How much of the turn it was: 1 if it came to its end."""
         if self.complete:
-            return self.seconds
-        moved = self.read + self.written
-        return self.seconds * (self.turn.read + self.turn.written) / moved if moved else None
+            return 1.0
+        return (self.read + self.written) / (self.turn.read + self.turn.written)
 
 
 class Replay:
@@ -70,9 +69,9 @@ class Replay:
     ) -> None:
         self.plan = plan
         self.turns = turns_of(plan, pattern)
-        self.ended_by_writes = False
+        self.interrupted = False
         _check_memory(plan, with_kernels)
-        shared = share(plan, room)
+        shared = share(plan, pattern, room)
         self.space_bytes = sum(each.nbytes for each in shared.values())
         if most is not None and most <= self.space_bytes:
             raise ConfigError(
@@ -123,6 +122,7 @@ class Replay:
             for planned, state in zip(plan.sub_groups, states, strict=True)
         ]
         self._transfers = Transfers(self._space, most)
+        self._transfers.asked_to_write = self.moved[1]  # several directories were measured, to divide it
         self._kernel = Kernel(plan) if with_kernels else None
         self._tiles = Tiles(plan, tiles, self._transfers, self._kernel)
         self._gradients = Gradients(plan, grads, self._transfers, numbers=with_kernels)
@@ -138,25 +138,39 @@ class Replay:
         return self._aio.info
 
     @property
+    def full(self) -> bool:
+        """Whether a turn has ended because no more may be written."""
+        return self._transfers.full
+
+    @property
+    def fetched_ahead(self) -> bool | None:
+        """Whether parameters were read before they were needed; None if none were read."""
+        return self._fetches.fetched_ahead > 0 if self._fetches.fetched else None
+
+    @property
     def moved(self) -> tuple[int, int]:
         """Bytes read and written so far, preparation included, as C has counted them."""
         stats = self._aio.stats()
         return sum(each.read.bytes for each in stats), sum(each.write.bytes for each in stats)
 
-    def lay_out(self) -> None:
+    def lay_out(self, tell: Callable[[], None] = lambda: None) -> None:
         """Write everything once: first writes cost more, and what was never written costs a read nothing."""
-        staging = self._tiles.staging
+        staging, chunk = self._tiles.staging, self.plan.staging.slot_bytes
         for extent in self._extents:
-            for offset in range(0, extent.nbytes, staging.capacity):
-                nbytes = min(staging.capacity, extent.nbytes - offset)
+            for offset in range(0, extent.nbytes, chunk):
+                nbytes = min(chunk, extent.nbytes - offset)
                 lease = staging.lease(nbytes, "staging")
                 lease.retire(self._transfers.write(extent, lease, 0, offset, nbytes))
+                tell()
         staging.drain()
 
-    def take(self, turn: Turn, until: float | None = None) -> Taken:
-        """Replay ``turn``, as far as it comes by ``until`` (time.monotonic)."""
+    def take(self, turn: Turn, until: float | None = None, tell: Callable[[], None] = lambda: None) -> Taken:
+        """Replay ``turn``, as far as it comes by ``until`` (time.monotonic), and ``tell`` now and then.
+
+        Ctrl-C ends it, too; then nothing more can be replayed.
+        """
         transfers, kernel = self._transfers, self._kernel
-        transfers.until = until
+        transfers.until, transfers.tell = until, tell
         read, written = self.moved
         ahead, stalled = self._tiles.read_so_far, transfers.stalled
         computed = 0.0 if kernel is None else kernel.seconds
@@ -165,6 +179,8 @@ class Replay:
             {"forward": self._go_forward, "backward": self._go_backward, "step": self._step}[turn.phase](turn)
         except Ended:
             complete = False
+        except KeyboardInterrupt:
+            complete, self.interrupted = False, True
         seconds = time.monotonic() - began
         now = self.moved
         # What a backward reads of the state is the step's.
@@ -178,17 +194,19 @@ class Replay:
             0.0 if kernel is None else kernel.seconds - computed,
             complete,
         )
-        if not complete:
+        if not complete and not self.interrupted:
             self._fetches.forget()
             self._gradients.forget()
             if turn.phase == "step":
                 self._tiles.forget()
         return taken
 
-    def settle(self) -> None:
-        """Wait until nothing is under way."""
+    def settle(self) -> float:
+        """Wait until nothing is under way, and return the seconds that took."""
+        began = time.monotonic()
         for extent in self._extents:
             self._space.settle(extent)
+        return time.monotonic() - began
 
     def close(self) -> None:
         """End the threads of C, and give back the space. What was not begun is taken back."""

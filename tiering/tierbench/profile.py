@@ -1,0 +1,115 @@
+"""``tierbench profile DIR ...``: how long a model's step takes to move, by replaying it as the engine moves it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tiering.tierbench import words
+
+if TYPE_CHECKING:
+    from tiering.tierbench.rounds import Asked
+
+INTERRUPTED = 130
+
+EPILOG = """\
+patterns: mixed, a whole step; optimizer, its update alone; params, the fetches of forward and backward alone.
+Without --config all is on NVMe, as with `tierbench DIR`; with --host-budget, memory keeps what the engine would keep.
+The swap space is smaller than the model's: extents of one size take turns in it, in the model's order.
+exit code: 0 replayed, 1 a transfer failed, 2 the question was wrong, 3 refused as unsafe, 130 interrupted (what was
+replayed is printed).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``tierbench profile`` can be asked."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "directories", type=Path, nargs="+", metavar="DIR", help="on the drives; several are striped over"
+    )
+    model = parser.add_argument_group("the step")
+    model.add_argument(
+        "--pattern", choices=("mixed", "optimizer", "params"), default="mixed", help="(default: mixed)"
+    )
+    model.add_argument("--params", default="7B", metavar="N", help="of the model (default: 7B)")
+    model.add_argument("--state", choices=("fp32", "split", "bf16", "split+bf16"), help="(default: fp32)")
+    model.add_argument(
+        "--config", type=Path, metavar="FILE", help="a ds_config.json, with DIR in place of its paths"
+    )
+    model.add_argument(
+        "--host-budget", type=words.size, metavar="SIZE", help="host memory that the engine may own"
+    )
+    model.add_argument("--gpu", type=words.size, metavar="SIZE", help="memory of the GPU (default: no GPU)")
+    model.add_argument(
+        "--with-kernels", action="store_true", help="run the optimizer's kernels in the update"
+    )
+    load = parser.add_argument_group("how it is replayed")
+    load.add_argument("--runtime", type=words.duration, default=10.0, metavar="TIME", help="(default: 10s)")
+    load.add_argument("--steps", type=int, metavar="N", help="whole steps, however long they take")
+    load.add_argument(
+        "--size",
+        type=words.size,
+        metavar="SIZE",
+        help="of the swap space in each DIR (default: 4G, or a tenth of what is free)",
+    )
+    load.add_argument("--max-write", type=words.size, metavar="SIZE", help="write no more than that in all")
+    load.add_argument("--bs", type=words.size, metavar="SIZE", help="of a block (default: 1M)")
+    load.add_argument("--iodepth", type=int, metavar="N", help="blocks in flight per directory (default: 16)")
+    load.add_argument("--ioengine", type=words.engine, metavar="NAME", help=", ".join(words.ENGINES))
+    parser.add_argument("--json", action="store_true", help="print JSON: bytes and seconds")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print; the exit code."""
+    from tiering.tierbench import rounds
+    from tiering.tierbench.profiled import show
+    from tiering.tierbench.progress import Progress
+
+    asked = _asked(options)
+    with Progress(quiet=options.quiet) as progress:
+        found = rounds.run(asked, progress)
+    if options.json:
+        print(found.model_dump_json(indent=1))
+    else:
+        from rich.console import Console
+
+        show(found, Console())
+    return INTERRUPTED if found.interrupted else 0
+
+
+def _asked(options: argparse.Namespace) -> Asked:
+    from tiering.errors import ConfigError
+    from tiering.planning.sizing import parse_count
+    from tiering.tierbench.rounds import Asked
+
+    try:
+        params = parse_count(options.params)
+    except ValueError as error:
+        raise ConfigError(f"--params: {error}") from None
+    if options.steps is not None and options.steps < 1:
+        raise ConfigError(f"--steps is {options.steps}; replay at least one, or leave it out for --runtime")
+    if not options.runtime:
+        raise ConfigError("--runtime is 0; give the seconds of the replay")
+    return Asked(
+        directories=tuple(options.directories),
+        pattern=options.pattern,
+        params=params,
+        state=options.state,
+        config=options.config,
+        host_budget=options.host_budget,
+        gpu_memory=options.gpu,
+        with_kernels=options.with_kernels,
+        steps=options.steps,
+        runtime=options.runtime,
+        size=options.size,
+        max_write=options.max_write,
+        bs=options.bs,
+        iodepth=options.iodepth,
+        ioengine=options.ioengine,
+        command=shlex.join(["tierbench", *sys.argv[1:]]),
+    )

@@ -1,0 +1,260 @@
+"""What a run of ``tierbench profile`` has found, for people and programs. Bytes and seconds throughout."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from tiering.config import format_size
+from tiering.planning.forecast import disk_seconds
+from tiering.planning.rates import Rates
+from tiering.planning.sizing import format_count
+from tiering.tierbench import figures
+from tiering.tierbench.pattern import Pattern, Phase, Turn
+from tiering.tierbench.replay import Taken
+from tiering.tierbench.result import Engine, Machine, Record, Target
+from tiering.tierbench.verdict import ALIKE
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+SCHEMA_VERSION = 1
+HIDDEN = 0.1  # of the update spent waiting for transfers: the kernels bound it then
+
+
+@dataclass(frozen=True)
+class Round:
+    """Turns that were replayed between plain windows, whose rates are the means of those before and after."""
+
+    taken: tuple[Taken, ...]
+    plain: Rates
+
+
+class PhaseResult(Record):
+    """A part of a step. Bytes and seconds are those of the model's whole step."""
+
+    name: Phase
+    read_bytes: int
+    write_bytes: int
+    replayed: float = Field(description="Bytes that were moved, by those of one step's.")
+    seconds: float
+    stalled: float | None = Field(default=None, description="Share of waiting for transfers beside kernels.")
+    plain_seconds: float | None = Field(
+        default=None, description="Of the same bytes at the mean rates of plain windows."
+    )
+    ratios: tuple[float, ...] = Field(
+        default=(), description="Of each round: the replay's rate by that of the plain windows around it."
+    )
+    bound: Literal["reads", "writes", "both", "kernels"] | None = None
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second, of both directions together."""
+        return (self.read_bytes + self.write_bytes) / self.seconds
+
+    @property
+    def of_plain(self) -> float | None:
+        """The replay's rate by that of plain windows: the median of the rounds."""
+        return statistics.median(self.ratios) if self.ratios else None
+
+
+class Profile(Record):
+    """A run of ``tierbench profile DIR ...``."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: Literal["profile"] = "profile"
+    version: str
+    date: str
+    command: str
+    machine: Machine
+    targets: tuple[Target, ...]
+    engine: Engine
+    bs: int
+    iodepth: int
+    pattern: Pattern
+    model: str
+    params: int
+    state: str
+    gpu_memory: int | None = Field(description="None: the CPU is the device.")
+    micro_batches: int
+    kernels: bool = Field(description="Whether the optimizer's kernels ran.")
+    slots: int
+    slot_bytes: int
+    space_bytes: int = Field(description="Of swap space, in which extents took turns.")
+    phases: tuple[PhaseResult, ...]
+    plain: dict[str, float] = Field(description="Bytes per second of plain windows, by name of Rates.")
+    written_bytes: int = Field(description="All that the drives had to take, preparation included.")
+    read_bytes: int
+    notes: tuple[str, ...] = ()
+    interrupted: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Of a step's transfers, as far as the pattern goes."""
+        return sum(phase.seconds for phase in self.phases)
+
+
+def results(turns: Sequence[Turn], rounds: Iterable[Round], plain: Rates) -> Iterator[PhaseResult]:
+    """What the turns of ``rounds`` come to for a whole step, by phase. What did not move is left out."""
+    rounds = list(rounds)
+    taken = [each for played in rounds for each in played.taken]
+    for phase in dict.fromkeys(turn.phase for turn in turns):
+        of_phase = [turn for turn in turns if turn.phase == phase and turn.read + turn.written]
+        seconds = _whole(of_phase, taken)
+        if not of_phase or seconds is None:
+            continue
+        read = sum(turn.times * turn.read for turn in of_phase)
+        written = sum(turn.times * turn.written for turn in of_phase)
+        replayed = [each for each in taken if each.turn in of_phase]
+        computed = sum(each.computed for each in replayed)
+        stalled = sum(each.stalled for each in replayed) / sum(each.seconds for each in replayed)
+        plainly = _plain_seconds(read, written, plain)
+        yield PhaseResult(
+            name=phase,
+            read_bytes=read,
+            write_bytes=written,
+            replayed=sum(
+                each.turns * each.turn.times * (each.turn.read + each.turn.written) for each in replayed
+            )
+            / (read + written),
+            seconds=seconds,
+            stalled=stalled if computed else None,
+            plain_seconds=plainly,
+            ratios=tuple(_ratios(of_phase, read, written, rounds)),
+            bound=None if plainly is None else _bound(read, written, plain, stalled if computed else None),
+        )
+
+
+def _ratios(of_phase: Sequence[Turn], read: int, written: int, rounds: Sequence[Round]) -> Iterator[float]:
+    for played in rounds:
+        seconds = _whole(of_phase, played.taken)
+        plainly = _plain_seconds(read, written, played.plain)
+        if seconds and plainly:
+            yield plainly / seconds
+
+
+def _whole(of_phase: Sequence[Turn], taken: Sequence[Taken]) -> float | None:
+    """Seconds of a phase of a whole step at the rate of what was replayed of it; None if that is nothing."""
+    whole = 0.0
+    for turn in of_phase:
+        times = [each for each in taken if each.turn == turn]
+        replayed = sum(each.turns for each in times)
+        if not replayed:
+            return None
+        whole += turn.times * sum(each.seconds for each in times) / replayed
+    return whole
+
+
+def _plain_seconds(read: int, written: int, plain: Rates) -> float | None:
+    needed = [rate for nbytes, rate in ((read, plain.nvme_read), (written, plain.nvme_write)) if nbytes]
+    return disk_seconds(read, written, plain) if None not in needed else None
+
+
+def _bound(
+    read: int, written: int, plain: Rates, stalled: float | None
+) -> Literal["reads", "writes", "both", "kernels"]:
+    if stalled is not None and stalled < HIDDEN:
+        return "kernels"
+    reading, writing = read / (plain.nvme_read or 1.0), written / (plain.nvme_write or 1.0)
+    if abs(reading - writing) <= ALIKE * max(reading, writing):
+        return "both"
+    return "reads" if reading > writing else "writes"
+
+
+def show(found: Profile, console: Console) -> None:
+    """Print it."""
+
+    def put(text: str = "") -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    if found.interrupted:
+        put("Interrupted: this is what was replayed until then.\n")
+    device = "the CPU" if found.gpu_memory is None else f"a GPU of {format_size(found.gpu_memory)}"
+    batches = f"{found.micro_batches} micro-batches, " if found.micro_batches > 1 else ""
+    put(f"{found.model[:1].upper()}{found.model[1:]}.")
+    put(f"Trained on {device}, {batches}{found.state} state; pattern {found.pattern}.")
+    put(
+        f"In {', '.join(each.directory for each in found.targets)}: {found.engine.ioengine}, bs {format_size(found.bs)}"
+        f" ({found.bs} bytes), iodepth {found.iodepth}; {found.slots} slots of {format_size(found.slot_bytes)}; extents"
+        f" take turns in {format_size(found.space_bytes)}."
+    )
+    put()
+    console.print(_table(found), markup=False, highlight=False)
+    put()
+    for line in _meaning(found):
+        put(line)
+
+
+def _table(found: Profile) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, show_edge=False)
+    table.pad_edge, table.collapse_padding = False, True
+    kernels = ["stalled"] if found.kernels else []
+    for heading in (
+        "phase",
+        "reads",
+        "writes",
+        "GB/s",
+        "seconds",
+        "of plain",
+        *kernels,
+        "bound by",
+        "replayed",
+    ):
+        left = heading in ("phase", "bound by")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    for each in found.phases:
+        stalled = ["-" if each.stalled is None else f"{each.stalled:.0%}"] if found.kernels else []
+        table.add_row(
+            each.name,
+            figures.nbytes(each.read_bytes) if each.read_bytes else "-",
+            figures.nbytes(each.write_bytes) if each.write_bytes else "-",
+            figures.gb(each.rate),
+            figures.number(each.seconds),
+            "-" if each.of_plain is None else f"{each.of_plain:.2f}",
+            *stalled,
+            each.bound or "-",
+            f"{each.replayed:.1%}" if each.replayed < 1 else f"{each.replayed:.0f} x",
+        )
+    return table
+
+
+def _meaning(found: Profile) -> Iterator[str]:
+    step = next((each for each in found.phases if each.name == "step"), None)
+    if step is not None:
+        plainly = step.plain_seconds
+        at_plain = (
+            "" if plainly is None else f" Plain windows would take {figures.duration(plainly)} for that."
+        )
+        bound = f", bound by {step.bound}" if step.bound else ""
+        yield (
+            f"Optimizer step of {format_count(found.params)} parameters: {figures.duration(step.seconds)} (reads"
+            f" {figures.nbytes(step.read_bytes)}, writes {figures.nbytes(step.write_bytes)}){bound}.{at_plain}"
+        )
+    if len(found.phases) > 1:
+        yield f"All phases: {figures.duration(found.seconds)}, less what forward and backward compute meanwhile."
+    if any(each.replayed < 1 for each in found.phases):
+        yield "What was not replayed whole is told as the whole would take at its rate."
+    rates = ", ".join(
+        f"{name.removeprefix('nvme_')} {figures.gb(rate)}" for name, rate in sorted(found.plain.items())
+    )
+    if rates:
+        yield f"Plain windows: {rates} GB/s."
+    spread = ", ".join(
+        f"{each.name} {min(each.ratios):.2f} to {max(each.ratios):.2f}"
+        for each in found.phases
+        if len(each.ratios) > 1
+    )
+    if spread:
+        yield f"Of plain windows, from round to round: {spread}."
+    yield from (f"Note: {note}." for note in found.notes)
+    yield (
+        f"In all {figures.nbytes(found.read_bytes)} were read and {figures.nbytes(found.written_bytes)} written."
+    )

@@ -82,7 +82,10 @@ class SavedRates:
         """What was measured under the very same conditions no longer ago than ``FRESH``."""
         path = self.path(measurement)
         try:
-            record = _read(path.read_bytes(), measurement.conditions)
+            with path.open("rb") as file:
+                if os.fstat(file.fileno()).st_uid != os.geteuid():  # where others may write, too
+                    raise FormatError("it belongs to another user")
+                record = _read(file.read(), measurement.conditions)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, OverflowError, ConfigError) as error:

@@ -416,7 +416,7 @@ def _table(found: _Found) -> Table:
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("leg", no_wrap=True)
-    for name in ("GB/s", "GiB/s", "others", "threads"):
+    for name in ("GB/s", "GiB/s", "", "threads"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("in a step")
     in_unit: dict[Unit, Callable[[float], tuple[str, str, str]]] = {

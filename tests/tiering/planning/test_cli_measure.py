@@ -224,6 +224,19 @@ def test_a_damaged_record_is_passed_over_with_a_word(
     assert str(path) in warning and why in warning and warning.endswith("they are measured each time")
 
 
+def test_a_record_that_another_user_has_put_there_is_not_taken(
+    measured: list[str], cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = SavedRates.of_user()
+    cpu = planning.measure.of_cpu()
+    cache.parents[1].mkdir()
+    assert saved.save(cpu, Record(FOUND["CPU"], datetime.now(UTC)))
+    own = os.geteuid()
+    monkeypatch.setattr(saved_rates.os, "geteuid", lambda: own + 1)
+    assert saved.find(cpu) is None
+    assert "it belongs to another user" in caplog.text
+
+
 def test_a_record_of_something_else_under_the_same_name_is_not_taken(
     measured: list[str], cache: Path
 ) -> None:

@@ -275,6 +275,14 @@ def test_what_is_unsafe_or_wrong_is_refused_before_anything_is_measured(
     assert got == 3 and "refuses O_DIRECT" in err
 
 
+def test_the_name_of_a_directory_moves_no_cursor(run: Run, tmp_path: Path) -> None:
+    odd = tmp_path / "[b]\x1b[2J"
+    odd.mkdir()
+    out = run(odd, "--no-save")[1]
+    assert "\x1b" not in out and "/[b]\\x1b[2J: " in out.replace("\n", "")
+    assert json.loads(run(odd, "--json")[1])["targets"][0]["directory"] == str(odd)
+
+
 def test_what_the_engine_warns_of_is_a_note(run: Run, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where a directory would be\n")
     told = json.loads(run("--json")[1])

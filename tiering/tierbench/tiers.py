@@ -13,7 +13,7 @@ import importlib
 import importlib.metadata
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -185,8 +185,10 @@ class _Notes(logging.Handler, contextlib.AbstractContextManager[list[str]]):
 
 def _measure(options: argparse.Namespace, directories: Sequence[Path], found: _Found) -> None:
     """Every leg into ``found``; what is whole is saved when all of it is."""
+    from tiering import drives
     from tiering.planning import measure, saved_rates
     from tiering.planning.others import remark
+    from tiering.tierbench import target
 
     enough = True
     parts = [_of_cpu(options)]
@@ -194,7 +196,8 @@ def _measure(options: argparse.Namespace, directories: Sequence[Path], found: _F
         size = _size(options, directories)
         enough = size >= measure.FILE_BYTES
         parts.append(_of_disks(options, directories, size))
-        found.notes += _warned(directories)
+        for directory in directories:
+            found.notes += target.warnings(directory, drives.behind(directory))
     device = _of_device(options, found.notes)
     if device is not None:
         parts.append(device)
@@ -304,15 +307,6 @@ def _of_device(options: argparse.Namespace, notes: list[str]) -> Measurement | N
     return found
 
 
-def _warned(directories: Sequence[Path]) -> Iterator[str]:
-    from tiering import drives
-
-    for directory in directories:
-        file_system = drives.behind(directory).file_system
-        if file_system.kind in ("overlay", "network"):
-            yield f"{directory} is on {file_system.type}: its rates are not those of a drive alone"
-
-
 def _print(options: argparse.Namespace, directories: Sequence[Path], found: _Found) -> None:
     if options.json:
         import json
@@ -339,7 +333,9 @@ def as_dict(options: argparse.Namespace, directories: Sequence[Path], found: _Fo
         "machine": bench.machine().model_dump(mode="json"),
         "targets": [
             Target(
-                directory=str(directory), backing=drives.behind(directory), free_bytes=free_bytes(directory)
+                directory=str(directory),
+                backing=drives.behind(directory),
+                free_bytes=free_bytes(directory),
             ).model_dump(mode="json")
             for directory in directories
         ],
@@ -383,7 +379,7 @@ def _show(options: argparse.Namespace, directories: Sequence[Path], found: _Foun
     from tiering.tierbench import bench, figures
 
     def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
+        console.print(figures.legible(text), markup=False, highlight=False)
 
     if found.interrupted:
         console.print(

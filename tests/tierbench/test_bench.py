@@ -46,7 +46,7 @@ class Told:
 def test_a_run_tells_what_was_asked_what_was_used_and_what_it_means(tmp_path: Path) -> None:
     told = Told()
     result = bench.run(asked(tmp_path, verify=True, params=10**9, command="tierbench x"), told)
-    assert [name for name, _ in told.phases] == ["writing once", "read", "write", "rw", "verifying"]
+    assert [name for name, _ in told.phases] == ["writing once", "read", "write", "mixed", "verifying"]
     assert [row.rw for row in result.rows] == ["read", "write", "rw"]
     assert not result.interrupted
     assert result.command == "tierbench x"
@@ -133,7 +133,7 @@ def test_buffered_figures_have_no_verdict(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "rows"), [("writing once", []), ("read", ["read"]), ("rw", ["read", "write", "rw"])]
+    ("phase", "rows"), [("writing once", []), ("read", ["read"]), ("mixed", ["read", "write", "rw"])]
 )
 def test_ctrl_c_ends_a_run_with_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, rows: list[str]

@@ -22,7 +22,7 @@ from tiering.tierbench.ground import Ground
 from tiering.tierbench.lane import slots
 from tiering.tierbench.load import Load, Watch
 from tiering.tierbench.result import Machine, Result, Row, Settings, Sustained, Target, Verdict
-from tiering.tierbench.words import ReadWrite, writes
+from tiering.tierbench.words import NAMES, ReadWrite, writes
 
 WINDOW = 2.5  # seconds, unless told: with the preparation three of them take ten
 PREPARATION = 2.0  # seconds that writing the files may take, unless their size was asked for
@@ -224,14 +224,14 @@ class _Run:
         for rw in asked.rws:
             if self._interrupted:
                 return
-            watch = self._phase(rw, seconds + asked.ramp_time)
+            watch = self._phase(NAMES[rw], seconds + asked.ramp_time)
             row = load.run(rw, seconds=seconds, ramp=asked.ramp_time, watch=watch)
             self._interrupted = not row.complete
             if row.bytes:
                 self._rows.append(row)
             if writes(rw) and row.seconds < 0.9 * seconds and row.complete:
                 self._notes.append(
-                    f"{rw}: ended after {row.seconds:.2f} s, since no more than --max-write"
+                    f"{NAMES[rw]}: ended after {row.seconds:.2f} s, since no more than --max-write"
                     f" {format_size(asked.max_write or 0)} may be written"
                 )
         if asked.verify and not self._interrupted:

@@ -7,15 +7,7 @@ from collections.abc import Iterator
 
 from tiering.fields import format_size
 from tiering.tierbench.result import Result, Row
-
-_KINDS = {
-    "read": "read",
-    "write": "write",
-    "rw": "mixed",
-    "randread": "random read",
-    "randwrite": "random write",
-    "randrw": "random mixed",
-}
+from tiering.tierbench.words import NAMES
 
 SUSTAINED = "sustained write"
 
@@ -74,7 +66,7 @@ def windows(result: Result) -> Iterator[tuple[str, Row]]:
             long_one = None
             yield SUSTAINED, row
         else:
-            yield _KINDS[row.rw], row
+            yield NAMES[row.rw], row
 
 
 def load(result: Result) -> str:

@@ -9,6 +9,16 @@ from typing import Any, Literal, get_args
 
 ReadWrite = Literal["read", "write", "rw", "randread", "randwrite", "randrw"]
 READ_WRITE: tuple[ReadWrite, ...] = get_args(ReadWrite)
+NAMES: dict[ReadWrite, str] = {
+    "read": "read",
+    "write": "write",
+    "rw": "mixed",
+    "randread": "random read",
+    "randwrite": "random write",
+    "randrw": "random mixed",
+}
+"""For people."""
+
 ALIASES: dict[str, ReadWrite] = {"readwrite": "rw", "mixed": "rw"}
 ENGINES = ("auto", "io_uring", "libaio", "threads")
 ENGINE_ALIASES = {"psync": "threads", "sync": "threads", "pvsync": "threads"}

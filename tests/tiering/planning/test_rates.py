@@ -126,9 +126,11 @@ def test_a_rate_is_bytes_by_seconds(
 ) -> None:
     slots, _, _ = window
     slots.run("write", places=4)
-    now = iter([100.0, 104.0])  # at the beginning and at the end: a window without seconds asks for no more
+    # At the beginning and at the end: a window without seconds asks for no more.
+    now = iter([100.0, 104.0, 200.0, 204.0])
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(now))
     assert slots.run("read", places=3) == 3 * 64 * KIB / 4
+    assert slots.run("mixed", places=3) == 2 * 3 * 64 * KIB / 4  # of both together
 
 
 @pytest.mark.parametrize("slow", ["read", "write"])

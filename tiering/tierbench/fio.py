@@ -27,9 +27,13 @@ _HUGE_PAGE = 2 << 20
 
 
 class FioError(TieringError):
-    """fio is missing, refused the job, or reported an error."""
+    """fio refused the job, or reported an error."""
 
     code = "TIER-FIO"
+
+
+class FioMissingError(FioError):
+    """There is no fio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +82,9 @@ class Reading:
 
 
 def version() -> str:
-    """Such as "fio-3.36". Raises FioError when there is none."""
+    """Such as "fio-3.36". Raises FioMissingError when there is none."""
     if shutil.which("fio") is None:
-        raise FioError(MISSING)
+        raise FioMissingError(MISSING)
     return subprocess.run(["fio", "--version"], check=True, capture_output=True, text=True).stdout.strip()
 
 

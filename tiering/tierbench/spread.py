@@ -31,6 +31,14 @@ class Estimate:
     def holds_one(self) -> bool:
         return self.low <= 1.0 <= self.high
 
+    def of_rates(self, ours: str, theirs: str) -> str:
+        """What this ratio of the rates of ``ours`` and ``theirs`` says of them."""
+        if self.holds_one:
+            return f"no difference between {ours} and {theirs} beyond noise"
+        by = sorted(abs(end - 1) for end in (self.low, self.high))
+        how = "faster" if self.point > 1 else "slower"
+        return f"{ours} is {how} than {theirs} by {abs(self.point - 1):.1%} ({by[0]:.1%} to {by[1]:.1%})"
+
     def __str__(self) -> str:
         return f"{self.point:.3f} ({self.low:.3f}-{self.high:.3f})"
 
@@ -73,7 +81,7 @@ def _batch_length(rates: Sequence[float]) -> int:
     alike = sum(one * other for one, other in itertools.pairwise(off)) / square
     alike += (1 + 4 * alike) / count  # what is estimated of few samples is too low by that (Kendall, 1954)
     alike = min(max(alike, 0.0), _MOST_ALIKE)
-    return max(1, math.ceil((2 * alike / (1 - alike**2)) ** (2 / 3) * count ** (1 / 3)))
+    return max(1, math.ceil(math.cbrt((2 * alike / (1 - alike**2)) ** 2 * count)))
 
 
 def _student(freedom: float) -> float:

@@ -1,0 +1,203 @@
+"""``tierbench compare``: what it says of results that are known, and real turns with fio."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tiering.tierbench import cli, fio
+from tiering.tierbench.beside_fio import BesideFio
+from tiering.tierbench.fio import Reading
+from tiering.tierbench.result import Result, Row
+
+from . import results
+
+needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason=fio.MISSING)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Any:
+    def save(name: str, result: Result) -> str:
+        path = tmp_path / name
+        path.write_text(result.to_json())
+        return str(path)
+
+    return save
+
+
+def noisy(rate: float, *, seed: int) -> Row:
+    """Of reads, each sample by itself; its mean is ``rate``."""
+    row = results.row("read", read=rate)
+    swings = np.random.default_rng(seed).normal(1.0, 0.2, size=len(row.samples))
+    samples = zip(row.samples, rate * swings / swings.mean(), strict=True)
+    return row.model_copy(
+        update={"samples": tuple(each.model_copy(update={"read": float(read)}) for each, read in samples)}
+    )
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert cli.main(["compare", *arguments, "--json"]) == code
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+class TestResults:
+    def test_ratios_are_of_the_first(self, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        slower = results.result(
+            rows=(results.row("read", read=13.42e9), results.row("write", write=5.6696e9)),
+            settings=results.NVME.settings.model_copy(update={"iodepth": 32}),
+            machine=results.NVME.machine.model_copy(update={"kernel": "Linux 6.6.1"}),
+        )
+        found = said(capsys, saved("a", results.NVME), saved("b", slower), saved("c", results.NVME))
+        assert (found["kind"], found["schema_version"]) == ("compare", 1)
+        assert [file["label"] for file in found["files"]] == ["A", "B", "C"]
+        read, write, mixed = found["windows"]
+        assert [window["name"] for window in found["windows"]] == ["read", "write", "mixed"]
+        assert [side["label"] for side in write["others"]] == ["B", "C"]
+        second, third = write["others"]
+        assert second["ratio"] == pytest.approx(0.8, rel=1e-3)
+        assert 0.7 < second["interval"]["low"] < second["ratio"] < second["interval"]["high"] < 0.9
+        assert second["write_latency_ratios"] == {"p50": pytest.approx(1.25), "p99": pytest.approx(1.25)}
+        assert second["read_latency_ratios"] is None
+        assert second["cpu_ratio"] == pytest.approx(1.0, rel=1e-3)
+        assert third["ratio"] == read["others"][0]["ratio"] == 1.0
+        assert [side["label"] for side in mixed["others"]] == ["C"]
+        notes = found["notes"]
+        assert "B: iodepth is 32 instead of 16" in notes
+        assert "B: the machine's kernel is Linux 6.6.1 instead of Linux 6.18.5" in notes
+        assert "mixed: not in B" in notes
+        assert not any(note.startswith("C: ") for note in notes)
+        assert "these runs are of different times" in notes[-1]
+
+    def test_the_table_says_what_is_noise(self, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        mixed = results.row("rw", read=5.2e9, write=5.2e9)
+        base = results.result(rows=(noisy(10e9, seed=1), results.row("write", write=7e9), mixed))
+        other = results.result(rows=(noisy(9.6e9, seed=2), results.row("write", write=14e9), mixed))
+        assert cli.main(["compare", saved("a", base), saved("b", other)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert "read: no difference between B and A beyond noise" in lines
+        assert any(line.startswith("write: B is faster than A by 100.0% (") for line in lines)
+        assert any(line.split()[:4] == ["read", "A", "10.0", "9.31"] for line in lines)
+        table = lines[lines.index("") :]
+        assert all(len(line) <= 80 for line in table if not line.startswith("note: "))
+
+    def test_a_regression_fails_and_noise_does_not(
+        self, saved: Any, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        base = saved("a", results.result(rows=(noisy(10e9, seed=1),)))
+        other = saved("b", results.result(rows=(noisy(8.9e9, seed=2),)))
+        assert said(capsys, base, other, "--fail-under", "0.9")["windows"][0]["others"][0]["ratio"] < 0.9
+        assert cli.main(["compare", base, other, "--fail-under", "1.2"]) == cli.BELOW
+        assert "read, B: 0.890 is below --fail-under 1.2" in capsys.readouterr().err
+
+    def test_buffered_is_never_held_against_direct(
+        self, saved: Any, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        direct, buffered = saved("direct", results.NVME), saved("buffered", results.BUFFERED)
+        assert cli.main(["compare", buffered, direct]) == cli.USAGE
+        told = capsys.readouterr().err
+        assert f"{direct} is of O_DIRECT and {buffered} of the page cache" in told
+
+    def test_what_cannot_be_compared_is_told(self, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        whole = saved("a", results.NVME)
+        nothing = saved("b", results.result(rows=()))
+        for arguments, words in (
+            ([whole], "1 of at least two results"),
+            ([whole, nothing], "no window in common: A has read, write, mixed; B has none"),
+            ([whole, whole + ".json"], "cannot be read"),
+            ([whole, "--fio", "."], "compare results, or with fio"),
+        ):
+            assert cli.main(["compare", *arguments]) == cli.USAGE
+            assert words in capsys.readouterr().err
+
+
+class TestBesideFio:
+    def test_without_fio_it_says_how_to_get_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("PATH", "")
+        assert cli.main(["compare", "--fio", str(tmp_path)]) == cli.USAGE
+        assert "apt-get install fio" in capsys.readouterr().err
+
+    def test_no_more_is_written_than_may_be(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        may: list[int] = []
+
+        def fake(*_: object, most_written: int) -> Reading:
+            may.append(most_written)
+            return Reading(0, 5_000_000, 0.01, 0.001)
+
+        monkeypatch.setattr(fio, "version", lambda: "fio-0")
+        monkeypatch.setattr(fio, "run", fake)
+        limit = 64 * MIB
+        found = said(
+            capsys, "--fio", str(tmp_path), "--rw", "write", "--bs", "4k", "--iodepth", "1", "--size", "1M",
+            "--runtime", "10ms", "--pairs", "1000", "--max-write", "64M", "--quiet",
+        )  # fmt: skip
+        (window,) = found["windows"]
+        ours = sum(pair["ours"]["written_bytes"] for pair in window["pairs"])
+        assert 1 <= len(window["pairs"]) < 1000
+        assert ours + 5_000_000 * (len(window["pairs"]) + 1) + MIB <= found["written_bytes"] <= limit
+        assert may[0] <= limit - MIB
+        assert may[-1] >= 1.5 * 5_000_000
+        assert may == sorted(may, reverse=True)
+        assert "--max-write 64.00 MiB" in found["notes"][0]
+
+    @needs_fio
+    def test_pairs_are_of_the_same_load(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        load = ["--rw", "rw,randread", "--bs", "64k", "--iodepth", "4", "--numjobs", "2", "--size", "8M"]
+        assert (
+            cli.main(
+                ["compare", "--fio", str(tmp_path), *load, "--pairs", "2", "--runtime", "60ms", "--json"]
+            )
+            == 0
+        )
+        told = capsys.readouterr()
+        found = BesideFio.model_validate_json(told.out)
+        assert (found.schema_version, found.kind) == (1, "compare-fio")
+        mixed, scattered = found.windows
+        for window in found.windows:
+            ratios = sorted(pair.ours.rate / pair.fio.rate for pair in window.pairs)
+            assert len(ratios) == 2
+            assert window.rate.low <= window.rate.point <= window.rate.high
+            assert window.rate.point == pytest.approx((ratios[0] * ratios[1]) ** 0.5)
+            for sides in ([pair.fio for pair in window.pairs], [pair.ours for pair in window.pairs]):
+                assert sum(side.read_bytes for side in sides) > 0
+                assert (sum(side.written_bytes for side in sides) > 0) == (window is mixed)
+                assert all(side.nbytes % (64 << 10) == 0 and side.seconds >= 0.05 for side in sides)
+        written = sum(side.written_bytes for pair in mixed.pairs for side in (pair.fio, pair.ours))
+        assert found.written_bytes > written + 2 * 8 * MIB  # the files, and a round that does not count
+        assert f"--filename=/proc/{os.getpid()}/fd/" in scattered.fio_command
+        assert "this will write about" in told.err
+        assert list(tmp_path.iterdir()) == []
+
+    @needs_fio
+    def test_ctrl_c_prints_the_pairs_and_ends_fio(self, tmp_path: Path) -> None:
+        command = [sys.executable, "-m", "tiering.tierbench.cli", "compare", "--fio", str(tmp_path)]
+        command += ["--rw", "read", "--size", "8M", "--runtime", "50ms", "--pairs", "10000"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            seen: set[str] = set()  # that of its version and runs: after the third, a pair has been counted
+            give_up = time.monotonic() + 60
+            while len(seen) < 5 and time.monotonic() < give_up and process.poll() is None:
+                for children in Path(f"/proc/{process.pid}/task").glob("*/children"):
+                    seen.update(children.read_text().split())
+                time.sleep(0.005)
+            process.send_signal(signal.SIGINT)
+            out, errors = process.communicate(timeout=60)
+        assert process.returncode == cli.INTERRUPTED, errors
+        assert out.startswith("interrupted: this is of the pairs until then\n")
+        assert "\nread: too few pairs to tell\n" in out
+        assert not [each for each in seen if Path(f"/proc/{each}").exists()]
+        assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,164 @@
+"""``tierbench compare``: results beside each other, or our load beside fio in one window."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from tiering.tierbench import words
+
+FAILED, BELOW, INTERRUPTED = 1, 4, 130
+_SEQUENTIAL: tuple[words.ReadWrite, ...] = ("read", "write", "rw")
+
+_EPILOG = """\
+An interval knows what its own window or pairs have seen. Files are of different times: on a drive that others use, or
+that was warm, two of them differ with nothing changed. Pairs with fio are taken within seconds.
+
+exit code: 0 compared, 1 a transfer or fio failed, 2 the question was wrong, results that cannot be compared, no fio;
+3 refused as unsafe, 4 below --fail-under, 130 interrupted (the pairs until then are printed).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``tierbench compare``'s own."""
+    parser.usage = (
+        "tierbench compare A.json B.json ... [options]\n       tierbench compare --fio DIR [options]"
+    )
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "results",
+        type=Path,
+        nargs="*",
+        metavar="JSON",
+        help="of `tierbench DIR --json`; the first is the base",
+    )
+    parser.add_argument(
+        "--fail-under",
+        type=_ratio,
+        metavar="RATIO",
+        help="exit with 4 if a rate is below so much of the base's, or of fio's, beyond noise: 0.9",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, ratios")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    _add_fio(parser.add_argument_group("beside fio, in its words"))
+
+
+def _add_fio(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--fio", type=Path, metavar="DIR", help="take turns with fio there, on the same file")
+    group.add_argument("--pairs", type=_count, default=10, metavar="N", help="of each kind (default: 10)")
+    group.add_argument(
+        "--runtime", type=words.duration, default=1.0, metavar="TIME", help="of a run (default: 1s)"
+    )
+    group.add_argument(
+        "--rw", type=words.kinds, default=_SEQUENTIAL, metavar="KINDS",
+        help=f"one after the other, with commas: {', '.join(words.READ_WRITE)} (default: read,write,rw)",
+    )  # fmt: skip
+    group.add_argument(
+        "--bs", type=words.size, default=1 << 20, metavar="SIZE", help="of a block (default: 1M)"
+    )
+    group.add_argument("--iodepth", type=int, default=16, metavar="N", help="blocks in flight (default: 16)")
+    group.add_argument(
+        "--numjobs", type=int, default=1, metavar="N", help="each with a file of its own (default: 1)"
+    )
+    group.add_argument(
+        "--ioengine", type=words.engine, default="auto", metavar="NAME", help=f"{', '.join(words.ENGINES)}"
+    )
+    group.add_argument("--size", type=words.size, metavar="SIZE", help="of a file (default: at most 4G)")
+    group.add_argument(
+        "--max-write", type=words.size, metavar="SIZE", help="write no more than that in all, fio included"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compares, prints, and returns the exit code."""
+    if options.fio is not None:
+        return _beside_fio(options)
+    return _results(options)
+
+
+def _results(options: argparse.Namespace) -> int:
+    from tiering.tierbench import between_results
+
+    found = between_results.compare(options.results)
+    if options.json:
+        print(found.model_dump_json(indent=1))
+    else:
+        from rich.console import Console
+
+        between_results.show(found, Console())
+    ratios = {
+        f"{window.name}, {side.label}": (side.interval.high if side.interval else side.ratio, side.ratio)
+        for window in found.windows
+        for side in window.others
+    }
+    return _judged(ratios, options.fail_under)
+
+
+def _beside_fio(options: argparse.Namespace) -> int:
+    from tiering.errors import ConfigError
+    from tiering.tierbench import beside_fio, fio
+    from tiering.tierbench.bench import Asked
+    from tiering.tierbench.progress import Progress
+
+    if options.results:
+        raise ConfigError(f"--fio is given beside {options.results[0]}; compare results, or with fio")
+    asked = Asked(
+        directories=(options.fio,),
+        rws=options.rw,
+        bs=options.bs,
+        iodepth=options.iodepth,
+        numjobs=options.numjobs,
+        size=options.size,
+        runtime=options.runtime,
+        ioengine=options.ioengine,
+        max_write=options.max_write,
+        command=shlex.join(["tierbench", *sys.argv[1:]]),
+    )
+
+    def say(text: str) -> None:
+        if not options.quiet:
+            print(f"tierbench compare: {text}", file=sys.stderr)
+
+    try:
+        with Progress(quiet=options.quiet) as progress:
+            found = beside_fio.measure(asked, options.pairs, progress, say)
+    except fio.FioMissingError:
+        raise
+    except fio.FioError as error:
+        print(f"tierbench compare: {error}", file=sys.stderr)
+        return FAILED
+    if options.json:
+        print(found.model_dump_json(indent=1))
+    else:
+        from rich.console import Console
+
+        beside_fio.show(found, Console())
+    if found.interrupted:
+        return INTERRUPTED
+    ratios = {str(window.rw): (window.rate.high, window.rate.point) for window in found.windows}
+    return _judged(ratios, options.fail_under)
+
+
+def _judged(ratios: dict[str, tuple[float, float]], least: float | None) -> int:
+    """By the most that a ratio may really be: what noise explains is no reason to fail."""
+    below = [(name, ratio) for name, (most, ratio) in ratios.items() if least is not None and most < least]
+    for name, ratio in below:
+        print(f"tierbench compare: {name}: {ratio:.3f} is below --fail-under {least:g}", file=sys.stderr)
+    return BELOW if below else 0
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"at least 1, not {number}")
+    return number
+
+
+def _ratio(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 100:
+        raise argparse.ArgumentTypeError(f"a ratio such as 0.9, not {text}")
+    return number

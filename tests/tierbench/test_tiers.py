@@ -244,6 +244,7 @@ def test_after_ctrl_c_what_there_is_is_told_and_nothing_is_saved(
     code, out, _ = run(disk)
     assert code == 130
     assert "Interrupted" in out and "NVMe write" in out and "Saved" not in out
+    assert "Written to the drives, at least: " in out
 
 
 def test_what_is_unsafe_or_wrong_is_refused_before_anything_is_measured(

@@ -397,7 +397,8 @@ def _show(options: argparse.Namespace, directories: Sequence[Path], found: _Foun
     console.print(_table(found))
     say("")
     if found.written:
-        say(f"Written to the drives: {figures.nbytes(found.written)}.")
+        least = ", at least" if found.interrupted else ""  # the window that was cut is not counted
+        say(f"Written to the drives{least}: {figures.nbytes(found.written)}.")
     if found.saved:
         named = " ".join(map(str, directories)) or "DIR"
         say(f"Saved: for seven days `tiering plan --measure {named}` takes what of it fits.")

@@ -31,7 +31,11 @@ class Told:
 
     def __init__(self, interrupt: str = "") -> None:
         self.phases: list[tuple[str, float | None]] = []
+        self.announced: list[str] = []
         self._interrupt = interrupt
+
+    def announce(self, text: str) -> None:
+        self.announced.append(text)
 
     def phase(self, name: str, seconds: float | None) -> Callable[[Sample, float], None]:
         self.phases.append((name, seconds))
@@ -164,6 +168,32 @@ def test_max_write_covers_the_preparation_too(tmp_path: Path) -> None:
     assert "write: ended after" in result.notes[0]
     with pytest.raises(ConfigError, match=r"--max-write 256\.00 KiB is too little"):
         bench.run(asked(tmp_path, max_write=256 << 10))
+
+
+def test_past_the_write_cache(tmp_path: Path) -> None:
+    told = Told()
+    result = bench.run(
+        asked(tmp_path, size=None, sustained=True, max_write=40 * MIB, runtime=20.0, rws=("read", "write")),
+        told,
+    )
+    assert [name for name, _ in told.phases] == ["sustained write", "read", "write"]
+    (announced,) = told.announced
+    assert announced == (
+        "writes at most 36.00 MiB (37748736 bytes) in at most 20 s, and less once the rate has fallen and is steady;"
+        " --max-write and --runtime set other bounds"
+    )
+    assert [row.rw for row in result.rows] == ["write", "read", "write"]
+    assert result.sustained is not None
+    assert result.sustained.written_bytes == result.rows[0].write.bytes == 36 * MIB
+    assert result.written_bytes <= 40 * MIB
+    assert result.settings.runtime == bench.WINDOW
+    assert result.verdict is not None
+    told_verdict = result.verdict
+    reading, writing = (
+        told_verdict.read_bytes / result.rows[1].rate,
+        told_verdict.write_bytes / result.sustained.sustained,
+    )
+    assert told_verdict.seconds == pytest.approx(reading + writing)
 
 
 def test_a_bad_transfer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

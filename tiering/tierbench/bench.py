@@ -25,14 +25,16 @@ from tiering.tierbench.result import Machine, Result, Row, Settings, Sustained, 
 from tiering.tierbench.words import NAMES, ReadWrite, writes
 
 WINDOW = 2.5  # seconds, unless told: with the preparation three of them take ten
+PREPARATION_SHARE, SUSTAINED_SHARE = 0.5, 0.9  # of --max-write, that writing the files once may take
 PREPARATION = 2.0  # seconds that writing the files may take, unless their size was asked for
 MEMORY_SHARE = 0.5  # of what is free
 
 
 class Phases(Protocol):
-    """Who is told of the progress: of each phase when it begins, and by what is returned of each sample in it."""
+    """Who is told of the progress: of a phase when it begins, by what it returns of each sample, and of what else."""
 
     def phase(self, name: str, seconds: float | None) -> Watch: ...
+    def announce(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -170,16 +172,20 @@ class _Run:
         if asked.sustained and wanted is None:
             from tiering.tierbench import sustained
 
-            wanted = min(map(sustained.span, self._directories, self._backings))
+            wanted = min(
+                sustained.span(directory, backing, sharing=asked.numjobs * len(self._sharing(backing)))
+                for directory, backing in zip(self._directories, self._backings, strict=True)
+            )
         size = target.file_size(self._directories, numjobs=asked.numjobs, bs=asked.bs, asked=wanted)
         if asked.max_write is not None:  # the files are written once before anything is measured
             files = len(self._directories) * asked.numjobs
-            most = asked.max_write // (2 * files) // asked.bs * asked.bs
+            share = SUSTAINED_SHARE if asked.sustained else PREPARATION_SHARE
+            most = int(asked.max_write * share) // files // asked.bs * asked.bs
             least = 4 * asked.bs
             if most < least:
                 raise ConfigError(
                     f"--max-write {format_size(asked.max_write)} is too little for {files} file(s) in blocks of"
-                    f" {format_size(asked.bs)}: give at least {format_size(2 * files * least)}, or a smaller --bs"
+                    f" {format_size(asked.bs)}: give at least {format_size(files * least / share)}, or a smaller --bs"
                 )
             size = min(size, most)
         return size
@@ -203,7 +209,7 @@ class _Run:
             iodepth=asked.iodepth,
             numjobs=asked.numjobs,
             size=size,
-            runtime=asked.runtime or WINDOW,
+            runtime=WINDOW if asked.sustained else asked.runtime or WINDOW,
             ramp_time=asked.ramp_time,
             direct=asked.direct,
             ioengine=asked.ioengine,
@@ -220,7 +226,7 @@ class _Run:
             limit = PREPARATION if asked.size is None else None
             row = load.lay_out(seconds=limit, watch=self._phase("writing once", limit))
             self._interrupted = not row.complete
-        seconds = asked.runtime or WINDOW
+        seconds = WINDOW if asked.sustained else asked.runtime or WINDOW
         for rw in asked.rws:
             if self._interrupted:
                 return
@@ -244,6 +250,8 @@ class _Run:
         from tiering.tierbench import sustained
 
         seconds = self._asked.runtime or sustained.SECONDS
+        if self._phases is not None:
+            self._phases.announce(sustained.announcement(load.ground.total_bytes, seconds))
         watch = self._phase("sustained write", seconds)
         row, self._sustained = sustained.run(load, seconds=seconds, watch=watch)
         self._rows.append(row)
@@ -260,17 +268,26 @@ class _Run:
             if early is None or late is None:
                 found.append(None)
                 continue
-            names = {drive.name for drive in backing.drives}
-            sharing = [
-                directory
-                for directory, other in zip(self._directories, self._backings, strict=True)
-                if names & {drive.name for drive in other.drives}
-            ]
+            sharing = self._sharing(backing)
             share = sum(directory in sharing for each in files for directory in each) / sum(map(len, files))
             moved = (late[0] - early[0], late[1] - early[1])
             ours = (ground.read_bytes * share, ground.written_bytes * share)
             found.append((max(0, int(moved[0] - ours[0])), max(0, int(moved[1] - ours[1]))))
         return found
+
+    def _sharing(self, backing: Backing) -> list[Path]:
+        """The directories that are on drives of ``backing``; where drives are not told, on its file system."""
+
+        def place(of: Backing) -> set[str]:
+            return {drive.name for drive in of.drives} or {
+                f"{of.file_system.source} {of.file_system.mount_point}"
+            }
+
+        return [
+            directory
+            for directory, other in zip(self._directories, self._backings, strict=True)
+            if place(backing) & place(other)
+        ]
 
     def _meaning(self, settings: Settings) -> tuple[Verdict | None, dict[str, Any]]:
         """The verdict and the configuration: of figures that are the drive's."""

@@ -50,6 +50,11 @@ class Ground:
             raise
         self.written_once = [[0 for _ in self.directories] for _ in range(numjobs)]
 
+    @property
+    def total_bytes(self) -> int:
+        """Of all files."""
+        return self.size * sum(len(files) for files in self.files)
+
     def may_write(self, nbytes: int) -> bool:
         """Whether ``max_write`` has room for so many bytes more; if so they are taken. Every lane asks."""
         with self._lock:

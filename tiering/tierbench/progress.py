@@ -78,6 +78,11 @@ class Progress:
 
         return watch
 
+    def announce(self, text: str) -> None:
+        """A line that stays."""
+        if self._console is not None:
+            self._console.print(f"tierbench: {text}", markup=False, highlight=False, soft_wrap=True)
+
     def _end(self) -> None:
         if self._phase is not None:
             self._say(f"{self._phase.name}: {self._phase.mean()}")
@@ -85,8 +90,8 @@ class Progress:
 
     def _say(self, text: str) -> None:
         """A line of its own, where there is none that is drawn again."""
-        if self._console is not None and self._live is None:
-            self._console.print(f"tierbench: {text}", markup=False, highlight=False, soft_wrap=True)
+        if self._live is None:
+            self.announce(text)
 
     def _draw(self, phase: _Phase, done: float) -> None:
         from rich.text import Text

@@ -6,9 +6,9 @@ import math
 import random
 from collections.abc import Callable
 
-from tiering.tierbench.explore import CannotStart, Ended, explore
+from tiering.tierbench.explore import CannotStart, Ended, Taken, explore
 from tiering.tierbench.load import Watch
-from tiering.tierbench.result import Latencies, Row, Sample, Traffic
+from tiering.tierbench.result import Sample
 from tiering.tierbench.sweep import Cell, Grid, Sweep
 
 K, M = 1 << 10, 1 << 20
@@ -51,7 +51,7 @@ class FakeDrive:
         self.missing: tuple[str, ...] = ()
         self.windows = 10**9
 
-    def window(self, cell: Cell | None, tell: Watch | None) -> Row:
+    def window(self, cell: Cell | None, tell: Watch | None) -> Taken:
         cell = cell or HOME
         if cell.ioengine in self.missing:
             raise CannotStart(f"{cell.ioengine} is not to be had")
@@ -63,19 +63,9 @@ class FakeDrive:
         self.swing = self.swing * decay + self.random.gauss(0, 0.35 * math.sqrt(1 - decay**2))
         factor = math.exp(max(-0.69, min(0.69, self.swing))) if self.swings else 1.0
         rate = 3e9 * self.truth(cell) * factor * math.exp(self.random.gauss(0, self.noise))
-        moved = round(rate * SECONDS)
         if tell is not None:
             tell(Sample(at=SECONDS, read=rate, write=0.0), 1.0)
-        tails = Latencies(p50=0.0, p95=0.0, p99=cell.in_flight / rate, p999=0.0, max=0.0)
-        return Row(
-            rw="read",
-            seconds=SECONDS,
-            read=Traffic(bytes=moved, ops=1, latency=tails),
-            write=Traffic(),
-            cpu_seconds=moved / cell.bs * 1e-5,
-            worst_second=None,
-            paths=(),
-        )
+        return Taken(rate, cpu_per_gb=1e4 / cell.bs, p99=cell.in_flight / rate)
 
 
 def played(drive: FakeDrive, budget: float = 60.0) -> tuple[Sweep, str]:

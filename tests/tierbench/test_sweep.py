@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tierbench.fake_drive import GRID, HOME, FakeDrive, K, M, flat, peaked, played, suited
+from tiering.tierbench.explore import taken
+from tiering.tierbench.result import Row, Sample
 from tiering.tierbench.sweep import FEWEST, MOST_IN_FLIGHT, Cell, Grid, Reading, Sweep, Verdict
 
 
@@ -164,3 +166,14 @@ def test_a_reference_that_is_not_among_the_values_is_enough_to_begin() -> None:
     assert Grid(HOME, (("io_uring", True),), (M,), (16,)).start() == []  # the reference itself
     far = Grid(HOME, (("libaio", True), ("threads", True)), (2 * M, 4 * M, 8 * M, 16 * M), (1, 2, 3, 4))
     assert len(far.start()) > 0
+
+
+def test_a_window_is_judged_by_what_went_while_its_queues_were_full() -> None:
+    samples = [Sample(at=at, read=rate, write=0.0) for at, rate in ((0.1, 1e9), (0.2, 3e9), (0.3, 9e9))]
+    row = Row.model_validate(
+        {
+            "rw": "read", "seconds": 0.3, "read": {"bytes": 13 * 10**8, "ops": 1}, "write": {}, "cpu_seconds": 0.13,
+            "worst_second": None, "paths": (), "samples": samples,
+        }
+    )  # fmt: skip
+    assert taken(row, 0.2) == pytest.approx((2e9, 0.1, 0.3))  # without the drain

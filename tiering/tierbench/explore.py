@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tiering.tierbench.bench import Phases
 from tiering.tierbench.load import Watch
@@ -15,10 +15,18 @@ from tiering.tierbench.sweep import Cell, Reading, Sweep, pairs
 _SEED = 11
 
 
+class Taken(NamedTuple):
+    """What a window showed: bytes per second, CPU seconds per 10^9 bytes, seconds."""
+
+    rate: float
+    cpu_per_gb: float
+    p99: float
+
+
 class Bench(Protocol):
     """What measures windows of settings; ``None`` stands for the defaults."""
 
-    def window(self, cell: Cell | None, tell: Watch | None) -> Row: ...
+    def window(self, cell: Cell | None, tell: Watch | None) -> Taken: ...
 
 
 class Ended(Exception):  # noqa: N818 # an end, and no error
@@ -52,11 +60,11 @@ def explore(
             )
             for pair in pairs(cells):
                 started = clock()
-                rows = [(cell, clock() - began, _row(bench, sweep, cell, tell)) for cell in pair]
+                found = [(cell, clock() - began, _setting(bench, sweep, cell, tell)) for cell in pair]
                 after = _reference(bench, sweep, clock() - began, tell)
-                for cell, at, row in rows:
-                    if row is not None:
-                        sweep.add(cell, _reading(row, at, before, after))
+                for cell, at, each in found:
+                    if each is not None:
+                        sweep.add(cell, Reading(at=at, before=before, after=after, **each._asdict()))
                 before = after
                 if clock() + (clock() - started) > until:
                     return "the time was over"
@@ -65,7 +73,27 @@ def explore(
     return "more would not have changed it"
 
 
-def _row(bench: Bench, sweep: Sweep, cell: Cell, tell: _Rounds) -> Row | None:
+def taken(row: Row, seconds: float) -> Taken:
+    """What ``row`` shows of the ``seconds`` while its queues were full.
+
+    After a ramp a window counts what was in flight when it began, and what is drained after it. Beside so short a
+    window that is much where much is in flight, and would make deep queues look fast.
+    """
+    moved = at = 0.0
+    for sample in row.samples:
+        moved += sample.rate * (sample.at - at)
+        at = sample.at
+        if at >= 0.99 * seconds:
+            break
+    tails = [traffic.latency.p99 for _, traffic in row.directions() if traffic.latency is not None]
+    return Taken(
+        rate=max(1.0, moved / at if at else row.rate),  # a drive that stood still has no logarithm
+        cpu_per_gb=row.cpu_per_gb,
+        p99=max(tails, default=row.seconds),
+    )
+
+
+def _setting(bench: Bench, sweep: Sweep, cell: Cell, tell: _Rounds) -> Taken | None:
     try:
         return bench.window(cell, tell.window())
     except CannotStart as why:
@@ -74,26 +102,9 @@ def _row(bench: Bench, sweep: Sweep, cell: Cell, tell: _Rounds) -> Row | None:
 
 
 def _reference(bench: Bench, sweep: Sweep, at: float, tell: _Rounds | None) -> float:
-    row = bench.window(None, None if tell is None else tell.window())
-    rate = _rate(row)
-    sweep.reference.append(_reading(row, at, rate, rate))
-    return rate
-
-
-def _reading(row: Row, at: float, before: float, after: float) -> Reading:
-    tails = [traffic.latency.p99 for _, traffic in row.directions() if traffic.latency is not None]
-    return Reading(
-        at=at,
-        rate=_rate(row),
-        cpu_per_gb=row.cpu_per_gb,
-        p99=max(tails, default=row.seconds),
-        before=before,
-        after=after,
-    )
-
-
-def _rate(row: Row) -> float:
-    return max(row.rate, 1.0)  # a drive that stood still has no logarithm
+    found = bench.window(None, None if tell is None else tell.window())
+    sweep.reference.append(Reading(at=at, before=found.rate, after=found.rate, **found._asdict()))
+    return found.rate
 
 
 class _Rounds:

@@ -25,7 +25,7 @@ from tiering.fields import format_size
 from tiering.swap_file import free_bytes
 from tiering.tierbench import config_file, target, tuned, words
 from tiering.tierbench.bench import Phases, machine
-from tiering.tierbench.explore import CannotStart, Ended, explore
+from tiering.tierbench.explore import CannotStart, Ended, Taken, explore, taken
 from tiering.tierbench.load import Ground, Load, Watch
 from tiering.tierbench.result import Engine, Row, Settings, Target
 from tiering.tierbench.sweep import MOST_IN_FLIGHT, Cell, Grid, Sweep, brief
@@ -193,7 +193,7 @@ class _Drives:
         with Load(self.ground, _settings(None)) as load:
             return load.lay_out(seconds=seconds, watch=watch)
 
-    def window(self, cell: Cell | None, tell: Watch | None) -> Row:
+    def window(self, cell: Cell | None, tell: Watch | None) -> Taken:
         try:
             load = Load(self.ground, _settings(cell))
         except SwapError as error:
@@ -212,7 +212,7 @@ class _Drives:
             raise CannotStart(
                 engine.passed_over.get("registered_buffers", "its buffers could not be registered")
             )
-        return row
+        return taken(row, WINDOW)
 
 
 def tune(

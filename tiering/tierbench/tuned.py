@@ -69,10 +69,11 @@ class Tuned(Record):
     size: int = Field(description="Bytes of each file that were used.")
     window: float
     tried: tuple[Tried, ...]
-    defaults: Tried
-    recommended: Tried
+    defaults_at: int = Field(description="Place in ``tried``.")
+    recommended_at: int
+    best_at: int = Field(description="The fastest of those that were measured often enough to tell.")
     why: str
-    alike: int = Field(description="How many are as fast as the best, within SAME.")
+    alike: int = Field(description="How many are as fast as that, or slower by SAME at most.")
     flat_bs: tuple[int, int] = Field(
         description="Block sizes from ... to that are as fast as the best, at the depth recommended."
     )
@@ -88,6 +89,18 @@ class Tuned(Record):
     config: dict[str, Any]
     ended: str = Field(description="Why no more was measured.")
     interrupted: bool = False
+
+    @property
+    def defaults(self) -> Tried:
+        return self.tried[self.defaults_at]
+
+    @property
+    def recommended(self) -> Tried:
+        return self.tried[self.recommended_at]
+
+    @property
+    def best(self) -> Tried:
+        return self.tried[self.best_at]
 
 
 def found(sweep: Sweep, left_out: dict[str, str], **told: Any) -> Tuned:
@@ -111,8 +124,9 @@ def found(sweep: Sweep, left_out: dict[str, str], **told: Any) -> Tuned:
     front = verdict.front
     return Tuned(
         tried=tuple(map(tried, verdict.standings)),
-        defaults=tried(verdict.reference),
-        recommended=tried(verdict.recommended),
+        defaults_at=verdict.standings.index(verdict.reference),
+        recommended_at=verdict.standings.index(verdict.recommended),
+        best_at=verdict.standings.index(verdict.best),
         why=verdict.why,
         alike=len(verdict.alike),
         flat_bs=verdict.flat("bs"),
@@ -190,11 +204,15 @@ def _sentences(tuned: Tuned) -> Iterator[str]:
             " more CPU and memory, or that were measured once or twice: --json has them."
         )
     chosen, defaults = tuned.recommended, tuned.defaults
-    if chosen.cell == defaults.cell:
+    if chosen is defaults:
         yield f"Keep the defaults, {defaults.cell}: {tuned.why}."
     else:
         yield f"Use {chosen.cell}: {tuned.why}."
-    yield f"{tuned.alike} of {len(tuned.tried)} settings are within {SAME:.0%} of the best; {_flat(tuned)}."
+    best = "the defaults" if tuned.best is defaults else str(tuned.best.cell)
+    yield (
+        f"{tuned.alike} of {len(tuned.tried)} settings are as fast as {best}, or at most {SAME:.0%} slower;"
+        f" {_flat(tuned)}."
+    )
     cheaper = [
         each
         for each in tuned.tried
@@ -202,7 +220,7 @@ def _sentences(tuned: Tuned) -> Iterator[str]:
         and each.ratio.point >= 1 - SAME
         and each.cpu_per_gb < CHEAPER * chosen.cpu_per_gb
     ]
-    if cheaper and chosen.cell == defaults.cell:
+    if cheaper and chosen is defaults:
         least = min(cheaper, key=lambda each: each.cpu_per_gb)
         yield (
             f"{least.cell} takes {least.cpu_per_gb / chosen.cpu_per_gb:.0%} of their CPU time per byte at"

@@ -195,10 +195,8 @@ class _Run:
         asked, share = self._asked, {"read": 0.0, "write": 1.0, "rw": 0.5}
         runs = sum(share[rw.removeprefix("rand")] for rw in asked.rws) * 2 * (self._pairs + 1)
         if runs:
-            most = "no bound; --max-write is one" if asked.max_write is None else format_size(asked.max_write)
-            self._say(
-                f"this will write about {figures.nbytes(runs * self._expected, 2)} to the drive (at most: {most})"
-            )
+            bound = "--max-write is a bound" if asked.max_write is None else format_size(asked.max_write)
+            self._say(f"about {figures.nbytes(runs * self._expected, 2)} will be written (at most: {bound})")
 
     def _window(self, rw: ReadWrite) -> None:
         asked = self._asked
@@ -212,13 +210,13 @@ class _Run:
         )
         watch = self._phases.phase(rw, None)
         pairs: list[Pair] = []
-        elapsed = 0.0
+        elapsed, runs = 0.0, 0
 
         def told(reading: Reading) -> Reading:
-            nonlocal elapsed
-            elapsed += reading.seconds
+            nonlocal elapsed, runs
+            elapsed, runs = elapsed + reading.seconds, runs + 1
             read, written = reading.read_bytes / reading.seconds, reading.written_bytes / reading.seconds
-            watch(Sample(at=elapsed, read=read, write=written), len(pairs) / self._pairs)
+            watch(Sample(at=elapsed, read=read, write=written), runs / (2 * self._pairs + 2))
             self._most_written[rw] = max(self._most_written.get(rw, 0), reading.written_bytes)
             return reading
 
@@ -239,6 +237,8 @@ class _Run:
             row = self.load.run(rw, seconds=self.settings.runtime)
             if not row.complete:
                 raise KeyboardInterrupt
+            if not row.bytes:
+                raise ConfigError(f"nothing was moved in {row.seconds:.2f} s; give a longer --runtime")
             return told(Reading(row.read.bytes, row.write.bytes, row.seconds, row.cpu_seconds))
 
         try:

@@ -136,7 +136,7 @@ def command(
     if lean:
         arguments["gtod_reduce"] = 1
     if most_written is not None and writes(job.rw):
-        arguments["rate"] = f",{int(most_written / seconds / threads)}"
+        arguments["rate"] = f",{max(1, int(most_written / seconds / threads))}"
     files = [
         word
         for path in job.paths

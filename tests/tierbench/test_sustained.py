@@ -74,23 +74,21 @@ def test_a_cache_is_found_within_a_tenth_of_its_end(fall: float, before: int, af
 
 
 def test_a_cache_of_two_levels_is_sustained_at_the_last() -> None:
-    rates = [each * GB * level for level in (6, 2, 0.5) for each in noise(200, seed=int(level * 10))]
+    rates = [each * GB * level for level in (6, 1, 0.4) for each in noise(200, seed=int(level * 10))]
     found = cliff(samples(rates))
-    assert found is not None and found.sustained == pytest.approx(0.5 * GB, rel=0.1)
+    assert found is not None and found.sustained == pytest.approx(0.4 * GB, rel=0.1)
 
 
 def test_what_swings_has_no_cache() -> None:
-    told = {
-        "noise": sum(cliff(samples(noise(600, seed))) is not None for seed in range(40)),
-        "throttle": sum(cliff(samples(swings(600, seed, 1 / 3, mean=40))) is not None for seed in range(40)),
-        "twofold": sum(cliff(samples(swings(600, seed, 1 / 2, mean=150))) is not None for seed in range(40)),
-        "faster": sum(
-            cliff(samples([*noise(200, seed), *(3 * x for x in noise(200, seed))])) is not None
-            for seed in range(40)
-        ),
-    }
-    assert told["noise"] == told["twofold"] == told["faster"] == 0
-    assert told["throttle"] <= 4  # one that came once, and stayed, is what a cache looks like
+    def taken_for_one(rates: Callable[[int], list[float]]) -> int:
+        return sum(cliff(samples([GB * each for each in rates(seed)])) is not None for seed in range(40))
+
+    assert taken_for_one(lambda seed: noise(600, seed)) == 0
+    assert taken_for_one(lambda seed: swings(600, seed, 1 / 2, mean=150)) == 0
+    assert taken_for_one(lambda seed: [*noise(200, seed), *(3 * each for each in noise(200, seed))]) == 0
+    # One that came once, and stayed, is what a cache looks like.
+    assert taken_for_one(lambda seed: swings(600, seed, 1 / 3, mean=40)) <= 4
+    assert taken_for_one(lambda seed: swings(600, seed, 1 / 10, mean=60)) <= 4
 
 
 def test_an_end_that_is_not_clear_is_told() -> None:

@@ -67,6 +67,14 @@ def test_each_setting_is_measured_beside_the_reference_in_fair_shares() -> None:
     assert all(cell.in_flight <= MOST_IN_FLIGHT for cell in drive.seen)
 
 
+def test_the_better_half_is_measured_again() -> None:
+    cells = GRID.start()
+    rates = {cell: [reading(1e9 + 1e6 * place)] for place, cell in enumerate(cells)}
+    sweep = Sweep(GRID, rates, [reading(1e9)] * 2, rounds=1)
+    again = [cell for cell in sweep.next_round() if cell in rates]
+    assert again == cells[: len(cells) // 2 - 1 : -1]
+
+
 def test_what_cannot_start_is_left_out_and_told_once() -> None:
     drive = FakeDrive(peaked, noise=0.01, swings=False)
     drive.missing = ("libaio",)
@@ -99,7 +107,7 @@ def judged(rates: dict[Cell, list[Reading]]) -> Verdict:
 
 
 def test_of_settings_that_are_as_fast_the_one_with_least_cpu_and_then_memory_is_used() -> None:
-    fast, lean, small = (Cell("libaio", bs, 16, registered=True) for bs in (4 * M, 2 * M, 256 * K))
+    fast, lean, small = (Cell("libaio", bs, 16, registered=True) for bs in (2 * M, 4 * M, 256 * K))
     rates = {
         fast: [reading(1.52e9, cpu=0.010)] * 4,
         lean: [reading(1.50e9, cpu=0.005)] * 4,

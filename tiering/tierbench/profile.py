@@ -111,5 +111,5 @@ def _asked(options: argparse.Namespace) -> Asked:
         bs=options.bs,
         iodepth=options.iodepth,
         ioengine=options.ioengine,
-        command=shlex.join(["tierbench", *sys.argv[1:]]),
+        command=shlex.join(["tierbench", "profile", *sys.argv[2:]]),
     )

@@ -170,7 +170,7 @@ def show(found: Profile, console: Console) -> None:
     """Print it."""
 
     def put(text: str = "") -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(figures.legible(text), markup=False, highlight=False, soft_wrap=True)
 
     if found.interrupted:
         put("Interrupted: this is what was replayed until then.\n")
@@ -183,6 +183,9 @@ def show(found: Profile, console: Console) -> None:
         f" ({found.bs} bytes), iodepth {found.iodepth}; {found.slots} slots of {format_size(found.slot_bytes)}; extents"
         f" take turns in {format_size(found.space_bytes)}."
     )
+    for each in found.targets:
+        for drive in each.backing.drives:
+            put(f"{each.directory} is on {drive}.")
     put()
     console.print(_table(found), markup=False, highlight=False)
     put()

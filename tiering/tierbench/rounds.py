@@ -121,6 +121,7 @@ class _Run:
         self._phases = phases
         self._windows: list[list[Row]] = []  # before the first round, and after each
         self._rounds: list[tuple[Taken, ...]] = []
+        self._notes: list[str] = []
 
     def run(self, model: str, params: int) -> Profile:
         asked, load = self._asked, self._plan.workload
@@ -129,6 +130,8 @@ class _Run:
             Target(directory=str(each), backing=drives.behind(each), free_bytes=free_bytes(each))
             for each in self._directories
         )
+        for each in targets:
+            self._notes += target.warnings(Path(each.directory), each.backing)
         size = target.file_size(self._directories, numjobs=1, bs=PAGE, asked=asked.size)
         settings = self._settings(size)
         for_plain = None if asked.max_write is None else asked.max_write // PLAIN_SHARE
@@ -146,6 +149,9 @@ class _Run:
             Load(ground, settings) as windows,
         ):
             ground.max_write = for_plain
+            self._notes += [
+                f"{directory}: {what}" for directory, lost in ground.lost.items() for what in lost
+            ]
             interrupted = self._measure(replay, windows)
             read, written = replay.moved
             read, written = read + ground.read_bytes, written + ground.written_bytes
@@ -173,7 +179,7 @@ class _Run:
             plain=plain.as_dict(),
             read_bytes=read,
             written_bytes=written,
-            notes=tuple(self._notes(replay)),
+            notes=(*self._notes, *self._remarks(replay)),
             interrupted=interrupted,
         )
 
@@ -271,7 +277,7 @@ class _Run:
         for number, taken in enumerate(self._rounds):
             yield Round(taken, _mean(rates_of(rows) for rows in self._windows[number : number + 2]))
 
-    def _notes(self, replay: Replay) -> Iterator[str]:
+    def _remarks(self, replay: Replay) -> Iterator[str]:
         if replay.full:
             most = format_size(self._asked.max_write or 0)
             yield f"ended early: no more than --max-write {most} may be written"

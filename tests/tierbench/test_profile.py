@@ -1,0 +1,167 @@
+"""The command: what it replays and tells, by which configuration, and how it ends early."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tiering.planning.rates import Rates
+from tiering.tierbench import cli, rounds
+from tiering.tierbench.fetching import Fetches
+from tiering.tierbench.pattern import Turn
+from tiering.tierbench.profiled import Profile, Round, results, show
+from tiering.tierbench.replay import Taken
+
+# The smallest decoder that there is: embedding and head are a group each, the parameters of its blocks are small ones.
+PARAMS = 8_716_928
+FETCHED = 2 * 32_000 * 128
+SMALL = ("--params", str(PARAMS), "--state", "split+bf16")
+STATE, PARAM = 6, 2  # bytes of each, of that format
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "WINDOW", 0.02)
+    monkeypatch.setattr(rounds, "PLAIN_BYTES", 16 << 20)
+
+
+def profiled(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> Profile:
+    assert cli.main(["profile", *map(str, arguments), *SMALL, "--quiet", "--json"]) == code
+    told = json.loads(capsys.readouterr().out)
+    assert (told["schema_version"], told["kind"]) == (1, "profile")
+    return Profile.model_validate(told)
+
+
+def test_whole_steps_are_replayed_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "ds.json"
+    offload = {"device": "nvme", "nvme_path": "/not/here"}
+    config.write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": 1,
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
+                "tiering": {
+                    "cache_in_host": False,
+                    "io": {"engine": "threads", "queue_depth": 8, "block_size": "512K"},
+                },
+            }
+        )
+    )
+    where = tmp_path / "swap"
+    where.mkdir()
+    found = profiled(
+        capsys,
+        where,
+        "--steps",
+        2,
+        "--with-kernels",
+        "--config",
+        config,
+        "--iodepth",
+        4,
+        "--host-budget",
+        "1G",
+    )
+    assert (found.pattern, found.state, found.kernels) == ("mixed", "split+bf16", True)
+    assert (found.engine.ioengine, found.bs, found.iodepth) == ("threads", 512 << 10, 4)
+    assert (found.params, found.interrupted) == (PARAMS, False)
+    forward, backward, step = found.phases
+    assert [each.name for each in found.phases] == ["forward", "backward", "step"]
+    assert [each.replayed for each in found.phases] == [2, 2, 2]
+    assert forward.read_bytes == backward.read_bytes == PARAM * FETCHED
+    assert forward.write_bytes == backward.write_bytes == 0
+    assert step.read_bytes == step.write_bytes == pytest.approx(STATE * PARAMS + PARAM * FETCHED, rel=1e-3)
+    assert step.stalled is not None and 0 < step.stalled < 1
+    assert {*found.plain} == {"nvme_read", "nvme_write", "nvme_mixed"}
+    for each in found.phases:
+        assert each.plain_seconds is not None and each.ratios == pytest.approx(
+            [each.plain_seconds / each.seconds]
+        )
+    assert found.written_bytes > found.space_bytes + 2 * step.write_bytes, "plain windows write, too"
+    assert [*where.iterdir()] == []
+
+
+def test_a_part_of_a_step_tells_of_the_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = profiled(capsys, tmp_path, "--pattern", "optimizer", "--runtime", "30ms")
+    (step,) = found.phases
+    assert 0 < step.replayed < 2
+    assert len(step.ratios) == rounds.ROUNDS
+    assert step.of_plain == sorted(step.ratios)[1]
+    printed = io.StringIO()
+    show(found, Console(file=printed, width=80))
+    lines = printed.getvalue().splitlines()
+    assert f"Optimizer step of 8.72M parameters: {step.seconds:.3g}"[:40] in printed.getvalue()
+    assert max(len(line) for line in lines if line.startswith(("phase", "step"))) <= 80
+
+
+def test_ctrl_c_prints_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    acquire, calls = Fetches.acquire, []
+
+    def interrupted(self: Fetches, group: int) -> None:
+        calls.append(group)
+        if len(calls) == 4:  # of two in each pass
+            raise KeyboardInterrupt
+        acquire(self, group)
+
+    monkeypatch.setattr(Fetches, "acquire", interrupted)
+    found = profiled(capsys, tmp_path, "--steps", 5, code=130)
+    assert found.interrupted
+    assert [each.name for each in found.phases][:1] == ["forward"]
+    assert found.phases[0].replayed == 1
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_no_more_is_written_than_may_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    most = 220 << 20
+    found = profiled(capsys, tmp_path, "--pattern", "optimizer", "--steps", 50, "--max-write", most)
+    assert found.space_bytes < found.written_bytes <= most
+    assert any("--max-write" in note for note in found.notes)
+    assert found.phases[0].replayed > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--params", "7"), 2, "no decoder"),
+        (("--params", "many"), 2, "--params"),
+        (("--steps", "0"), 2, "--steps"),
+        (("--size", "1M"), 2, "give --size"),
+        (("--max-write", "1M"), 2, "--max-write"),
+        (("--host-budget", "1M"), 2, "raise host_budget"),
+        (("--host-budget", "8G", "--pattern", "params"), 2, "moves nothing"),
+        (("--size", "1000T"), 3, "smaller --size"),
+    ],
+)
+def test_what_cannot_be_replayed_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    told = [] if arguments[0] == "--params" else SMALL[:2]
+    assert cli.main(["profile", str(tmp_path), *told, *arguments, "--quiet"]) == code
+    assert words in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_a_cut_turn_stands_for() -> None:
+    """Of three micro-batches the first and one of the others were replayed, that one for half of it."""
+    first, other = Turn("backward", 100, 50), Turn("backward", 150, 50, times=2, accumulates=True)
+    taken = (
+        Taken(first, seconds=3.0, read=90, written=50, stalled=3.0, computed=0.0, complete=True),
+        Taken(other, seconds=2.0, read=75, written=25, stalled=2.0, computed=0.0, complete=False),
+    )
+    plain = Rates(nvme_read=50.0, nvme_write=25.0, nvme_mixed=100.0)
+    (found,) = results([first, other], [Round(taken, plain)], plain)
+    assert (found.read_bytes, found.write_bytes) == (400, 150)
+    assert found.seconds == pytest.approx(3.0 + 2 * 4.0)
+    assert found.plain_seconds == pytest.approx(2 * 150 / 100 + (400 - 150) / 50)
+    assert found.ratios == pytest.approx([8.0 / 11.0])
+    assert found.replayed == pytest.approx((150 + 2 * 100) / 550)
+    assert found.bound == "reads"
+    assert found.stalled is None
+    assert list(results([first, other], [Round(taken[:1], plain)], plain)) == []

@@ -18,7 +18,7 @@ from tiering.tierbench import cli, tune, tuned
 from tiering.tierbench.bench import machine
 from tiering.tierbench.load import Load
 from tiering.tierbench.result import Row, Settings
-from tiering.tierbench.sweep import Sweep
+from tiering.tierbench.sweep import Sweep, brief
 from tiering.tierbench.tuned import Tuned, show
 
 MIB = 1 << 20
@@ -225,6 +225,7 @@ def test_a_table_fits_and_says_what_it_comes_to(width: int) -> None:
     text = " ".join(told.split())
     best = sweep.verdict().recommended.cell
     assert f"Use {best}: it moves 1." in text
+    assert f"It has {brief(best.in_flight)} in flight, the defaults 16M, and a p99 of" in text
     assert f"of {len(sweep.readings) + 1} settings are as fast as {best}, or at most 5% slower" in text
     assert "Left out: io_uring: forbidden." in text
     assert "wrote 20.0 GB, read 10.0 GB" in text

@@ -207,7 +207,11 @@ def _sentences(tuned: Tuned) -> Iterator[str]:
     if chosen is defaults:
         yield f"Keep the defaults, {defaults.cell}: {tuned.why}."
     else:
-        yield f"Use {chosen.cell}: {tuned.why}."
+        yield (
+            f"Use {chosen.cell}: {tuned.why}. It has {brief(chosen.in_flight)} in flight, the defaults"
+            f" {brief(defaults.in_flight)}, and a p99 of {figures.latency(chosen.p99)}, theirs"
+            f" {figures.latency(defaults.p99)}."
+        )
     best = "the defaults" if tuned.best is defaults else str(tuned.best.cell)
     yield (
         f"{tuned.alike} of {len(tuned.tried)} settings are as fast as {best}, or at most {SAME:.0%} slower;"

@@ -119,8 +119,25 @@ def test_of_settings_that_are_as_fast_the_one_with_least_cpu_and_then_memory_is_
     assert "of the 2 that are as fast" in told.why
     rates[small] = [reading(1.49e9, cpu=0.0051)] * 4
     assert judged(rates).recommended.cell == small  # CPU alike, less memory
+    rates[small._replace(ioengine="io_uring")] = [reading(1.48e9, cpu=0.0052)] * 4
+    assert judged(rates).recommended.cell.ioengine == "io_uring"  # as "auto" finds it
     assert [each.cell for each in told.front] == [fast, lean, small]
     assert HOME not in [each.cell for each in told.front]
+
+
+def test_what_noise_could_set_apart_is_as_fast() -> None:
+    fast, lean = (Cell("libaio", bs, 16, registered=True) for bs in (2 * M, 4 * M))
+    scattered = [1.0, 0.9, 1.1, 0.95, 1.05]
+
+    def told(rate: float) -> Cell:
+        rates = {
+            fast: [reading(2e9 * each, cpu=0.010) for each in scattered],
+            lean: [reading(rate * each, cpu=0.005) for each in scattered],
+        }
+        return judged(rates).recommended.cell
+
+    assert told(1.85e9) == lean
+    assert told(1.5e9) == fast
 
 
 def test_a_gain_that_is_small_or_not_sure_is_none() -> None:

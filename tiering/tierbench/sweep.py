@@ -286,9 +286,8 @@ class Sweep:
         faster = [each for each in standings if each is not home and _surely_faster(each)]
         if not faster:
             return Verdict(standings, home, home, _why_kept(best, home, standings), self.noise())
-        fastest = faster[0]
-        as_fast = [each for each in faster if _same(each, fastest) or each.ratio.high >= fastest.ratio.point]
-        chosen = _cheapest(as_fast)
+        as_fast = [each for each in faster if _same(each, faster[0]) or _tied(each, faster[0])]
+        chosen = _cheapest(as_fast, home.cell)
         why = (
             f"it moves {_times(chosen)} what the defaults do ({chosen.ratio.low:.2f} to"
             f" {chosen.ratio.high:.2f})"
@@ -330,11 +329,17 @@ def _same(standing: Standing, best: Standing) -> bool:
     return standing.ratio.point >= (1 - SAME) * best.ratio.point
 
 
-def _cheapest(standings: Sequence[Standing]) -> Standing:
-    """The least CPU per byte; where that differs by a tenth or less, the least memory in flight."""
+def _tied(one: Standing, other: Standing) -> bool:
+    """Whether noise alone could be what sets them apart."""
+    widths = [math.log(each.ratio.high / each.ratio.point) for each in (one, other)]
+    return abs(math.log(one.ratio.point / other.ratio.point)) <= math.hypot(*widths)
+
+
+def _cheapest(standings: Sequence[Standing], home: Cell) -> Standing:
+    """The least CPU per byte; where that differs by a tenth or less, the least memory, then the engine of ``home``."""
     least = min(each.cpu_per_gb for each in standings)
     cheap = [each for each in standings if each.cpu_per_gb <= 1.1 * least]
-    return min(cheap, key=lambda each: (each.cell.in_flight, each.cpu_per_gb))
+    return min(cheap, key=lambda each: (each.cell.in_flight, each.cell.ioengine != home.ioengine))
 
 
 def _why_kept(best: Standing, home: Standing, standings: Sequence[Standing]) -> str:

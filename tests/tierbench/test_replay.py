@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from tiering.plan import Plan, Tier
 from tiering.planning import sizing
 from tiering.planning.setting import Setting
 from tiering.tierbench import pattern
+from tiering.tierbench.fetching import Ended, Transfers
 from tiering.tierbench.pattern import share, turns_of
 from tiering.tierbench.replay import Replay
 from tiering.tierbench.rounds import Asked, configured
@@ -122,6 +124,7 @@ def recorded(replay: Replay, *, steps: int = 1) -> list[Moved]:
 ALL = {"offload_param": "nvme", "offload_optimizer": "nvme"}
 CASES: dict[str, dict[str, Any]] = {
     "embedding and head enclose the blocks": {"vocabulary": 300},
+    "a block fetched ahead, inside of others": {"vocabulary": 300, "prefetch": 60_000},
     "a group fetched ahead, of two micro-batches": {"prefetch": 60_000, "micro_batches": 2},
     "gradients, in small tiles, of two micro-batches": {
         "host_budget": 1_300_000,
@@ -221,31 +224,52 @@ def test_what_is_in_flight_at_once_shares_no_extent(tmp_path: Path) -> None:
     for kind, each in shared.items():
         of_place = [0 if extent is None else each.sizes[extent] for extent in each.extents]
         assert of_place == sizes[kind]
-    states = [extent for extent in shared["optimizer state"].extents if extent is not None]
-    at_once = plan.staging.slots + 1
-    assert all(len(set(states[i : i + at_once])) == at_once for i in range(len(states) - at_once))
-    assert len({*states}) < len(states)
+    assert len({*shared["optimizer state"].extents}) < len(plan.sub_groups)
     assert sum(each.nbytes for each in share(plan, "mixed", 2 * whole).values()) == whole
     with pytest.raises(ConfigError, match=r"give --size \d+M") as refused:
         share(plan, "mixed", 1 << 20)
     least = int(str(refused.value).split("--size ")[1].split("M")[0]) << 20
-    assert sum(each.nbytes for each in share(plan, "mixed", least).values()) <= least
+    fewest = share(plan, "mixed", least)
+    assert sum(each.nbytes for each in fewest.values()) <= least
+    states = fewest["optimizer state"].extents
+    at_once = plan.staging.slots + 1
+    assert all(len({*states[i : i + at_once]}) == at_once for i in range(len(states) - at_once))
 
 
-def test_a_turn_that_was_ended_leaves_nothing_to_the_next(tmp_path: Path) -> None:
-    plan, config = planned(tmp_path, host_budget=6 << 20)
+def test_a_turn_that_was_ended_leaves_nothing_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, config = planned(tmp_path, micro_batches=2, host_budget=8 << 20)
     assert Tier.NVME in plan.grad_tiers
+    lasts = 0
+
+    def ending(method: Callable[..., None]) -> Callable[..., None]:
+        def ended(self: Transfers, *arguments: Any) -> None:
+            nonlocal lasts
+            lasts -= 1
+            if self.until is not None and lasts < 0:
+                raise Ended
+            method(self, *arguments)
+
+        return ended
+
+    for method in ("check", "wait"):
+        monkeypatch.setattr(Transfers, method, ending(getattr(Transfers, method)))
     with Replay(plan, "mixed", [tmp_path], config, room=GIB) as replay:
         replay.lay_out()
-        whole = recorded(replay)
-        for turn in replay.turns:
-            ended = replay.take(turn, until=0.0)
-            assert not ended.complete
-            assert ended.turns < 1
-        assert Counter(recorded(replay)) == Counter(whole)
-        read, written = plan.nvme_traffic()
-        assert Counter(each.kind for each in whole) == Counter(each.kind for each in recorded(replay))
-        assert sum(each.nbytes for each in whole) == read + written
+        whole = Counter(recorded(replay))
+        for turn, looks in zip((*replay.turns, replay.turns[-1]), (3, 8, 1, 5, 9, 20), strict=True):
+            lasts = looks
+            taken = replay.take(turn, until=math.inf)
+            assert not taken.complete
+            assert taken.turns < 1
+        replay.settle()
+        for arena in (replay._tiles.staging, replay._gradients.window, *replay._fetches.arenas):
+            whole_arena = arena.try_lease(arena.capacity, "all")
+            assert whole_arena is not None, arena.by_kind
+            whole_arena.release()
+        assert Counter(recorded(replay)) == whole
+        assert sum(each.nbytes for each in whole.elements()) == sum(plan.nvme_traffic())
 
 
 def test_no_more_is_written_than_may_be(tmp_path: Path) -> None:

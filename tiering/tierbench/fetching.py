@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tiering.arena import Arena, Lease, round_up
+from tiering.arena import Arena, Lease
 from tiering.errors import SwapError
 from tiering.plan import Plan
 from tiering.swap_space import StripedExtent, SwapSpace
@@ -117,7 +117,6 @@ class Fetches:
         self._working = None if plan.workload.fetch_by_copy else Arena.map(plan.working_bytes, "working")
         self._left = plan.working_bytes
         self._window = Arena.map(plan.fetch_window_bytes, "fetch window")
-        self._places = {} if self._working is None else self._stacked()
         self._there: dict[int, _Fetched] = {}
         self._ahead: dict[int, int] = {}  # of these, those that are not in use: place in the order
         self._cursor = 0
@@ -197,11 +196,10 @@ class Fetches:
                 if lease is None:
                     return False
         else:
-            at, kind = self._places.get(group), "unsharded groups"
             lease = (
-                self._working.lease(nbytes, kind, at=at, alone=True)
+                self._working.lease(nbytes, "unsharded groups", alone=True)
                 if wait
-                else self._working.try_lease(nbytes, kind, at=at)
+                else self._working.try_lease(nbytes, "unsharded groups")
             )
             if lease is None:
                 return False
@@ -221,14 +219,3 @@ class Fetches:
                 dropped.lease.retire(dropped.read)
             elif dropped.lease is not None:
                 dropped.lease.release()
-
-    def _stacked(self) -> dict[int, int]:
-        """Where groups that enclose others lie: at the end of the room, outermost first, as the engine has them."""
-
-        def end(group: int | None) -> int:
-            if group is None:
-                return self._plan.working_bytes
-            nbytes = round_up(self._groups[group].param_bytes) if self.moves(group) else 0
-            return end(self._groups[group].parent) - nbytes
-
-        return {each.parent: end(each.parent) for each in self._groups if each.parent is not None}

@@ -170,10 +170,11 @@ def show(found: Profile, console: Console) -> None:
     """Print it."""
 
     def put(text: str = "") -> None:
-        console.print(figures.legible(text), markup=False, highlight=False, soft_wrap=True)
+        console.print(figures.legible(text), markup=False, highlight=False)
 
     if found.interrupted:
-        put("Interrupted: this is what was replayed until then.\n")
+        put("Interrupted: this is what was replayed until then.")
+        put()
     device = "the CPU" if found.gpu_memory is None else f"a GPU of {format_size(found.gpu_memory)}"
     batches = f"{found.micro_batches} micro-batches, " if found.micro_batches > 1 else ""
     put(f"{found.model[:1].upper()}{found.model[1:]}.")

@@ -202,6 +202,7 @@ def printed(sweep: Sweep, width: int) -> str:
         command="",
         machine=machine(),
         targets=(),
+        notes=("/data: an overlay",),
         config={"tiering": {"io": {"engine": "libaio"}}},
     )
     out = io.StringIO()
@@ -228,6 +229,7 @@ def test_a_table_fits_and_says_what_it_comes_to(width: int) -> None:
     assert f"It has {brief(best.in_flight)} in flight, the defaults 16M, and a p99 of" in text
     assert f"of {len(sweep.readings) + 1} settings are as fast as {best}, or at most 5% slower" in text
     assert "Left out: io_uring: forbidden." in text
+    assert "Note: /data: an overlay." in text
     assert "wrote 20.0 GB, read 10.0 GB" in text
 
 

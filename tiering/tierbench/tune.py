@@ -234,6 +234,7 @@ def tune(
     """
     began, started = time.monotonic(), datetime.datetime.now(datetime.UTC)
     free = [free_bytes(directory) for directory in directories]
+    backings = [drives.behind(directory) for directory in directories]
     interrupted, ended = False, ""
     with Ground(directories, size=_size(directories, sizes, size, max_write)) as ground:
         ground.max_write = max_write
@@ -263,8 +264,11 @@ def tune(
         command=command,
         machine=machine(),
         targets=tuple(
-            Target(directory=str(directory), backing=drives.behind(directory), free_bytes=room)
-            for directory, room in zip(directories, free, strict=True)
+            Target(directory=str(directory), backing=backing, free_bytes=room)
+            for directory, backing, room in zip(directories, backings, free, strict=True)
+        ),
+        notes=tuple(
+            note for place in zip(directories, backings, strict=True) for note in target.warnings(*place)
         ),
     )
 

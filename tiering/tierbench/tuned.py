@@ -87,6 +87,7 @@ class Tuned(Record):
     written_bytes: int = Field(description="All that the drives had to take, preparation included.")
     seconds: float
     config: dict[str, Any]
+    notes: tuple[str, ...] = Field(description="What makes its figures mean less than they seem to.")
     ended: str = Field(description="Why no more was measured.")
     interrupted: bool = False
 
@@ -236,6 +237,7 @@ def _sentences(tuned: Tuned) -> Iterator[str]:
         named = [what for what, reason in tuned.left_out.items() if reason == why]
         more = f" and {len(named) - 2} more" if len(named) > 2 else ""
         yield f"Left out: {', '.join(named[:2])}{more}: {why}."
+    yield from (f"Note: {note}." for note in tuned.notes)
     yield (
         f"Ended after {figures.duration(tuned.seconds)}, as {tuned.ended}; wrote"
         f" {figures.nbytes(tuned.written_bytes)}, read {figures.nbytes(tuned.read_bytes)}, on"

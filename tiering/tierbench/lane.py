@@ -18,8 +18,9 @@ from tiering.tierbench.walk import Stretch, Walk
 from tiering.tierbench.words import ReadWrite, is_random, reads, writes
 
 # Of a request: fewer would keep Python busy on a fast drive, more would be waited for long on a slow one.
-_REQUEST = 4 << 20  # bytes
+_REQUEST = 16 << 20  # bytes
 _MOST_BLOCKS = 128
+_NOISE = 8 << 20  # bytes: to make them takes as long as to write them
 _WORD = 8
 
 
@@ -38,6 +39,15 @@ def slots(settings: Settings, size: int) -> tuple[int, int]:
     return -(-settings.iodepth // blocks) + 2, blocks  # one is waited for, one is about to be begun
 
 
+def _fill(memory: memoryview) -> None:
+    """With what neither compresses nor has two pages alike."""
+    noise = os.urandom(_NOISE)
+    for at in range(0, len(memory), _NOISE):
+        part = memory[at : at + _NOISE]
+        part[:] = noise[: len(part)]
+    memory.cast("Q")[:: PAGE // _WORD] = memoryview(array("Q", range(len(memory) // PAGE)))
+
+
 class Lane:
     """One file under load: some slots of memory, whose requests follow one another."""
 
@@ -51,9 +61,7 @@ class Lane:
         self._bs = settings.bs
         count, self._blocks = slots(settings, ground.size)
         arena = Arena.map(count * self._blocks * self._bs, "tierbench")
-        for at in range(0, len(arena.memory), _REQUEST):  # incompressible, and no two pages alike
-            part = arena.memory[at : at + _REQUEST]
-            part[:] = os.urandom(len(part))
+        _fill(arena.memory)
         aio.register(arena)
         self._slots = [arena.lease(self._blocks * self._bs, "slot") for _ in range(count)]
         self._stamp = 0

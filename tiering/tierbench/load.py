@@ -35,6 +35,14 @@ Watch = Callable[[Sample, float], None]
 """Told of each sample, and of the share of the window that is over."""
 
 
+class _Moment(NamedTuple):
+    """A time, the process's CPU seconds until then, and by lane what had been read and written."""
+
+    at: float
+    cpu: float
+    counts: list[tuple[Count, Count]]
+
+
 class _Mark(NamedTuple):
     """What had been moved at a time of a window."""
 
@@ -112,25 +120,25 @@ class Load:
     def _window(
         self, rw: ReadWrite, seconds: float | None, ramp: float, watch: Watch | None, *, once: bool
     ) -> Row:
-        whole = before = self._counts()
+        crew = _Crew(self._lanes, rw, once=once)
+        whole = begun = self._moment()
+        ended: _Moment | None = None
         marks = [_Mark(0.0, *self._moved())]
         complete = True
-        crew = _Crew(self._lanes, rw, once=once)
-        cpu, began = time.process_time(), time.monotonic()
         try:
             with crew:
                 if ramp:
-                    crew.sleep_until(began + ramp)
-                    before, cpu, began = self._counts(), time.process_time(), time.monotonic()
+                    crew.sleep_until(begun.at + ramp)
+                    begun = self._moment()
                     marks = [_Mark(0.0, *self._moved())]
-                until = math.inf if seconds is None else began + seconds
-                for at in self._ticks(crew, began, until):
+                until = math.inf if seconds is None else begun.at + seconds
+                for at in self._ticks(crew, begun.at, until):
                     marks.append(_Mark(at, *self._moved()))
                     if watch is not None:
-                        watch(
-                            _sample(*marks[-2:]),
-                            self._reached() if seconds is None else min(1.0, at / seconds),
-                        )
+                        share = self._reached() if seconds is None else min(1.0, at / seconds)
+                        watch(_sample(*marks[-2:]), share)
+                if ramp and self.ground.direct:
+                    ended = self._moment()  # queues are as full as they were when the ramp ended
         except KeyboardInterrupt:
             complete = False
         for lane in self._lanes:
@@ -139,15 +147,24 @@ class Load:
         if writes(rw) and not self.ground.direct:  # or it is not on the drive yet
             for lane in self._lanes:
                 lane.flush()
-        took, cpu = time.monotonic() - began, time.process_time() - cpu
-        after = self._counts()
-        moved, all_moved = _less(after, before), _less(after, whole)
+        drained = self._moment()
+        ended = ended or drained
+        took = ended.at - begun.at
         if took - marks[-1].at > _SHORTEST:  # the end is a stretch of its own
             marks.append(_Mark(took, *self._moved()))
-        self.ground.count(
-            sum(read.bytes for read, _ in all_moved), sum(write.bytes for _, write in all_moved)
+        moved = _less(drained.counts, whole.counts)
+        self.ground.count(sum(read.bytes for read, _ in moved), sum(write.bytes for _, write in moved))
+        return self._row(
+            rw,
+            _less(ended.counts, begun.counts),
+            took,
+            ended.cpu - begun.cpu,
+            [_sample(*pair) for pair in pairwise(marks)],
+            complete,
         )
-        return self._row(rw, moved, took, cpu, [_sample(*pair) for pair in pairwise(marks)], complete)
+
+    def _moment(self) -> _Moment:
+        return _Moment(time.monotonic(), time.process_time(), [lane.counts() for lane in self._lanes])
 
     def _ticks(self, crew: _Crew, began: float, until: float) -> Iterator[float]:
         """When to take a sample, in seconds since ``began``: as time comes, and when the window is over."""
@@ -167,10 +184,6 @@ class Load:
         """Bytes read and written so far."""
         stats = [each for aio in self._contexts for each in aio.stats()]
         return sum(each.read.bytes for each in stats), sum(each.write.bytes for each in stats)
-
-    def _counts(self) -> list[tuple[Count, Count]]:
-        """By lane: what was read, what was written."""
-        return [lane.counts() for lane in self._lanes]
 
     def _row(
         self,

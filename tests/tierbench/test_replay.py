@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import tiering
 from tiering.aio import AioContext
+from tiering.arena import PAGE
 from tiering.budgets import resolve_budgets
 from tiering.config import TiersConfig
 from tiering.errors import ConfigError
@@ -186,14 +187,26 @@ LARGE = sizing.decoder(1_000_000_000)
 
 
 def planned(
-    directory: Path, shape: sizing.Decoder = SMALL, *, micro_batches: int = 1, **asked: Any
+    directory: Path,
+    shape: sizing.Decoder = SMALL,
+    *,
+    micro_batches: int = 1,
+    zero: dict[str, Any] | None = None,
+    **asked: Any,
 ) -> tuple[Plan, TiersConfig]:
     """The plan of a model that is not here, and how its bytes travel, as `tierbench profile` has them."""
     config = configured(Asked((directory,), **asked), (directory,))
-    zero = config.zero.model_copy(update={"persistence_threshold": 0, "sub_group_size": 1 << 17})
-    config = config.model_copy(update={"gradient_accumulation_steps": micro_batches, "zero": zero})
-    budgets = resolve_budgets(config.tiering, device_memory=None)
-    return place(sizing.load_of(shape, config, Setting()), budgets), config.tiering
+    changed = {"persistence_threshold": 0, "sub_group_size": 1 << 17} | (zero or {})
+    config = config.model_copy(
+        update={
+            "gradient_accumulation_steps": micro_batches,
+            "zero": config.zero.model_copy(update=changed),
+        }
+    )
+    budgets = resolve_budgets(config.tiering, device_memory=asked.get("gpu_memory"))
+    return place(
+        sizing.load_of(shape, config, Setting(gpu_memory=asked.get("gpu_memory"))), budgets
+    ), config.tiering
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])
@@ -270,6 +283,21 @@ def test_a_turn_that_was_ended_leaves_nothing_to_the_next(
             whole_arena.release()
         assert Counter(recorded(replay)) == whole
         assert sum(each.nbytes for each in whole.elements()) == sum(plan.nvme_traffic())
+
+
+@pytest.mark.parametrize("gpu_memory", [None, GIB])
+def test_room_for_too_little_to_be_fetched_ahead_is_seen(tmp_path: Path, gpu_memory: int | None) -> None:
+    alone = {}
+    groups = planned(tmp_path)[0].workload.groups
+    block = max(group.param_bytes for group in groups if group.parent is not None) // 2
+    for ahead in (block - PAGE, block):
+        plan, config = planned(tmp_path, zero={"prefetch_elements": ahead}, gpu_memory=gpu_memory)
+        with Replay(plan, "params", [tmp_path], config, room=GIB) as replay:
+            replay.lay_out()
+            taken = [replay.take(turn) for turn in replay.turns]
+            assert sum(each.read for each in taken) >= sum(turn.read for turn in replay.turns)
+            alone[ahead] = replay.fetches_alone
+    assert alone == {block - PAGE: True, block: False}
 
 
 def test_no_more_is_written_than_may_be(tmp_path: Path) -> None:

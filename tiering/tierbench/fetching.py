@@ -120,7 +120,7 @@ class Fetches:
         self._there: dict[int, _Fetched] = {}
         self._ahead: dict[int, int] = {}  # of these, those that are not in use: place in the order
         self._cursor = 0
-        self.fetched = self.fetched_ahead = 0  # groups
+        self.waited = self.waited_alone = 0  # for a group, and with no other on its way or there
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
@@ -144,8 +144,9 @@ class Fetches:
             last, _ = self._ahead.popitem()
             self._drop([last])
         self.look_ahead()
-        self.fetched += 1
         fetched = self._there[group]
+        self.waited += fetched.read is not None
+        self.waited_alone += fetched.read is not None and not self._ahead
         if fetched.read is not None:
             self._transfers.wait(fetched.read)
             fetched.read = None
@@ -171,7 +172,6 @@ class Fetches:
                 if not self._start(group, wait=False):
                     return
                 self._ahead[group], passed = place, 0
-                self.fetched_ahead += 1
             elif self._ahead.get(group) != place:
                 if self._working is None and group not in self._ahead and self._extents[group] is not None:
                     return  # it passes the window once more: what comes later must not be in its way

@@ -143,9 +143,9 @@ class Replay:
         return self._transfers.full
 
     @property
-    def fetched_ahead(self) -> bool | None:
-        """Whether parameters were read before they were needed; None if none were read."""
-        return self._fetches.fetched_ahead > 0 if self._fetches.fetched else None
+    def fetches_alone(self) -> bool:
+        """Whether most groups of parameters were used while no other was being read."""
+        return self._fetches.waited < 2 * self._fetches.waited_alone
 
     @property
     def moved(self) -> tuple[int, int]:

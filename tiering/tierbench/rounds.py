@@ -281,12 +281,16 @@ class _Run:
         if replay.full:
             most = format_size(self._asked.max_write or 0)
             yield f"ended early: no more than --max-write {most} may be written"
-        if replay.fetched_ahead is False:
-            largest = max(group.param_bytes for group in self._plan.workload.groups)
+        if replay.fetches_alone:
+            load = self._plan.workload
+            enclosing = {group.parent for group in load.groups}
+            block = max(
+                (group.param_bytes for number, group in enumerate(load.groups) if number not in enclosing),
+                default=0,
+            )
             yield (
-                "no parameters were fetched ahead, since there is room for no second group beside the largest"
-                f" ({format_size(largest)}): in training nothing is read while a block computes. Raise"
-                " stage3_prefetch_bucket_size"
+                "no block is read while another is used: the room to fetch ahead is smaller than a block. Raise"
+                f" stage3_prefetch_bucket_size to {block // load.compute_itemsize}, if the device has room"
             )
 
 

@@ -96,7 +96,8 @@ def test_a_pipe_gets_data_alone_and_stderr_plain_lines(tmp_path: Path) -> None:
     assert tierbench(tmp_path, *SHORT, "--rw", "read", "--csv", "--quiet").stderr == ""
 
 
-def test_ctrl_c_prints_what_there_is_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_prints_what_there_is_and_leaves_nothing(tmp_path: Path, number: int) -> None:
     process = subprocess.Popen(
         [*TIERBENCH, str(tmp_path), *SHORT, "--runtime", "30", "--rw", "read,write", "--json"],
         stdout=subprocess.PIPE,
@@ -107,7 +108,7 @@ def test_ctrl_c_prints_what_there_is_and_leaves_nothing(tmp_path: Path) -> None:
     while not process.stderr.readline().startswith("tierbench: read, "):
         assert process.poll() is None, process.stderr.read()
     time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     told, _ = process.communicate(timeout=20)
     assert process.returncode == cli.INTERRUPTED
     result = Result.model_validate_json(told)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from tiering import swap_file
 from tiering.errors import SwapError, SwapSpaceError, UnsafeTargetError
+from tiering.tierbench import load as load_module
 from tiering.tierbench.load import Ground, Load, worst_second
 from tiering.tierbench.result import Row, Sample, Settings
 from tiering.tierbench.words import READ_WRITE, ReadWrite, reads, writes
@@ -138,7 +141,7 @@ def test_no_more_is_written_than_allowed(tmp_path: Path, rw: ReadWrite) -> None:
 
 def interrupted(load: Load, rw: ReadWrite) -> Row:
     def watch(sample: Sample, share: float) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     return load.run(rw, seconds=30.0, watch=watch)
 
@@ -151,6 +154,24 @@ def test_ctrl_c_leaves_what_there_is_and_all_can_go_on(tmp_path: Path) -> None:
         assert row.seconds < 10
         assert row.bytes > 0
         assert load.run("read", seconds=SECONDS).complete
+
+
+def test_ctrl_c_while_the_queue_empties_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = load_module._Crew.__exit__
+
+    def leave(crew: load_module._Crew, *error: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        left(crew, *error)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(load_module._Crew, "__exit__", leave)
+    threads = threading.active_count()
+    with ground(tmp_path) as file, Load(file, settings()) as load:
+        row = load.lay_out()
+        assert threading.active_count() == threads
+        assert not row.complete
+        assert row.write.bytes == file.written_bytes == load._moved()[1] > 0
 
 
 def test_wrong_bytes_on_the_drive_are_found(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tiering.errors import ConfigError
 from tiering.swap_file import free_bytes
 from tiering.tierbench import target
 from tiering.tierbench.ground import Ground
+from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.lane import slots
 from tiering.tierbench.load import Load, Watch
 from tiering.tierbench.result import Machine, Result, Row, Settings, Sustained, Target, Verdict
@@ -88,14 +89,17 @@ def run(asked: Asked, phases: Phases | None = None) -> Result:
     transfer fails or, with ``verify``, what is read is not what was written.
     """
     directories = target.check_all(asked.directories)
-    with target.alone_in(directories):
-        return _Run(asked, directories, phases).run()
+    with target.alone_in(directories), Interrupts() as interrupts:
+        return _Run(asked, directories, phases, interrupts).run()
 
 
 class _Run:
     """A run under way: rows and notes as they come."""
 
-    def __init__(self, asked: Asked, directories: tuple[Path, ...], phases: Phases | None) -> None:
+    def __init__(
+        self, asked: Asked, directories: tuple[Path, ...], phases: Phases | None, interrupts: Interrupts
+    ) -> None:
+        self._interrupts = interrupts
         self._asked = asked
         self._directories = directories
         self._phases = phases
@@ -103,7 +107,6 @@ class _Run:
         self._rows: list[Row] = []
         self._notes: list[str] = []
         self._sustained: Sustained | None = None
-        self._interrupted = False
 
     def run(self) -> Result:
         asked = self._asked
@@ -124,6 +127,7 @@ class _Run:
             ]
             with Load(ground, self._settings(size)) as load:
                 self._measure(ground, load)
+                interrupted = self._interrupts.came
                 engine = load.engine
             used = min(min(each) for each in ground.written_once)
             verified = ground.read_bytes if asked.verify else None
@@ -161,7 +165,7 @@ class _Run:
             verified_bytes=verified,
             sustained=self._sustained,
             notes=tuple(self._notes),
-            interrupted=self._interrupted,
+            interrupted=interrupted,
             verdict=told,
             config=block,
         )
@@ -224,15 +228,13 @@ class _Run:
             self._sustain(load)
         else:
             limit = PREPARATION if asked.size is None else None
-            row = load.lay_out(seconds=limit, watch=self._phase("writing once", limit))
-            self._interrupted = not row.complete
+            load.lay_out(seconds=limit, watch=self._phase("writing once", limit))
         seconds = WINDOW if asked.sustained else asked.runtime or WINDOW
         for rw in asked.rws:
-            if self._interrupted:
+            if self._interrupts.came:
                 return
             watch = self._phase(NAMES[rw], seconds + asked.ramp_time)
             row = load.run(rw, seconds=seconds, ramp=asked.ramp_time, watch=watch)
-            self._interrupted = not row.complete
             if row.bytes:
                 self._rows.append(row)
             if writes(rw) and row.seconds < 0.9 * seconds and row.complete:
@@ -240,8 +242,8 @@ class _Run:
                     f"{NAMES[rw]}: ended after {row.seconds:.2f} s, since no more than --max-write"
                     f" {format_size(asked.max_write or 0)} may be written"
                 )
-        if asked.verify and not self._interrupted:
-            self._interrupted = not load.check(watch=self._phase("verifying", None)).complete
+        if asked.verify and not self._interrupts.came:
+            load.check(watch=self._phase("verifying", None))
 
     def _phase(self, name: str, seconds: float | None) -> Watch | None:
         return None if self._phases is None else self._phases.phase(name, seconds)
@@ -255,7 +257,6 @@ class _Run:
         watch = self._phase("sustained write", seconds)
         row, self._sustained = sustained.run(load, seconds=seconds, watch=watch)
         self._rows.append(row)
-        self._interrupted = not row.complete
 
     def _others(
         self, before: Sequence[tuple[int, int] | None], ground: Ground

@@ -36,7 +36,7 @@ EPILOG = f"""\
 commands: {", ".join(COMMANDS)} (`tierbench COMMAND --help`; a directory of such a name is ./tune)
 sizes: 4K, 1M, 1G and 1MiB are 1024-based, 1MB is 10^6; times: 10, 500ms, 2m.
 exit code: 0 measured, 1 a transfer failed or --verify found wrong bytes, 2 the question was wrong, 3 refused as unsafe,
-4 slower than --fail-under, 130 interrupted (what was measured is printed).
+4 slower than --fail-under, 130 interrupted (what was measured is printed; a second time ends it at once).
 """
 
 
@@ -202,6 +202,7 @@ def _asked(options: argparse.Namespace, arguments: list[str]) -> Asked:
 
 def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
     from tiering.tierbench import bench
+    from tiering.tierbench.interrupts import Interrupts
     from tiering.tierbench.progress import Progress
 
     asked = _asked(options, arguments)
@@ -209,11 +210,12 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
         from tiering.tierbench import plot
 
         plot.check(options.plot)
-    with Progress(quiet=options.quiet) as progress:
-        result = bench.run(asked, progress)
-    _print(result, options.format)
-    if options.plot is not None:
-        plot.save(result, options.plot)
+    with Interrupts():
+        with Progress(quiet=options.quiet) as progress:
+            result = bench.run(asked, progress)
+        _print(result, options.format)
+        if options.plot is not None:
+            plot.save(result, options.plot)
     if result.interrupted:
         return INTERRUPTED
     return _judge(result, options.fail_under)

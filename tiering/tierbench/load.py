@@ -22,6 +22,7 @@ from typing import NamedTuple, Self
 from tiering.aio import AioContext
 from tiering.latencies import LatencyHistogram
 from tiering.tierbench.ground import Ground
+from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.lane import Count, Lane
 from tiering.tierbench.result import Engine, Latencies, PathRow, Row, Sample, Settings, Traffic
 from tiering.tierbench.words import ReadWrite, writes
@@ -124,29 +125,27 @@ class Load:
         whole = begun = self._moment()
         ended: _Moment | None = None
         marks = [_Mark(0.0, *self._moved())]
-        complete = True
-        try:
+        with Interrupts() as interrupts:
             with crew:
                 if ramp:
-                    crew.sleep_until(begun.at + ramp)
+                    for _ in self._ticks(crew, begun.at, begun.at + ramp, interrupts):
+                        pass
                     begun = self._moment()
                     marks = [_Mark(0.0, *self._moved())]
                 until = math.inf if seconds is None else begun.at + seconds
-                for at in self._ticks(crew, begun.at, until):
+                for at in self._ticks(crew, begun.at, until, interrupts):
                     marks.append(_Mark(at, *self._moved()))
                     if watch is not None:
                         share = self._reached() if seconds is None else min(1.0, at / seconds)
                         watch(_sample(*marks[-2:]), share)
                 if ramp and self.ground.direct:
                     ended = self._moment()  # queues are as full as they were when the ramp ended
-        except KeyboardInterrupt:
-            complete = False
-        for lane in self._lanes:
-            if lane.failed is not None:
-                raise lane.failed
-        if writes(rw) and not self.ground.direct:  # or it is not on the drive yet
             for lane in self._lanes:
-                lane.flush()
+                if lane.failed is not None:
+                    raise lane.failed
+            if writes(rw) and not self.ground.direct:  # or it is not on the drive yet
+                for lane in self._lanes:
+                    lane.flush()
         drained = self._moment()
         ended = ended or drained
         took = ended.at - begun.at
@@ -160,16 +159,16 @@ class Load:
             took,
             ended.cpu - begun.cpu,
             [_sample(*pair) for pair in pairwise(marks)],
-            complete,
+            complete=not interrupts.came,
         )
 
     def _moment(self) -> _Moment:
         return _Moment(time.monotonic(), time.process_time(), [lane.counts() for lane in self._lanes])
 
-    def _ticks(self, crew: _Crew, began: float, until: float) -> Iterator[float]:
+    def _ticks(self, crew: _Crew, began: float, until: float, interrupts: Interrupts) -> Iterator[float]:
         """When to take a sample, in seconds since ``began``: as time comes, and when the window is over."""
         at, at_work = began, True
-        while at_work and at < until:
+        while at_work and at < until and not interrupts.came:
             following = at + SAMPLE_SECONDS
             at_work = crew.sleep_until(following if until - following > _SHORTEST else until)
             before, at = at, time.monotonic()

@@ -1,0 +1,57 @@
+"""Interruptions: noted while something is measured, and the second one ends it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tiering.tierbench.interrupts import Interrupts
+
+TWICE = """
+import signal, sys
+from tiering.tierbench import interrupts
+
+with interrupts.Interrupts() as told:
+    signal.raise_signal(signal.{name})
+    signal.raise_signal(signal.{name})
+    print(told.came, flush=True)
+    interrupts.AT_ONCE = 0.0
+    signal.raise_signal(signal.{name})
+print("went on")
+"""
+
+
+def test_an_interruption_is_noted_and_what_was_before_comes_back() -> None:
+    with Interrupts() as outer:
+        with Interrupts() as inner:
+            assert not outer.came
+            signal.raise_signal(signal.SIGINT)
+        assert inner is outer
+        assert outer.came
+        signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with Interrupts() as later:
+        assert not later.came
+
+
+def test_what_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupts() as told:
+            signal.raise_signal(signal.SIGINT)
+            assert not told.came
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_second_one_ends_the_process_but_not_one_that_was_passed_on(name: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", TWICE.format(name=name)], capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, ran.stdout) == (-getattr(signal, name), "True\n")

@@ -173,7 +173,7 @@ def test_a_replayed_step_moves_what_the_engine_moves_in_its_order(
         real = trained(engine, vocabulary)
     if "gradients" in name:
         assert Tier.NVME in plan.grad_tiers
-    with Replay(plan, "mixed", [tmp_path], config, room=GIB) as replay:
+    with Replay(plan, "mixed", [tmp_path], config, size=GIB) as replay:
         replay.lay_out()
         ours = recorded(replay)
     # Which tile is stepped first of those that are there is chance; what is read when is not.
@@ -242,7 +242,7 @@ def test_what_is_in_flight_at_once_shares_no_extent(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"give --size \d+M") as refused:
         share(plan, "mixed", 1 << 20)
     least = int(str(refused.value).split("--size ")[1].split("M")[0]) << 20
-    fewest = share(plan, "mixed", least)
+    fewest = share(plan, "mixed", -(-least // 2), directories=2)
     assert sum(each.nbytes for each in fewest.values()) <= least
     states = fewest["optimizer state"].extents
     at_once = plan.staging.slots + 1
@@ -268,7 +268,7 @@ def test_a_turn_that_was_ended_leaves_nothing_to_the_next(
 
     for method in ("check", "wait"):
         monkeypatch.setattr(Transfers, method, ending(getattr(Transfers, method)))
-    with Replay(plan, "mixed", [tmp_path], config, room=GIB) as replay:
+    with Replay(plan, "mixed", [tmp_path], config, size=GIB) as replay:
         replay.lay_out()
         whole = Counter(recorded(replay))
         for turn, looks in zip((*replay.turns, replay.turns[-1]), (3, 8, 1, 5, 9, 20), strict=True):
@@ -292,7 +292,7 @@ def test_room_for_too_little_to_be_fetched_ahead_is_seen(tmp_path: Path, gpu_mem
     block = max(group.param_bytes for group in groups if group.parent is not None) // 2
     for ahead in (block - PAGE, block):
         plan, config = planned(tmp_path, zero={"prefetch_elements": ahead}, gpu_memory=gpu_memory)
-        with Replay(plan, "params", [tmp_path], config, room=GIB) as replay:
+        with Replay(plan, "params", [tmp_path], config, size=GIB) as replay:
             replay.lay_out()
             taken = [replay.take(turn) for turn in replay.turns]
             assert sum(each.read for each in taken) >= sum(turn.read for turn in replay.turns)
@@ -304,7 +304,7 @@ def test_no_more_is_written_than_may_be(tmp_path: Path) -> None:
     plan, config = planned(tmp_path)
     _, written = plan.nvme_traffic()
     most = sum(map(sum, pattern.sizes_on_nvme(plan).values())) + written // 2
-    with Replay(plan, "mixed", [tmp_path], config, room=GIB, most=most) as replay:
+    with Replay(plan, "mixed", [tmp_path], config, size=GIB, most=most) as replay:
         replay.lay_out()
         taken = [replay.take(turn) for turn in replay.turns]
         assert [each.complete for each in taken] == [True, True, False]
@@ -312,13 +312,13 @@ def test_no_more_is_written_than_may_be(tmp_path: Path) -> None:
         replay.settle()
         assert most - plan.staging.slot_bytes < replay.moved[1] <= most
     with pytest.raises(ConfigError, match="--max-write"):
-        Replay(plan, "mixed", [tmp_path], config, room=GIB, most=1 << 20)
+        Replay(plan, "mixed", [tmp_path], config, size=GIB, most=1 << 20)
 
 
 @pytest.mark.parametrize("state", ["fp32", "split", "bf16", "split+bf16"])
 def test_kernels_step_numbers(tmp_path: Path, state: str) -> None:
     plan, config = planned(tmp_path, state=state)
-    with Replay(plan, "optimizer", [tmp_path], config, room=GIB, with_kernels=True) as replay:
+    with Replay(plan, "optimizer", [tmp_path], config, size=GIB, with_kernels=True) as replay:
         replay.lay_out()
         taken = [replay.take(turn) for turn in (*replay.turns, *replay.turns)]
         replay.settle()

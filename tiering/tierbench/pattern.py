@@ -117,8 +117,9 @@ class Shared:
         return sum(self.sizes)
 
 
-def share(plan: Plan, pattern: Pattern, room: int) -> dict[Kind, Shared]:
-    """Extents for what the pattern moves, in at most ``room`` bytes. Raises ConfigError if that is too little."""
+def share(plan: Plan, pattern: Pattern, size: int, directories: int = 1) -> dict[Kind, Shared]:
+    """Extents for what the pattern moves, in ``size`` bytes of each directory. ConfigError if that is too little."""
+    room = size * directories
     needs = {kind: [round_up(size) for size in sizes] for kind, sizes in sizes_on_nvme(plan).items()}
     if pattern == "params":
         needs = {kind: sizes if kind == "parameters" else [0] * len(sizes) for kind, sizes in needs.items()}
@@ -133,7 +134,7 @@ def share(plan: Plan, pattern: Pattern, room: int) -> dict[Kind, Shared]:
     if minimum > room:
         raise ConfigError(
             f"the replay needs {format_size(minimum)} of swap space, for what is in flight at one time, and has"
-            f" {format_size(room)}: give --size {-(-minimum >> 20)}M, or fewer --params"
+            f" {format_size(room)}: give --size {-(-minimum // directories >> 20)}M, or fewer --params"
         )
     spare = min(1.0, (room - minimum) / (whole - minimum)) if whole > minimum else 1.0
     shared: dict[Kind, Shared] = {}

@@ -50,9 +50,9 @@ class Taken:
 
 
 class Replay:
-    """Steps of ``plan`` in ``directories``, in at most ``room`` bytes of swap space; ``config`` says how bytes travel.
+    """Steps of ``plan`` in ``size`` bytes of each of ``directories``; ``config`` says how bytes travel.
 
-    ``most``: bytes that it may write in all. Raises ConfigError where ``room`` or memory does not do, SwapSpaceError
+    ``most``: bytes that it may write in all. Raises ConfigError where ``size`` or memory does not do, SwapSpaceError
     where a directory does not.
     """
 
@@ -63,7 +63,7 @@ class Replay:
         directories: Sequence[Path],
         config: TiersConfig,
         *,
-        room: int,
+        size: int,
         with_kernels: bool = False,
         most: int | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class Replay:
         self.turns = turns_of(plan, pattern)
         self.interrupted = False
         _check_memory(plan, with_kernels)
-        shared = share(plan, pattern, room)
+        shared = share(plan, pattern, size, len(directories))
         self.space_bytes = sum(each.nbytes for each in shared.values())
         if most is not None and most <= self.space_bytes:
             raise ConfigError(

@@ -141,7 +141,7 @@ class _Run:
                 asked.pattern,
                 self._directories,
                 self._tiers,
-                room=size * len(self._directories),
+                size=size,
                 with_kernels=asked.with_kernels,
                 most=None if asked.max_write is None or for_plain is None else asked.max_write - for_plain,
             ) as replay,

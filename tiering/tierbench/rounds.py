@@ -35,7 +35,7 @@ from tiering.tierbench.verdict import rates_of
 from tiering.tierbench.words import ReadWrite
 
 RUNTIME = 10.0  # seconds of the replay, in all rounds
-ROUNDS = 3
+ROUNDS = 6
 WINDOW = 0.4  # seconds of each plain window
 PLAIN: tuple[ReadWrite, ...] = ("read", "write", "rw")
 PLAIN_BYTES = 1 << 30  # of the files of plain windows, at most

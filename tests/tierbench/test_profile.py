@@ -88,10 +88,10 @@ def test_whole_steps_are_replayed_and_told(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_part_of_a_step_tells_of_the_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = profiled(capsys, tmp_path, "--pattern", "optimizer", "--runtime", "30ms")
+    found = profiled(capsys, tmp_path, "--pattern", "optimizer", "--runtime", "600ms")
     (step,) = found.phases
-    assert 0 < step.replayed < 2
-    assert len(step.ratios) == rounds.ROUNDS
+    assert step.replayed > 0
+    assert 1 <= len(step.ratios) <= rounds.ROUNDS
     assert step.of_plain == statistics.median(step.ratios)
     printed = io.StringIO()
     show(found, Console(file=printed, width=80))
@@ -135,6 +135,7 @@ def test_no_more_is_written_than_may_be(tmp_path: Path, capsys: pytest.CaptureFi
         (("--steps", "0"), 2, "--steps"),
         (("--size", "1M"), 2, "give --size"),
         (("--max-write", "1M"), 2, "--max-write"),
+        (("--runtime", "0"), 2, "--runtime"),
         (("--host-budget", "1M"), 2, "raise host_budget"),
         (("--host-budget", "8G", "--pattern", "params"), 2, "moves nothing"),
         (("--size", "1000T"), 3, "smaller --size"),

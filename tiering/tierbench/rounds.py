@@ -156,6 +156,11 @@ class _Run:
             read, written = replay.moved
             read, written = read + ground.read_bytes, written + ground.written_bytes
         info, plain = replay.engine, _mean(rates_of(rows) for rows in self._windows)
+        found = tuple(results(replay.turns, self._between_windows(), plain))
+        if not found:
+            if interrupted:
+                raise KeyboardInterrupt
+            raise ConfigError("nothing was moved in that time: give more --runtime")
         return Profile(
             version=importlib.metadata.version("tiering"),
             date=started.isoformat(timespec="seconds"),
@@ -175,7 +180,7 @@ class _Run:
             slots=self._plan.staging.slots,
             slot_bytes=self._plan.staging.slot_bytes,
             space_bytes=replay.space_bytes,
-            phases=tuple(results(replay.turns, self._between_windows(), plain)),
+            phases=found,
             plain=plain.as_dict(),
             read_bytes=read,
             written_bytes=written,

@@ -58,3 +58,5 @@ def test_the_load_is_told_in_words_of_fio() -> None:
         update={"settings": results.NVME.settings.model_copy(update={"rwmixread": 70, "size": 3 << 19})}
     )
     assert "size 1536K, rwmixread 70, O_DIRECT" in figures.load(skewed)
+    unwritten = skewed.model_copy(update={"settings": skewed.settings.model_copy(update={"size": 0})})
+    assert "size 0 B," in figures.load(unwritten)

@@ -134,7 +134,7 @@ class _Run:
             ours = (ground.read_bytes, ground.written_bytes)
             others = self._others(before, ground)
         settings = self._settings(used)
-        if used < 4 * settings.iodepth * settings.bs:
+        if self._rows and used < 4 * settings.iodepth * settings.bs:
             self._notes.append(
                 f"{format_size(used)} of a file are too few for a depth of {settings.iodepth} blocks of"
                 f" {format_size(settings.bs)}: give a larger --size, or a smaller --bs or --iodepth"

@@ -87,7 +87,7 @@ def load(result: Result) -> str:
 def _fio_size(nbytes: int) -> str:
     """As fio's --bs is written, where that is exact."""
     for unit, name in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
-        if nbytes % unit == 0:
+        if nbytes and nbytes % unit == 0:
             return f"{nbytes // unit}{name}"
     return format_size(nbytes)
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiering import swap_file
+from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.errors import SwapError, SwapSpaceError, UnsafeTargetError
 from tiering.tierbench import load as load_module
 from tiering.tierbench.load import Ground, Load, worst_second
@@ -108,6 +109,32 @@ def test_several_directories_and_jobs_add_up(tmp_path: Path) -> None:
         for what in ("bytes", "ops"):
             parts = [getattr(getattr(path, way), what) for path in row.paths]
             assert sum(parts) == getattr(getattr(row, way), what)
+
+
+def one_late_drive(monkeypatch: pytest.MonkeyPatch, delay: float) -> None:
+    """Let each block of the second directory begin so many seconds late."""
+    late = FaultPlan((Fault("any", count=0, delay=delay, file=1),))
+
+    def context(**options: object) -> AioContext:
+        return AioContext(**options, fault=late)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(load_module, "AioContext", context)
+
+
+def test_what_is_written_together_ends_with_the_first_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_late_drive(monkeypatch, 0.1)
+    places = [tmp_path / name for name in ("fast", "slow")]
+    for place in places:
+        place.mkdir()
+    with ground(*places) as files, Load(files, settings()) as load:
+        row = load.lay_out(together=True)
+    fast, slow = row.paths
+    ((whole, part),) = files.written_once
+    assert fast.write.bytes == whole == 16 * MIB
+    assert slow.write.bytes <= part < 16 * MIB
+    assert files.written_bytes == whole + part
 
 
 def test_a_ramp_does_not_count(tmp_path: Path) -> None:

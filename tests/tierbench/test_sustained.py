@@ -120,7 +120,8 @@ class FakeLoad:
         self.ground = FakeGround(max_write)
         self.rates = rates
 
-    def lay_out(self, *, seconds: float, watch: Callable[[Sample, float], None]) -> Row:
+    def lay_out(self, *, seconds: float, watch: Callable[[Sample, float], None], together: bool) -> Row:
+        assert together  # else a drive whose file is through would look like a fall of the rate
         written: list[float] = []
         for each in samples(self.rates):
             if each.at > seconds or self.ground.max_write == 0:

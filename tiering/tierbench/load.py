@@ -87,12 +87,15 @@ class Load:
         info = self._contexts[0].info
         return Engine(ioengine=info.engine, flags=info.flags, passed_over=info.passed_over)
 
-    def lay_out(self, *, seconds: float | None = None, watch: Watch | None = None) -> Row:
+    def lay_out(
+        self, *, seconds: float | None = None, watch: Watch | None = None, together: bool = False
+    ) -> Row:
         """Write each file once from its start: first writes cost more, and what was never written costs a read nothing.
 
-        After ``seconds`` what is left is left, and later windows use what was written.
+        After ``seconds`` what is left is left, and later windows use what was written. ``together``: so it is when one
+        of the files is through, since from then on not all drives are at work.
         """
-        row = self._window("write", seconds, 0.0, watch, once=True)
+        row = self._window("write", seconds, 0.0, watch, once=True, together=together)
         for lane in self._lanes:
             self.ground.written_once[lane.job][lane.place] = lane.reached
         return row
@@ -119,9 +122,16 @@ class Load:
         self.close()
 
     def _window(
-        self, rw: ReadWrite, seconds: float | None, ramp: float, watch: Watch | None, *, once: bool
+        self,
+        rw: ReadWrite,
+        seconds: float | None,
+        ramp: float,
+        watch: Watch | None,
+        *,
+        once: bool,
+        together: bool = False,
     ) -> Row:
-        crew = _Crew(self._lanes, rw, once=once)
+        crew = _Crew(self._lanes, rw, once=once, together=together)
         whole = begun = self._moment()
         ended: _Moment | None = None
         marks = [_Mark(0.0, *self._moved())]
@@ -138,8 +148,10 @@ class Load:
                     if watch is not None:
                         share = self._reached() if seconds is None else min(1.0, at / seconds)
                         watch(_sample(*marks[-2:]), share)
-                if ramp and self.ground.direct:
-                    ended = self._moment()  # queues are as full as they were when the ramp ended
+                if (ramp or together) and self.ground.direct:
+                    ended = (
+                        self._moment()
+                    )  # queues are as full as they were when the ramp ended, or one is empty
             for lane in self._lanes:
                 if lane.failed is not None:
                     raise lane.failed
@@ -218,12 +230,12 @@ class Load:
 
 
 class _Crew:
-    """The threads of all lanes, at work on a window."""
+    """The threads of all lanes, at work on a window: until the last has ended, or if ``together`` the first."""
 
-    def __init__(self, lanes: Sequence[Lane], rw: ReadWrite, *, once: bool) -> None:
+    def __init__(self, lanes: Sequence[Lane], rw: ReadWrite, *, once: bool, together: bool) -> None:
         self._stop = threading.Event()
         self._ended = threading.Semaphore(0)
-        self._at_work = len(lanes)
+        self._at_work = 1 if together else len(lanes)
         self._threads = [
             threading.Thread(
                 target=lane.work, args=(lane.walks(rw, once=once), self._stop, self._ended, once), daemon=True
@@ -232,7 +244,7 @@ class _Crew:
         ]
 
     def sleep_until(self, when: float) -> bool:
-        """Until then, or until nobody is at work any more; False in that case."""
+        """Until then, or until the work has ended; False in that case."""
         while self._at_work:
             if not self._ended.acquire(timeout=max(0.0, when - time.monotonic())):
                 return True

@@ -64,7 +64,8 @@ def run(
 ) -> tuple[Row, Sustained]:
     """Write each file of ``load`` once from its start, until the rate is steady after a fall, or ``seconds`` are over.
 
-    Its files bound the bytes: ``span`` says how large they should be.
+    Its files bound the bytes: ``span`` says how large they should be. The first that is through ends it: one drive less
+    at work would look like a fall.
     """
     seen: list[Sample] = []
     ground = load.ground
@@ -82,7 +83,7 @@ def run(
                 ground.max_write = 0  # the lanes end, and what they have begun is counted
 
     try:
-        row = load.lay_out(seconds=seconds, watch=look)
+        row = load.lay_out(seconds=seconds, watch=look, together=True)
     finally:
         ground.max_write = allowed
     return row, judge(row)

@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 _OVERLAY = 0x794C7630
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 
+IN_TRAINING = "name another nvme_path, or raise host_budget so that less is swapped"
+"""What else there is to do where space is short."""
+
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOSYS)  # EISDIR: a kernel that does not know the flag
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -180,7 +183,7 @@ def too_full(directory: Path, nbytes: int, available: int, why: str = "") -> Swa
     lacking = f"free {nbytes - available} bytes" if nbytes > available else "free some space"
     return SwapSpaceError(
         f"the swap file needs {nbytes} bytes but {directory} has {available} free{why}; {lacking},"
-        " name another nvme_path, or raise host_budget so that less is swapped"
+        f" {IN_TRAINING}"
     )
 
 
@@ -197,7 +200,7 @@ def _refused(directory: Path, nbytes: int, code: int) -> SwapSpaceError:
     }.get(code, (f"{errno.errorcode.get(code, code)}, {os.strerror(code)}", "see dmesg"))
     return SwapSpaceError(
         f"the swap file needs {nbytes} bytes in {directory}, of which {available} are free, but {reason}; {remedy},"
-        " name another nvme_path, or raise host_budget so that less is swapped"
+        f" {IN_TRAINING}"
     )
 
 

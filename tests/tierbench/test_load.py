@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import threading
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -114,11 +116,7 @@ def test_several_directories_and_jobs_add_up(tmp_path: Path) -> None:
 def one_late_drive(monkeypatch: pytest.MonkeyPatch, delay: float) -> None:
     """Let each block of the second directory begin so many seconds late."""
     late = FaultPlan((Fault("any", count=0, delay=delay, file=1),))
-
-    def context(**options: object) -> AioContext:
-        return AioContext(**options, fault=late)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(load_module, "AioContext", context)
+    monkeypatch.setattr(load_module, "AioContext", partial(AioContext, fault=late))
 
 
 def test_what_is_written_together_ends_with_the_first_file(
@@ -276,6 +274,18 @@ def test_no_room_is_told_in_the_words_of_a_benchmark(small_disk: Callable[[int],
     assert "give a smaller --size" in str(caught.value)
     assert "host_budget" not in str(caught.value)
     assert {path.name for path in disk.iterdir()} <= {"lost+found"}
+
+
+def test_a_limit_on_files_is_told_whole(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, before[1]))
+    try:
+        with pytest.raises(
+            SwapSpaceError, match=r"ulimit -f is 8.00 MiB\); raise the limit, give a smaller --size, or name"
+        ):
+            ground(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_an_engine_that_does_not_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from tiering.errors import SwapSpaceError, UnsafeTargetError
-from tiering.swap_file import SwapFile
+from tiering.swap_file import IN_TRAINING, SwapFile
 
 
 class Ground:
@@ -87,8 +87,7 @@ class Ground:
 def _private_file(directory: Path, size: int, direct: bool) -> SwapFile:
     try:
         return SwapFile(directory, size, direct=direct)
-    except SwapSpaceError as error:  # its remedy is one for training
-        what, _, _ = error.words.partition("; ")
+    except SwapSpaceError as error:
         raise SwapSpaceError(
-            f"{what}; free space there, give a smaller --size, or name another directory"
+            error.words.replace(IN_TRAINING, "give a smaller --size, or name another directory")
         ) from None

@@ -96,6 +96,23 @@ def test_a_pipe_gets_data_alone_and_stderr_plain_lines(tmp_path: Path) -> None:
     assert tierbench(tmp_path, *SHORT, "--rw", "read", "--csv", "--quiet").stderr == ""
 
 
+def test_output_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            [*TIERBENCH, str(tmp_path), *SHORT, "--rw", "read", "--json", "--quiet"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert ran.returncode == cli.FAILED
+    assert (
+        ran.stderr
+        == "tierbench: what is to be printed cannot be written: No space left on device; make room,"
+        " or print it elsewhere\n"
+    )
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_prints_what_there_is_and_leaves_nothing(tmp_path: Path, number: int) -> None:
     process = subprocess.Popen(

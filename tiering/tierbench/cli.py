@@ -52,6 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who reads has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush goes nowhere
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(
+            f"tierbench: what is to be printed cannot be written: {error.strerror}; make room, or print it elsewhere",
+            file=sys.stderr,
+        )
+        return FAILED
     except KeyboardInterrupt:
         print("tierbench: interrupted before anything was measured", file=sys.stderr)
         return INTERRUPTED

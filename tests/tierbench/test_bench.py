@@ -6,6 +6,7 @@ import dataclasses
 import json
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ import torch
 
 import tiering
 from tiering import drives
+from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.drives import Backing, Drive, FileSystem, Link
 from tiering.errors import ConfigError, SwapError, UnsafeTargetError
 from tiering.tierbench import bench, load
 from tiering.tierbench.bench import Asked
+from tiering.tierbench.load import Load
 from tiering.tierbench.result import Result, Row, Sample
 
 MIB = 1 << 20
@@ -195,12 +198,8 @@ def test_past_the_write_cache(tmp_path: Path) -> None:
 
 
 def test_a_bad_transfer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiering.aio import AioContext, Fault, FaultPlan
-
-    def failing(**options: object) -> AioContext:
-        return AioContext(**options, fault=FaultPlan((Fault("read", first=5, error=5),)))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(load, "AioContext", failing)
+    failing = FaultPlan((Fault("read", first=5, error=5),))
+    monkeypatch.setattr(load, "AioContext", partial(AioContext, fault=failing))
     with pytest.raises(SwapError, match="EIO") as caught:
         bench.run(asked(tmp_path))
     assert caught.value.errno == 5
@@ -253,6 +252,31 @@ def test_what_others_move_on_the_drive_is_told(tmp_path: Path, monkeypatch: pyte
     result = bench.run(asked(tmp_path))
     assert result.targets[0].others_read == 3 * 10**9 - result.read_bytes
     assert result.targets[0].others_written == 10**9 - result.written_bytes
+
+
+def test_what_we_move_is_ours_where_directories_are_unlike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each drive has moved only what its own directory had, of which the late one had much less."""
+    late = FaultPlan((Fault("any", count=0, delay=0.02, file=1),))
+
+    def moved(drive: Drive) -> tuple[int, int]:
+        return counted[drive.name]
+
+    def close(over: Load) -> None:
+        counted.update(zip(counted, over.moved(), strict=True))
+        really_close(over)
+
+    counted, really_close = {"fast": (0, 0), "late": (0, 0)}, Load.close
+    monkeypatch.setattr(load, "AioContext", partial(AioContext, fault=late))
+    monkeypatch.setattr(drives, "behind", lambda directory: behind("disk", Drive(directory.name)))
+    monkeypatch.setattr(drives, "io_counters", moved)
+    monkeypatch.setattr(Load, "close", close)
+    for name in counted:
+        (tmp_path / name).mkdir()
+    result = bench.run(asked(*(tmp_path / name for name in counted)))
+    assert counted["fast"][0] > counted["late"][0] > 0
+    assert [(each.others_read, each.others_written) for each in result.targets] == [(0, 0), (0, 0)]
 
 
 def test_the_configuration_trains(tmp_path: Path) -> None:

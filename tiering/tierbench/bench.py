@@ -128,11 +128,11 @@ class _Run:
             with Load(ground, self._settings(size)) as load:
                 self._measure(ground, load)
                 interrupted = self._interrupts.came
-                engine = load.engine
+                engine, moved = load.engine, load.moved()
             used = min(min(each) for each in ground.written_once)
             verified = ground.read_bytes if asked.verify else None
-            ours = (ground.read_bytes, ground.written_bytes)
-            others = self._others(before, ground)
+            read, written = ground.read_bytes, ground.written_bytes
+            others = self._others(before, moved)
         settings = self._settings(used)
         if self._rows and used < 4 * settings.iodepth * settings.bs:
             self._notes.append(
@@ -160,8 +160,8 @@ class _Run:
             settings=settings,
             engine=engine,
             rows=tuple(self._rows),
-            read_bytes=ours[0],
-            written_bytes=ours[1],
+            read_bytes=read,
+            written_bytes=written,
             verified_bytes=verified,
             sustained=self._sustained,
             notes=tuple(self._notes),
@@ -259,21 +259,19 @@ class _Run:
         self._rows.append(row)
 
     def _others(
-        self, before: Sequence[tuple[int, int] | None], ground: Ground
+        self, before: Sequence[tuple[int, int] | None], ours: Sequence[tuple[int, int]]
     ) -> list[tuple[int, int] | None]:
         """What others read and wrote on the drives of each directory meanwhile; what is ours there is taken off."""
         found: list[tuple[int, int] | None] = []
-        files = [[swap.directory for swap in files] for files in ground.files]
         for backing, early in zip(self._backings, before, strict=True):
             late = _counters(backing)
             if early is None or late is None:
                 found.append(None)
                 continue
-            sharing = self._sharing(backing)
-            share = sum(directory in sharing for each in files for directory in each) / sum(map(len, files))
-            moved = (late[0] - early[0], late[1] - early[1])
-            ours = (ground.read_bytes * share, ground.written_bytes * share)
-            found.append((max(0, int(moved[0] - ours[0])), max(0, int(moved[1] - ours[1]))))
+            here = [ours[self._directories.index(directory)] for directory in self._sharing(backing)]
+            moved = zip(early, late, *here, strict=True)
+            read, written = (max(0, end - start - sum(own)) for start, end, *own in moved)
+            found.append((read, written))
         return found
 
     def _sharing(self, backing: Backing) -> list[Path]:

@@ -108,6 +108,14 @@ class Load:
         """Read once all that was written; with ``verify`` it is compared. Raises SwapError (EBADMSG) if it differs."""
         return self._window("read", None, 0.0, watch, once=True)
 
+    def moved(self) -> list[tuple[int, int]]:
+        """Bytes read and written so far in each directory."""
+        jobs = [aio.stats() for aio in self._contexts]
+        return [
+            (sum(each.read.bytes for each in files), sum(each.write.bytes for each in files))
+            for files in zip(*jobs, strict=True)
+        ]
+
     def close(self) -> None:
         """End the threads of C."""
         for aio in self._contexts:
@@ -193,8 +201,8 @@ class Load:
 
     def _moved(self) -> tuple[int, int]:
         """Bytes read and written so far."""
-        stats = [each for aio in self._contexts for each in aio.stats()]
-        return sum(each.read.bytes for each in stats), sum(each.write.bytes for each in stats)
+        moved = self.moved()
+        return sum(read for read, _ in moved), sum(written for _, written in moved)
 
     def _row(
         self,

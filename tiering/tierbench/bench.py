@@ -26,6 +26,7 @@ from tiering.tierbench.result import Machine, Result, Row, Settings, Sustained, 
 from tiering.tierbench.words import NAMES, ReadWrite, writes
 
 WINDOW = 2.5  # seconds, unless told: with the preparation three of them take ten
+RAMP = 0.5  # seconds, of several directories: drives that differ do not end a window at the same time
 PREPARATION_SHARE, SUSTAINED_SHARE = 0.5, 0.9  # of --max-write, that writing the files once may take
 PREPARATION = 2.0  # seconds that writing the files may take, unless their size was asked for
 MEMORY_SHARE = 0.5  # of what is free
@@ -49,7 +50,7 @@ class Asked:
     numjobs: int = 1
     size: int | None = None
     runtime: float | None = None
-    ramp_time: float = 0.0
+    ramp_time: float | None = None
     direct: bool = True
     ioengine: str = "auto"
     registered: bool = True
@@ -101,6 +102,7 @@ class _Run:
     ) -> None:
         self._interrupts = interrupts
         self._asked = asked
+        self._ramp = (RAMP if len(directories) > 1 else 0.0) if asked.ramp_time is None else asked.ramp_time
         self._directories = directories
         self._phases = phases
         self._backings = [drives.behind(directory) for directory in directories]
@@ -214,7 +216,7 @@ class _Run:
             numjobs=asked.numjobs,
             size=size,
             runtime=WINDOW if asked.sustained else asked.runtime or WINDOW,
-            ramp_time=asked.ramp_time,
+            ramp_time=self._ramp,
             direct=asked.direct,
             ioengine=asked.ioengine,
             registered=asked.registered,
@@ -233,8 +235,8 @@ class _Run:
         for rw in asked.rws:
             if self._interrupts.came:
                 return
-            watch = self._phase(NAMES[rw], seconds + asked.ramp_time)
-            row = load.run(rw, seconds=seconds, ramp=asked.ramp_time, watch=watch)
+            watch = self._phase(NAMES[rw], seconds + self._ramp)
+            row = load.run(rw, seconds=seconds, ramp=self._ramp, watch=watch)
             if row.bytes:
                 self._rows.append(row)
             if writes(rw) and row.seconds < 0.9 * seconds and row.complete:

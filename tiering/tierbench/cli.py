@@ -124,8 +124,8 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--runtime", type=words.duration, metavar="TIME", help="of each kind (default: 2.5s)")
     group.add_argument(
-        "--ramp-time", "--ramp_time", type=words.duration, default=0.0, metavar="TIME",
-        help="before each that does not count (default: none)",
+        "--ramp-time", "--ramp_time", type=words.duration, metavar="TIME",
+        help="before each that does not count (default: none; 0.5s with several DIR)",
     )  # fmt: skip
     group.add_argument(
         "--direct", type=int, choices=(0, 1), default=1, help="0: through the page cache (default: 1)"

@@ -64,6 +64,11 @@ def format_size(size: float) -> str:
     return f"{scaled:.0f} {units[0]}" if units[0] == "B" else f"{scaled:.2f} {units[0]}"
 
 
+def legible(text: str) -> str:
+    """``text`` in one line: the name of a directory or a process may hold what moves the cursor, or worse."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 def format_need(size: int) -> str:
     """As ``format_size``, rounded up: a budget of that much suffices."""
     unit = 1024 ** min(5, max(0, (size.bit_length() - 1) // 10))

@@ -561,6 +561,13 @@ def test_nobodys_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ada" not in Report(told).block()
 
 
+def test_names_move_no_cursor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", f"{tmp_path}/a\x1b[2J\nb"]) == 1
+    told = capsys.readouterr().out
+    assert "\x1b" not in told
+    assert "/a\\x1b[2J\\nb\n" in told
+
+
 def test_problems_come_first() -> None:
     entries = [
         Entry("one", None, note("a", "b")),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiering.doctor.finding import Entry, Finding, Verdict
+from tiering.fields import legible
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,8 +71,8 @@ class Report:
             style = _STYLES[entry.finding.verdict]
             name = Text(f"{entry.check}\n", style="bold").append(str(entry.finding.verdict), style=style)
             if entry.directory is not None:
-                name.append(f"\n{entry.directory}", style="not bold")
-            table.add_row(name, Text(entry.finding.found), Text(entry.finding.remedy))
+                name.append(f"\n{legible(entry.directory)}", style="not bold")
+            table.add_row(name, Text(legible(entry.finding.found)), Text(legible(entry.finding.remedy)))
         table.expand = True
         return table
 
@@ -79,9 +80,9 @@ class Report:
         """Everything that was found, as plain text to paste."""
         lines = [RULE]
         for directory, entries in groupby(self.entries, key=lambda entry: entry.directory):
-            lines.append(directory or "tiering doctor")
+            lines.append(legible(directory or "tiering doctor"))
             for entry in entries:
-                text = f"{entry.finding.verdict:<7} {entry.check}: {entry.finding.found}"
+                text = f"{entry.finding.verdict:<7} {entry.check}: {legible(entry.finding.found)}"
                 lines += textwrap.wrap(
                     text,
                     WIDTH,

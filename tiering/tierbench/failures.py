@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tiering.errors import SwapError, TieringError, UnsafeTargetError
+from tiering.fields import legible
 
 FAILED, USAGE, UNSAFE = 1, 2, 3
 
@@ -34,5 +35,5 @@ def exit_code(prog: str) -> Iterator[Told]:
 
 
 def _say(prog: str, error: TieringError, code: int) -> int:
-    print(f"{prog}: {error}", file=sys.stderr)
+    print(f"{prog}: " + "\n".join(map(legible, str(error).split("\n"))), file=sys.stderr)
     return code

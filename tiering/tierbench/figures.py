@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from tiering.fields import format_size
+from tiering.fields import legible as legible
 from tiering.tierbench.result import Result, Row
 from tiering.tierbench.words import NAMES
 
@@ -90,8 +91,3 @@ def _fio_size(nbytes: int) -> str:
         if nbytes and nbytes % unit == 0:
             return f"{nbytes // unit}{name}"
     return format_size(nbytes)
-
-
-def legible(text: str) -> str:
-    """The name of a directory or a model may hold what moves the cursor, or worse."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

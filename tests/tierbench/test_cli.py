@@ -173,7 +173,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, told = ran(tmp_path / "missing", *short)
     assert code == cli.USAGE
     assert "create it (mkdir -p" in told
-    assert ran(tmp_path / "a\x1b[2J\nb", *short)[1].count("a\\x1b[2J\\nb") == 2
+    assert ran(tmp_path / "a\x1b[2Jb", *short)[1].count("a\\x1b[2Jb") == 2
     code, told = ran(tmp_path, *short, "--bs", "1MB")
     assert code == cli.USAGE
     assert "1000000 bytes" in told

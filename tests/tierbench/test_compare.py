@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -50,6 +51,15 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
     assert cli.main(["compare", *arguments, "--json"]) == code
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     return told
+
+
+def commands() -> str:
+    """The command lines of all processes."""
+    told = []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            told.append(process.read_text(errors="replace"))
+    return "\n".join(told)
 
 
 class TestResults:
@@ -181,7 +191,7 @@ class TestBesideFio:
     @needs_fio
     def test_ctrl_c_prints_the_pairs_and_ends_fio(self, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "tiering.tierbench.cli", "compare", "--fio", str(tmp_path)]
-        command += ["--rw", "read", "--size", "8M", "--runtime", "50ms", "--pairs", "10000"]
+        command += ["--rw", "read", "--bs", "64k", "--size", "4M", "--runtime", "50ms", "--pairs", "10000"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             seen: set[str] = set()  # that of its version and runs: after the third, a pair has been counted
             give_up = time.monotonic() + 60
@@ -194,5 +204,5 @@ class TestBesideFio:
         assert process.returncode == cli.INTERRUPTED, errors
         assert out.startswith("interrupted: this is of the pairs until then\n")
         assert "\nread: too few pairs to tell\n" in out
-        assert not [each for each in seen if Path(f"/proc/{each}").exists()]
+        assert f"--filename=/proc/{process.pid}/fd/" not in commands()
         assert list(tmp_path.iterdir()) == []

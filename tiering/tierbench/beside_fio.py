@@ -32,6 +32,7 @@ from tiering.errors import ConfigError
 from tiering.tierbench import figures, fio, target
 from tiering.tierbench.bench import Asked, Phases, machine
 from tiering.tierbench.fio import Job, Reading
+from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.load import Ground, Load
 from tiering.tierbench.ratios import compare, in_turn
 from tiering.tierbench.result import Engine, Machine, Record, Sample, Settings
@@ -103,10 +104,11 @@ def measure(asked: Asked, pairs: int, phases: Phases, say: Callable[[str], None]
     """
     fio_version = fio.version()
     directory = target.check(*asked.directories)
-    with target.alone_in([directory]):
+    with target.alone_in([directory]), Interrupts() as interrupts:
         run = _Run(asked, directory, pairs, phases, say)
         with run.prepared():
-            run.measure()
+            if not interrupts.came:
+                run.measure()
             engine = run.load.engine
         return BesideFio(
             version=importlib.metadata.version("tiering"),
@@ -122,7 +124,7 @@ def measure(asked: Asked, pairs: int, phases: Phases, say: Callable[[str], None]
             read_bytes=run.ground.read_bytes,
             written_bytes=run.ground.written_bytes,
             notes=tuple(run.notes),
-            interrupted=run.interrupted,
+            interrupted=interrupts.came,
         )
 
 
@@ -153,7 +155,6 @@ class _Run:
         self.started = datetime.datetime.now(datetime.UTC)
         self.windows: list[Window] = []
         self.notes: list[str] = []
-        self.interrupted = False
         self._expected = 0.0  # bytes that a run of writes alone comes to
         self._most_written: dict[ReadWrite, int] = {}  # by a run
 
@@ -165,19 +166,15 @@ class _Run:
             self.ground.max_write = asked.max_write
             with Load(self.ground, self.settings) as self.load:
                 row = self.load.lay_out(watch=self._phases.phase("writing once", None))
-                self.interrupted = not row.complete
                 self._expected = row.rate * self.settings.runtime
                 yield
 
     def measure(self) -> None:
-        if self.interrupted:
-            return
         self._announce()
         for rw in self._asked.rws:
             try:
                 self._window(rw)
-            except KeyboardInterrupt:
-                self.interrupted = True
+            except KeyboardInterrupt:  # noted, too
                 return
             except _NoRoomError:
                 limit = format_size(self._asked.max_write or 0)

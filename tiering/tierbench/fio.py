@@ -6,6 +6,7 @@ data in every write, latencies kept. fio never makes a file, and its jobs are th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiering.errors import TieringError
+from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.words import ReadWrite, reads, writes
 
 MISSING = "fio is not installed: `apt-get install fio`, `dnf install fio` or https://github.com/axboe/fio"
@@ -24,6 +26,7 @@ MISSING = "fio is not installed: `apt-get install fio`, `dnf install fio` or htt
 # glibc then asks for transparent huge pages wherever malloc maps memory, as our arena does for its own.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _HUGE_PAGE = 2 << 20
+_HEARD = 0.1  # seconds until an interruption is heard
 
 
 class FioError(TieringError):
@@ -197,21 +200,21 @@ def parse(output: str) -> Reading:
 def _execute(arguments: list[str]) -> tuple[str, float]:
     """fio's output and the CPU seconds of its process, start and end included."""
     before = _children_cpu()
-    with subprocess.Popen(
-        arguments,
-        env={**os.environ, **_HUGE_PAGES},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,  # Ctrl-C is ours to hear: fio would answer it with a report of half a run
-    ) as process:
-        try:
-            output, errors = process.communicate()
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
+    with Interrupts() as interrupts:
+        if interrupts.came:
+            raise KeyboardInterrupt
+        process = subprocess.Popen(
+            arguments,
+            env={**os.environ, **_HUGE_PAGES},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,  # Ctrl-C is ours to hear: fio would answer it with a report of half a run
+        )
+        output, errors = _communicate(process, interrupts)
+        if interrupts.came:
+            raise KeyboardInterrupt
     if process.returncode:
         said = "\n".join(text.strip() for text in (errors, output.partition("{")[0]) if text.strip())
         raise FioError(
@@ -219,6 +222,18 @@ def _execute(arguments: list[str]) -> tuple[str, float]:
             f" its command was: {' '.join(arguments)}"
         )
     return output, _children_cpu() - before
+
+
+def _communicate(process: subprocess.Popen[str], interrupts: Interrupts) -> tuple[str, str]:
+    """What it says until it ends; an interruption kills it."""
+    try:
+        while not interrupts.came:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.communicate(timeout=_HEARD)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    return process.communicate()
 
 
 def _children_cpu() -> float:

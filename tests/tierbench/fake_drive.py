@@ -20,6 +20,7 @@ GRID = Grid(
     (4, 8, 16, 32, 64),
 )
 SECONDS = 0.5  # of a window
+DISTURBANCE = 0.35
 
 
 def flat(cell: Cell) -> float:
@@ -39,12 +40,21 @@ def suited(cell: Cell) -> float:
 
 
 class FakeDrive:
-    """Rates after ``truth``, times a swing of up to twofold either way, times noise of each window."""
+    """Rates after ``truth``, times a swing of up to twofold either way, times noise of each window.
+
+    A share of the windows is ``disturbed``: their noise is that of a machine whose CPUs others take.
+    """
 
     def __init__(
-        self, truth: Callable[[Cell], float], *, seed: int = 0, noise: float = 0.05, swings: bool = True
+        self,
+        truth: Callable[[Cell], float],
+        *,
+        seed: int = 0,
+        noise: float = 0.05,
+        disturbed: float = 0.0,
+        swings: bool = True,
     ) -> None:
-        self.truth, self.noise, self.swings = truth, noise, swings
+        self.truth, self.noise, self.disturbed, self.swings = truth, noise, disturbed, swings
         self.random = random.Random(seed)
         self.now, self.swing = 0.0, 0.0
         self.seen: list[Cell] = []
@@ -62,7 +72,9 @@ class FakeDrive:
         decay = math.exp(-SECONDS / 20)
         self.swing = self.swing * decay + self.random.gauss(0, 0.35 * math.sqrt(1 - decay**2))
         factor = math.exp(max(-0.69, min(0.69, self.swing))) if self.swings else 1.0
-        rate = 3e9 * self.truth(cell) * factor * math.exp(self.random.gauss(0, self.noise))
+        disturbed = self.disturbed and self.random.random() < self.disturbed
+        noise = DISTURBANCE if disturbed else self.noise
+        rate = 3e9 * self.truth(cell) * factor * math.exp(self.random.gauss(0, noise))
         if tell is not None:
             tell(Sample(at=SECONDS, read=rate, write=0.0), 1.0)
         return Taken(rate, cpu_per_gb=1e4 / cell.bs, p99=cell.in_flight / rate)

@@ -16,8 +16,8 @@ from tiering.tierbench.result import Row, Sample
 from tiering.tierbench.sweep import FEWEST, MOST_IN_FLIGHT, Cell, Grid, Reading, Sweep, Verdict
 
 
-def verdicts(truth: Callable[[Cell], float], **how: float) -> list[Verdict]:
-    return [played(FakeDrive(truth, seed=seed, **how))[0].verdict() for seed in range(12)]  # type: ignore[arg-type]
+def verdicts(truth: Callable[[Cell], float], count: int = 12, **how: float) -> list[Verdict]:
+    return [played(FakeDrive(truth, seed=seed, **how))[0].verdict() for seed in range(count)]  # type: ignore[arg-type]
 
 
 def test_the_optimum_of_a_quiet_drive_is_found_and_the_search_ends_by_itself() -> None:
@@ -44,6 +44,8 @@ def test_where_nothing_is_better_the_defaults_are_kept() -> None:
     assert sum(told.kept for told in verdicts(flat)) >= 11
     assert sum(told.kept for told in verdicts(suited)) >= 11
     assert sum(told.kept for told in verdicts(flat, noise=0.3)) >= 11  # luck makes heroes of some
+    busy = verdicts(flat, count=36, noise=0.03, disturbed=0.3, swings=False)
+    assert sum(told.kept for told in busy) >= 33
 
     (told, *_) = verdicts(flat, noise=0.01, swings=False)
     assert len(told.alike) == len(told.standings)

@@ -22,6 +22,8 @@ from tiering.tierbench.spread import Estimate
 
 SAME = 0.05  # settings whose rates differ by no more than that are the same
 FEWEST = 3  # readings that a recommendation takes
+NOISY = 0.07  # noise beyond which that is too few: where others load a machine, two of three are often wrong together
+FEWEST_IF_NOISY = 5
 MOST = 16  # readings of a setting: more would show little
 MOST_IN_FLIGHT = 64 << 20  # bytes: rate times latency, so enough for 10 GB/s at 6 ms
 _DISTURBED = 1.3  # ratio of the references around a reading
@@ -280,12 +282,17 @@ class Sweep:
 
     def verdict(self) -> Verdict:
         """What to use by what is known so far: the defaults, unless another setting is faster beyond doubt."""
-        home = self.home()
+        home, noise = self.home(), self.noise()
+        fewest = FEWEST if noise <= NOISY else FEWEST_IF_NOISY
         standings = tuple(sorted((*self.standings(), home), key=lambda each: -each.ratio.point))
         best = _best(standings, home)
-        faster = [each for each in standings if each is not home and _surely_faster(each)]
+        faster = [
+            each
+            for each in standings
+            if each is not home and each.readings >= fewest and _surely_faster(each)
+        ]
         if not faster:
-            return Verdict(standings, home, home, _why_kept(best, home, standings), self.noise())
+            return Verdict(standings, home, home, _why_kept(best, home, standings, fewest), noise)
         as_fast = [each for each in faster if _same(each, faster[0]) or _tied(each, faster[0])]
         chosen = _cheapest(as_fast, home.cell)
         why = (
@@ -294,7 +301,7 @@ class Sweep:
         )
         if len(as_fast) > 1:
             why += f"; of the {len(as_fast)} that are as fast it takes the least CPU, then memory"
-        return Verdict(standings, home, chosen, why, self.noise())
+        return Verdict(standings, home, chosen, why, noise)
 
 
 def _counted(readings: Sequence[Reading]) -> Sequence[Reading]:
@@ -322,7 +329,7 @@ def _best(standings: Iterable[Standing], home: Standing) -> Standing:
 def _surely_faster(standing: Standing) -> bool:
     """Than the defaults: beyond noise, and by enough to matter."""
     surely = standing.ratio.point * (standing.ratio.low / standing.ratio.point) ** (_SURE / _DEVIATIONS)
-    return standing.readings >= FEWEST and surely > 1.0 and standing.ratio.point > 1 + SAME
+    return surely > 1.0 and standing.ratio.point > 1 + SAME
 
 
 def _same(standing: Standing, best: Standing) -> bool:
@@ -342,10 +349,10 @@ def _cheapest(standings: Sequence[Standing], home: Cell) -> Standing:
     return min(cheap, key=lambda each: (each.cell.in_flight, each.cell.ioengine != home.ioengine))
 
 
-def _why_kept(best: Standing, home: Standing, standings: Sequence[Standing]) -> str:
-    hopes = [each for each in standings if each.readings < FEWEST and each.ratio.point > 1 + SAME]
-    if best.ratio.point <= 1 + SAME and hopes:
-        return f"{hopes[0].cell} looked faster, but was measured less than {FEWEST} times; a longer --runtime tells"
+def _why_kept(best: Standing, home: Standing, standings: Sequence[Standing], fewest: int) -> str:
+    hopes = [each for each in standings if each.readings < fewest and each.ratio.point > 1 + SAME]
+    if hopes and (best.ratio.point <= 1 + SAME or best in hopes):
+        return f"{hopes[0].cell} looked faster, but was measured less than {fewest} times; a longer --runtime tells"
     if best is home:
         return "no setting is faster"
     what = f"{best.cell} moves {_times(best)} what they do ({best.ratio.low:.2f} to {best.ratio.high:.2f})"

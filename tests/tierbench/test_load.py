@@ -7,10 +7,12 @@ import os
 import resource
 import signal
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from tiering import swap_file
 from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.errors import SwapError, SwapSpaceError, UnsafeTargetError
+from tiering.latencies import LatencyHistogram
 from tiering.tierbench import load as load_module
 from tiering.tierbench.load import Ground, Load, worst_second
 from tiering.tierbench.result import Row, Sample, Settings
@@ -135,12 +138,20 @@ def test_what_is_written_together_ends_with_the_first_file(
     assert files.written_bytes == whole + part
 
 
-def test_a_ramp_does_not_count(tmp_path: Path) -> None:
+def test_a_ramp_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    latencies = AioContext.latencies
+
+    def late(aio: AioContext, file: int, kind: Literal["read", "write"]) -> LatencyHistogram:
+        time.sleep(0.005)  # transfers go on while they are counted
+        return latencies(aio, file, kind)
+
+    monkeypatch.setattr(AioContext, "latencies", late)
     with ground(tmp_path) as file, Load(file, settings()) as load:
         load.lay_out()
         row = load.run("read", seconds=SECONDS, ramp=0.2)
     assert 0 < row.read.bytes < file.read_bytes
     assert SECONDS <= row.seconds < 0.2 + SECONDS
+    assert row.read.bytes == row.read.ops * (64 << 10)
 
 
 def test_what_preparation_had_no_time_for_is_not_read(tmp_path: Path) -> None:

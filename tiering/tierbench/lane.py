@@ -29,7 +29,8 @@ class Count:
     """What C has counted so far, in one direction of one file."""
 
     bytes: int
-    latency: LatencyHistogram
+    ops: int
+    latency: LatencyHistogram  # of a moment later: it may have more
 
 
 def slots(settings: Settings, size: int) -> tuple[int, int]:
@@ -69,8 +70,8 @@ class Lane:
     def counts(self) -> tuple[Count, Count]:
         stats = self._aio.stats()[self._file]
         return (
-            Count(stats.read.bytes, self._aio.latencies(self._file, "read")),
-            Count(stats.write.bytes, self._aio.latencies(self._file, "write")),
+            Count(stats.read.bytes, stats.read.ops, self._aio.latencies(self._file, "read")),
+            Count(stats.write.bytes, stats.write.ops, self._aio.latencies(self._file, "write")),
         )
 
     def flush(self) -> None:

@@ -297,7 +297,7 @@ def _sample(before: _Mark, after: _Mark) -> Sample:
 
 def _less(after: list[tuple[Count, Count]], before: list[tuple[Count, Count]]) -> list[tuple[Count, Count]]:
     def between(late: Count, early: Count) -> Count:
-        return Count(late.bytes - early.bytes, late.latency - early.latency)
+        return Count(late.bytes - early.bytes, late.ops - early.ops, late.latency - early.latency)
 
     return [
         (between(late[0], early[0]), between(late[1], early[1]))
@@ -309,11 +309,8 @@ def _traffic(counts: Sequence[Count]) -> Traffic:
     histogram = LatencyHistogram.of()
     for count in counts:
         histogram = histogram + count.latency
-    if not histogram.total:
-        return Traffic()
-    p50, p95, p99, p999 = (histogram.percentile(share) for share in (0.5, 0.95, 0.99, 0.999))
-    return Traffic(
-        bytes=sum(count.bytes for count in counts),
-        ops=histogram.total,
-        latency=Latencies(p50=p50, p95=p95, p99=p99, p999=p999, max=histogram.max_ns / 1e9),
-    )
+    ops, latency = sum(count.ops for count in counts), None
+    if ops and histogram.total:
+        p50, p95, p99, p999 = (histogram.percentile(share) for share in (0.5, 0.95, 0.99, 0.999))
+        latency = Latencies(p50=p50, p95=p95, p99=p99, p999=p999, max=histogram.max_ns / 1e9)
+    return Traffic(bytes=sum(count.bytes for count in counts), ops=ops, latency=latency)

@@ -52,6 +52,12 @@ def test_what_is_no_time(text: str) -> None:
         words.duration(text)
 
 
+@pytest.mark.parametrize("text", ["169h", "9" * 400])
+def test_what_is_too_long_a_time(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="more than a week"):
+        words.duration(text)
+
+
 def test_kinds_come_in_the_order_asked_for_and_once() -> None:
     assert words.kinds("write,read,write,readwrite,randrw,mixed") == ("write", "read", "rw", "randrw")
     with pytest.raises(argparse.ArgumentTypeError, match="there is no 'trim'; choose of read, write, rw"):

@@ -25,6 +25,7 @@ ENGINE_ALIASES = {"psync": "threads", "sync": "threads", "pvsync": "threads"}
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)", re.ASCII)
 _LETTER = re.compile(r"[\d.]+[kmgtp]", re.ASCII)  # as fio has it
+_LONGEST = 7 * 86400.0
 _SECONDS = {"ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -54,11 +55,14 @@ def rate(text: str) -> float:
 
 
 def duration(text: str) -> float:
-    """Seconds: ``10``, ``10s``, ``500ms``, ``2m``, ``1h``."""
+    """Seconds, a week at most: ``10``, ``10s``, ``500ms``, ``2m``, ``1h``."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"a time is a number with ms, s, m or h, as '10s', not {text!r}")
-    return float(match[1]) * _SECONDS[match[2]]
+    seconds = float(match[1]) * _SECONDS[match[2]]
+    if seconds > _LONGEST:
+        raise argparse.ArgumentTypeError(f"{text.strip()!r} is more than a week")
+    return seconds
 
 
 def kinds(text: str) -> tuple[ReadWrite, ...]:

@@ -204,8 +204,8 @@ class _Run:
         if needed > (limit - in_use) * MEMORY_SHARE:
             raise ConfigError(
                 f"blocks of {format_size(asked.bs)} at a depth of {asked.iodepth}, {asked.numjobs} job(s) and"
-                f" {len(self._directories)} directories need {format_size(needed)} of memory, of which"
-                f" {format_size(limit - in_use)} are free: lower --bs, --iodepth or --numjobs"
+                f" {len(self._directories)} directories need {format_size(needed)} of memory, more than half"
+                f" of the {format_size(limit - in_use)} that are free: lower --bs, --iodepth or --numjobs"
             )
 
     def _settings(self, size: int) -> Settings:

@@ -14,7 +14,7 @@ from tiering.planning.rates import Rates
 from tiering.tierbench import cli, rounds
 from tiering.tierbench.fetching import Fetches
 from tiering.tierbench.pattern import Turn
-from tiering.tierbench.profiled import Profile, Round, results, show
+from tiering.tierbench.profiled import AHEAD, Profile, Round, results, show
 from tiering.tierbench.replay import Taken
 
 # The smallest decoder that there is: embedding and head are a group each, the parameters of its blocks are small ones.
@@ -80,9 +80,9 @@ def test_whole_steps_are_replayed_and_told(tmp_path: Path, capsys: pytest.Captur
     assert step.stalled is not None and 0 < step.stalled < 1
     assert {*found.plain} == {"nvme_read", "nvme_write", "nvme_mixed"}
     for each in found.phases:
-        assert each.plain_seconds is not None and each.ratios == pytest.approx(
-            [each.plain_seconds / each.seconds]
-        )
+        assert each.plain_seconds is not None
+        ratios = [each.plain_seconds / each.seconds] if each.ahead <= AHEAD else []
+        assert each.ratios == pytest.approx(ratios)
     assert found.written_bytes > found.space_bytes + 2 * step.write_bytes, "plain windows write, too"
     assert [*where.iterdir()] == []
 
@@ -167,3 +167,15 @@ def test_what_a_cut_turn_stands_for() -> None:
     assert found.bound == "reads"
     assert found.stalled is None
     assert list(results([first, other], [Round(taken[:1], plain)], plain)) == []
+
+
+def test_what_was_read_ahead_makes_no_phase_faster_than_the_drive() -> None:
+    forward, step = Turn("forward", 100, 0), Turn("step", 200, 300)
+    taken = (
+        Taken(forward, seconds=0.01, read=20, written=0, stalled=0.0, computed=0.0, complete=True),
+        Taken(step, seconds=10.0, read=280, written=250, stalled=0.0, computed=0.0, complete=True),
+    )
+    plain = Rates(nvme_read=50.0, nvme_write=50.0, nvme_mixed=50.0)
+    early, late = results([forward, step], [Round(taken, plain)], plain)
+    assert (early.ahead, early.ratios, early.bound) == (pytest.approx(0.8), (), None)
+    assert (late.ahead, late.ratios, late.bound) == (0.0, (pytest.approx(1.0),), "writes")

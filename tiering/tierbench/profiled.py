@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 HIDDEN = 0.1  # of the update spent waiting for transfers: the kernels bound it then
+AHEAD = 0.1  # of a phase's reads done before it: by its seconds it would be faster than the drive
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,17 @@ class PhaseResult(Record):
     write_bytes: int
     replayed: float = Field(description="Bytes that were moved, by those of one step's.")
     seconds: float
+    ahead: float = Field(
+        default=0.0,
+        description="Share of its reads that were done in the phase before, and in the seconds of that.",
+    )
     stalled: float | None = Field(default=None, description="Share of waiting for transfers beside kernels.")
     plain_seconds: float | None = Field(
         default=None, description="Of the same bytes at the mean rates of plain windows."
     )
     ratios: tuple[float, ...] = Field(
-        default=(), description="Of each round: the replay's rate by that of the plain windows around it."
+        default=(),
+        description="Of each round: the replay's rate by that of the plain windows around it. None if much was ahead.",
     )
     bound: Literal["reads", "writes", "both", "kernels"] | None = None
 
@@ -113,7 +119,8 @@ def results(turns: Sequence[Turn], rounds: Iterable[Round], plain: Rates) -> Ite
         replayed = [each for each in taken if each.turn in of_phase]
         computed = sum(each.computed for each in replayed)
         stalled = sum(each.stalled for each in replayed) / sum(each.seconds for each in replayed)
-        plainly = _plain_seconds(read, written, plain)
+        plainly, ahead = _plain_seconds(read, written, plain), _ahead(replayed)
+        alone = plainly is not None and ahead <= AHEAD
         yield PhaseResult(
             name=phase,
             read_bytes=read,
@@ -123,11 +130,19 @@ def results(turns: Sequence[Turn], rounds: Iterable[Round], plain: Rates) -> Ite
             )
             / (read + written),
             seconds=seconds,
+            ahead=ahead,
             stalled=stalled if computed else None,
             plain_seconds=plainly,
-            ratios=tuple(_ratios(of_phase, read, written, rounds)),
-            bound=None if plainly is None else _bound(read, written, plain, stalled if computed else None),
+            ratios=tuple(_ratios(of_phase, read, written, rounds)) if alone else (),
+            bound=_bound(read, written, plain, stalled if computed else None) if alone else None,
         )
+
+
+def _ahead(replayed: Sequence[Taken]) -> float:
+    """The share of what was to be read that was there already; a turn that was cut is counted by what it read."""
+    expected = sum(each.turn.read for each in replayed if each.complete)
+    read = sum(each.read for each in replayed if each.complete)
+    return max(0.0, 1 - read / expected) if expected else 0.0
 
 
 def _ratios(of_phase: Sequence[Turn], read: int, written: int, rounds: Sequence[Round]) -> Iterator[float]:
@@ -220,7 +235,7 @@ def _table(found: Profile) -> Table:
             each.name,
             figures.nbytes(each.read_bytes) if each.read_bytes else "-",
             figures.nbytes(each.write_bytes) if each.write_bytes else "-",
-            figures.gb(each.rate),
+            figures.gb(each.rate) if each.ahead <= AHEAD else "-",
             figures.number(each.seconds),
             "-" if each.of_plain is None else f"{each.of_plain:.2f}",
             *stalled,
@@ -244,6 +259,8 @@ def _meaning(found: Profile) -> Iterator[str]:
         )
     if len(found.phases) > 1:
         yield f"All phases: {figures.duration(found.seconds)}, less what forward and backward compute meanwhile."
+    if early := [f"{each.ahead:.0%} in {each.name}" for each in found.phases if each.ahead > AHEAD]:
+        yield f"Of the reads these were done ahead, in the phase before: {', '.join(early)}; seconds are for the rest."
     if any(each.replayed < 1 for each in found.phases):
         yield "What was not replayed whole is told as the whole would take at its rate."
     rates = ", ".join(

@@ -153,7 +153,8 @@ class ZeroConfig(Section):
     )
     sub_group_size: Count = Field(default=10**9, description="Most elements of state stepped together.")
     prefetch_elements: Elements = Field(
-        default=5 * 10**7, description="Most elements fetched ahead of their use."
+        default=5 * 10**7,
+        description="Most elements fetched ahead of their use, but room for the next group; 0: none.",
     )
     persistence_threshold: Elements = Field(
         default=10**5, description="Parameters with fewer elements stay on the device."

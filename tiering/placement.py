@@ -381,13 +381,17 @@ def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> i
             f" ({_listed(fixed.taken[Tier.DEVICE]) or 'nothing else is planned there'}); raise device_budget to at"
             f" least {format_need(fixed.budgets.device - fixed.left(Tier.DEVICE) + least)}"
         )
-    everything = sum(
-        round_up(group.param_bytes)
+    moving = [
+        0 if load.computes_in_place(group, tier) else round_up(group.param_bytes)
         for group, tier in zip(load.groups, param_tiers, strict=True)
-        if not load.computes_in_place(group, tier)
-    )
+    ]
+    # Groups are fetched whole: room for less than the next one would be room for nothing. What encloses others is
+    # there with them.
+    enclosing = {group.parent for group in load.groups}
+    inner = [nbytes for index, nbytes in enumerate(moving) if index not in enclosing]
+    ahead = max(round_up(load.prefetch_bytes), *inner) if load.prefetch_bytes and inner else 0
     room = fixed.left(Tier.DEVICE) // PAGE * PAGE
-    return min(everything, room, least + round_up(load.prefetch_bytes))
+    return min(sum(moving), room, least + ahead)
 
 
 def _listed(kinds: dict[str, int]) -> str:

@@ -69,6 +69,12 @@ def test_the_peak_is_the_persistent_groups_and_the_deepest_chain_and_the_prefetc
     assert device.peak == engine.plan.working_bytes + PAGE  # the small parameter's page
 
 
+def test_the_next_block_is_fetched_however_small_the_prefetch(start: Callable[..., Any]) -> None:
+    engine = start(Stack(outer=True), accumulation=1, threshold=100, prefetch=1, **STREAMED)
+    run(engine)
+    assert engine.plan.working_bytes == held(engine) == OUTER + 2 * BLOCK
+
+
 @pytest.mark.parametrize("spare", [0, 1, 2])
 def test_the_device_budget_caps_the_prefetch(start: Callable[..., Any], spare: int) -> None:
     budget = PAGE + OUTER + (1 + spare) * BLOCK

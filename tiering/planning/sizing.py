@@ -28,6 +28,7 @@ VOCABULARY = 32_000
 ASPECT = 128  # hidden elements per layer, about
 TOLERANCE = 0.05
 WIDEST = 128 * 1024
+LARGEST = 2 * 10**13  # parameters: the plan lists each sub-group, and millions of them fill memory
 
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT]?)", re.ASCII | re.IGNORECASE)
@@ -103,7 +104,11 @@ class Decoder:
 
 
 def decoder(params: int) -> Decoder:
-    """The decoder of about ``params`` parameters. Raises ConfigError if none comes near."""
+    """The decoder of about ``params`` parameters. Raises ConfigError if none comes near, or for more than LARGEST."""
+    if params > LARGEST:
+        raise ConfigError(
+            f"{format_count(params)} parameters are more than the {format_count(LARGEST)} that are planned"
+        )
 
     def distance(shape: Decoder) -> float:
         ratio = shape.hidden / (ASPECT * shape.layers)

@@ -115,6 +115,7 @@ def test_what_is_no_result(tmp_path: Path, content: str, words: str) -> None:
         ({"rwmixread": 100}, "--rwmixread is 100"),
         ({"runtime": 0.0}, "--runtime is 0"),
         ({"verify": True, "direct": False}, "--verify of the page cache says nothing"),
+        ({"sustained": True, "direct": False}, "--sustained of the page cache says nothing"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path: Path, others: dict[str, object], words: str) -> None:

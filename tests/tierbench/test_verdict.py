@@ -96,7 +96,7 @@ def test_there_is_no_verdict_without_both_directions() -> None:
 
 @pytest.mark.parametrize("paths", [("/nvme0",), ("/nvme0", "/nvme1")])
 def test_the_configuration_says_what_was_measured(paths: tuple[str, ...]) -> None:
-    block = verdict.config_block([Path(path) for path in paths], SETTINGS)
+    block = verdict.config_block([Path(path) for path in paths], SETTINGS, state="split")
     config, _ = ds_config.load({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **block})
     assert config.zero.stage == 3
     for section in (config.zero.offload_param, config.zero.offload_optimizer):
@@ -105,6 +105,7 @@ def test_the_configuration_says_what_was_measured(paths: tuple[str, ...]) -> Non
     io = config.tiering.io
     assert (io.engine, io.block_size, io.queue_depth, io.registered) == ("libaio", 512 << 10, 24, False)
     assert config.tiering.verify is True
+    assert config.tiering.state == "split"
 
 
 @pytest.mark.parametrize("bs", [4096, 12288, 1 << 20, 3 << 19, 1 << 30])

@@ -79,8 +79,9 @@ class Asked:
             )
         if self.runtime is not None and self.runtime <= 0:
             raise ConfigError("--runtime is 0; give the seconds of a window")
-        if self.verify and not self.direct:
-            raise ConfigError("--verify of the page cache says nothing of the drive; leave out --direct 0")
+        for name, asked in (("--verify", self.verify), ("--sustained", self.sustained)):
+            if asked and not self.direct:
+                raise ConfigError(f"{name} of the page cache says nothing of the drive; leave out --direct 0")
 
 
 def run(asked: Asked, phases: Phases | None = None) -> Result:
@@ -300,7 +301,7 @@ class _Run:
         told = verdict.verdict(
             self._asked.params, verdict.rates_of(self._rows, self._sustained), state=self._asked.state
         )
-        return told, verdict.config_block(self._directories, settings)
+        return told, verdict.config_block(self._directories, settings, state=self._asked.state)
 
 
 def machine() -> Machine:

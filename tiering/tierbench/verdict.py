@@ -56,11 +56,13 @@ def verdict(params: int, rates: Rates, *, state: str = "fp32") -> Verdict | None
     )
 
 
-def config_block(directories: Sequence[Path], settings: Settings) -> dict[str, Any]:
-    """What a configuration needs to have its state there, moved as it was measured."""
+def config_block(directories: Sequence[Path], settings: Settings, *, state: str = "fp32") -> dict[str, Any]:
+    """What a configuration needs to have its state there, in the format of the verdict, moved as it was measured."""
     paths = [str(directory) for directory in directories]
     offload = {"device": "nvme", "nvme_path": paths[0] if len(paths) == 1 else paths}
     tiering: dict[str, Any] = {"io": io_block(settings)}
+    if state != "fp32":
+        tiering["state"] = state
     if settings.verify:
         tiering["verify"] = True
     return {

@@ -288,15 +288,10 @@ class _Run:
             yield f"ended early: no more than --max-write {most} may be written"
         if replay.fetches_alone:
             load = self._plan.workload
-            enclosing = {group.parent for group in load.groups}
-            block = max(
-                (group.param_bytes for number, group in enumerate(load.groups) if number not in enclosing),
-                default=0,
+            remedy = (
+                "raise device_budget" if load.prefetch_bytes else "set stage3_prefetch_bucket_size above 0"
             )
-            yield (
-                "no block is read while another is used: the room to fetch ahead is smaller than a block. Raise"
-                f" stage3_prefetch_bucket_size to {block // load.compute_itemsize}, if the device has room"
-            )
+            yield f"no block is read while another is used, since there is room for one alone: {remedy}"
 
 
 def _mean(rates: Iterable[Rates]) -> Rates:

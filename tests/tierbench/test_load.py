@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tiering import swap_file
 from tiering.aio import AioContext, Fault, FaultPlan
-from tiering.errors import SwapError, SwapSpaceError, UnsafeTargetError
+from tiering.errors import ConfigError, SwapError, SwapSpaceError, UnsafeTargetError
 from tiering.latencies import LatencyHistogram
 from tiering.tierbench import load as load_module
 from tiering.tierbench.load import Ground, Load, worst_second
@@ -208,6 +208,22 @@ def test_ctrl_c_while_the_queue_empties_loses_nothing(
         assert threading.active_count() == threads
         assert not row.complete
         assert row.write.bytes == file.written_bytes == load._moved()[1] > 0
+
+
+def test_threads_that_cannot_start_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, left = threading.Thread.start, iter([True, False])
+
+    def limited(thread: threading.Thread) -> None:
+        if not next(left):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    before = threading.active_count()
+    with ground(tmp_path, numjobs=2) as file, Load(file, settings(numjobs=2)) as load:
+        monkeypatch.setattr(threading.Thread, "start", limited)
+        with pytest.raises(ConfigError, match="only 1 of 2 threads.*lower --numjobs"):
+            load.lay_out()
+        assert threading.active_count() == before
 
 
 def test_wrong_bytes_on_the_drive_are_found(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from tiering.aio import AioContext
+from tiering.errors import ConfigError
 from tiering.latencies import LatencyHistogram
 from tiering.tierbench.ground import Ground
 from tiering.tierbench.interrupts import Interrupts
@@ -140,6 +141,7 @@ class Load:
         together: bool = False,
     ) -> Row:
         crew = _Crew(self._lanes, rw, once=once, together=together)
+        self.ground.full = False
         whole = begun = self._moment()
         ended: _Moment | None = None
         marks = [_Mark(0.0, *self._moved())]
@@ -156,10 +158,9 @@ class Load:
                     if watch is not None:
                         share = self._reached() if seconds is None else min(1.0, at / seconds)
                         watch(_sample(*marks[-2:]), share)
+                # After a ramp queues are as full as they were when it ended; together, one of them is empty.
                 if (ramp or together) and self.ground.direct:
-                    ended = (
-                        self._moment()
-                    )  # queues are as full as they were when the ramp ended, or one is empty
+                    ended = self._moment()
             for lane in self._lanes:
                 if lane.failed is not None:
                     raise lane.failed
@@ -260,8 +261,17 @@ class _Crew:
         return False
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
+        for number, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError as error:
+                wanted = len(self._threads)
+                del self._threads[number:]
+                self.__exit__(None, None, None)
+                raise ConfigError(
+                    f"only {number} of {wanted} threads, one for each job and directory, can start ({error}): raise"
+                    " the limit (ulimit -u, the cgroup's pids.max), or lower --numjobs or --iodepth"
+                ) from None
         return self
 
     def __exit__(

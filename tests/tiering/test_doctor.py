@@ -435,6 +435,11 @@ def test_limits_of_cgroups_on_the_drive(tmp_path: Path) -> None:
         tmp_path, {"proc/self/cgroup": V1, f"{CGROUP}/blkio/job/blkio.throttle.read_bps_device": "259:0 77"}
     )
     assert "blkio.throttle.read_bps_device: 77" in directory.io_limit(on, tmp_path).found
+    machine(
+        tmp_path,
+        {"proc/self/cgroup": V1, f"{CGROUP}/blkio/blkio.throttle.write_iops_device": "259:0 90"},
+    )
+    assert "blkio.throttle.write_iops_device: 90" in directory.io_limit(on, tmp_path).found
 
 
 def test_a_swap_file_is_really_made(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from optim_cpu import kernels
-from tiering.cgroups import levels
+from tiering.cgroups import cpu_quota
 from tiering.doctor.finding import Check, Finding, note, problem
-from tiering.kernel_files import number, said
+from tiering.kernel_files import said
 from tiering.topology import format_cpus, parse_cpus
 
 
@@ -36,19 +36,9 @@ def affinity(root: Path) -> Finding:
 
 
 def quota(root: Path) -> Finding:
-    shares = []
-    for level in levels("cpu", root):
-        if level.version == 2:
-            words = (said(level.directory / "cpu.max") or "").split()
-            pair = [int(word) for word in words if word.isdecimal()]
-        else:
-            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            pair = [value for name in files if (value := number(level.directory / name)) is not None]
-        if len(pair) == 2 and pair[0] > 0 and pair[1] > 0:
-            shares.append(pair[0] / pair[1])
-    if not shares:
+    share, threads = cpu_quota(root), len(own_cpus(root))
+    if share is None:
         return Finding("none")
-    share, threads = min(shares), len(own_cpus(root))
     found = f"the time of {share:g} CPUs"
     if share >= threads:
         return Finding(found)

@@ -13,7 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from tiering._aio import lib
-from tiering.cgroups import levels
+from tiering.cgroups import io_limits
 from tiering.doctor import nameless
 from tiering.doctor.cpus import own_cpus
 from tiering.doctor.finding import Finding, note, problem
@@ -307,19 +307,11 @@ def io_limit(backing: Backing, root: Path) -> Finding:
         number = said(root / "sys/class/block" / each.name / "dev")
         if number is not None:
             named[number] = each.name
-    limits = []
-    for level in levels("io", root):
-        names = (
-            ["io.max"]
-            if level.version == 2
-            else [f"blkio.throttle.{way}_bps_device" for way in ("read", "write")]
-        )
-        for name in names:
-            for line in (said(level.directory / name) or "").splitlines():
-                number, _, words = line.partition(" ")
-                told = [word for word in words.split() if not word.endswith("=max")]
-                if number in named and told:
-                    limits.append(f"{named[number]} {name}: {' '.join(told)}")
+    limits = [
+        f"{named[limit.drive]} {limit.file}: {limit.words}"
+        for limit in io_limits(root)
+        if limit.drive in named
+    ]
     if not limits:
         return Finding("none")
     return note(

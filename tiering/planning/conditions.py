@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tiering
 from optim_cpu import kernels
-from tiering import drives
+from tiering import cgroups, drives
 from tiering.config import IoConfig
 from tiering.fields import parse_size
 from tiering.topology import SYSFS, format_cpus
@@ -36,6 +36,8 @@ def machine() -> Conditions:
         "id": machine_id(),
         "cpu": cpu_model(),
         "cpus": format_cpus(sorted(os.sched_getaffinity(0))),
+        "cpu_quota": cgroups.cpu_quota(),
+        "io_limits": sorted({" ".join(limit) for limit in cgroups.io_limits()}),
         "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "kernel": platform.release(),
         "version": tiering.__version__,

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tiering
+from tiering.cgroups import IoLimit
 from tiering.config import IoConfig
 from tiering.planning import conditions, others, saved_rates
 from tiering.planning.measure import Measurement, Tell
@@ -158,6 +159,8 @@ def test_rates_of_other_io_are_not_taken(plan: Plan, measured: list[str], tmp_pa
         ("platform.node", lambda: "another"),
         ("platform.release", lambda: "7.0"),
         ("os.sched_getaffinity", lambda _: {0}),
+        ("tiering.cgroups.cpu_quota", lambda: 0.5),
+        ("tiering.cgroups.io_limits", lambda: [IoLimit("io.max", "259:0", "wbps=1048576")]),
         ("tiering.planning.conditions.machine_id", lambda: "another"),
         ("tiering.planning.conditions.cpu_model", lambda: "another"),
         ("tiering.__version__", "0.0.1"),

@@ -221,7 +221,7 @@ def test_threads_that_cannot_start_are_told_of(tmp_path: Path, monkeypatch: pyte
     before = threading.active_count()
     with ground(tmp_path, numjobs=2) as file, Load(file, settings(numjobs=2)) as load:
         monkeypatch.setattr(threading.Thread, "start", limited)
-        with pytest.raises(ConfigError, match="only 1 of 2 threads.*lower --numjobs"):
+        with pytest.raises(ConfigError, match=r"only 1 of 2 threads.*lower --numjobs"):
             load.lay_out()
         assert threading.active_count() == before
 

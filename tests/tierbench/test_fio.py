@@ -98,6 +98,22 @@ class TestCommand:
         with pytest.raises(fio.FioError, match="apt-get install fio"):
             fio.version()
 
+    @pytest.mark.parametrize(
+        ("program", "why"),
+        [
+            ("#!/bin/sh\necho libaio.so.1 is missing >&2; exit 127\n", "libaio.so.1 is missing"),
+            ("?", "Exec format"),
+        ],
+    )
+    def test_a_fio_that_does_not_start_says_why(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, why: str
+    ) -> None:
+        (tmp_path / "fio").write_text(program)
+        (tmp_path / "fio").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(fio.FioMissingError, match=f"does not start: {why}"):
+            fio.version()
+
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason=fio.MISSING)
 class TestRun:

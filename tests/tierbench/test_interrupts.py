@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from tiering.tierbench import cli
 from tiering.tierbench.interrupts import Interrupts
 
 TWICE = """
@@ -32,6 +35,7 @@ def test_an_interruption_is_noted_and_what_was_before_comes_back() -> None:
         assert inner is outer
         assert outer.came
         signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     with Interrupts() as later:
@@ -55,3 +59,25 @@ def test_a_second_one_ends_the_process_but_not_one_that_was_passed_on(name: str)
         [sys.executable, "-c", TWICE.format(name=name)], capture_output=True, text=True, timeout=60
     )
     assert (ran.returncode, ran.stdout) == (-getattr(signal, name), "True\n")
+
+
+@pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_takes_its_end_as_ctrl_c(
+    command: str, name: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = []
+
+    def run(options: argparse.Namespace) -> int:
+        try:
+            signal.raise_signal(name)
+        except KeyboardInterrupt:
+            heard.append(name)
+            signal.raise_signal(name)  # once more, as `timeout` does
+        return cli.INTERRUPTED
+
+    monkeypatch.setattr(importlib.import_module(f"tiering.tierbench.{command}"), "run", run)
+    before = signal.getsignal(name)
+    assert cli.main([command, "DIR"]) == cli.INTERRUPTED
+    assert heard == [name]
+    assert signal.getsignal(name) is before

@@ -227,10 +227,11 @@ def test_after_ctrl_c_what_there_is_is_told_and_nothing_is_saved(
     run: Run, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = measure._Window.run
+    numbers = iter((signal.SIGINT, signal.SIGTERM))
 
     def interrupted(window: measure._Window, way: measure.Way, **options: Any) -> float:
         if way == "read":
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(next(numbers))
         return real(window, way, **options)
 
     monkeypatch.setattr(measure._Window, "run", interrupted)

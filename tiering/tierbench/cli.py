@@ -75,8 +75,9 @@ def _command(name: str, arguments: list[str]) -> int:
     module.add_arguments(parser)
     options = parser.parse_args(arguments)
     from tiering.tierbench.failures import exit_code
+    from tiering.tierbench.interrupts import terminations_as_ctrl_c
 
-    with exit_code(f"tierbench {name}") as told:
+    with terminations_as_ctrl_c(), exit_code(f"tierbench {name}") as told:
         told.code = module.run(options)
     return told.code
 

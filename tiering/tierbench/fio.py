@@ -1,7 +1,9 @@
 """fio, the usual judge of drives: its command for a load of ours, started anew for each run, and its own account of it.
 
 What is asked for here is what our side does: private files that are there and laid out, memory in huge pages, the same
-data in every write, latencies kept. fio never makes a file, and its jobs are threads: no process outlives it.
+data in every write, latencies kept. fio never makes a file, and its jobs are threads: none outlives it.
+What interrupts us ends it first. Where we are killed (SIGKILL) it goes on until its ``--runtime`` is over, on files
+that are gone with it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class FioError(TieringError):
 
 
 class FioMissingError(FioError):
-    """There is no fio."""
+    """There is no fio that starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +87,15 @@ class Reading:
 
 
 def version() -> str:
-    """Such as "fio-3.36". Raises FioMissingError when there is none."""
+    """Such as "fio-3.36". Raises FioMissingError when there is none that starts."""
     if shutil.which("fio") is None:
         raise FioMissingError(MISSING)
-    return subprocess.run(["fio", "--version"], check=True, capture_output=True, text=True).stdout.strip()
+    try:
+        told = subprocess.run(["fio", "--version"], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = error.strerror if isinstance(error, OSError) else error.stderr.strip() or str(error)
+        raise FioMissingError(f"fio is installed, but does not start: {why}; install it anew") from None
+    return told.stdout.strip()
 
 
 def command(

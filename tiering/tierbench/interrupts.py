@@ -1,16 +1,19 @@
-"""Ctrl-C, and SIGTERM as `timeout` and batch systems send it, while something is measured."""
+"""Ctrl-C, SIGTERM as `timeout` and batch systems send it, and SIGHUP of a closed terminal, while a command runs."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
 AT_ONCE = 0.5  # seconds within which two are one: what wraps a command may pass on what it got as well
+_TERMINATIONS = (signal.SIGTERM, signal.SIGHUP)
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
@@ -35,7 +38,7 @@ class Interrupts:
         if Interrupts._outermost is not None:
             return Interrupts._outermost
         Interrupts._outermost = self
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, *_TERMINATIONS):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
@@ -57,3 +60,31 @@ class Interrupts:
                 os.write(sys.stderr.fileno(), _SHOW_CURSOR)  # the line of progress has hidden it
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+@contextlib.contextmanager
+def terminations_as_ctrl_c() -> Iterator[None]:
+    """Within the block, what asks this process to end raises KeyboardInterrupt, as Ctrl-C does.
+
+    `timeout` sends it to its child and to the group that this is in: the second of two at once is the first one again.
+    An ``Interrupts`` within has its own answer. In other threads, and for what is ignored, this does nothing.
+    """
+    last = -AT_ONCE
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        again, last = now - last <= AT_ONCE, now
+        if not again:
+            raise KeyboardInterrupt
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for asked in _TERMINATIONS:
+            if signal.getsignal(asked) is not signal.SIG_IGN:
+                before[asked] = signal.signal(asked, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -126,7 +126,7 @@ class TestResults:
             ([whole], "1 of at least two results"),
             ([whole, nothing], "no window in common: A has read, write, mixed; B has none"),
             ([whole, whole + ".json"], "cannot be read"),
-            ([whole, "--fio", "."], "compare results, or with fio"),
+            ([whole, "--fio", "."], "give either result files or --fio DIR"),
         ):
             assert cli.main(["compare", *arguments]) == cli.USAGE
             assert words in capsys.readouterr().err
@@ -164,6 +164,36 @@ class TestBesideFio:
         assert may[-1] >= 1.5 * 5_000_000
         assert may == sorted(may, reverse=True)
         assert "--max-write 64.00 MiB" in found["notes"][0]
+
+    def test_a_run_that_fails_ends_it_with_the_pairs_until_then(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        runs = 0
+
+        def fake(*_: object, **__: object) -> Reading:
+            nonlocal runs
+            runs += 1
+            if runs == fails_at:
+                raise fio.FioError("fio's job failed: \x1b[2JInput/output error")
+            return Reading(5_000_000, 0, 0.01, 0.001)
+
+        monkeypatch.setattr(fio, "version", lambda: "fio-0")
+        monkeypatch.setattr(fio, "run", fake)
+        short = "--rw read --bs 4k --iodepth 1 --size 1M --runtime 1ms --quiet".split()
+        arguments = ["compare", "--fio", str(tmp_path), *short]
+        fails_at = 5  # the first does not count
+        assert cli.main(arguments) == cli.FAILED
+        out, err = capsys.readouterr()
+        assert out.startswith("ended by a failure: this is of the pairs until then\n")
+        assert "\nread: too few pairs to tell\n" in out
+        assert err == "tierbench compare: [TIER-FIO] fio's job failed: \\x1b[2JInput/output error\n"
+        runs = 0
+        found = said(capsys, *arguments[1:], code=cli.FAILED)
+        assert found["failure"].startswith("[TIER-FIO] fio's job failed") and not found["interrupted"]
+        assert [len(window["pairs"]) for window in found["windows"]] == [3]
+        fails_at = runs + 1
+        assert cli.main(arguments) == cli.FAILED
+        assert capsys.readouterr().out == ""
 
     @needs_fio
     def test_pairs_are_of_the_same_load(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

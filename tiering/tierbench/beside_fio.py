@@ -28,10 +28,10 @@ from pydantic import Field
 from tiering import drives
 from tiering.config import format_size
 from tiering.drives import Backing
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, SwapError
 from tiering.tierbench import figures, fio, target
 from tiering.tierbench.bench import Asked, Phases, machine
-from tiering.tierbench.fio import Job, Reading
+from tiering.tierbench.fio import FioError, Job, Reading
 from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.load import Ground, Load
 from tiering.tierbench.ratios import compare, in_turn
@@ -91,6 +91,7 @@ class BesideFio(Record):
     )
     notes: tuple[str, ...] = ()
     interrupted: bool = False
+    failure: str | None = Field(default=None, description="Why it ended early: fio or a transfer failed.")
 
 
 class _NoRoomError(Exception):
@@ -98,17 +99,25 @@ class _NoRoomError(Exception):
 
 
 def measure(asked: Asked, pairs: int, phases: Phases, say: Callable[[str], None]) -> BesideFio:
-    """So many pairs of each kind; after Ctrl-C, or where ``max_write`` ends it, the result is of the pairs there are.
+    """So many pairs of each kind.
 
-    Raises FioError when fio is missing or fails, SwapError when a transfer of ours does, and as ``target.check``.
+    After Ctrl-C, where ``max_write`` ends it or a run fails, the result is of the pairs there are; without any pair,
+    FioError or SwapError is raised for a run that fails. FioMissingError where there is no fio; else as
+    ``target.check``.
     """
     fio_version = fio.version()
     directory = target.check(*asked.directories)
     with target.alone_in([directory]), Interrupts() as interrupts:
         run = _Run(asked, directory, pairs, phases, say)
+        failure = None
         with run.prepared():
-            if not interrupts.came:
-                run.measure()
+            try:
+                if not interrupts.came:
+                    run.measure()
+            except (FioError, SwapError) as error:
+                if not run.windows:
+                    raise
+                failure = str(error)
             engine = run.load.engine
         return BesideFio(
             version=importlib.metadata.version("tiering"),
@@ -125,6 +134,7 @@ def measure(asked: Asked, pairs: int, phases: Phases, say: Callable[[str], None]
             written_bytes=run.ground.written_bytes,
             notes=tuple(run.notes),
             interrupted=interrupts.came,
+            failure=failure,
         )
 
 
@@ -286,7 +296,9 @@ def show(found: BesideFio, console: Console) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     settings, drive = found.settings, "; ".join(str(each) for each in found.backing.drives)
-    if found.interrupted:
+    if found.failure is not None:
+        put("ended by a failure: this is of the pairs until then\n")
+    elif found.interrupted:
         put("interrupted: this is of the pairs until then\n")
     put(f"tierbench {found.version} beside {found.fio}, in turn on the same files; {found.date}")
     put(f"directory  {figures.legible(found.directory)}{f', {drive}' if drive else ''}")

@@ -17,7 +17,8 @@ An interval knows what its own window or pairs have seen. Files are of different
 that was warm, two of them differ with nothing changed. Pairs with fio are taken within seconds.
 
 exit code: 0 compared, 1 a transfer or fio failed, 2 the question was wrong, results that cannot be compared, no fio;
-3 refused as unsafe, 4 below --fail-under, 130 interrupted (the pairs until then are printed).
+3 refused as unsafe, 4 below --fail-under, 130 interrupted (after 1 and 130 the pairs until then
+are printed).
 """
 
 
@@ -99,12 +100,15 @@ def _results(options: argparse.Namespace) -> int:
 
 def _beside_fio(options: argparse.Namespace) -> int:
     from tiering.errors import ConfigError
+    from tiering.fields import legible
     from tiering.tierbench import beside_fio, fio
     from tiering.tierbench.bench import Asked
     from tiering.tierbench.progress import Progress
 
     if options.results:
-        raise ConfigError(f"--fio is given beside {options.results[0]}; compare results, or with fio")
+        raise ConfigError(
+            f"--fio is given beside {options.results[0]}; give either result files or --fio DIR"
+        )
     asked = Asked(
         directories=(options.fio,),
         rws=options.rw,
@@ -118,6 +122,10 @@ def _beside_fio(options: argparse.Namespace) -> int:
         command=shlex.join(["tierbench", *sys.argv[1:]]),
     )
 
+    def failed(why: str) -> int:
+        print("tierbench compare: " + "\n".join(map(legible, why.split("\n"))), file=sys.stderr)
+        return FAILED
+
     def say(text: str) -> None:
         if not options.quiet:
             print(f"tierbench compare: {text}", file=sys.stderr)
@@ -128,14 +136,15 @@ def _beside_fio(options: argparse.Namespace) -> int:
     except fio.FioMissingError:
         raise
     except fio.FioError as error:
-        print(f"tierbench compare: {error}", file=sys.stderr)
-        return FAILED
+        return failed(str(error))
     if options.json:
         print(found.model_dump_json(indent=1))
     else:
         from rich.console import Console
 
         beside_fio.show(found, Console())
+    if found.failure is not None:
+        return failed(found.failure)
     if found.interrupted:
         return INTERRUPTED
     ratios = {str(window.rw): (window.rate.high, window.rate.point) for window in found.windows}

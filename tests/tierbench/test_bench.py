@@ -16,7 +16,7 @@ import tiering
 from tiering import drives
 from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.drives import Backing, Drive, FileSystem, Link
-from tiering.errors import ConfigError, SwapError, UnsafeTargetError
+from tiering.errors import ConfigError, UnsafeTargetError
 from tiering.tierbench import bench, load
 from tiering.tierbench.bench import Asked
 from tiering.tierbench.load import Load
@@ -202,9 +202,20 @@ def test_past_the_write_cache(tmp_path: Path) -> None:
 def test_a_bad_transfer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = FaultPlan((Fault("read", first=5, error=5),))
     monkeypatch.setattr(load, "AioContext", partial(AioContext, fault=failing))
-    with pytest.raises(SwapError, match="EIO") as caught:
-        bench.run(asked(tmp_path))
-    assert caught.value.errno == 5
+    result = bench.run(asked(tmp_path, rws=("write", "read", "rw")))
+    assert result.failure is not None
+    assert "EIO (Input/output error)" in result.failure
+    assert [row.rw for row in result.rows] == ["write"]
+    assert Result.model_validate_json(result.to_json()) == result
+
+
+def test_a_mix_that_is_not_even_tells_no_step_of_both_at_once(tmp_path: Path) -> None:
+    result = bench.run(asked(tmp_path, rwmixread=90))
+    rates = {row.rw: row.rate for row in result.rows}
+    told = result.verdict
+    assert told is not None
+    assert told.seconds == pytest.approx(told.read_bytes / rates["read"] + told.write_bytes / rates["write"])
+    assert "--rwmixread is not 50" in result.notes[-1]
 
 
 def test_a_full_disk_is_told_before_anything_is_written(small_disk: Callable[[int], Path]) -> None:

@@ -263,7 +263,8 @@ def test_right_bytes_are_not_called_wrong(tmp_path: Path, rw: ReadWrite, size: i
 
 
 def test_with_verify_every_pass_writes_other_bytes(tmp_path: Path) -> None:
-    with ground(tmp_path, size=4 * MIB) as file, Load(file, settings(size=4 * MIB, verify=True)) as load:
+    size = 20 * MIB  # requests are larger than the noise in them
+    with ground(tmp_path, size=size) as file, Load(file, settings(size=size, bs=MIB, verify=True)) as load:
         load.lay_out()
         first = pages(file)
         load.lay_out()
@@ -313,6 +314,19 @@ def test_a_limit_on_files_is_told_whole(tmp_path: Path) -> None:
             ground(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_whatever_ends_a_lane_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiering.tierbench.lane import Lane
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a lane")
+
+    with ground(tmp_path) as file, Load(file, settings()) as load:
+        load.lay_out()
+        monkeypatch.setattr(Lane, "_submit", fail)
+        with pytest.raises(RuntimeError, match="a lane"):
+            load.run("read", seconds=30.0)
 
 
 def test_an_engine_that_does_not_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,10 @@ def test_rates_are_those_of_sequential_windows() -> None:
         row("randread", GB, 0),
     ]
     assert verdict.rates_of(rows) == Rates(nvme_read=5 * GB, nvme_write=3 * GB, nvme_mixed=4 * GB)
+    assert verdict.rates_of(rows, rwmixread=70) == Rates(nvme_read=5 * GB, nvme_write=3 * GB)
     assert verdict.rates_of(rows[3:]) == Rates()
+    nothing = Sustained(burst=0, sustained=0, cached_bytes=None, written_bytes=0)
+    assert verdict.rates_of(rows, nothing) == Rates(nvme_read=5 * GB)
 
 
 def test_what_a_drive_sustains_counts_for_its_writes() -> None:

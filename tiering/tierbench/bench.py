@@ -15,7 +15,7 @@ from tiering import drives
 from tiering.budgets import host_memory
 from tiering.config import ALIGNMENT, DEEPEST, format_size
 from tiering.drives import Backing
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, SwapError
 from tiering.swap_file import free_bytes
 from tiering.tierbench import target
 from tiering.tierbench.ground import Ground
@@ -23,7 +23,7 @@ from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.lane import slots
 from tiering.tierbench.load import Load, Watch
 from tiering.tierbench.result import Machine, Result, Row, Settings, Sustained, Target, Verdict
-from tiering.tierbench.words import NAMES, ReadWrite, writes
+from tiering.tierbench.words import NAMES, ReadWrite
 
 WINDOW = 2.5  # seconds, unless told: with the preparation three of them take ten
 RAMP = 0.5  # seconds, of several directories: drives that differ do not end a window at the same time
@@ -87,8 +87,9 @@ class Asked:
 def run(asked: Asked, phases: Phases | None = None) -> Result:
     """Measure what was asked for. After Ctrl-C in a window the result is what there is until then.
 
-    Raises ConfigError, SwapSpaceError and UnsafeTargetError for what will not be measured, and SwapError when a
-    transfer fails or, with ``verify``, what is read is not what was written.
+    A transfer that fails, or with ``verify`` reads what was not written, ends it, and ``failure`` says so. Raises
+    ConfigError, SwapSpaceError and UnsafeTargetError for what will not be measured, SwapError where an I/O engine does
+    not start.
     """
     directories = target.check_all(asked.directories)
     with target.alone_in(directories), Interrupts() as interrupts:
@@ -110,6 +111,7 @@ class _Run:
         self._rows: list[Row] = []
         self._notes: list[str] = []
         self._sustained: Sustained | None = None
+        self._failure: str | None = None
 
     def run(self) -> Result:
         asked = self._asked
@@ -129,7 +131,10 @@ class _Run:
                 f"{directory}: {what}" for directory, lost in ground.lost.items() for what in lost
             ]
             with Load(ground, self._settings(size)) as load:
-                self._measure(ground, load)
+                try:
+                    self._measure(ground, load)
+                except SwapError as error:  # what was measured until then is told with it
+                    self._failure = str(error)
                 interrupted = self._interrupts.came
                 engine, moved = load.engine, load.moved()
             used = min(min(each) for each in ground.written_once)
@@ -169,6 +174,7 @@ class _Run:
             sustained=self._sustained,
             notes=tuple(self._notes),
             interrupted=interrupted,
+            failure=self._failure,
             verdict=told,
             config=block,
         )
@@ -240,10 +246,10 @@ class _Run:
             row = load.run(rw, seconds=seconds, ramp=self._ramp, watch=watch)
             if row.bytes:
                 self._rows.append(row)
-            if writes(rw) and row.seconds < 0.9 * seconds and row.complete:
+            if ground.full:
                 self._notes.append(
                     f"{NAMES[rw]}: ended after {row.seconds:.2f} s, since no more than --max-write"
-                    f" {format_size(asked.max_write or 0)} may be written"
+                    f" {format_size(ground.max_write or 0)} may be written"
                 )
         if asked.verify and not self._interrupts.came:
             load.check(watch=self._phase("verifying", None))
@@ -293,14 +299,19 @@ class _Run:
 
     def _meaning(self, settings: Settings) -> tuple[Verdict | None, dict[str, Any]]:
         """The verdict and the configuration: of figures that are the drive's."""
+        if not self._rows:
+            return None, {}
         if not settings.direct:
             self._notes.append("buffered figures are of memory and drive together: no verdict for training")
             return None, {}
         from tiering.tierbench import verdict
 
-        told = verdict.verdict(
-            self._asked.params, verdict.rates_of(self._rows, self._sustained), state=self._asked.state
-        )
+        rates = verdict.rates_of(self._rows, self._sustained, rwmixread=settings.rwmixread)
+        told = verdict.verdict(self._asked.params, rates, state=self._asked.state)
+        if told is not None and settings.rwmixread != 50 and any(row.rw == "rw" for row in self._rows):
+            self._notes.append(
+                "the step is told with reads and writes one after the other: --rwmixread is not 50"
+            )
         return told, verdict.config_block(self._directories, settings, state=self._asked.state)
 
 

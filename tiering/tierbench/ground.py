@@ -31,6 +31,7 @@ class Ground:
         self.max_write: int | None = None
         self.read_bytes = 0
         self.written_bytes = 0  # of windows that are over
+        self.full = False  # whether the last window ended because of ``max_write``
         self._taken = 0  # to be written by the window under way (lock)
         self._lock = threading.Lock()
         try:
@@ -59,6 +60,7 @@ class Ground:
         """Whether ``max_write`` has room for so many bytes more; if so they are taken. Every lane asks."""
         with self._lock:
             if self.max_write is not None and self.written_bytes + self._taken + nbytes > self.max_write:
+                self.full = True
                 return False
             self._taken += nbytes
             return True

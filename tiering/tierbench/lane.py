@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tiering.aio import AioContext, Ticket
 from tiering.arena import PAGE, Arena, Lease
 from tiering.errors import SwapError
+from tiering.io_stats import FileStats
 from tiering.latencies import LatencyHistogram
 from tiering.tierbench.ground import Ground
 from tiering.tierbench.result import Settings
@@ -36,7 +37,7 @@ class Count:
 def slots(settings: Settings, size: int) -> tuple[int, int]:
     """How many slots of memory a lane over ``size`` bytes has, and the blocks of each."""
     wanted = max(min(_REQUEST // settings.bs, _MOST_BLOCKS), -(-settings.iodepth // 4))
-    blocks = max(1, min(wanted, size // settings.bs // 4))
+    blocks = max(1, min(wanted, size // settings.bs // 16))
     return -(-settings.iodepth // blocks) + 2, blocks  # one is waited for, one is about to be begun
 
 
@@ -57,25 +58,25 @@ class Lane:
     ) -> None:
         self.job, self.place = job, place
         self.reached = 0  # bytes from the start of the file that the last pass over it has covered
-        self.failed: SwapError | None = None
-        self._ground, self._settings, self._aio, self._file = ground, settings, aio, file
+        self.failed: BaseException | None = None
+        self._ground, self._settings, self.aio, self.file = ground, settings, aio, file
         self._bs = settings.bs
         count, self._blocks = slots(settings, ground.size)
         arena = Arena.map(count * self._blocks * self._bs, "tierbench")
         _fill(arena.memory)
         aio.register(arena)
         self._slots = [arena.lease(self._blocks * self._bs, "slot") for _ in range(count)]
-        self._stamp = 0
+        self._stamp = (job * len(ground.directories) + place) << 48  # no other lane comes to the same
 
-    def counts(self) -> tuple[Count, Count]:
-        stats = self._aio.stats()[self._file]
+    def counts(self, stats: FileStats) -> tuple[Count, Count]:
+        """What was read and written so far, by the file's ``stats``."""
         return (
-            Count(stats.read.bytes, stats.read.ops, self._aio.latencies(self._file, "read")),
-            Count(stats.write.bytes, stats.write.ops, self._aio.latencies(self._file, "write")),
+            Count(stats.read.bytes, stats.read.ops, self.aio.latencies(self.file, "read")),
+            Count(stats.write.bytes, stats.write.ops, self.aio.latencies(self.file, "write")),
         )
 
     def flush(self) -> None:
-        self._aio.flush(self._file).wait()
+        self.aio.flush(self.file).wait()
 
     def work(
         self, walks: dict[str, Walk], stop: threading.Event, ended: threading.Semaphore, once: bool
@@ -83,13 +84,15 @@ class Lane:
         """Keep requests under way until ``stop``, or ``once`` through the file. What fails is kept in ``failed``."""
         try:
             self._work(walks, stop, once)
-        except SwapError as error:
+        except BaseException as error:  # it is for the thread that waits for this one
             self.failed = error
             stop.set()
         finally:
             ended.release()
 
     def _work(self, walks: dict[str, Walk], stop: threading.Event, once: bool) -> None:
+        if not walks:
+            return
         # Never a block twice under way: O_DIRECT orders nothing, and a read would meet half of a write.
         most = min(len(self._slots), max(1, min(walk.count for walk in walks.values()) // self._blocks - 1))
         idle = self._slots[:most]
@@ -123,7 +126,9 @@ class Lane:
         blocks = (ground.size if once and rw == "write" else written) // self._bs
         half = blocks // 2 if reads(rw) and writes(rw) else 0
         seed = self.job * 1009 + self.place
-        made = {}
+        made: dict[str, Walk] = {}
+        if not blocks:  # nothing was written, as after an interruption
+            return made
         if reads(rw):
             made["read"] = Walk(0, half or blocks, self._bs, shuffled=is_random(rw), seed=2 * seed)
         if writes(rw):
@@ -131,19 +136,19 @@ class Lane:
         return made
 
     def _submit(self, kind: str, slot: Lease, stretch: Stretch) -> Ticket:
-        aio = self._aio
+        aio = self.aio
         if kind == "write" and self._settings.verify:
             self._stamp_pages(slot)
         if stretch.scattered:
             scattered = aio.read_scattered if kind == "read" else aio.write_scattered
-            return scattered(self._file, slot, stretch.scattered, self._bs)
-        return (aio.read if kind == "read" else aio.write)(self._file, slot, stretch.offset, stretch.nbytes)
+            return scattered(self.file, slot, stretch.scattered, self._bs)
+        return (aio.read if kind == "read" else aio.write)(self.file, slot, stretch.offset, stretch.nbytes)
 
     def _stamp_pages(self, slot: Lease) -> None:
-        """Make each page unlike what it was before: a write that did not arrive is then found."""
-        self._stamp += 1
-        words = slot.view.cast("Q")
-        words[:: PAGE // _WORD] = memoryview(array("Q", [self._stamp]) * (slot.nbytes // PAGE))
+        """Make each page unlike all others that were written: one that did not arrive, or elsewhere, is then found."""
+        first, pages = self._stamp, slot.nbytes // PAGE
+        self._stamp += pages
+        slot.view.cast("Q")[:: PAGE // _WORD] = memoryview(array("Q", range(first, first + pages)))
 
     def _end(self, in_flight: deque[tuple[Lease, Ticket, int]], *, taking_back: bool) -> None:
         """Take back what was not begun, from the last, if that is wanted, and wait for the rest."""

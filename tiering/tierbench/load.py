@@ -184,7 +184,9 @@ class Load:
         )
 
     def _moment(self) -> _Moment:
-        return _Moment(time.monotonic(), time.process_time(), [lane.counts() for lane in self._lanes])
+        stats = {aio: aio.stats() for aio in self._contexts}
+        counts = [lane.counts(stats[lane.aio][lane.file]) for lane in self._lanes]
+        return _Moment(time.monotonic(), time.process_time(), counts)
 
     def _ticks(self, crew: _Crew, began: float, until: float, interrupts: Interrupts) -> Iterator[float]:
         """When to take a sample, in seconds since ``began``: as time comes, and when the window is over."""

@@ -195,6 +195,9 @@ class Result(Record):
     config: dict[str, Any] = Field(default_factory=dict, description="To paste into a configuration.")
     notes: tuple[str, ...] = ()
     interrupted: bool = False
+    failure: str | None = Field(
+        default=None, description="Why it ended early: a transfer failed, or --verify found it."
+    )
 
     def row(self, *rws: ReadWrite) -> Row | None:
         """The first window of one of these kinds."""

@@ -36,7 +36,10 @@ def show(result: Result, console: Console) -> None:
         # Lines are as they are to be: rich neither wraps them nor takes brackets in names for its own.
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    if result.interrupted:
+    if result.failure is not None:
+        put("Ended by a failure: this is what was measured until then.", style="bold red")
+        put()
+    elif result.interrupted:
         put(_interrupted(result), style="bold yellow")
         put()
     put(_facts(_header(result), console.width))

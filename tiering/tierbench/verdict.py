@@ -15,13 +15,16 @@ from tiering.tierbench.result import Row, Settings, Sustained, Verdict
 ALIKE = 0.05  # reads and writes whose times differ by no more bound a step together
 
 
-def rates_of(rows: Sequence[Row], sustained: Sustained | None = None) -> Rates:
-    """Those of sequential windows. What a drive sustains counts for writes, not what its cache takes."""
+def rates_of(rows: Sequence[Row], sustained: Sustained | None = None, *, rwmixread: int = 50) -> Rates:
+    """Those of sequential windows. What a drive sustains counts for writes, not what its cache takes.
+
+    The mixed rate is that of as many reads as writes: of windows with another mix there is none.
+    """
     by_kind = {row.rw: row.rate for row in rows if row.bytes}
-    write, mixed = by_kind.get("write"), by_kind.get("rw")
+    write, mixed = by_kind.get("write"), by_kind.get("rw") if rwmixread == 50 else None
     if sustained is not None:
-        write = sustained.sustained
-        mixed = None if mixed is None else min(mixed, 2 * write)  # half of it is writes
+        write = sustained.sustained or None
+        mixed = None if mixed is None or write is None else min(mixed, 2 * write)  # half of it is writes
     return Rates(nvme_read=by_kind.get("read"), nvme_write=write, nvme_mixed=mixed)
 
 

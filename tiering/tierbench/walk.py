@@ -24,6 +24,7 @@ class Walk:
     """
 
     def __init__(self, first: int, count: int, bs: int, *, shuffled: bool = False, seed: int = 0) -> None:
+        assert count > 0, "a walk over nothing has no end"
         self.count = count
         self.passes = 0
         self._first = first

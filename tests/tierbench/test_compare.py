@@ -119,6 +119,14 @@ class TestResults:
         told = capsys.readouterr().err
         assert f"{direct} is of O_DIRECT and {buffered} of the page cache" in told
 
+    def test_a_window_in_which_nothing_moved_has_no_ratio(
+        self, saved: Any, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        stalled = results.result(rows=(results.row("read", read=13.42e9), results.row("write")))
+        found = said(capsys, saved("a", stalled), saved("b", results.NVME))
+        assert [window["name"] for window in found["windows"]] == ["read"]
+        assert "write: not in A" in found["notes"]
+
     def test_what_cannot_be_compared_is_told(self, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
         whole = saved("a", results.NVME)
         nothing = saved("b", results.result(rows=()))
@@ -179,8 +187,8 @@ class TestBesideFio:
 
         monkeypatch.setattr(fio, "version", lambda: "fio-0")
         monkeypatch.setattr(fio, "run", fake)
-        short = "--rw read --bs 4k --iodepth 1 --size 1M --runtime 1ms --quiet".split()
-        arguments = ["compare", "--fio", str(tmp_path), *short]
+        load = ["--rw", "read", "--bs", "4k", "--iodepth", "1", "--size", "1M"]
+        arguments = ["compare", "--fio", str(tmp_path), *load, "--runtime", "50ms", "--quiet"]
         fails_at = 5  # the first does not count
         assert cli.main(arguments) == cli.FAILED
         out, err = capsys.readouterr()

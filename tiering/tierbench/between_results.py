@@ -100,7 +100,10 @@ def compare(paths: Sequence[Path]) -> Between:
     ]
     notes += [f"{label} was interrupted" for label, (_, result) in results.items() if result.interrupted]
     windows = []
-    named = {label: dict(figures.windows(result)) for label, (_, result) in results.items()}
+    named = {
+        label: {name: row for name, row in figures.windows(result) if row.bytes}  # of none there is no ratio
+        for label, (_, result) in results.items()
+    }
     for name, row in named[base_label].items():
         beside = {label: rows[name] for label, rows in named.items() if label != base_label and name in rows}
         if beside:
@@ -194,7 +197,7 @@ def _rates(row: Row) -> list[float]:
 
 
 def _latency_ratios(latency: Latencies | None, base: Latencies | None) -> LatencyRatios | None:
-    if latency is None or base is None or not base.p50:
+    if latency is None or base is None or not (base.p50 and base.p99):
         return None
     return LatencyRatios(p50=latency.p50 / base.p50, p99=latency.p99 / base.p99)
 

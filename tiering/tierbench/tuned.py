@@ -144,17 +144,19 @@ def show(tuned: Tuned, console: Console) -> None:
     from tiering.tierbench.screen import block
 
     def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
+        console.print(figures.legible(text), markup=False, highlight=False)
 
     if tuned.interrupted:
-        say("interrupted: this is what was measured until then\n")
+        say("interrupted: this is what was measured until then")
+        console.print()
     say(f"{', '.join(each.directory for each in tuned.targets)}: {_WHAT[tuned.rw]}")
     console.print()
     console.print(_table(tuned, console.width))
     console.print()
     for sentence in _sentences(tuned):
         say(sentence)
-    say("\nto have this in a configuration:")
+    console.print()
+    say("to have this in a configuration:")
     console.print(block(tuned.config, console.width), soft_wrap=True, markup=False, highlight=False)
 
 

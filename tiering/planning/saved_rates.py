@@ -3,6 +3,7 @@
 There is a file for each measurement, ``$XDG_CACHE_HOME/tiering/rates/disks-1f0c....json``, whose name has a hash of all
 that the rates depend on, and which repeats that in full. What it says counts for nothing else: a home may be shared by
 machines, a drive replaced, a kernel updated. A file appears whole or not at all, so nobody has to lock.
+What was measured while others took much of the CPUs is fresh for an hour only.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from tiering import strict_json
 from tiering.errors import ConfigError
 from tiering.planning.conditions import Conditions
 from tiering.planning.measure import Measurement, Tell, quietly
-from tiering.planning.others import Others
+from tiering.planning.others import WORTH_A_WORD, Others
 from tiering.planning.rates import Rates
 from tiering.strict_json import FormatError
 
 SCHEMA = 1
 FRESH = timedelta(days=7)
+FRESH_BESIDE_OTHERS = timedelta(
+    hours=1
+)  # lower than the machine's: what comes next is measured beside the same
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +49,7 @@ class Record:
     @property
     def fresh(self) -> bool:
         """Whether it is as good as measured now; a time to come is no time at which anything was measured."""
-        return timedelta() <= self.age <= FRESH
+        return timedelta() <= self.age <= (FRESH_BESIDE_OTHERS if self.others >= WORTH_A_WORD else FRESH)
 
 
 def measured(measurement: Measurement, tell: Tell = quietly) -> Record:
@@ -79,7 +83,7 @@ class SavedRates:
         return self.directory / f"{measurement.name.lower()}-{digest[:32]}.json"
 
     def find(self, measurement: Measurement) -> Record | None:
-        """What was measured under the very same conditions no longer ago than ``FRESH``."""
+        """What was measured under the very same conditions, and is still fresh."""
         path = self.path(measurement)
         try:
             with path.open("rb") as file:

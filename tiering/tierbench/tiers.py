@@ -152,6 +152,7 @@ class _Found:
     legs: list[tuple[Leg, int | None]] = field(default_factory=list)  # with threads
     saved: list[Path] = field(default_factory=list)
     interrupted: bool = False
+    beside_others: bool = False
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def keep(self, part: Measurement, leg: Leg) -> None:
@@ -207,6 +208,7 @@ def _measure(options: argparse.Namespace, directories: Sequence[Path], found: _F
             print(f"measuring: {part.name}", file=sys.stderr, flush=True)
         record = saved_rates.measured(part, functools.partial(found.keep, part))
         if remark(record.others):
+            found.beside_others = True
             found.notes.append(f"{part.name}: measured {remark(record.others)}")
         done.append((part, record))
     if options.no_save:
@@ -401,7 +403,8 @@ def _show(options: argparse.Namespace, directories: Sequence[Path], found: _Foun
         say(f"Written to the drives{least}: {figures.nbytes(found.written)}.")
     if found.saved:
         named = " ".join(map(str, directories)) or "DIR"
-        say(f"Saved: for seven days `tiering plan --measure {named}` takes what of it fits.")
+        hurried = " (what was measured beside others for an hour)" if found.beside_others else ""
+        say(f"Saved: for seven days{hurried} `tiering plan --measure {named}` takes what of it fits.")
     for note in found.notes:
         say(f"Note: {note}.")
 

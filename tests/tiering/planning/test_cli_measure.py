@@ -110,6 +110,13 @@ def test_what_was_measured_beside_others_says_so_then_and_later(
     monkeypatch.setattr(saved_rates.Others, "share", lambda others: 0.0)
     (taken,) = plan(*SMALL, "--measure", tmp_path)[2].splitlines()
     assert taken.count("(while others took 43% of the CPUs)") == 3
+    later = SimpleNamespace(
+        now=lambda zone: datetime.now(zone) + timedelta(minutes=61), fromisoformat=datetime.fromisoformat
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_rates, "datetime", later)
+        said = plan(*SMALL, "--measure", tmp_path)[2]
+    assert said.splitlines() == ["measuring: CPU", "measuring: disks", "measuring: device"]
     assert "others" not in plan(*SMALL, "--measure", tmp_path, "--measure-again")[2]
 
 

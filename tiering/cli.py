@@ -27,10 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who reads has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush goes nowhere
         return _PIPE_CLOSED
+    except KeyboardInterrupt:
+        print("tiering: interrupted", file=sys.stderr)
+        return _INTERRUPTED
     return code
 
 
-_PIPE_CLOSED = 128 + signal.SIGPIPE
+_PIPE_CLOSED, _INTERRUPTED = 128 + signal.SIGPIPE, 128 + signal.SIGINT
 """As the shell says of commands that end so."""
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -564,6 +565,12 @@ def test_nobodys_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [entry.directory for entry in told] == ["~/swap", "/scratch/.../swap", None]
     assert [entry.finding.remedy for entry in told] == ["mkdir -p ~/swap", "mkdir -p /scratch/.../swap", ""]
     assert "ada" not in Report(told).block()
+
+
+def test_ctrl_c_is_no_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiering.doctor.command.examine", lambda _: signal.raise_signal(signal.SIGINT))
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr() == ("", "tiering: interrupted\n")
 
 
 def test_names_move_no_cursor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -206,6 +206,8 @@ def test_a_bad_transfer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert result.failure is not None
     assert "EIO (Input/output error)" in result.failure
     assert [row.rw for row in result.rows] == ["write"]
+    assert result.read_bytes >= 4 * (64 << 10)
+    assert result.targets[0].others_read is None
     assert Result.model_validate_json(result.to_json()) == result
 
 

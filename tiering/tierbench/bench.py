@@ -274,7 +274,7 @@ class _Run:
         found: list[tuple[int, int] | None] = []
         for backing, early in zip(self._backings, before, strict=True):
             late = _counters(backing)
-            if early is None or late is None:
+            if early is None or late is None or self._failure:  # what failed may have moved, too
                 found.append(None)
                 continue
             here = [ours[self._directories.index(directory)] for directory in self._sharing(backing)]

@@ -161,10 +161,8 @@ class Load:
                 # After a ramp queues are as full as they were when it ended; together, one of them is empty.
                 if (ramp or together) and self.ground.direct:
                     ended = self._moment()
-            for lane in self._lanes:
-                if lane.failed is not None:
-                    raise lane.failed
-            if writes(rw) and not self.ground.direct:  # or it is not on the drive yet
+            failed = next((lane.failed for lane in self._lanes if lane.failed is not None), None)
+            if failed is None and writes(rw) and not self.ground.direct:  # or it is not on the drive yet
                 for lane in self._lanes:
                     lane.flush()
         drained = self._moment()
@@ -174,6 +172,8 @@ class Load:
             marks.append(_Mark(took, *self._moved()))
         moved = _less(drained.counts, whole.counts)
         self.ground.count(sum(read.bytes for read, _ in moved), sum(write.bytes for _, write in moved))
+        if failed is not None:
+            raise failed
         return self._row(
             rw,
             _less(ended.counts, begun.counts),

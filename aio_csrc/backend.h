@@ -8,6 +8,7 @@
 #define TIERING_AIO_BACKEND_H
 
 #include <pthread.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -31,8 +32,15 @@ enum { AIO_MAX_BUFFERS = 1024 };
 
 /* The kernel plugs the block layer while it takes more than two operations in one call, and then joins those
  * that follow each other on disk. Small ones gain by it. Blocks of a useful size lose: sixteen of 1 MiB become
- * four of 4 MiB, and the disk has four things to do at once instead of sixteen. So large ones go by twos. */
+ * four of 4 MiB, and the disk has four things to do at once instead of sixteen. Those that lie apart lose, too: there
+ * is nothing to join, and the disk has nothing to do until the last of them is ready. So both go by twos. */
 enum { AIO_UNPLUGGED = 2, AIO_LARGE = 256 << 10 };
+
+static inline bool aio_joins(const struct aio_op *before, const struct aio_op *op)
+{
+    return op->nbytes < AIO_LARGE && before->file == op->file && before->kind == op->kind &&
+           before->offset + before->nbytes == op->offset;
+}
 
 struct aio_backend;
 

@@ -97,9 +97,9 @@ static void fill(struct iocb *iocb, struct aio_op *op)
 static int libaio_submit(struct aio_backend *backend, struct aio_op **ops, unsigned n)
 {
     struct ring *ring = backend->state;
-    bool large = ops[0]->nbytes >= AIO_LARGE;
-    n = large && n > AIO_UNPLUGGED ? AIO_UNPLUGGED : n;
-    bool with_wake = !ring->armed && !(large && n == AIO_UNPLUGGED);
+    bool apart = n >= AIO_UNPLUGGED && !aio_joins(ops[0], ops[1]);
+    n = apart ? AIO_UNPLUGGED : n;
+    bool with_wake = !ring->armed && !apart;
     for (unsigned i = 0; i < n; i++) {
         ring->batch[i] = &ring->iocbs[ops[i]->index];
         fill(ring->batch[i], ops[i]);

@@ -254,7 +254,7 @@ static int uring_submit(struct aio_backend *backend, struct aio_op **ops, unsign
     for (unsigned i = 0; i < n; i++) { /* there is room: the ring holds capacity operations */
         struct aio_op *op = ops[i];
         bool known = is_registered(backend, ring, op);
-        if (op->nbytes >= AIO_LARGE && ring->to_submit >= AIO_UNPLUGGED)
+        if (ring->to_submit >= AIO_UNPLUGGED && !(i > 0 && aio_joins(ops[i - 1], op)))
             enter(ring, 0, 0, 0); /* the last two go with await */
         struct uring_sqe *sqe = next_sqe(ring);
         sqe->opcode = opcodes[op->kind];

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -100,6 +102,21 @@ def test_a_part_of_a_step_tells_of_the_whole(tmp_path: Path, capsys: pytest.Capt
     assert max(len(line) for line in lines if line.startswith(("phase", "step"))) <= 80
 
 
+def test_a_phase_of_which_nothing_was_moved_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    really = rounds.Replay.take
+
+    def take(replay: rounds.Replay, turn: Turn, *others: Any) -> Taken:
+        taken = really(replay, turn, *others)
+        return replace(taken, read=0, complete=False) if turn.phase == "backward" else taken
+
+    monkeypatch.setattr(rounds.Replay, "take", take)
+    found = profiled(capsys, tmp_path, "--pattern", "params", "--runtime", "300ms")
+    assert [each.name for each in found.phases] == ["forward"]
+    assert "too little of backward was replayed to tell: give more --runtime" in found.notes
+
+
 def test_ctrl_c_prints_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +184,16 @@ def test_what_a_cut_turn_stands_for() -> None:
     assert found.bound == "reads"
     assert found.stalled is None
     assert list(results([first, other], [Round(taken[:1], plain)], plain)) == []
+
+
+def test_a_turn_that_was_cut_is_as_far_as_the_direction_that_is_behind() -> None:
+    """On a drive that reads 100 and writes 20 a second: the slots are full of what was read, the writes bound it."""
+    step = Turn("step", 10_000, 10_000)
+    cut = Taken(step, seconds=5.0, read=300, written=100, stalled=0.0, computed=0.0, complete=False)
+    plain = Rates(nvme_read=100.0, nvme_write=20.0, nvme_mixed=40.0)
+    (found,) = results([step], [Round((cut,), plain)], plain)
+    assert found.seconds == pytest.approx(10_000 / 20)
+    assert found.ratios == pytest.approx([1.0])
 
 
 def test_what_was_read_ahead_makes_no_phase_faster_than_the_drive() -> None:

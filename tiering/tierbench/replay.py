@@ -43,10 +43,15 @@ class Taken:
 
     @property
     def turns(self) -> float:
-        """How much of the turn it was: 1 if it came to its end."""
+        """How much of the turn it was: 1 if it came to its end.
+
+        What was begun has been read and is not written yet, so the direction that is behind counts: of both together
+        a turn that is cut early would seem faster than the drive.
+        """
         if self.complete:
             return 1.0
-        return (self.read + self.written) / (self.turn.read + self.turn.written)
+        moved = ((self.read, self.turn.read), (self.written, self.turn.written))
+        return min(done / whole for done, whole in moved if whole)
 
 
 class Replay:

@@ -161,6 +161,12 @@ class _Run:
             if interrupted:
                 raise KeyboardInterrupt
             raise ConfigError("nothing was moved in that time: give more --runtime")
+        moving = dict.fromkeys(turn.phase for turn in replay.turns if turn.read + turn.written)
+        missing = [phase for phase in moving if phase not in {each.name for each in found}]
+        if missing and not interrupted:
+            self._notes.append(
+                f"too little of {' and '.join(missing)} was replayed to tell: give more --runtime"
+            )
         return Profile(
             version=importlib.metadata.version("tiering"),
             date=started.isoformat(timespec="seconds"),
@@ -248,14 +254,15 @@ class _Run:
         """
         began, taken = time.monotonic(), list[Taken]()
         tell = _telling(replay, watch, began, seconds)
-        waiting = sum(turn.read + turn.written > 0 for turn in replay.turns)
+        waiting, left = sum(turn.read + turn.written > 0 for turn in replay.turns), seconds
         for turn in replay.turns:
             until = None
-            if seconds is not None and turn.read + turn.written:
-                now = time.monotonic()
-                until = now + (began + seconds - now) / waiting
+            if left is not None and turn.read + turn.written:
+                until = time.monotonic() + left / waiting
                 waiting -= 1
             taken.append(replay.take(turn, until, tell))
+            if left is not None:  # what a turn that was cut had under way is waited for, in nobody's time
+                left -= taken[-1].seconds
             if replay.interrupted or replay.full:
                 return taken
         if all(each.complete for each in taken):

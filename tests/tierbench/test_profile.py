@@ -18,6 +18,8 @@ from tiering.tierbench.fetching import Fetches
 from tiering.tierbench.pattern import Turn
 from tiering.tierbench.profiled import AHEAD, Profile, Round, results, show
 from tiering.tierbench.replay import Taken
+from tiering.tierbench.result import Row
+from tiering.tierbench.words import ReadWrite
 
 # The smallest decoder that there is: embedding and head are a group each, the parameters of its blocks are small ones.
 PARAMS = 8_716_928
@@ -100,6 +102,26 @@ def test_a_part_of_a_step_tells_of_the_whole(tmp_path: Path, capsys: pytest.Capt
     lines = printed.getvalue().splitlines()
     assert f"Optimizer step of 8.72M parameters: {step.seconds:.3g}"[:40] in printed.getvalue()
     assert max(len(line) for line in lines if line.startswith(("phase", "step"))) <= 80
+
+
+def test_plain_windows_over_several_directories_have_a_ramp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else what they tell of drives that differ is too little: all wait for the end of the slowest."""
+    really, ramps = rounds.Load.run, set[float]()
+
+    def run(load: rounds.Load, rw: ReadWrite, *, ramp: float, **others: Any) -> Row:
+        ramps.add(ramp)
+        return really(load, rw, ramp=ramp, **others)
+
+    monkeypatch.setattr(rounds.Load, "run", run)
+    monkeypatch.setattr(rounds, "RAMP", 0.01)
+    one, other = tmp_path / "one", tmp_path / "other"
+    for place in (one, other):
+        place.mkdir()
+    profiled(capsys, one, "--steps", 1)
+    profiled(capsys, one, other, "--steps", 1)
+    assert ramps == {0.0, 0.01}
 
 
 def test_a_phase_of_which_nothing_was_moved_is_missed(

@@ -37,6 +37,7 @@ from tiering.tierbench.words import ReadWrite
 RUNTIME = 10.0  # seconds of the replay, in all rounds
 ROUNDS = 6
 WINDOW = 0.4  # seconds of each plain window
+RAMP = 0.2  # of several directories: drives that differ do not end a window at the same time
 PLAIN: tuple[ReadWrite, ...] = ("read", "write", "rw")
 PLAIN_BYTES = 1 << 30  # of the files of plain windows, at most
 PLAIN_SHARE = 4  # one part in so many of what may be written is for plain windows
@@ -204,7 +205,7 @@ class _Run:
             numjobs=1,
             size=max(4, blocks) * io.block_size,
             runtime=WINDOW,
-            ramp_time=0.0,
+            ramp_time=RAMP if len(self._directories) > 1 else 0.0,
             direct=True,
             ioengine=io.engine,
             registered=io.registered,
@@ -242,7 +243,8 @@ class _Run:
         self._windows.append(rows)
         watch = self._phase("plain windows", WINDOW * len(PLAIN))
         for rw in PLAIN:
-            rows.append(windows.run(rw, seconds=WINDOW, watch=_since(watch, began)))
+            ramp = windows.settings.ramp_time
+            rows.append(windows.run(rw, seconds=WINDOW, ramp=ramp, watch=_since(watch, began)))
             if not rows[-1].complete:
                 return False
         return True

@@ -79,7 +79,10 @@ def on_device(name: str, legs: dict[str, float]) -> Measurement:
 def test_every_leg_is_told_with_what_it_counts(run: Run, disk: Path, tmp_path: Path) -> None:
     code, out, err = run(disk, "--json")
     assert code == 0
-    assert err.splitlines() == ["measuring: CPU", "measuring: disks"]
+    assert err.splitlines() == [
+        "tierbench tiers: writes 4.00 MiB, then for 0.04 s as fast as drives take it; --max-write bounds that",
+        *("measuring: CPU", "measuring: disks"),
+    ]
     told = json.loads(out)
     assert (told["schema_version"], told["kind"], told["interrupted"]) == (1, "tiers", False)
     assert sorted(told) == [
@@ -168,6 +171,7 @@ def test_the_formats_and_the_load_are_those_asked_for(
         "seconds": 0.04,
         "directories": [disk, other],
         "nbytes": 10 * MIB,
+        "most": None,
     }
     assert "bf16 state with 1 moments, gradients in fp32" in out
     run(disk, other)
@@ -176,6 +180,34 @@ def test_the_formats_and_the_load_are_those_asked_for(
         before = saved(tmp_path)
         assert "not saved for `tiering plan`" in " ".join(run(disk, *less)[1].split())
         assert saved(tmp_path) == before
+
+
+def test_no_more_is_written_than_may_be(
+    run: Run, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = measure._Window.run
+
+    def endless(window: measure._Window, way: measure.Way, **options: Any) -> float:
+        if window.room is not None and way != "read":
+            options["seconds"] = 600.0
+        return real(window, way, **options)
+
+    monkeypatch.setattr(measure._Window, "run", endless)
+    code, out, err = run(disk, "--max-write", "9M", "--json")
+    assert code == 0 and err.startswith("tierbench tiers: writes at most 9.00 MiB (9437184 bytes)\n")
+    told = json.loads(out)
+    slot = 4 * MIB // 6 // 4096 * 4096
+    # Once all, 6 slots of the 13 that 9 MiB have room for, and until half of the others, and all of them, are written.
+    assert told["written_bytes"] == (6 + 3 + 4) * slot
+    assert [leg["name"] for leg in told["legs"]] == NVME + CPU
+    assert (
+        "NVMe write and NVMe mixed: cut short, since no more than --max-write 9.00 MiB may be written"
+        in told["notes"]
+    )
+    assert told["settings"]["max_write"] == 9 * MIB
+    assert not told["saved"] and saved(tmp_path) == []
+    code, _, err = run(disk, "--max-write", "40K")
+    assert code == 2 and "give at least 48.00 KiB" in err
 
 
 def test_a_gpu_has_legs_of_its_own(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,12 +55,14 @@ Way = Literal["read", "write", "mixed"]
 class Leg:
     """A way that bytes, elements or operations go, and how many of them do in a second.
 
-    ``name`` is that of a field of Rates, as a rule; ``written`` are the bytes that a disk had to take to know.
+    ``name`` is that of a field of Rates, as a rule; ``written`` are the bytes that a disk had to take to know. ``cut``:
+    its window was over before its time, since no more may be written.
     """
 
     name: str
     rate: float
     written: int = 0
+    cut: bool = False
 
 
 Tell = Callable[[Leg], object]
@@ -108,8 +110,12 @@ def of_disks(
     io: IoConfig | None = None,
     nbytes: int | None = None,
     seconds: float | None = None,
+    most: int | None = None,
 ) -> Measurement:
-    """The disks behind ``directories``, which are used together. Raises SwapSpaceError when one will not do."""
+    """The disks behind ``directories``, which are used together. ``most``: bytes that may be written in all.
+
+    Raises SwapSpaceError when a directory will not do.
+    """
     io = io or IoConfig()
     for directory in directories:
         check_directory(directory, allow_memory_file_system=io.allow_memory_file_system)
@@ -120,6 +126,7 @@ def of_disks(
             io=io,
             nbytes=FILE_BYTES if nbytes is None else nbytes,
             seconds=SECONDS if seconds is None else seconds,
+            most=most,
             tell=tell,
         )
 
@@ -165,9 +172,14 @@ def disk_rates(
     io: IoConfig,
     nbytes: int,
     seconds: float,
+    most: int | None = None,
     tell: Tell = quietly,
 ) -> Rates:
-    """Reading, writing and both at once, each for ``seconds``, on ``nbytes`` of swap space. Raises as ``measure``."""
+    """Reading, writing and both at once, each for ``seconds``, on ``nbytes`` of swap space. Raises as ``measure``.
+
+    ``most``, at least twice ``nbytes``: bytes that may be written in all. Of what is left when all was written once,
+    writing has half, both at once the rest.
+    """
     slot = max(PAGE, min(SLOT_BYTES, nbytes // SLOTS // PAGE * PAGE))
     arena = Arena.map(SLOTS * slot, "measured slots")
     arena.memory[:] = os.urandom(len(arena.memory))
@@ -185,8 +197,12 @@ def disk_rates(
             window.run("write", places=window.places)  # blocks that were never written cost more
             found = {}
             for way in ("write", "read", "mixed"):
-                found[f"nvme_{way}"] = window.run(way, seconds=seconds)
-                tell(Leg(f"nvme_{way}", found[f"nvme_{way}"], window.taken()))
+                if most is not None and way != "read":
+                    left = most - window.written
+                    window.room = left if way == "mixed" else left // 2
+                before = 0 if way == "write" else window.written  # what was written first counts for writing
+                rate = found[f"nvme_{way}"] = window.run(way, seconds=seconds)
+                tell(Leg(f"nvme_{way}", rate, window.written - before, window.full))
             return Rates(**found)
         finally:
             aio.close()
@@ -202,12 +218,9 @@ class _Window:
         self._extent = extent
         self._slot = slot
         self._leases = [arena.lease(slot, "slot") for _ in range(SLOTS)]
-        self._written = 0
-
-    def taken(self) -> int:
-        """Bytes that were written since this was last asked."""
-        written, self._written = self._written, 0
-        return written
+        self.written = 0  # bytes, in all runs
+        self.room: int | None = None  # bytes that the next run may write; None: as many as it can
+        self.full = False  # whether the last run ended because of that
 
     def run(self, way: Way, *, seconds: float = 0.0, places: int = 1) -> float:
         """Bytes per second over at least ``seconds`` and ``places``; "mixed" writes back what it has read."""
@@ -215,9 +228,12 @@ class _Window:
         # Slot, offset, transfer, and whether that is the slot's last one.
         in_flight = deque[tuple[Lease, int, Transfer, bool]]()
         place = moved = 0
+        room, self.full = None if way == "read" else self.room, False
         began = time.perf_counter()
         while True:
             more = place < places or (seconds and time.perf_counter() - began < seconds)
+            if more and room is not None and (place + 1) * self._slot > room:
+                more, self.full = False, True
             if idle and more:
                 lease, offset = idle.popleft(), place % self.places * self._slot
                 place += 1
@@ -228,7 +244,7 @@ class _Window:
                 nbytes = transfer.wait()
                 moved += nbytes
                 if last:
-                    self._written += nbytes if way != "read" else 0
+                    self.written += nbytes if way != "read" else 0
                     idle.append(lease)
                 else:
                     written = self._space.swap_out(self._extent, lease, offset=offset)

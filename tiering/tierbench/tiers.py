@@ -123,6 +123,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="of each window (default: 1s; less is not saved)",
     )
+    load.add_argument(
+        "--max-write",
+        type=words.size,
+        metavar="SIZE",
+        help="write no more than that in all (less is not saved)",
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument("--no-save", action="store_true", help="keep nothing for `tiering plan --measure`")
@@ -187,6 +193,7 @@ class _Notes(logging.Handler, contextlib.AbstractContextManager[list[str]]):
 def _measure(options: argparse.Namespace, directories: Sequence[Path], found: _Found) -> None:
     """Every leg into ``found``; what is whole is saved when all of it is."""
     from tiering import drives
+    from tiering.fields import format_size
     from tiering.planning import measure, saved_rates
     from tiering.planning.others import remark
     from tiering.tierbench import target
@@ -197,6 +204,8 @@ def _measure(options: argparse.Namespace, directories: Sequence[Path], found: _F
         size = _size(options, directories)
         enough = size >= measure.FILE_BYTES
         parts.append(_of_disks(options, directories, size))
+        if not options.quiet:
+            print(f"tierbench tiers: {_announcement(options, size)}", file=sys.stderr)
         for directory in directories:
             found.notes += target.warnings(directory, drives.behind(directory))
     device = _of_device(options, found.notes)
@@ -211,6 +220,12 @@ def _measure(options: argparse.Namespace, directories: Sequence[Path], found: _F
             found.beside_others = True
             found.notes.append(f"{part.name}: measured {remark(record.others)}")
         done.append((part, record))
+    if cut := [KINDS[leg.name].title for leg, _ in found.legs if leg.cut]:
+        enough = False
+        most = format_size(options.max_write)
+        found.notes.append(
+            f"{' and '.join(cut)}: cut short, since no more than --max-write {most} may be written"
+        )
     if options.no_save:
         return
     if not enough or (options.runtime is not None and options.runtime < measure.SECONDS):
@@ -258,13 +273,36 @@ def _io(options: argparse.Namespace) -> IoConfig:
 def _size(options: argparse.Namespace, directories: Sequence[Path]) -> int:
     """Bytes in all directories together: what was asked for, or as much of the usual as does no harm."""
     from tiering.arena import PAGE
+    from tiering.errors import ConfigError
+    from tiering.fields import format_size
     from tiering.planning import measure
     from tiering.tierbench import target
 
     count = len(directories)
     asked = None if options.size is None else max(PAGE, options.size // count)
     each = target.file_size(directories, numjobs=1, bs=PAGE, asked=asked)
-    return each * count if asked is not None else min(each * count, measure.FILE_BYTES)
+    size = each * count if asked is not None else min(each * count, measure.FILE_BYTES)
+    if options.max_write is not None:  # at most half of it is for writing all once
+        most = options.max_write // 2 // (PAGE * count) * PAGE * count
+        least = measure.SLOTS * PAGE * count
+        if most < least:
+            raise ConfigError(
+                f"--max-write {format_size(options.max_write)} is too little: {format_size(least)} are written before"
+                f" anything is measured; give at least {format_size(2 * least)}"
+            )
+        size = min(size, most)
+    return size
+
+
+def _announcement(options: argparse.Namespace, size: int) -> str:
+    """What is about to be written."""
+    from tiering.fields import format_size
+    from tiering.planning import measure
+
+    if options.max_write is not None:
+        return f"writes at most {format_size(options.max_write)} ({options.max_write} bytes)"
+    seconds = measure.SECONDS if options.runtime is None else options.runtime
+    return f"writes {format_size(size)}, then for {2 * seconds:g} s as fast as drives take it; --max-write bounds that"
 
 
 def _of_disks(options: argparse.Namespace, directories: Sequence[Path], size: int) -> Measurement:
@@ -281,7 +319,9 @@ def _of_disks(options: argparse.Namespace, directories: Sequence[Path], size: in
             raise UnsafeTargetError(
                 f"{directory} refuses O_DIRECT, so its drive cannot be told from the page cache; name another directory"
             )
-    return measure.of_disks(directories, io=_io(options), nbytes=size, seconds=options.runtime)
+    return measure.of_disks(
+        directories, io=_io(options), nbytes=size, seconds=options.runtime, most=options.max_write
+    )
 
 
 def _of_device(options: argparse.Namespace, notes: list[str]) -> Measurement | None:
@@ -351,6 +391,9 @@ def as_dict(options: argparse.Namespace, directories: Sequence[Path], found: _Fo
             "iodepth": options.iodepth,
             "ioengine": options.ioengine,
             "registered": bool(options.fixedbufs),
+            "size": options.size,
+            "runtime": options.runtime,
+            "max_write": options.max_write,
         },
         "legs": [
             {

@@ -604,7 +604,7 @@ def test_the_command(
     monkeypatch.setenv("COLUMNS", "80")
     code = main(["doctor", str(tmp_path), "--json"])
     told = json.loads(capsys.readouterr().out)
-    assert (told["schema"], told["exit_code"]) == (1, code)
+    assert (told["schema_version"], told["exit_code"]) == (1, code)
     assert code == any(check["verdict"] == "problem" for check in told["checks"])
     assert {"memlock", "engine threads", "swap file", "space"} <= {check["check"] for check in told["checks"]}
     assert all(check["verdict"] in ("ok", "note", "problem") for check in told["checks"])

@@ -18,7 +18,7 @@ from tiering.fields import legible
 if TYPE_CHECKING:
     from rich.table import Table
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 WIDTH = 80
 RULE = "----"
 _STYLES = {Verdict.PROBLEM: "bold red", Verdict.NOTE: "yellow"}
@@ -56,7 +56,7 @@ class Report:
             }
             for entry in self.entries
         ]
-        return {"schema": SCHEMA, "exit_code": exit_code, "checks": checks}
+        return {"schema_version": SCHEMA_VERSION, "exit_code": exit_code, "checks": checks}
 
     def table(self) -> Table:
         """``attention``, with the remedies."""

@@ -202,8 +202,8 @@ def test_past_the_write_cache(tmp_path: Path) -> None:
 def test_a_bad_transfer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = FaultPlan((Fault("read", first=5, error=5),))
     monkeypatch.setattr(load, "AioContext", partial(AioContext, fault=failing))
-    result = bench.run(asked(tmp_path, rws=("write", "read", "rw")))
-    assert result.failure is not None
+    result = bench.run(asked(tmp_path, rws=("write", "read", "rw"), verify=True))
+    assert result.failure is not None and result.verified_bytes is None
     assert "EIO (Input/output error)" in result.failure
     assert [row.rw for row in result.rows] == ["write"]
     assert result.read_bytes >= 4 * (64 << 10)

@@ -138,7 +138,7 @@ class _Run:
                 interrupted = self._interrupts.came
                 engine, moved = load.engine, load.moved()
             used = min(min(each) for each in ground.written_once)
-            verified = ground.read_bytes if asked.verify else None
+            verified = ground.read_bytes if asked.verify and not self._failure else None
             read, written = ground.read_bytes, ground.written_bytes
             others = self._others(before, moved)
         settings = self._settings(used)

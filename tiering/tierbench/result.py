@@ -188,7 +188,7 @@ class Result(Record):
     written_bytes: int = Field(description="All that the drives had to take, preparation included.")
     read_bytes: int
     verified_bytes: int | None = Field(
-        default=None, description="Compared with what was written; None: not asked for."
+        default=None, description="Compared with what was written; None: not asked for, or a transfer failed."
     )
     sustained: Sustained | None = None
     verdict: Verdict | None = None

@@ -69,6 +69,7 @@ def test_every_command_takes_its_end_as_ctrl_c(
     heard = []
 
     def run(options: argparse.Namespace) -> int:
+        assert options.command == f"tierbench {command} DIR"
         try:
             signal.raise_signal(name)
         except KeyboardInterrupt:

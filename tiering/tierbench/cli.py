@@ -84,6 +84,7 @@ def _command(name: str, arguments: list[str]) -> int:
     )
     module.add_arguments(parser)
     options = parser.parse_args(arguments)
+    options.command = shlex.join(["tierbench", name, *arguments])
     from tiering.tierbench.failures import exit_code
     from tiering.tierbench.interrupts import terminations_as_ctrl_c
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 
@@ -119,7 +118,7 @@ def _beside_fio(options: argparse.Namespace) -> int:
         runtime=options.runtime,
         ioengine=options.ioengine,
         max_write=options.max_write,
-        command=shlex.join(["tierbench", *sys.argv[1:]]),
+        command=options.command,
     )
 
     def failed(why: str) -> int:

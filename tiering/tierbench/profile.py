@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,5 +109,5 @@ def _asked(options: argparse.Namespace) -> Asked:
         bs=options.bs,
         iodepth=options.iodepth,
         ioengine=options.ioengine,
-        command=shlex.join(["tierbench", "profile", *sys.argv[2:]]),
+        command=options.command,
     )

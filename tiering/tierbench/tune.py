@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -104,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
             runtime=options.runtime,
             max_write=options.max_write,
             phases=progress,
-            command=shlex.join(["tierbench", "tune", *sys.argv[2:]]),
+            command=options.command,
         )
     if options.json:
         print(result.model_dump_json(indent=1))

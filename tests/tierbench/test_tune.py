@@ -19,8 +19,9 @@ from tiering.tierbench import cli, tune, tuned
 from tiering.tierbench.bench import machine
 from tiering.tierbench.load import Load
 from tiering.tierbench.result import Row, Settings
-from tiering.tierbench.sweep import Sweep, brief
+from tiering.tierbench.sweep import Sweep
 from tiering.tierbench.tuned import Tuned, show
+from tiering.tierbench.words import brief
 
 MIB = 1 << 20
 QUICK = ("--size", "64M", "--quiet", "--bs", "1M")

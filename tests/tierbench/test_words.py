@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tiering.tierbench import words
 
@@ -24,6 +26,13 @@ from tiering.tierbench import words
 )
 def test_a_size(text: str, nbytes: int) -> None:
     assert words.size(text) == nbytes
+
+
+@given(count=st.integers(1, 1 << 20), unit=st.sampled_from([1, 1 << 10, 1 << 20, 1 << 30]))
+def test_a_size_in_letters_is_read_back(count: int, unit: int) -> None:
+    text = words.brief(count * unit)
+    assert words.size(text) == count * unit
+    assert unit == 1 or not text.isdigit()
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "4X", "", "M"])

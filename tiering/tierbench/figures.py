@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from tiering.fields import format_size
 from tiering.fields import legible as legible
 from tiering.tierbench.result import Result, Row
-from tiering.tierbench.words import NAMES
+from tiering.tierbench.words import NAMES, brief
 
 SUSTAINED = "sustained write"
 
@@ -75,19 +74,11 @@ def load(result: Result) -> str:
     settings = result.settings
     mixed = any(row.rw in ("rw", "randrw") for row in result.rows)
     parts = [
-        f"bs {_fio_size(settings.bs)} ({settings.bs} bytes)",
+        f"bs {brief(settings.bs)} ({settings.bs} bytes)",
         f"iodepth {settings.iodepth}",
         f"numjobs {settings.numjobs}",
-        f"size {_fio_size(settings.size)}",
+        f"size {brief(settings.size)}",
         f"rwmixread {settings.rwmixread}" if mixed and settings.rwmixread != 50 else "",
         "O_DIRECT" if settings.direct else "buffered: page cache and drive together",
     ]
     return ", ".join(part for part in parts if part)
-
-
-def _fio_size(nbytes: int) -> str:
-    """As fio's --bs is written, where that is exact."""
-    for unit, name in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
-        if nbytes and nbytes % unit == 0:
-            return f"{nbytes // unit}{name}"
-    return format_size(nbytes)

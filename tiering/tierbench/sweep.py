@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 from tiering.tierbench.result import Record
 from tiering.tierbench.spread import Estimate
+from tiering.tierbench.words import brief
 
 SAME = 0.05  # settings whose rates differ by no more than that are the same
 FEWEST = 3  # readings that a recommendation takes
@@ -52,14 +53,6 @@ class Cell(NamedTuple):
     def __str__(self) -> str:
         loose = "" if self.registered else ", not registered"
         return f"{self.ioengine} {brief(self.bs)} x {self.iodepth}{loose}"
-
-
-def brief(nbytes: int) -> str:
-    """``128K``, ``1M``: as it is typed."""
-    for unit, name in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
-        if nbytes % unit == 0:
-            return f"{nbytes // unit}{name}"
-    return str(nbytes)
 
 
 class Reading(Record):

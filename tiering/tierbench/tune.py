@@ -27,9 +27,9 @@ from tiering.tierbench.bench import Phases, machine
 from tiering.tierbench.explore import CannotStart, Ended, Taken, explore, taken
 from tiering.tierbench.load import Ground, Load, Watch
 from tiering.tierbench.result import Engine, Row, Settings, Target
-from tiering.tierbench.sweep import MOST_IN_FLIGHT, Cell, Grid, Sweep, brief
+from tiering.tierbench.sweep import MOST_IN_FLIGHT, Cell, Grid, Sweep
 from tiering.tierbench.verdict import io_block
-from tiering.tierbench.words import ReadWrite, writes
+from tiering.tierbench.words import ReadWrite, brief, writes
 
 RUNTIME = 60.0
 WINDOW = 0.4  # seconds

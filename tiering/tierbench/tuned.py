@@ -10,8 +10,8 @@ from pydantic import Field
 from tiering.fields import format_size
 from tiering.tierbench import figures
 from tiering.tierbench.result import Machine, Record, Target
-from tiering.tierbench.sweep import FEWEST, SAME, Cell, Reading, Standing, Sweep, brief
-from tiering.tierbench.words import ReadWrite
+from tiering.tierbench.sweep import FEWEST, SAME, Cell, Reading, Standing, Sweep
+from tiering.tierbench.words import ReadWrite, brief
 
 if TYPE_CHECKING:
     from rich.console import Console

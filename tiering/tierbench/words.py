@@ -54,6 +54,14 @@ def rate(text: str) -> float:
     return float(size(text.strip().removesuffix("/s")))
 
 
+def brief(nbytes: int) -> str:
+    """``128K``, ``1M``: as it is typed; ``size`` reads it back."""
+    for unit, name in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
+        if nbytes and nbytes % unit == 0:
+            return f"{nbytes // unit}{name}"
+    return str(nbytes)
+
+
 def duration(text: str) -> float:
     """Seconds, a week at most: ``10``, ``10s``, ``500ms``, ``2m``, ``1h``."""
     match = _DURATION.fullmatch(text.strip())

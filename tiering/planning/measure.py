@@ -314,7 +314,7 @@ class _Ring:
         batch = StepBatch()
         batch.add(
             self.numel,
-            batch.add_rule(_rule(state_tensors)),
+            batch.add_rule(usual_rule(state_tensors)),
             param=out if split else master,
             remainder=master if split else 0,
             state=tuple(states[:state_tensors]),
@@ -339,7 +339,7 @@ class _Ring:
         lib.aio_checksum(ffi.cast("void *", source.address), source.nbytes // ALIGNMENT, self._sums)
 
 
-def _rule(state_tensors: int) -> Rule:
+def usual_rule(state_tensors: int) -> Rule:
     """An optimizer that keeps so many moments; those that keep as many cost much the same."""
     if state_tensors == 2:
         return kernels.adam(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)

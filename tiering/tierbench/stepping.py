@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from optim_cpu import kernels
-from optim_cpu.kernels import DType, Rule, StateFormat, StepBatch
+from optim_cpu.kernels import DType, StateFormat, StepBatch
 from tiering.arena import Arena, Completion, Lease, round_up
 from tiering.plan import FP32, Plan, SubGroup, Tier
+from tiering.planning.measure import usual_rule
 from tiering.swap_space import StripedExtent
 from tiering.tickets import AllOf, Transfer
 from tiering.tierbench.fetching import FETCH_PRIORITY, Extents, Transfers, give_up
@@ -221,7 +221,7 @@ class Kernel:
         self._room = scratch_bytes(plan) // SCRATCH
         self._scratch = filled(scratch_bytes(plan), "scratch", numbers=True)
         self._batch = StepBatch()
-        self._rule = _rule(load.state_tensors)
+        self._rule = usual_rule(load.state_tensors)
         self._turn = 0
         self.seconds = 0.0
 
@@ -260,15 +260,6 @@ def scratch_bytes(plan: Plan) -> int:
     load = plan.workload
     largest = max((tile.numel for tile in plan.sub_groups), default=0)
     return SCRATCH * round_up(largest * (load.state_itemsize + load.compute_itemsize + load.grad_itemsize))
-
-
-def _rule(state_tensors: int) -> Rule:
-    """An optimizer that keeps so many moments."""
-    if state_tensors == 2:
-        return kernels.adam(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
-    if state_tensors == 1:
-        return kernels.lion(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.01, step=1)
-    return kernels.sgd(lr=1e-4, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=0.01, step=1)
 
 
 def filled(nbytes: int, name: str, *, numbers: bool) -> Arena:

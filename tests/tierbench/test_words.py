@@ -69,7 +69,9 @@ def test_what_is_too_long_a_time(text: str) -> None:
 
 def test_kinds_come_in_the_order_asked_for_and_once() -> None:
     assert words.kinds("write,read,write,readwrite,randrw,mixed") == ("write", "read", "rw", "randrw")
-    with pytest.raises(argparse.ArgumentTypeError, match="there is no 'trim'; choose of read, write, rw"):
+    with pytest.raises(
+        argparse.ArgumentTypeError, match="'trim' is not measured; choose from read, write, rw"
+    ):
         words.kinds("read,trim")
 
 

@@ -78,7 +78,7 @@ def kinds(text: str) -> tuple[ReadWrite, ...]:
     named = [ALIASES.get(each, each) for each in text.split(",")]
     for each in named:
         if each not in READ_WRITE:
-            raise argparse.ArgumentTypeError(f"there is no {each!r}; choose of {', '.join(READ_WRITE)}")
+            raise argparse.ArgumentTypeError(f"{each!r} is not measured; choose from {', '.join(READ_WRITE)}")
     return tuple(dict.fromkeys(named))  # type: ignore[arg-type]  # just looked up
 
 

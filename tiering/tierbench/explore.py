@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from tiering.tierbench.bench import Phases
 from tiering.tierbench.load import Watch
-from tiering.tierbench.result import Row, Sample
+from tiering.tierbench.result import Row, Sample, moved
 from tiering.tierbench.sweep import Cell, Reading, Sweep, pairs
 
 _SEED = 11
@@ -79,15 +79,13 @@ def taken(row: Row, seconds: float) -> Taken:
     After a ramp a window counts what was in flight when it began, and what is drained after it. Beside so short a
     window that is much where much is in flight, and would make deep queues look fast.
     """
-    moved = at = 0.0
-    for sample in row.samples:
-        moved += sample.rate * (sample.at - at)
-        at = sample.at
-        if at >= 0.99 * seconds:
-            break
+    ended = (count for count, sample in enumerate(row.samples, 1) if sample.at >= 0.99 * seconds)
+    full = row.samples[: next(ended, len(row.samples))]
     tails = [traffic.latency.p99 for _, traffic in row.directions() if traffic.latency is not None]
     return Taken(
-        rate=max(1.0, moved / at if at else row.rate),  # a drive that stood still has no logarithm
+        rate=max(
+            1.0, moved(full) / full[-1].at if full else row.rate
+        ),  # a drive that stood still has no logarithm
         cpu_per_gb=row.cpu_per_gb,
         p99=max(tails, default=row.seconds),
     )

@@ -7,7 +7,7 @@ goes or changes its meaning; names may be added without.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -62,6 +62,15 @@ class Sample(Record):
     @property
     def rate(self) -> float:
         return self.read + self.write
+
+
+def moved(samples: Iterable[Sample], start: float = 0.0) -> float:
+    """Bytes in ``samples``, the first of which began at ``start``."""
+    total, at = 0.0, start
+    for sample in samples:
+        total += sample.rate * (sample.at - at)
+        at = sample.at
+    return total
 
 
 class Row(Record):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tiering.drives import Backing
 from tiering.fields import format_size
 from tiering.swap_file import free_bytes
-from tiering.tierbench.result import Row, Sample, Sustained
+from tiering.tierbench.result import Row, Sample, Sustained, moved
 
 if TYPE_CHECKING:
     from tiering.tierbench.load import Load
@@ -195,11 +195,7 @@ def _settled(samples: Sequence[Sample]) -> bool:
 
 def _rate(samples: Sequence[Sample], start: float) -> float:
     """Bytes per second over ``samples``, the first of which began at ``start``."""
-    moved, at = 0.0, start
-    for sample in samples:
-        moved += sample.rate * (sample.at - at)
-        at = sample.at
-    return moved / (at - start)
+    return moved(samples, start) / (samples[-1].at - start)
 
 
 def _halves(samples: Sequence[Sample], start: float = 0.0) -> tuple[float, float]:

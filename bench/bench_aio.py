@@ -55,8 +55,8 @@ from figures import machine
 from figures.report import Report
 from rich.console import Console
 
-from tiering.tierbench import fio
-from tiering.tierbench.fio import Job
+from tiering.tierbench.comparison import fio
+from tiering.tierbench.comparison.fio import Job
 
 RAM_FILE = 256 * MIB
 QUICK = {"pairs": 2, "seconds": 0.2, "rounds": 2, "size": 256}

@@ -23,8 +23,8 @@ from aio.worker import offsets
 from figures import machine
 from figures.report import Report
 
-from tiering.tierbench import fio
-from tiering.tierbench.fio import Job, Reading
+from tiering.tierbench.comparison import fio
+from tiering.tierbench.comparison.fio import Job, Reading
 from tiering.tierbench.ratios import Comparison
 from tiering.tierbench.spread import Estimate
 from tiering.tierbench.words import READ_WRITE

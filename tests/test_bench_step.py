@@ -38,8 +38,8 @@ from step.side import Place, Round, Side, SideError, Spec
 from step.turns import Measured, Run
 
 from tiering.demo.model import GPT
-from tiering.tierbench import fio
-from tiering.tierbench.fio import Job, Reading
+from tiering.tierbench.comparison import fio
+from tiering.tierbench.comparison.fio import Job, Reading
 
 BENCH = Path(__file__).parents[1] / "bench"
 SMALL = Model(width=64, layers=1)

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from tiering.tierbench import fio
-from tiering.tierbench.fio import Job, Reading
+from tiering.tierbench.comparison import fio
+from tiering.tierbench.comparison.fio import Job, Reading
 from tiering.tierbench.ratios import take_turns
 from tiering.tierbench.words import ReadWrite, is_random
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tiering.arena import round_up
-from tiering.tierbench.fio import Job, Reading
+from tiering.tierbench.comparison.fio import Job, Reading
 from tiering.tierbench.words import READ_WRITE, is_random, reads, writes
 
 _BENCH = Path(__file__).resolve().parents[1]

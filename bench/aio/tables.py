@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from figures.report import Report, Table, Verdict, middle
 
-from tiering.tierbench.fio import Reading
+from tiering.tierbench.comparison.fio import Reading
 from tiering.tierbench.ratios import Comparison, compare
 
 from .cells import Cell

@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 
 from aio.cells import warm_file
 
-from tiering.tierbench import fio
-from tiering.tierbench.fio import Job, Reading
+from tiering.tierbench.comparison import fio
+from tiering.tierbench.comparison.fio import Job, Reading
 
 from .side import Side
 from .turns import Run

@@ -13,7 +13,7 @@ from typing import Any
 
 from figures.report import Report
 
-from tiering.tierbench.fio import FioError, Reading
+from tiering.tierbench.comparison.fio import FioError, Reading
 from tiering.tierbench.ratios import take_turns
 
 from .scale import Scale

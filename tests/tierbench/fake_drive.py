@@ -6,10 +6,10 @@ import math
 import random
 from collections.abc import Callable
 
-from tiering.tierbench.explore import CannotStart, Ended, Taken, explore
-from tiering.tierbench.load import Watch
+from tiering.tierbench.load.windows import Watch
 from tiering.tierbench.result import Sample
-from tiering.tierbench.sweep import Cell, Grid, Sweep
+from tiering.tierbench.tuning.explore import CannotStart, Ended, Taken, explore
+from tiering.tierbench.tuning.sweep import Cell, Grid, Sweep
 
 K, M = 1 << 10, 1 << 20
 HOME = Cell("io_uring", M, 16, registered=True)

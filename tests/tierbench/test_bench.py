@@ -17,9 +17,10 @@ from tiering import drives
 from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.drives import Backing, Drive, FileSystem, Link
 from tiering.errors import ConfigError, UnsafeTargetError
-from tiering.tierbench import bench, load
+from tiering.tierbench import bench
 from tiering.tierbench.bench import Asked
-from tiering.tierbench.load import Load
+from tiering.tierbench.load import windows as load
+from tiering.tierbench.load.windows import Load
 from tiering.tierbench.result import Result, Row, Sample
 
 MIB = 1 << 20

@@ -209,7 +209,7 @@ def test_what_argparse_refuses_is_a_usage_error(tmp_path: Path, wrong: list[str]
 
 
 def test_a_second_run_in_the_same_place_is_refused(tmp_path: Path) -> None:
-    from tiering.tierbench import target
+    from tiering.tierbench.load import target
 
     with target.alone_in([tmp_path]):
         ran = tierbench(tmp_path, *SHORT)
@@ -220,7 +220,7 @@ def test_a_second_run_in_the_same_place_is_refused(tmp_path: Path) -> None:
 def test_wrong_bytes_are_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tiering.tierbench.load import Load
+    from tiering.tierbench.load.windows import Load
 
     def checked(load: Load, **_: object) -> None:
         file = Path(f"/proc/self/fd/{load.ground.files[0][0].fd}")

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiering.tierbench import cli, fio
-from tiering.tierbench.beside_fio import BesideFio
-from tiering.tierbench.fio import Reading
+from tiering.tierbench import cli
+from tiering.tierbench.comparison import fio
+from tiering.tierbench.comparison.beside_fio import BesideFio
+from tiering.tierbench.comparison.fio import Reading
 from tiering.tierbench.result import Result, Row
 
 from . import results

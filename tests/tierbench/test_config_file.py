@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiering.config import IoConfig
 from tiering.ds_config import load
 from tiering.errors import ConfigError
-from tiering.tierbench.config_file import check, edited, write
+from tiering.tierbench.tuning.config_file import check, edited, write
 
 IO = {"engine": "libaio", "block_size": "512KiB", "queue_depth": 32, "registered": False}
 BLOCK = {"tiering": {"io": IO}}

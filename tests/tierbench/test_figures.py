@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiering.tierbench import figures
+from tiering.tierbench.display import figures
 
 from . import results
 

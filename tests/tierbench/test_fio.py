@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tiering.swap_file import SwapFile
-from tiering.tierbench import fio
-from tiering.tierbench.fio import Job
+from tiering.tierbench.comparison import fio
+from tiering.tierbench.comparison.fio import Job
 
 BLOCK = 64 << 10
 JOB = Job(("/disk/file",), 64 << 20, "read", BLOCK, 16)

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tiering.tierbench import formats
+from tiering.tierbench.display import formats
 from tiering.tierbench.result import SCHEMA_VERSION, Result
 
 from . import results

@@ -77,7 +77,7 @@ def test_every_command_takes_its_end_as_ctrl_c(
             signal.raise_signal(name)  # once more, as `timeout` does
         return cli.INTERRUPTED
 
-    monkeypatch.setattr(importlib.import_module(f"tiering.tierbench.{command}"), "run", run)
+    monkeypatch.setattr(importlib.import_module(f"tiering.tierbench.{cli.MODULES[command]}"), "run", run)
     before = signal.getsignal(name)
     assert cli.main([command, "DIR"]) == cli.INTERRUPTED
     assert heard == [name]

@@ -22,8 +22,8 @@ from tiering import swap_file
 from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.errors import ConfigError, SwapError, SwapSpaceError, UnsafeTargetError
 from tiering.latencies import LatencyHistogram
-from tiering.tierbench import load as load_module
-from tiering.tierbench.load import Ground, Load, worst_second
+from tiering.tierbench.load import windows as load_module
+from tiering.tierbench.load.windows import Ground, Load, worst_second
 from tiering.tierbench.result import Row, Sample, Settings
 from tiering.tierbench.words import READ_WRITE, ReadWrite, reads, writes
 
@@ -317,7 +317,7 @@ def test_a_limit_on_files_is_told_whole(tmp_path: Path) -> None:
 
 
 def test_whatever_ends_a_lane_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiering.tierbench.lane import Lane
+    from tiering.tierbench.load.lane import Lane
 
     def fail(*_: object) -> None:
         raise RuntimeError("a lane")
@@ -330,7 +330,7 @@ def test_whatever_ends_a_lane_is_raised(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_engine_that_does_not_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiering.tierbench import load as module
+    from tiering.tierbench.load import windows as module
 
     def refuse(**options: object) -> None:
         raise SwapError("I/O engine 'io_uring' cannot start", errno=1, filename="", offset=0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tiering.errors import ConfigError
-from tiering.tierbench import figures, plot
+from tiering.tierbench.display import figures, plot
 from tiering.tierbench.result import Result
 
 from . import results

@@ -13,11 +13,12 @@ import pytest
 from rich.console import Console
 
 from tiering.planning.rates import Rates
-from tiering.tierbench import cli, rounds
-from tiering.tierbench.fetching import Fetches
-from tiering.tierbench.pattern import Turn
-from tiering.tierbench.profiled import AHEAD, Profile, Round, results, show
-from tiering.tierbench.replay import Taken
+from tiering.tierbench import cli
+from tiering.tierbench.replay import rounds
+from tiering.tierbench.replay.fetching import Fetches
+from tiering.tierbench.replay.pattern import Turn
+from tiering.tierbench.replay.profiled import AHEAD, Profile, Round, results, show
+from tiering.tierbench.replay.step import Taken
 from tiering.tierbench.result import Row
 from tiering.tierbench.words import ReadWrite
 

@@ -24,11 +24,11 @@ from tiering.placement import place
 from tiering.plan import Plan, Tier
 from tiering.planning import sizing
 from tiering.planning.setting import Setting
-from tiering.tierbench import pattern
-from tiering.tierbench.fetching import Ended, Transfers
-from tiering.tierbench.pattern import share, turns_of
-from tiering.tierbench.replay import Replay
-from tiering.tierbench.rounds import Asked, configured
+from tiering.tierbench.replay import pattern
+from tiering.tierbench.replay.fetching import Ended, Transfers
+from tiering.tierbench.replay.pattern import share, turns_of
+from tiering.tierbench.replay.rounds import Asked, configured
+from tiering.tierbench.replay.step import Replay
 from zero3 import workload
 from zero3.engine import Engine
 

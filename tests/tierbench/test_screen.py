@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from tiering.ds_config import load
-from tiering.tierbench import screen
+from tiering.tierbench.display import screen
 from tiering.tierbench.result import Result
 
 from . import results

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiering.tierbench.sparkline import ASCII, BLOCKS, levels, spark
+from tiering.tierbench.display.sparkline import ASCII, BLOCKS, levels, spark
 
 
 @pytest.mark.parametrize(

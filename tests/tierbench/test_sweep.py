@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tierbench.fake_drive import GRID, HOME, FakeDrive, K, M, flat, peaked, played, suited
-from tiering.tierbench.explore import taken
 from tiering.tierbench.result import Row, Sample
-from tiering.tierbench.sweep import FEWEST, MOST_IN_FLIGHT, Cell, Grid, Reading, Sweep, Verdict
+from tiering.tierbench.tuning.explore import taken
+from tiering.tierbench.tuning.sweep import FEWEST, MOST_IN_FLIGHT, Cell, Grid, Reading, Sweep, Verdict
 
 
 def verdicts(truth: Callable[[Cell], float], count: int = 12, **how: float) -> list[Verdict]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tiering.errors import SwapSpaceError, UnsafeTargetError
-from tiering.tierbench import target
+from tiering.tierbench.load import target
 
 MIB = 1 << 20
 
@@ -112,7 +112,7 @@ def test_a_disk_without_room_for_four_blocks_is_refused(
 def test_one_run_per_directory(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
-from tiering.tierbench import target
+from tiering.tierbench.load import target
 with target.alone_in([Path({str(tmp_path)!r})]):
     pass
 """

@@ -15,12 +15,13 @@ from tests.tierbench.fake_drive import FakeDrive, flat, peaked, played
 from tiering.config import IoConfig
 from tiering.ds_config import load
 from tiering.errors import ConfigError, SwapError
-from tiering.tierbench import cli, tune, tuned
+from tiering.tierbench import cli
 from tiering.tierbench.bench import machine
-from tiering.tierbench.load import Load
+from tiering.tierbench.load.windows import Load
 from tiering.tierbench.result import Row, Settings
-from tiering.tierbench.sweep import Sweep
-from tiering.tierbench.tuned import Tuned, show
+from tiering.tierbench.tuning import tune, tuned
+from tiering.tierbench.tuning.sweep import Sweep
+from tiering.tierbench.tuning.tuned import Tuned, show
 from tiering.tierbench.words import brief
 
 MIB = 1 << 20

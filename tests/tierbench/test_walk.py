@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiering.tierbench import walk
-from tiering.tierbench.walk import Stretch, Walk
+from tiering.tierbench.load import walk
+from tiering.tierbench.load.walk import Stretch, Walk
 
 
 def blocks_of(stretch: Stretch, bs: int) -> list[int]:

@@ -17,11 +17,11 @@ from tiering.config import ALIGNMENT, DEEPEST, format_size
 from tiering.drives import Backing
 from tiering.errors import ConfigError, SwapError
 from tiering.swap_file import free_bytes
-from tiering.tierbench import target
-from tiering.tierbench.ground import Ground
 from tiering.tierbench.interrupts import Interrupts
-from tiering.tierbench.lane import slots
-from tiering.tierbench.load import Load, Watch
+from tiering.tierbench.load import target
+from tiering.tierbench.load.ground import Ground
+from tiering.tierbench.load.lane import slots
+from tiering.tierbench.load.windows import Load, Watch
 from tiering.tierbench.result import Machine, Result, Row, Settings, Sustained, Target, Verdict
 from tiering.tierbench.words import NAMES, ReadWrite
 

@@ -41,6 +41,12 @@ COMMANDS = {
     "tiers": "measure the other legs too (memory, CPU optimizer, GPU) for `tiering plan --measure`",
     "compare": "two results, or this load beside fio",
 }
+MODULES = {
+    "tune": "tuning.tune",
+    "profile": "replay.profile",
+    "tiers": "tiers",
+    "compare": "comparison.compare",
+}
 
 EPILOG = f"""\
 commands: {", ".join(COMMANDS)} (`tierbench COMMAND --help`; a directory of such a name is ./tune)
@@ -78,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(name: str, arguments: list[str]) -> int:
-    module = importlib.import_module(f"tiering.tierbench.{name}")
+    module = importlib.import_module(f"tiering.tierbench.{MODULES[name]}")
     parser = argparse.ArgumentParser(
         prog=f"tierbench {name}", description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}."
     )
@@ -223,12 +229,12 @@ def _asked(options: argparse.Namespace, arguments: list[str]) -> Asked:
 
 def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
     from tiering.tierbench import bench
+    from tiering.tierbench.display.progress import Progress
     from tiering.tierbench.interrupts import Interrupts
-    from tiering.tierbench.progress import Progress
 
     asked = _asked(options, arguments)
     if options.plot is not None:
-        from tiering.tierbench import plot
+        from tiering.tierbench.display import plot
 
         plot.check(options.plot)
     with Interrupts():
@@ -252,11 +258,11 @@ def _print(result: Result, how: str) -> None:
     if how == "table":
         from rich.console import Console
 
-        from tiering.tierbench import screen
+        from tiering.tierbench.display import screen
 
         screen.show(result, Console())
         return
-    from tiering.tierbench import formats
+    from tiering.tierbench.display import formats
 
     print(formats.as_csv(result) if how == "csv" else formats.as_prom(result), end="")
 
@@ -265,7 +271,7 @@ def _judge(result: Result, rws: Sequence[ReadWrite], least: float | None) -> int
     """Whether every kind that was asked for is as fast as it has to be; of --sustained what it sustains counts."""
     if least is None:
         return OK
-    from tiering.tierbench import figures
+    from tiering.tierbench.display import figures
 
     rates = {words.NAMES[rw]: 0.0 for rw in rws} | {name: row.rate for name, row in figures.windows(result)}
     if result.sustained is not None:

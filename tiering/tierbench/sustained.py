@@ -22,7 +22,7 @@ from tiering.swap_file import free_bytes
 from tiering.tierbench.result import Row, Sample, Sustained, moved
 
 if TYPE_CHECKING:
-    from tiering.tierbench.load import Load
+    from tiering.tierbench.load.windows import Load
 
 SECONDS = 300.0
 MOST_BYTES = (

@@ -137,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, and return the exit code. After Ctrl-C what there is is printed, and nothing is saved."""
-    from tiering.tierbench import target
+    from tiering.tierbench.load import target
 
     directories = target.check_all(options.directories)
     with target.alone_in(directories), _Notes() as notes:
@@ -196,7 +196,7 @@ def _measure(options: argparse.Namespace, directories: Sequence[Path], found: _F
     from tiering.fields import format_size
     from tiering.planning import measure, saved_rates
     from tiering.planning.others import remark
-    from tiering.tierbench import target
+    from tiering.tierbench.load import target
 
     enough = True
     parts = [_of_cpu(options)]
@@ -276,7 +276,7 @@ def _size(options: argparse.Namespace, directories: Sequence[Path]) -> int:
     from tiering.errors import ConfigError
     from tiering.fields import format_size
     from tiering.planning import measure
-    from tiering.tierbench import target
+    from tiering.tierbench.load import target
 
     count = len(directories)
     asked = None if options.size is None else max(PAGE, options.size // count)
@@ -421,7 +421,8 @@ def _ordered(found: _Found) -> list[tuple[Leg, int | None]]:
 def _show(options: argparse.Namespace, directories: Sequence[Path], found: _Found, console: Console) -> None:
     from tiering import drives
     from tiering.fields import format_size
-    from tiering.tierbench import bench, figures
+    from tiering.tierbench import bench
+    from tiering.tierbench.display import figures
 
     def say(text: str) -> None:
         console.print(figures.legible(text), markup=False, highlight=False)
@@ -455,7 +456,7 @@ def _show(options: argparse.Namespace, directories: Sequence[Path], found: _Foun
 def _table(found: _Found) -> Table:
     from rich.table import Table
 
-    from tiering.tierbench import figures
+    from tiering.tierbench.display import figures
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("leg", no_wrap=True)

@@ -14,7 +14,7 @@ from tiering.plan import FP32, Plan, SubGroup, Tier
 from tiering.planning.measure import usual_rule
 from tiering.swap_space import StripedExtent
 from tiering.tickets import AllOf, Transfer
-from tiering.tierbench.fetching import FETCH_PRIORITY, Extents, Transfers, give_up
+from tiering.tierbench.replay.fetching import FETCH_PRIORITY, Extents, Transfers, give_up
 
 IN_PLACE_NUMEL = 4 << 20  # elements stepped in memory between two looks at what has arrived
 SCRATCH = 8  # slots of memory that kernels go round, for what is not in the tile's own: most caches hold less

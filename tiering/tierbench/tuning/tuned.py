@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from tiering.fields import format_size
-from tiering.tierbench import figures
+from tiering.tierbench.display import figures
 from tiering.tierbench.result import Machine, Record, Target
-from tiering.tierbench.sweep import FEWEST, SAME, Cell, Reading, Standing, Sweep
+from tiering.tierbench.tuning.sweep import FEWEST, SAME, Cell, Reading, Standing, Sweep
 from tiering.tierbench.words import ReadWrite, brief
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def found(sweep: Sweep, left_out: dict[str, str], **told: Any) -> Tuned:
 
 def show(tuned: Tuned, console: Console) -> None:
     """Print ``tuned``."""
-    from tiering.tierbench.screen import block
+    from tiering.tierbench.display.screen import block
 
     def say(text: str) -> None:
         console.print(figures.legible(text), markup=False, highlight=False)

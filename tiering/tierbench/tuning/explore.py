@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from tiering.tierbench.bench import Phases
-from tiering.tierbench.load import Watch
+from tiering.tierbench.load.windows import Watch
 from tiering.tierbench.result import Row, Sample, moved
-from tiering.tierbench.sweep import Cell, Reading, Sweep, pairs
+from tiering.tierbench.tuning.sweep import Cell, Reading, Sweep, pairs
 
 _SEED = 11
 

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _results(options: argparse.Namespace) -> int:
-    from tiering.tierbench import between_results
+    from tiering.tierbench.comparison import between_results
 
     found = between_results.compare(options.results)
     if options.json:
@@ -100,9 +100,9 @@ def _results(options: argparse.Namespace) -> int:
 def _beside_fio(options: argparse.Namespace) -> int:
     from tiering.errors import ConfigError
     from tiering.fields import legible
-    from tiering.tierbench import beside_fio, fio
     from tiering.tierbench.bench import Asked
-    from tiering.tierbench.progress import Progress
+    from tiering.tierbench.comparison import beside_fio, fio
+    from tiering.tierbench.display.progress import Progress
 
     if options.results:
         raise ConfigError(

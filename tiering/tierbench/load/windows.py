@@ -22,9 +22,9 @@ from typing import NamedTuple, Self
 from tiering.aio import AioContext
 from tiering.errors import ConfigError
 from tiering.latencies import LatencyHistogram
-from tiering.tierbench.ground import Ground
 from tiering.tierbench.interrupts import Interrupts
-from tiering.tierbench.lane import Count, Lane
+from tiering.tierbench.load.ground import Ground
+from tiering.tierbench.load.lane import Count, Lane
 from tiering.tierbench.result import Engine, Latencies, PathRow, Row, Sample, Settings, Traffic
 from tiering.tierbench.words import ReadWrite, writes
 

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 
-from tiering.tierbench import figures
+from tiering.tierbench.display import figures
 from tiering.tierbench.result import PathRow, Result, Row, Target, Traffic
 
 TOTAL = "total"

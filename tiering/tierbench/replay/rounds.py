@@ -24,12 +24,12 @@ from tiering.planning.rates import Rates
 from tiering.planning.setting import Setting, usual_config, with_changes
 from tiering.planning.sizing import plan_of_size
 from tiering.swap_file import free_bytes
-from tiering.tierbench import target
 from tiering.tierbench.bench import Phases, machine
-from tiering.tierbench.load import SAMPLE_SECONDS, Ground, Load, Watch
-from tiering.tierbench.pattern import Pattern
-from tiering.tierbench.profiled import Profile, Round, results
-from tiering.tierbench.replay import Replay, Taken
+from tiering.tierbench.load import target
+from tiering.tierbench.load.windows import SAMPLE_SECONDS, Ground, Load, Watch
+from tiering.tierbench.replay.pattern import Pattern
+from tiering.tierbench.replay.profiled import Profile, Round, results
+from tiering.tierbench.replay.step import Replay, Taken
 from tiering.tierbench.result import Engine, Row, Sample, Settings, Target
 from tiering.tierbench.verdict import rates_of
 from tiering.tierbench.words import ReadWrite

@@ -13,9 +13,9 @@ from tiering.arena import PAGE, Arena, Lease
 from tiering.errors import SwapError
 from tiering.io_stats import FileStats
 from tiering.latencies import LatencyHistogram
-from tiering.tierbench.ground import Ground
+from tiering.tierbench.load.ground import Ground
+from tiering.tierbench.load.walk import Stretch, Walk
 from tiering.tierbench.result import Settings
-from tiering.tierbench.walk import Stretch, Walk
 from tiering.tierbench.words import ReadWrite, is_random, reads, writes
 
 # Of a request: fewer would keep Python busy on a fast drive, more would be waited for long on a slow one.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tiering.tierbench import words
 
 if TYPE_CHECKING:
-    from tiering.tierbench.rounds import Asked
+    from tiering.tierbench.replay.rounds import Asked
 
 INTERRUPTED = 130
 
@@ -64,9 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print; the exit code."""
-    from tiering.tierbench import rounds
-    from tiering.tierbench.profiled import show
-    from tiering.tierbench.progress import Progress
+    from tiering.tierbench.display.progress import Progress
+    from tiering.tierbench.replay import rounds
+    from tiering.tierbench.replay.profiled import show
 
     asked = _asked(options)
     with Progress(quiet=options.quiet) as progress:
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
 def _asked(options: argparse.Namespace) -> Asked:
     from tiering.errors import ConfigError
     from tiering.planning.sizing import parse_count
-    from tiering.tierbench.rounds import Asked
+    from tiering.tierbench.replay.rounds import Asked
 
     try:
         params = parse_count(options.params)

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from tiering.tierbench import figures
+from tiering.tierbench.display import figures
+from tiering.tierbench.display.sparkline import BLOCKS, levels, spark
 from tiering.tierbench.result import Sample
-from tiering.tierbench.sparkline import BLOCKS, levels, spark
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -22,12 +22,14 @@ from tiering.config import ALIGNMENT, DEEPEST, IoConfig
 from tiering.errors import ConfigError, SwapError
 from tiering.fields import format_size
 from tiering.swap_file import free_bytes
-from tiering.tierbench import config_file, target, tuned, words
+from tiering.tierbench import words
 from tiering.tierbench.bench import Phases, machine
-from tiering.tierbench.explore import CannotStart, Ended, Taken, explore, taken
-from tiering.tierbench.load import Ground, Load, Watch
+from tiering.tierbench.load import target
+from tiering.tierbench.load.windows import Ground, Load, Watch
 from tiering.tierbench.result import Engine, Row, Settings, Target
-from tiering.tierbench.sweep import MOST_IN_FLIGHT, Cell, Grid, Sweep
+from tiering.tierbench.tuning import config_file, tuned
+from tiering.tierbench.tuning.explore import CannotStart, Ended, Taken, explore, taken
+from tiering.tierbench.tuning.sweep import MOST_IN_FLIGHT, Cell, Grid, Sweep
 from tiering.tierbench.verdict import io_block
 from tiering.tierbench.words import ReadWrite, brief, writes
 
@@ -83,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, and write what was asked for; the exit code."""
     if options.write_config is not None:
         config_file.check(options.write_config, _block(_settings(None)))
-    from tiering.tierbench.progress import Progress
+    from tiering.tierbench.display.progress import Progress
 
     directories = target.check_all(options.directories)
     if writes(options.rw) and not options.quiet:

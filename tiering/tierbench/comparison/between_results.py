@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from tiering.errors import ConfigError
-from tiering.tierbench import figures
+from tiering.tierbench.display import figures
 from tiering.tierbench.result import Latencies, Record, Result, Row
 from tiering.tierbench.spread import Estimate, rate_ratio
 

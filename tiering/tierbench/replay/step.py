@@ -21,9 +21,9 @@ from tiering.errors import ConfigError
 from tiering.io_stats import EngineInfo
 from tiering.plan import Plan
 from tiering.swap_space import Section, SwapSpace
-from tiering.tierbench.fetching import Ended, Fetches, Transfers
-from tiering.tierbench.pattern import Kind, Pattern, Shared, Turn, around, order_of, share, turns_of
-from tiering.tierbench.stepping import Gradients, Kernel, Tile, Tiles, scratch_bytes
+from tiering.tierbench.replay.fetching import Ended, Fetches, Transfers
+from tiering.tierbench.replay.pattern import Kind, Pattern, Shared, Turn, around, order_of, share, turns_of
+from tiering.tierbench.replay.stepping import Gradients, Kernel, Tile, Tiles, scratch_bytes
 
 MEMORY_SHARE = 0.8  # of what is free, at most
 _KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer state")

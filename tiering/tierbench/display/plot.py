@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiering.errors import ConfigError
-from tiering.tierbench import figures
+from tiering.tierbench.display import figures
 from tiering.tierbench.result import Result, Row, Sustained
 
 if TYPE_CHECKING:

@@ -29,11 +29,13 @@ from tiering import drives
 from tiering.config import format_size
 from tiering.drives import Backing
 from tiering.errors import ConfigError, SwapError
-from tiering.tierbench import figures, fio, target
 from tiering.tierbench.bench import Asked, Phases, machine
-from tiering.tierbench.fio import FioError, Job, Reading
+from tiering.tierbench.comparison import fio
+from tiering.tierbench.comparison.fio import FioError, Job, Reading
+from tiering.tierbench.display import figures
 from tiering.tierbench.interrupts import Interrupts
-from tiering.tierbench.load import Ground, Load
+from tiering.tierbench.load import target
+from tiering.tierbench.load.windows import Ground, Load
 from tiering.tierbench.ratios import compare, in_turn
 from tiering.tierbench.result import Engine, Machine, Record, Sample, Settings
 from tiering.tierbench.spread import Estimate

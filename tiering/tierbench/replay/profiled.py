@@ -13,9 +13,9 @@ from tiering.config import format_size
 from tiering.planning.forecast import disk_seconds
 from tiering.planning.rates import Rates
 from tiering.planning.sizing import format_count
-from tiering.tierbench import figures
-from tiering.tierbench.pattern import Pattern, Phase, Turn
-from tiering.tierbench.replay import Taken
+from tiering.tierbench.display import figures
+from tiering.tierbench.replay.pattern import Pattern, Phase, Turn
+from tiering.tierbench.replay.step import Taken
 from tiering.tierbench.result import Engine, Machine, Record, Target
 from tiering.tierbench.verdict import ALIKE
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiering.drives import Drive, FileSystem
 from tiering.fields import format_size
-from tiering.tierbench import figures
+from tiering.tierbench.display import figures
+from tiering.tierbench.display.sparkline import levels, spark
 from tiering.tierbench.result import Latencies, PathRow, Result, Row, Target, Verdict
-from tiering.tierbench.sparkline import levels, spark
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,0 +1,1 @@
+"""tierbench compare: results beside each other, and the load beside fio."""

@@ -1,0 +1,1 @@
+"""What is shown of a result, and while it is measured: for people, programs and Prometheus."""

@@ -1,0 +1,1 @@
+"""tierbench profile: the step of a model, replayed as the engine moves it."""

@@ -208,6 +208,37 @@ def test_what_argparse_refuses_is_a_usage_error(tmp_path: Path, wrong: list[str]
     assert caught.value.code == cli.USAGE
 
 
+@pytest.mark.parametrize("command", [[], ["tune"], ["profile"], ["tiers"], ["compare", "--fio"]])
+def test_an_empty_name_is_no_directory(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*command, ""])
+    assert caught.value.code == cli.USAGE
+    assert "an empty name is no directory" in capsys.readouterr().err
+
+
+def test_an_engine_that_does_not_start_is_a_wrong_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tiering.errors import SwapError
+    from tiering.tierbench.load import windows
+
+    def refuse(**options: object) -> None:
+        raise SwapError("I/O engine 'io_uring' cannot start", errno=1, filename="", offset=0)
+
+    monkeypatch.setattr(windows, "AioContext", refuse)
+    assert cli.main([str(tmp_path), *SHORT, "--quiet", "--ioengine", "io_uring"]) == cli.USAGE
+    assert "--ioengine io_uring: I/O engine 'io_uring' cannot start" in capsys.readouterr().err
+
+
+def test_progress_that_nobody_takes_ends_nothing(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            [*TIERBENCH, str(tmp_path), *SHORT, "--rw", "read", "--json"], stdout=subprocess.PIPE, stderr=full
+        )
+    assert ran.returncode == cli.OK
+    assert Result.model_validate_json(ran.stdout).rows
+
+
 def test_a_second_run_in_the_same_place_is_refused(tmp_path: Path) -> None:
     from tiering.tierbench.load import target
 

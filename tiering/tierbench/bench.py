@@ -88,8 +88,7 @@ def run(asked: Asked, phases: Phases | None = None) -> Result:
     """Measure what was asked for. After Ctrl-C in a window the result is what there is until then.
 
     A transfer that fails, or with ``verify`` reads what was not written, ends it, and ``failure`` says so. Raises
-    ConfigError, SwapSpaceError and UnsafeTargetError for what will not be measured, SwapError where an I/O engine does
-    not start.
+    ConfigError, SwapSpaceError and UnsafeTargetError for what will not be measured.
     """
     directories = target.check_all(asked.directories)
     with target.alone_in(directories), Interrupts() as interrupts:
@@ -130,7 +129,7 @@ class _Run:
             self._notes += [
                 f"{directory}: {what}" for directory, lost in ground.lost.items() for what in lost
             ]
-            with Load(ground, self._settings(size)) as load:
+            with self._load(ground, size) as load:
                 try:
                     self._measure(ground, load)
                 except SwapError as error:  # what was measured until then is told with it
@@ -230,6 +229,12 @@ class _Run:
             rwmixread=asked.rwmixread,
             verify=asked.verify,
         )
+
+    def _load(self, ground: Ground, size: int) -> Load:
+        try:
+            return Load(ground, self._settings(size))
+        except SwapError as error:
+            raise ConfigError(f"--ioengine {self._asked.ioengine}: {error.words}") from None
 
     def _measure(self, ground: Ground, load: Load) -> None:
         asked = self._asked

@@ -117,7 +117,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "directories", type=Path, nargs="+", metavar="DIR", help="on the drive; several are used at once"
+        "directories",
+        type=words.directory,
+        nargs="+",
+        metavar="DIR",
+        help="on the drive; several are used at once",
     )
     _add_load(parser.add_argument_group("the load, in fio's words"))
     _add_checks(parser.add_argument_group("what else"))

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``tierbench tiers`` can be asked."""
     parser.add_argument(
         "directories",
-        type=Path,
+        type=words.directory,
         nargs="*",
         metavar="DIR",
         help="on drives that are used together (none: no NVMe)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 ReadWrite = Literal["read", "write", "rw", "randread", "randwrite", "randrw"]
@@ -35,6 +36,13 @@ def said(read: Callable[[str], Any], text: str) -> Any:
         return read(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def directory(text: str) -> Path:
+    """A directory by its name, which is not empty: that is the current one to the system, and a mistake of a script."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty name is no directory; '.' is the current one")
+    return Path(text)
 
 
 def size(text: str) -> int:

@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_fio(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--fio", type=Path, metavar="DIR", help="take turns with fio there, on the same file")
+    group.add_argument(
+        "--fio", type=words.directory, metavar="DIR", help="take turns with fio there, on the same file"
+    )
     group.add_argument("--pairs", type=_count, default=10, metavar="N", help="of each kind (default: 10)")
     group.add_argument(
         "--runtime", type=words.duration, default=1.0, metavar="TIME", help="of a run (default: 1s)"

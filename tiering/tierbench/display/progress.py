@@ -80,8 +80,15 @@ class Progress:
 
     def announce(self, text: str) -> None:
         """A line that stays."""
-        if self._console is not None:
+        if self._console is None:
+            return
+        try:
             self._console.print(f"tierbench: {text}", markup=False, highlight=False, soft_wrap=True)
+        except (
+            OSError,
+            SystemExit,
+        ):  # rich ends the process where a pipe is closed: the figures are what is wanted
+            self._console = None
 
     def _end(self) -> None:
         if self._phase is not None:

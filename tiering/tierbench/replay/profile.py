@@ -27,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument(
-        "directories", type=Path, nargs="+", metavar="DIR", help="on the drives; several are striped over"
+        "directories",
+        type=words.directory,
+        nargs="+",
+        metavar="DIR",
+        help="on the drives; several are striped over",
     )
     model = parser.add_argument_group("the step")
     model.add_argument(

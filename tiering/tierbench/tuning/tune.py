@@ -47,7 +47,11 @@ _INTERRUPTED = 130
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of ``tierbench tune``."""
     parser.add_argument(
-        "directories", type=Path, nargs="+", metavar="DIR", help="on the drive; several are used at once"
+        "directories",
+        type=words.directory,
+        nargs="+",
+        metavar="DIR",
+        help="on the drive; several are used at once",
     )
     parser.add_argument(
         "--rw", choices=("rw", "read", "write"), default="rw",
@@ -206,8 +210,8 @@ class _Drives:
             engine = load.engine
         if not row.complete:
             raise KeyboardInterrupt
-        if writes(self.rw) and self.ground.max_write is not None and row.seconds < 0.9 * WINDOW:
-            raise Ended(f"no more than --max-write {format_size(self.ground.max_write)} may be written")
+        if self.ground.full:
+            raise Ended(f"no more than --max-write {format_size(self.ground.max_write or 0)} may be written")
         expected = cell is not None and cell.registered and cell.ioengine in self.registers
         if expected and "registered_buffers" not in engine.flags:
             raise CannotStart(

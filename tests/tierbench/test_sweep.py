@@ -204,3 +204,6 @@ def test_a_window_is_judged_by_what_went_while_its_queues_were_full() -> None:
         }
     )  # fmt: skip
     assert taken(row, 0.2) == pytest.approx((2e9, 0.1, 0.3))  # without the drain
+    ahead = (Sample(at=0.1, read=3e9, write=1e9), Sample(at=0.2, read=2e9, write=1e9))
+    mixed = row.model_copy(update={"rw": "rw", "samples": ahead})
+    assert taken(mixed, 0.2).rate == pytest.approx(2e9)  # reads cannot be ahead for long

@@ -77,15 +77,18 @@ def taken(row: Row, seconds: float) -> Taken:
     """What ``row`` shows of the ``seconds`` while its queues were full.
 
     After a ramp a window counts what was in flight when it began, and what is drained after it. Beside so short a
-    window that is much where much is in flight, and would make deep queues look fast.
+    window that is much where much is in flight, and would make deep queues look fast. So it is with a mix on a drive
+    that reads faster than it writes: until memory holds no more, reads are ahead, and lead the further the more there
+    is. What goes on is twice the slower direction.
     """
     ended = (count for count, sample in enumerate(row.samples, 1) if sample.at >= 0.99 * seconds)
     full = row.samples[: next(ended, len(row.samples))]
     tails = [traffic.latency.p99 for _, traffic in row.directions() if traffic.latency is not None]
+    read = moved(each.model_copy(update={"write": 0.0}) for each in full)
+    written = moved(each.model_copy(update={"read": 0.0}) for each in full)
+    both = 2 * min(read, written) or read + written
     return Taken(
-        rate=max(
-            1.0, moved(full) / full[-1].at if full else row.rate
-        ),  # a drive that stood still has no logarithm
+        rate=max(1.0, both / full[-1].at if full else row.rate),  # a drive that stood still has no logarithm
         cpu_per_gb=row.cpu_per_gb,
         p99=max(tails, default=row.seconds),
     )

@@ -115,19 +115,7 @@ def result(**changed: Any) -> Result:
         "targets": (
             target("/mnt/nvme0/swap", on(nvme(), "/mnt/nvme0"), others_read=81 * MIB, others_written=9 * MIB),
         ),
-        "settings": Settings(
-            bs=MIB,
-            iodepth=16,
-            numjobs=1,
-            size=4 << 30,
-            runtime=2.5,
-            ramp_time=0.0,
-            direct=True,
-            ioengine="auto",
-            registered=True,
-            rwmixread=50,
-            verify=False,
-        ),
+        "settings": Settings(bs=MIB, iodepth=16, size=4 << 30, runtime=2.5),
         "engine": Engine(
             ioengine="io_uring",
             flags=("registered_buffers", "registered_files", "single_issuer", "defer_taskrun"),

@@ -32,19 +32,7 @@ SECONDS = 0.05
 
 
 def settings(**others: object) -> Settings:
-    usual = {
-        "bs": 64 << 10,
-        "iodepth": 8,
-        "numjobs": 1,
-        "size": 16 * MIB,
-        "runtime": SECONDS,
-        "ramp_time": 0.0,
-        "direct": True,
-        "ioengine": "auto",
-        "registered": True,
-        "rwmixread": 50,
-        "verify": False,
-    }
+    usual = {"bs": 64 << 10, "iodepth": 8, "size": 16 * MIB, "runtime": SECONDS}
     return Settings.model_validate(usual | others)
 
 

@@ -13,17 +13,7 @@ from tiering.tierbench.result import PathRow, Row, Settings, Sustained, Traffic
 
 GB = 1e9
 SETTINGS = Settings(
-    bs=512 << 10,
-    iodepth=24,
-    numjobs=1,
-    size=1 << 30,
-    runtime=1.0,
-    ramp_time=0.0,
-    direct=True,
-    ioengine="libaio",
-    registered=False,
-    rwmixread=50,
-    verify=True,
+    bs=512 << 10, iodepth=24, size=1 << 30, runtime=1.0, ioengine="libaio", registered=False, verify=True
 )
 
 

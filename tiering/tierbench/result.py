@@ -120,15 +120,17 @@ class Settings(Record):
 
     bs: int
     iodepth: int = Field(description="Blocks in flight per directory and job.")
-    numjobs: int = Field(description="I/O contexts, each with a file of its own in each directory.")
+    numjobs: int = Field(
+        default=1, description="I/O contexts, each with a file of its own in each directory."
+    )
     size: int = Field(description="Bytes of each file that were used.")
     runtime: float
-    ramp_time: float
-    direct: bool
-    ioengine: str
-    registered: bool
-    rwmixread: int = Field(description="Percent of the blocks of a mixed window that are reads.")
-    verify: bool
+    ramp_time: float = 0.0
+    direct: bool = True
+    ioengine: str = "auto"
+    registered: bool = True
+    rwmixread: int = Field(default=50, description="Percent of the blocks of a mixed window that are reads.")
+    verify: bool = False
 
 
 class Engine(Record):

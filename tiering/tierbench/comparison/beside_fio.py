@@ -157,12 +157,7 @@ class _Run:
             numjobs=asked.numjobs,
             size=_size(asked, directory),
             runtime=asked.runtime or RUNTIME,
-            ramp_time=0.0,
-            direct=True,
             ioengine=asked.ioengine,
-            registered=True,
-            rwmixread=50,
-            verify=False,
         )
         self.started = datetime.datetime.now(datetime.UTC)
         self.windows: list[Window] = []

@@ -202,15 +202,11 @@ class _Run:
         return Settings(
             bs=io.block_size,
             iodepth=io.queue_depth,
-            numjobs=1,
             size=max(4, blocks) * io.block_size,
             runtime=WINDOW,
             ramp_time=RAMP if len(self._directories) > 1 else 0.0,
-            direct=True,
             ioengine=io.engine,
             registered=io.registered,
-            rwmixread=50,
-            verify=False,
         )
 
     def _measure(self, replay: Replay, windows: Load) -> bool:

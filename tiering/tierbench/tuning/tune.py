@@ -158,15 +158,11 @@ def _settings(cell: Cell | None) -> Settings:
     return Settings(
         bs=cell.bs,
         iodepth=cell.iodepth,
-        numjobs=1,
         size=0,
         runtime=WINDOW,
         ramp_time=RAMP,
-        direct=True,
         ioengine=cell.ioengine,
         registered=cell.registered,
-        rwmixread=50,
-        verify=False,
     )
 
 

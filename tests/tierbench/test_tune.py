@@ -16,9 +16,8 @@ from tiering.config import IoConfig
 from tiering.ds_config import load
 from tiering.errors import ConfigError, SwapError
 from tiering.tierbench import cli
-from tiering.tierbench.bench import machine
 from tiering.tierbench.load.windows import Load
-from tiering.tierbench.result import Row, Settings
+from tiering.tierbench.result import Machine, Row, Settings
 from tiering.tierbench.tuning import tune, tuned
 from tiering.tierbench.tuning.sweep import Sweep
 from tiering.tierbench.tuning.tuned import Tuned, show
@@ -203,7 +202,7 @@ def printed(sweep: Sweep, width: int) -> str:
         version="1",
         date="",
         command="",
-        machine=machine(),
+        machine=Machine.this(),
         targets=(results.target("/odd [name]\x1b[2J", results.NVME.targets[0].backing),),
         notes=("/data: an overlay",),
         config={"tiering": {"io": {"engine": "libaio"}}},

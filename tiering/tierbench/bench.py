@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +12,12 @@ from tiering.budgets import host_memory
 from tiering.config import ALIGNMENT, DEEPEST, format_size
 from tiering.drives import Backing
 from tiering.errors import ConfigError, SwapError
-from tiering.swap_file import free_bytes
 from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.load import target
 from tiering.tierbench.load.ground import Ground
 from tiering.tierbench.load.lane import slots
 from tiering.tierbench.load.windows import Load, Watch
-from tiering.tierbench.result import Machine, Result, Row, Settings, Sustained, Target, Verdict
+from tiering.tierbench.result import Result, Row, Settings, Sustained, Verdict, header
 from tiering.tierbench.words import NAMES, ReadWrite
 
 WINDOW = 2.5  # seconds, unless told: with the preparation three of them take ten
@@ -106,7 +101,8 @@ class _Run:
         self._ramp = (RAMP if len(directories) > 1 else 0.0) if asked.ramp_time is None else asked.ramp_time
         self._directories = directories
         self._phases = phases
-        self._backings = [drives.behind(directory) for directory in directories]
+        self._targets = [target.of(directory) for directory in directories]
+        self._backings = [each.backing for each in self._targets]
         self._rows: list[Row] = []
         self._notes: list[str] = []
         self._sustained: Sustained | None = None
@@ -119,11 +115,10 @@ class _Run:
             for place in zip(self._directories, self._backings, strict=True)
             for note in target.warnings(*place)
         ]
-        free = [free_bytes(directory) for directory in self._directories]
         size = self._size()
         self._check_memory(size)
         before = [_counters(backing) for backing in self._backings]
-        started = datetime.datetime.now(datetime.UTC)
+        begun = header(asked.command, self._targets)
         with Ground(self._directories, size=size, numjobs=asked.numjobs, direct=asked.direct) as ground:
             ground.max_write = asked.max_write
             self._notes += [
@@ -147,23 +142,12 @@ class _Run:
                 f" {format_size(settings.bs)}: give a larger --size, or a smaller --bs or --iodepth"
             )
         told, block = self._meaning(settings)
+        targets = [
+            each.model_copy(update={"others_read": moved and moved[0], "others_written": moved and moved[1]})
+            for each, moved in zip(self._targets, others, strict=True)
+        ]
         return Result(
-            version=importlib.metadata.version("tiering"),
-            date=started.isoformat(timespec="seconds"),
-            command=asked.command,
-            machine=machine(),
-            targets=tuple(
-                Target(
-                    directory=str(directory),
-                    backing=backing,
-                    free_bytes=room,
-                    others_read=moved and moved[0],
-                    others_written=moved and moved[1],
-                )
-                for directory, backing, room, moved in zip(
-                    self._directories, self._backings, free, others, strict=True
-                )
-            ),
+            **begun | {"targets": targets},
             settings=settings,
             engine=engine,
             rows=tuple(self._rows),
@@ -318,23 +302,6 @@ class _Run:
                 "the step is told with reads and writes one after the other: --rwmixread is not 50"
             )
         return told, verdict.config_block(self._directories, settings, state=self._asked.state)
-
-
-def machine() -> Machine:
-    """This one."""
-    return Machine(
-        cpu=_cpu_model(),
-        cpus=len(os.sched_getaffinity(0)),
-        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        kernel=f"{platform.system()} {platform.release()}",
-    )
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 def _counters(backing: Backing) -> tuple[int, int] | None:

@@ -6,8 +6,12 @@ goes or changes its meaning; names may be added without.
 
 from __future__ import annotations
 
+import datetime
+import importlib.metadata
 import json
-from collections.abc import Iterable, Iterator
+import os
+import platform
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -161,6 +165,15 @@ class Machine(Record):
     memory_bytes: int
     kernel: str
 
+    @classmethod
+    def this(cls) -> Self:
+        return cls(
+            cpu=_cpu_model(),
+            cpus=len(os.sched_getaffinity(0)),
+            memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            kernel=f"{platform.system()} {platform.release()}",
+        )
+
 
 class Sustained(Record):
     """Writing beyond a drive's write cache: ``burst`` bytes per second until that was full, then ``sustained``."""
@@ -183,29 +196,49 @@ class Verdict(Record):
     written_per_day: float = Field(description="Stepping without pause: the most that it can be.")
 
 
-class Result(Record):
-    """A run of ``tierbench DIR ...``."""
+class Run(Record):
+    """What every command's result begins with. Each kind has a schema version of its own."""
 
-    schema_version: int = SCHEMA_VERSION
-    kind: Literal["bench"] = "bench"
+    schema_version: int = 1
+    kind: str
     version: str
     date: str
     command: str
     machine: Machine
     targets: tuple[Target, ...]
+    written_bytes: int = Field(description="All that the drives had to take, preparation included.")
+    read_bytes: int
+    notes: tuple[str, ...] = Field(
+        default=(), description="What makes its figures mean less than they seem to."
+    )
+    interrupted: bool = False
+
+
+def header(command: str, targets: Sequence[Target]) -> dict[str, Any]:
+    """The fields of a ``Run`` that are known when it begins, now."""
+    return {
+        "version": importlib.metadata.version("tiering"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "machine": Machine.this(),
+        "targets": tuple(targets),
+    }
+
+
+class Result(Run):
+    """A run of ``tierbench DIR ...``."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: Literal["bench"] = "bench"
     settings: Settings
     engine: Engine
     rows: tuple[Row, ...]
-    written_bytes: int = Field(description="All that the drives had to take, preparation included.")
-    read_bytes: int
     verified_bytes: int | None = Field(
         default=None, description="Compared with what was written; None: not asked for, or a transfer failed."
     )
     sustained: Sustained | None = None
     verdict: Verdict | None = None
     config: dict[str, Any] = Field(default_factory=dict, description="To paste into a configuration.")
-    notes: tuple[str, ...] = ()
-    interrupted: bool = False
     failure: str | None = Field(
         default=None, description="Why it ended early: a transfer failed, or --verify found it."
     )
@@ -243,3 +276,10 @@ class Result(Record):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise ConfigError(f"{path} is no whole result: {where}: {first['msg']}; measure again") from None
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()

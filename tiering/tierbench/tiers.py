@@ -362,25 +362,16 @@ def _print(options: argparse.Namespace, directories: Sequence[Path], found: _Fou
 
 def as_dict(options: argparse.Namespace, directories: Sequence[Path], found: _Found) -> dict[str, object]:
     """Rates are per second, of the unit that each leg names."""
-    from tiering import drives
-    from tiering.swap_file import free_bytes
-    from tiering.tierbench import bench
-    from tiering.tierbench.result import Target
+    from tiering.tierbench.load import target
+    from tiering.tierbench.result import Machine
 
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": "tiers",
         "version": importlib.metadata.version("tiering"),
         "date": found.date,
-        "machine": bench.machine().model_dump(mode="json"),
-        "targets": [
-            Target(
-                directory=str(directory),
-                backing=drives.behind(directory),
-                free_bytes=free_bytes(directory),
-            ).model_dump(mode="json")
-            for directory in directories
-        ],
+        "machine": Machine.this().model_dump(mode="json"),
+        "targets": [target.of(directory).model_dump(mode="json") for directory in directories],
         "settings": {
             "state": options.state,
             "moments": options.moments,
@@ -421,8 +412,8 @@ def _ordered(found: _Found) -> list[tuple[Leg, int | None]]:
 def _show(options: argparse.Namespace, directories: Sequence[Path], found: _Found, console: Console) -> None:
     from tiering import drives
     from tiering.fields import format_size
-    from tiering.tierbench import bench
     from tiering.tierbench.display import figures
+    from tiering.tierbench.result import Machine
 
     def say(text: str) -> None:
         console.print(figures.legible(text), markup=False, highlight=False)
@@ -431,7 +422,7 @@ def _show(options: argparse.Namespace, directories: Sequence[Path], found: _Foun
         console.print(
             "Interrupted: this is what was measured until then. Nothing was saved.", style="bold yellow"
         )
-    machine = bench.machine()
+    machine = Machine.this()
     say(f"{machine.cpu}, {machine.cpus} CPUs, {format_size(machine.memory_bytes)}, {machine.kernel}")
     for directory in directories:
         say(f"{directory}: {'; '.join(map(str, drives.behind(directory).drives)) or 'drive not told'}")

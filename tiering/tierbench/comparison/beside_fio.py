@@ -15,8 +15,6 @@ writes in turn, the ones in the first half of the file, the others in the second
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,11 +23,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from tiering import drives
 from tiering.config import format_size
-from tiering.drives import Backing
 from tiering.errors import ConfigError, SwapError
-from tiering.tierbench.bench import Asked, Phases, machine
+from tiering.tierbench.bench import Asked, Phases
 from tiering.tierbench.comparison import fio
 from tiering.tierbench.comparison.fio import FioError, Job, Reading
 from tiering.tierbench.display import figures
@@ -37,14 +33,13 @@ from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.load import target
 from tiering.tierbench.load.windows import Ground, Load
 from tiering.tierbench.ratios import compare, in_turn
-from tiering.tierbench.result import Engine, Machine, Record, Sample, Settings
+from tiering.tierbench.result import Engine, Record, Run, Sample, Settings, header
 from tiering.tierbench.spread import Estimate
 from tiering.tierbench.words import ReadWrite, writes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-SCHEMA_VERSION = 1
 PAIRS, RUNTIME = 10, 1.0
 FEWEST_PAIRS = 6  # of fewer, not even from the smallest to the largest ratio is a 95 % interval of the median
 _MARGIN = 1.5  # a run may write so many times what the most one has written: below that, none is begun
@@ -72,27 +67,14 @@ class Window(Record):
         return (ordered[middle] + ordered[~middle]) / 2
 
 
-class BesideFio(Record):
+class BesideFio(Run):
     """What ``tierbench compare --fio DIR`` has found."""
 
-    schema_version: int = SCHEMA_VERSION
     kind: Literal["compare-fio"] = "compare-fio"
-    version: str
     fio: str
-    date: str
-    command: str
-    machine: Machine
-    directory: str
-    backing: Backing
     settings: Settings
     engine: Engine
     windows: tuple[Window, ...]
-    read_bytes: int
-    written_bytes: int = Field(
-        description="All that the drive had to take, of both sides and the preparation."
-    )
-    notes: tuple[str, ...] = ()
-    interrupted: bool = False
     failure: str | None = Field(default=None, description="Why it ended early: fio or a transfer failed.")
 
 
@@ -110,6 +92,7 @@ def measure(asked: Asked, pairs: int, phases: Phases, say: Callable[[str], None]
     fio_version = fio.version()
     directory = target.check(*asked.directories)
     with target.alone_in([directory]), Interrupts() as interrupts:
+        begun = header(asked.command, [target.of(directory)])
         run = _Run(asked, directory, pairs, phases, say)
         failure = None
         with run.prepared():
@@ -122,13 +105,8 @@ def measure(asked: Asked, pairs: int, phases: Phases, say: Callable[[str], None]
                 failure = str(error)
             engine = run.load.engine
         return BesideFio(
-            version=importlib.metadata.version("tiering"),
+            **begun,
             fio=fio_version,
-            date=run.started.isoformat(timespec="seconds"),
-            command=asked.command,
-            machine=machine(),
-            directory=str(directory),
-            backing=drives.behind(directory),
             settings=run.settings,
             engine=engine,
             windows=tuple(run.windows),
@@ -159,7 +137,6 @@ class _Run:
             runtime=asked.runtime or RUNTIME,
             ioengine=asked.ioengine,
         )
-        self.started = datetime.datetime.now(datetime.UTC)
         self.windows: list[Window] = []
         self.notes: list[str] = []
         self._expected = 0.0  # bytes that a run of writes alone comes to
@@ -292,13 +269,14 @@ def show(found: BesideFio, console: Console) -> None:
     def put(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    settings, drive = found.settings, "; ".join(str(each) for each in found.backing.drives)
+    settings, [place] = found.settings, found.targets
+    drive = "; ".join(map(str, place.backing.drives))
     if found.failure is not None:
         put("ended by a failure: this is of the pairs until then\n")
     elif found.interrupted:
         put("interrupted: this is of the pairs until then\n")
     put(f"tierbench {found.version} beside {found.fio}, in turn on the same files; {found.date}")
-    put(f"directory  {figures.legible(found.directory)}{f', {drive}' if drive else ''}")
+    put(f"directory  {figures.legible(place.directory)}{f', {drive}' if drive else ''}")
     put(f"engine     {', '.join((found.engine.ioengine, *found.engine.flags))}; fio has the like")
     jobs = f"{settings.numjobs} files" if settings.numjobs > 1 else "a file"
     put(

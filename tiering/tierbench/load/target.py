@@ -15,10 +15,12 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tiering import drives
 from tiering.drives import Backing
 from tiering.errors import SwapSpaceError, UnsafeTargetError
 from tiering.fields import format_size
 from tiering.swap_file import free_bytes, memory_file_system
+from tiering.tierbench.result import Target
 
 LINK_SHARE = 0.95  # of a drive's best link: less is told
 DEFAULT_SIZE = 4 << 30  # of a file, at most
@@ -103,6 +105,13 @@ def file_size(directories: Sequence[Path], *, numjobs: int, bs: int, asked: int 
             " free space"
         )
     return size
+
+
+def of(directory: Path) -> Target:
+    """What a result says of ``directory``, as it is now."""
+    return Target(
+        directory=str(directory), backing=drives.behind(directory), free_bytes=free_bytes(directory)
+    )
 
 
 def warnings(directory: Path, backing: Backing) -> list[str]:

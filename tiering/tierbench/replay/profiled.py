@@ -16,14 +16,13 @@ from tiering.planning.sizing import format_count
 from tiering.tierbench.display import figures
 from tiering.tierbench.replay.pattern import Pattern, Phase, Turn
 from tiering.tierbench.replay.step import Taken
-from tiering.tierbench.result import Engine, Machine, Record, Target
+from tiering.tierbench.result import Engine, Record, Run
 from tiering.tierbench.verdict import ALIKE
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-SCHEMA_VERSION = 1
 HIDDEN = 0.1  # of the update spent waiting for transfers: the kernels bound it then
 AHEAD = 0.1  # of a phase's reads done before it: by its seconds it would be faster than the drive
 
@@ -69,16 +68,10 @@ class PhaseResult(Record):
         return statistics.median(self.ratios) if self.ratios else None
 
 
-class Profile(Record):
+class Profile(Run):
     """A run of ``tierbench profile DIR ...``."""
 
-    schema_version: int = SCHEMA_VERSION
     kind: Literal["profile"] = "profile"
-    version: str
-    date: str
-    command: str
-    machine: Machine
-    targets: tuple[Target, ...]
     engine: Engine
     bs: int
     iodepth: int
@@ -94,10 +87,6 @@ class Profile(Record):
     space_bytes: int = Field(description="Of swap space, in which extents took turns.")
     phases: tuple[PhaseResult, ...]
     plain: dict[str, float] = Field(description="Bytes per second of plain windows, by name of Rates.")
-    written_bytes: int = Field(description="All that the drives had to take, preparation included.")
-    read_bytes: int
-    notes: tuple[str, ...] = ()
-    interrupted: bool = False
 
     @property
     def seconds(self) -> float:

@@ -6,8 +6,6 @@ in rounds that meets both sides.
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tiering import drives, ds_config
+from tiering import ds_config
 from tiering.arena import PAGE
 from tiering.config import OptimizerConfig, TieringConfig, format_size
 from tiering.errors import ConfigError
@@ -23,14 +21,13 @@ from tiering.plan import Plan
 from tiering.planning.rates import Rates
 from tiering.planning.setting import Setting, usual_config, with_changes
 from tiering.planning.sizing import plan_of_size
-from tiering.swap_file import free_bytes
-from tiering.tierbench.bench import Phases, machine
+from tiering.tierbench.bench import Phases
 from tiering.tierbench.load import target
 from tiering.tierbench.load.windows import SAMPLE_SECONDS, Ground, Load, Watch
 from tiering.tierbench.replay.pattern import Pattern
 from tiering.tierbench.replay.profiled import Profile, Round, results
 from tiering.tierbench.replay.step import Replay, Taken
-from tiering.tierbench.result import Engine, Row, Sample, Settings, Target
+from tiering.tierbench.result import Engine, Row, Sample, Settings, header
 from tiering.tierbench.verdict import rates_of
 from tiering.tierbench.words import ReadWrite
 
@@ -126,11 +123,8 @@ class _Run:
 
     def run(self, model: str, params: int) -> Profile:
         asked, load = self._asked, self._plan.workload
-        started = datetime.datetime.now(datetime.UTC)
-        targets = tuple(
-            Target(directory=str(each), backing=drives.behind(each), free_bytes=free_bytes(each))
-            for each in self._directories
-        )
+        targets = [target.of(each) for each in self._directories]
+        begun = header(asked.command, targets)
         for each in targets:
             self._notes += target.warnings(Path(each.directory), each.backing)
         size = target.file_size(self._directories, numjobs=1, bs=PAGE, asked=asked.size)
@@ -169,11 +163,7 @@ class _Run:
                 f"too little of {' and '.join(missing)} was replayed to tell: give more --runtime"
             )
         return Profile(
-            version=importlib.metadata.version("tiering"),
-            date=started.isoformat(timespec="seconds"),
-            command=asked.command,
-            machine=machine(),
-            targets=targets,
+            **begun,
             engine=Engine(ioengine=info.engine, flags=info.flags, passed_over=info.passed_over),
             bs=settings.bs,
             iodepth=settings.iodepth,

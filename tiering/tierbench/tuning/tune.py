@@ -8,8 +8,6 @@ settings alike.
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import sys
 import time
 from collections.abc import Sequence
@@ -17,16 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiering import drives
 from tiering.config import ALIGNMENT, DEEPEST, IoConfig
 from tiering.errors import ConfigError, SwapError
 from tiering.fields import format_size
-from tiering.swap_file import free_bytes
 from tiering.tierbench import words
-from tiering.tierbench.bench import Phases, machine
+from tiering.tierbench.bench import Phases
 from tiering.tierbench.load import target
 from tiering.tierbench.load.windows import Ground, Load, Watch
-from tiering.tierbench.result import Engine, Row, Settings, Target
+from tiering.tierbench.result import Engine, Row, Settings, header
 from tiering.tierbench.tuning import config_file, tuned
 from tiering.tierbench.tuning.explore import CannotStart, Ended, Taken, explore, taken
 from tiering.tierbench.tuning.sweep import MOST_IN_FLIGHT, Cell, Grid, Sweep
@@ -233,9 +229,8 @@ def tune(
 
     After Ctrl-C what there is until then; KeyboardInterrupt if that is nothing. Raises what ``bench.run`` raises.
     """
-    began, started = time.monotonic(), datetime.datetime.now(datetime.UTC)
-    free = [free_bytes(directory) for directory in directories]
-    backings = [drives.behind(directory) for directory in directories]
+    began, targets = time.monotonic(), [target.of(directory) for directory in directories]
+    begun = header(command, targets)
     interrupted, ended = False, ""
     with Ground(directories, size=_size(directories, sizes, size, max_write)) as ground:
         ground.max_write = max_write
@@ -260,17 +255,8 @@ def tune(
         rw=rw,
         size=used,
         window=WINDOW,
-        version=importlib.metadata.version("tiering"),
-        date=started.isoformat(timespec="seconds"),
-        command=command,
-        machine=machine(),
-        targets=tuple(
-            Target(directory=str(directory), backing=backing, free_bytes=room)
-            for directory, backing, room in zip(directories, backings, free, strict=True)
-        ),
-        notes=tuple(
-            note for place in zip(directories, backings, strict=True) for note in target.warnings(*place)
-        ),
+        notes=tuple(note for each in targets for note in target.warnings(Path(each.directory), each.backing)),
+        **begun,
     )
 
 

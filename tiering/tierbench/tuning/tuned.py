@@ -9,7 +9,7 @@ from pydantic import Field
 
 from tiering.fields import format_size
 from tiering.tierbench.display import figures
-from tiering.tierbench.result import Machine, Record, Target
+from tiering.tierbench.result import Record, Run
 from tiering.tierbench.tuning.sweep import FEWEST, SAME, Cell, Reading, Standing, Sweep
 from tiering.tierbench.words import ReadWrite, brief
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-SCHEMA_VERSION = 1
 ROWS = 12
 CHEAPER = 0.75  # of the CPU per byte: worth telling where the rate is the same
 NOISY = 0.15
@@ -55,16 +54,10 @@ class Tried(Record):
         return Cell(self.ioengine, self.bs, self.iodepth, self.registered)
 
 
-class Tuned(Record):
+class Tuned(Run):
     """A run of ``tierbench tune``. ``tried`` is best first, the defaults among them."""
 
-    schema_version: int = SCHEMA_VERSION
     kind: Literal["tune"] = "tune"
-    version: str
-    date: str
-    command: str
-    machine: Machine
-    targets: tuple[Target, ...]
     rw: ReadWrite
     size: int = Field(description="Bytes of each file that were used.")
     window: float
@@ -83,13 +76,9 @@ class Tuned(Record):
     )
     noise: float = Field(description="Scatter of the logarithm of a single ratio.")
     left_out: dict[str, str] = Field(description="What was not measured, and why.")
-    read_bytes: int
-    written_bytes: int = Field(description="All that the drives had to take, preparation included.")
     seconds: float
     config: dict[str, Any]
-    notes: tuple[str, ...] = Field(description="What makes its figures mean less than they seem to.")
     ended: str = Field(description="Why no more was measured.")
-    interrupted: bool = False
 
     @property
     def defaults(self) -> Tried:

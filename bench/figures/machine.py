@@ -8,13 +8,7 @@ import platform
 from pathlib import Path
 
 from tiering import drives
-
-
-def cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
+from tiering.machine import cpu_model, kernel, memory_bytes
 
 
 def huge_pages() -> str:
@@ -27,11 +21,10 @@ def describe(*distributions: str, directory: Path | None = None) -> dict[str, st
 
     ``distributions`` are named with their versions, and what ``directory`` is on if there is one.
     """
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     facts = {
         "CPU": f"{cpu_model()}, {os.cpu_count()} CPUs, {len(os.sched_getaffinity(0))} of them ours",
-        "memory": f"{memory:.0f} GiB, transparent huge pages {huge_pages()}",
-        "kernel": f"{platform.system()} {platform.release()}",
+        "memory": f"{memory_bytes() / 2**30:.0f} GiB, transparent huge pages {huge_pages()}",
+        "kernel": kernel(),
     }
     if directory is not None:
         backing = drives.behind(directory)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from figures.report import Report, Table, Verdict
+
+from tiering.machine import memory_bytes
 
 from .child import Task
 from .room import BF16
@@ -146,7 +147,7 @@ def as_planned(name: str, seen: Seen, steady: list[dict[str, Any]]) -> Verdict:
 
 
 def larger_than_memory(seen: Seen) -> Verdict:
-    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    have = memory_bytes()
     state = seen.event("plan")["state"]
     return Verdict(
         "parameters, gradients and optimizer state / the machine's memory",

@@ -18,15 +18,12 @@ from optim_cpu import kernels
 from tiering import cgroups, drives
 from tiering.config import IoConfig
 from tiering.fields import parse_size
+from tiering.machine import cpu_identity, memory_bytes
 from tiering.topology import SYSFS, format_cpus
 
 Conditions = dict[str, object]
 
-CPUINFO = Path("/proc/cpuinfo")
 MACHINE_ID = Path("/etc/machine-id")
-# What of it tells one CPU from another: first x86's words, then Arm's.
-_CPU_FIELDS = ("vendor_id", "model name", "cpu family", "model", "stepping")
-_ARM_FIELDS = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision")
 
 
 def machine() -> Conditions:
@@ -34,11 +31,11 @@ def machine() -> Conditions:
     return {
         "host": platform.node(),
         "id": machine_id(),
-        "cpu": cpu_model(),
+        "cpu": cpu_identity(),
         "cpus": format_cpus(sorted(os.sched_getaffinity(0))),
         "cpu_quota": cgroups.cpu_quota(),
         "io_limits": sorted({" ".join(limit) for limit in cgroups.io_limits()}),
-        "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "memory": memory_bytes(),
         "kernel": platform.release(),
         "version": tiering.__version__,
     }
@@ -76,18 +73,6 @@ def arithmetic(state_format: str, state_tensors: int, grad_itemsize: int) -> Con
         "threads": kernels.thread_count(),
         "instruction_set": kernels.instruction_set(),
     }
-
-
-def cpu_model(cpuinfo: Path = CPUINFO) -> str:
-    """The first CPU as the kernel names it."""
-    try:
-        first = cpuinfo.read_text().partition("\n\n")[0]
-    except OSError:
-        return platform.machine()
-    told = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
-    named = {name.strip(): value.strip() for name, value in told.items()}
-    known = [named[name] for name in (*_CPU_FIELDS, *_ARM_FIELDS) if name in named]
-    return " ".join(known) or platform.machine()
 
 
 def cache_bytes(sysfs: Path = SYSFS) -> int:

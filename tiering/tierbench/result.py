@@ -10,13 +10,13 @@ import datetime
 import importlib.metadata
 import json
 import os
-import platform
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tiering import machine
 from tiering.drives import Backing
 from tiering.errors import ConfigError
 from tiering.tierbench.words import ReadWrite
@@ -168,10 +168,10 @@ class Machine(Record):
     @classmethod
     def this(cls) -> Self:
         return cls(
-            cpu=_cpu_model(),
+            cpu=machine.cpu_model(),
             cpus=len(os.sched_getaffinity(0)),
-            memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-            kernel=f"{platform.system()} {platform.release()}",
+            memory_bytes=machine.memory_bytes(),
+            kernel=machine.kernel(),
         )
 
 
@@ -276,10 +276,3 @@ class Result(Run):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise ConfigError(f"{path} is no whole result: {where}: {first['msg']}; measure again") from None
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tiering
+from tiering import machine
 from tiering.cgroups import IoLimit
 from tiering.config import IoConfig
 from tiering.planning import conditions, others, saved_rates
@@ -169,7 +170,7 @@ def test_rates_of_other_io_are_not_taken(plan: Plan, measured: list[str], tmp_pa
         ("tiering.cgroups.cpu_quota", lambda: 0.5),
         ("tiering.cgroups.io_limits", lambda: [IoLimit("io.max", "259:0", "wbps=1048576")]),
         ("tiering.planning.conditions.machine_id", lambda: "another"),
-        ("tiering.planning.conditions.cpu_model", lambda: "another"),
+        ("tiering.planning.conditions.cpu_identity", lambda: "another"),
         ("tiering.__version__", "0.0.1"),
     ],
     ids=lambda pair: pair[0],
@@ -351,8 +352,12 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
 def test_the_machine_is_told_from_what_the_kernel_says(tmp_path: Path) -> None:
     arm = "processor\t: 0\nBogoMIPS\t: 50.00\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n\nprocessor\t: 1\nx\t: y\n"
     (tmp_path / "cpuinfo").write_text(arm)
-    assert conditions.cpu_model(tmp_path / "cpuinfo") == "0x41 0xd40"
-    assert conditions.cpu_model(tmp_path / "none") == os.uname().machine
+    assert (
+        machine.cpu_identity(tmp_path / "cpuinfo") == machine.cpu_model(tmp_path / "cpuinfo") == "0x41 0xd40"
+    )
+    assert (
+        machine.cpu_identity(tmp_path / "none") == machine.cpu_model(tmp_path / "none") == os.uname().machine
+    )
     assert conditions.machine_id(tmp_path / "none") == ""
     one, other = (tmp_path / name for name in ("one", "other"))
     one.write_text("0123456789abcdef\n")

@@ -18,7 +18,7 @@ from tiering.tierbench.load.ground import Ground
 from tiering.tierbench.load.lane import slots
 from tiering.tierbench.load.windows import Load, Watch
 from tiering.tierbench.result import Result, Row, Settings, Sustained, Verdict, header
-from tiering.tierbench.words import NAMES, ReadWrite
+from tiering.tierbench.words import NAMES, ReadWrite, writes
 
 WINDOW = 2.5  # seconds, unless told: with the preparation three of them take ten
 RAMP = 0.5  # seconds, of several directories: drives that differ do not end a window at the same time
@@ -228,17 +228,20 @@ class _Run:
             limit = PREPARATION if asked.size is None else None
             load.lay_out(seconds=limit, watch=self._phase("writing once", limit))
         seconds = WINDOW if asked.sustained else asked.runtime or WINDOW
-        for rw in asked.rws:
+        for number, rw in enumerate(asked.rws):
             if self._interrupts.came:
                 return
+            if asked.max_write is not None:  # what is left is for all windows that write
+                writing = max(1, sum(map(writes, asked.rws[number:])))
+                ground.max_write = ground.written_bytes + (asked.max_write - ground.written_bytes) // writing
             watch = self._phase(NAMES[rw], seconds + self._ramp)
             row = load.run(rw, seconds=seconds, ramp=self._ramp, watch=watch)
             if row.bytes:
                 self._rows.append(row)
             if ground.full:
                 self._notes.append(
-                    f"{NAMES[rw]}: ended after {row.seconds:.2f} s, since no more than --max-write"
-                    f" {format_size(ground.max_write or 0)} may be written"
+                    f"{NAMES[rw]}: ended after {row.seconds:.2f} s, with its part of --max-write"
+                    f" {format_size(asked.max_write or 0)}"
                 )
         if asked.verify and not self._interrupts.came:
             load.check(watch=self._phase("verifying", None))

@@ -180,7 +180,8 @@ def test_max_write_covers_the_preparation_too(tmp_path: Path) -> None:
         bench.run(asked(tmp_path, max_write=256 << 10))
 
 
-def test_past_the_write_cache(tmp_path: Path) -> None:
+def test_past_the_write_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "WINDOW", 0.05)
     told = Told()
     result = bench.run(
         asked(tmp_path, size=None, sustained=True, max_write=40 * MIB, runtime=20.0, rws=("read",)), told

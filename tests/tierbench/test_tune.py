@@ -38,8 +38,9 @@ def io_of(block: dict[str, Any]) -> IoConfig:
 
 
 def test_all_that_was_read_is_told_and_the_block_is_what_is_recommended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(tune, "PREPARATION", 20.0)  # files are written whole, however busy the disk is
     config = tmp_path / "ds.json"
     config.write_text('{\n  "train_batch_size": 16, // as before\n}\n')
     where = tmp_path / "swap"
@@ -110,6 +111,7 @@ def test_an_engine_that_cannot_start_is_told_and_the_rest_is_swept(
             super().__init__(ground, settings)
 
     monkeypatch.setattr(tune, "Load", Poor)
+    monkeypatch.setattr(tune, "PREPARATION", 20.0)  # files are written whole, however busy the disk is
     arguments = ["tune", str(tmp_path), *QUICK, "--runtime", "0.7", "--iodepth", "4"]
     assert cli.main([*arguments, "--ioengine", "libaio,threads"]) == 0
     told = capsys.readouterr().out

@@ -6,6 +6,8 @@ second at most and by nobody but who tells of a sample.
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -84,11 +86,9 @@ class Progress:
             return
         try:
             self._console.print(f"tierbench: {text}", markup=False, highlight=False, soft_wrap=True)
-        except (
-            OSError,
-            SystemExit,
-        ):  # rich ends the process where a pipe is closed: the figures are what is wanted
-            self._console = None
+        except (OSError, SystemExit):  # rich ends the process where a pipe is closed
+            self._console = None  # the figures are what is wanted, and what is left to flush goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
     def _end(self) -> None:
         if self._phase is not None:

@@ -18,7 +18,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 FUZZ_SECONDS ?= 8
 PYTEST_ARGS ?=
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 
 C_SOURCES := $(wildcard aio_csrc/*.[ch] aio_csrc/*.inc optim_cpu/csrc/*.[ch] optim_cpu/csrc/*.inc)
 C_BUILDERS := $(wildcard aio_csrc/build_aio.py optim_cpu/build_optim.py)

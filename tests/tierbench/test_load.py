@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -143,6 +143,20 @@ def test_a_ramp_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert 0 < row.read.bytes < file.read_bytes
     assert SECONDS <= row.seconds < 0.2 + SECONDS
     assert row.read.bytes == row.read.ops * (64 << 10)
+
+
+def test_after_a_ramp_what_is_drained_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queues are as full at a window's end as at its begin: to count their rest at one end alone would flatter."""
+
+    def late(**options: Any) -> AioContext:
+        return AioContext(**options, fault=FaultPlan((Fault("read", count=0, delay=1.0),)))
+
+    monkeypatch.setattr(load_module, "AioContext", late)
+    with ground(tmp_path) as file, Load(file, settings()) as load:
+        load.lay_out()
+        row = load.run("read", seconds=0.1, ramp=0.1)
+        assert row.seconds < 0.9
+        assert row.read.bytes == 0 < file.read_bytes
 
 
 def test_what_preparation_had_no_time_for_is_not_read(tmp_path: Path) -> None:

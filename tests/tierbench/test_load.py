@@ -152,7 +152,7 @@ def test_after_a_ramp_what_is_drained_does_not_count(tmp_path: Path, monkeypatch
         return AioContext(**options, fault=FaultPlan((Fault("read", count=0, delay=1.0),)))
 
     monkeypatch.setattr(load_module, "AioContext", late)
-    with ground(tmp_path) as file, Load(file, settings()) as load:
+    with ground(tmp_path) as file, Load(file, settings(bs=MIB)) as load:
         load.lay_out()
         row = load.run("read", seconds=0.1, ramp=0.1)
         assert row.seconds < 0.9

@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 def asked(*directories: Path, **others: object) -> Asked:
     usual = {"runtime": 0.05, "size": 8 * MIB, "bs": 64 << 10, "iodepth": 4}
-    return Asked(directories, **(usual | others))  # type: ignore[arg-type]
+    return Asked(directories, **(usual | others))
 
 
 class Told:
@@ -236,7 +236,7 @@ def test_a_full_disk_is_told_before_anything_is_written(small_disk: Callable[[in
 
 def behind(kind: str, *found: Drive) -> Backing:
     type_ = {"network": "nfs4", "overlay": "overlay"}.get(kind, "ext4")
-    return Backing(FileSystem(type_, kind, "source", "/mnt", ("rw",)), found)  # type: ignore[arg-type]
+    return Backing(FileSystem(type_, kind, "source", "/mnt", ("rw",)), found)
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ def test_wrong_bytes_are_a_failure(
         with file.open("r+b", buffering=0) as other:
             os.pwrite(other.fileno(), b"x", 4096)
             os.fsync(other.fileno())
-        return load._window("read", None, 0.0, None, once=True)  # type: ignore[return-value]
+        return load._window("read", None, 0.0, None, once=True)
 
     monkeypatch.setattr(Load, "check", checked)
     assert cli.main([str(tmp_path), *SHORT, "--verify", "--quiet"]) == cli.FAILED

@@ -38,7 +38,7 @@ def settings(**others: object) -> Settings:
 
 
 def ground(*directories: Path, size: int = 16 * MIB, **others: object) -> Ground:
-    return Ground(directories, size=size, **others)  # type: ignore[arg-type]
+    return Ground(directories, size=size, **others)
 
 
 @pytest.mark.parametrize("rw", READ_WRITE)
@@ -204,7 +204,7 @@ def test_ctrl_c_while_the_queue_empties_loses_nothing(
 
     def leave(crew: load_module._Crew, *error: object) -> None:
         signal.raise_signal(signal.SIGINT)
-        left(crew, *error)  # type: ignore[arg-type]
+        left(crew, *error)
 
     monkeypatch.setattr(load_module._Crew, "__exit__", leave)
     threads = threading.active_count()

@@ -17,7 +17,7 @@ from tiering.tierbench.tuning.sweep import FEWEST, MOST_IN_FLIGHT, Cell, Grid, R
 
 
 def verdicts(truth: Callable[[Cell], float], count: int = 12, **how: float) -> list[Verdict]:
-    return [played(FakeDrive(truth, seed=seed, **how))[0].verdict() for seed in range(count)]  # type: ignore[arg-type]
+    return [played(FakeDrive(truth, seed=seed, **how))[0].verdict() for seed in range(count)]
 
 
 def test_the_optimum_of_a_quiet_drive_is_found_and_the_search_ends_by_itself() -> None:

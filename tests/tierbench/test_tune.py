@@ -163,7 +163,7 @@ def test_what_cannot_be_swept_is_told_before_anything_is_written(
     try:
         code = cli.main(["tune", str(tmp_path), *arguments])
     except SystemExit as end:
-        code = end.code  # type: ignore[assignment]
+        code = end.code
     assert code == 2
     told = capsys.readouterr()
     assert said in told.err

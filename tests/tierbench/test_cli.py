@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tiering.tierbench import cli
+from tiering.tierbench import cli, exits
 from tiering.tierbench.result import Result
 
 MIB = 1 << 20
@@ -104,7 +104,7 @@ def test_output_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
             text=True,
             timeout=60,
         )
-    assert ran.returncode == cli.FAILED
+    assert ran.returncode == exits.FAILED
     assert (
         ran.stderr
         == "tierbench: what is to be printed cannot be written: No space left on device; make room,"
@@ -126,7 +126,7 @@ def test_ctrl_c_prints_what_there_is_and_leaves_nothing(tmp_path: Path, number: 
     time.sleep(0.3)
     process.send_signal(number)
     told, _ = process.communicate(timeout=20)
-    assert process.returncode == cli.INTERRUPTED
+    assert process.returncode == exits.INTERRUPTED
     result = Result.model_validate_json(told)
     assert result.interrupted
     assert [(row.rw, row.complete) for row in result.rows] == [("read", False)]
@@ -161,20 +161,20 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         return code, capsys.readouterr().err
 
     short = [*SHORT, "--rw", "read,write"]
-    assert ran(tmp_path, *short) == (cli.OK, "")
+    assert ran(tmp_path, *short) == (exits.OK, "")
     code, told = ran(tmp_path, *short, "--fail-under", "1TiB/s")
-    assert code == cli.BELOW
+    assert code == exits.BELOW
     assert re.search(r"tierbench: read at \d+\.\d\d GB/s is below --fail-under, 1099\.51 GB/s", told)
-    assert ran(tmp_path, *short, "--fail-under", "1K/s")[0] == cli.OK
+    assert ran(tmp_path, *short, "--fail-under", "1K/s")[0] == exits.OK
     code, told = ran("/dev/null", *short)
-    assert (code, told.count("\n")) == (cli.UNSAFE, 1)
+    assert (code, told.count("\n")) == (exits.UNSAFE, 1)
     assert "is a device" in told
     code, told = ran(tmp_path / "missing", *short)
-    assert code == cli.USAGE
+    assert code == exits.USAGE
     assert "create it (mkdir -p" in told
     assert ran(tmp_path / "a\x1b[2Jb", *short)[1].count("a\\x1b[2Jb") == 2
     code, told = ran(tmp_path, *short, "--bs", "1MB")
-    assert code == cli.USAGE
+    assert code == exits.USAGE
     assert "1000000 bytes" in told
     for *wrong, words in (
         ["--params", "7X", "--params: a number of parameters"],
@@ -182,7 +182,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["--plot", str(tmp_path / "a.txt"), "a.txt"],
     ):
         code, told = ran(tmp_path, *short, *wrong)
-        assert code == cli.USAGE, wrong
+        assert code == exits.USAGE, wrong
         assert words in told
 
 
@@ -192,14 +192,14 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_argparse_refuses_is_a_usage_error(tmp_path: Path, wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([str(tmp_path), *wrong] if wrong else [])
-    assert caught.value.code == cli.USAGE
+    assert caught.value.code == exits.USAGE
 
 
 @pytest.mark.parametrize("command", [[], ["tune"], ["profile"], ["tiers"], ["compare", "--fio"]])
 def test_an_empty_name_is_no_directory(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([*command, ""])
-    assert caught.value.code == cli.USAGE
+    assert caught.value.code == exits.USAGE
     assert "an empty name is no directory" in capsys.readouterr().err
 
 
@@ -211,7 +211,7 @@ def test_what_was_not_measured_is_too_slow(
     may_write = Ground.may_write  # the files once, and nothing more
     monkeypatch.setattr(Ground, "may_write", lambda files, n: not files.written_bytes and may_write(files, n))
     code = cli.main([str(tmp_path), *SHORT, "--rw", "read,randwrite", "--quiet", "--fail-under", "1K/s"])
-    assert code == cli.BELOW
+    assert code == exits.BELOW
     assert "random write, which was not measured, is below --fail-under" in capsys.readouterr().err
 
 
@@ -225,7 +225,7 @@ def test_an_engine_that_does_not_start_is_a_wrong_question(
         raise SwapError("I/O engine 'io_uring' cannot start", errno=1, filename="", offset=0)
 
     monkeypatch.setattr(windows, "AioContext", refuse)
-    assert cli.main([str(tmp_path), *SHORT, "--quiet", "--ioengine", "io_uring"]) == cli.USAGE
+    assert cli.main([str(tmp_path), *SHORT, "--quiet", "--ioengine", "io_uring"]) == exits.USAGE
     assert "--ioengine io_uring: I/O engine 'io_uring' cannot start" in capsys.readouterr().err
 
 
@@ -234,7 +234,7 @@ def test_progress_that_nobody_takes_ends_nothing(tmp_path: Path) -> None:
         ran = subprocess.run(
             [*TIERBENCH, str(tmp_path), *SHORT, "--rw", "read", "--json"], stdout=subprocess.PIPE, stderr=full
         )
-    assert ran.returncode == cli.OK
+    assert ran.returncode == exits.OK
     assert Result.model_validate_json(ran.stdout).rows
 
 
@@ -243,7 +243,7 @@ def test_a_second_run_in_the_same_place_is_refused(tmp_path: Path) -> None:
 
     with target.alone_in([tmp_path]):
         ran = tierbench(tmp_path, *SHORT)
-    assert ran.returncode == cli.UNSAFE
+    assert ran.returncode == exits.UNSAFE
     assert "another tierbench is at work" in ran.stderr
 
 
@@ -260,14 +260,14 @@ def test_wrong_bytes_are_a_failure(
         return load._window("read", None, 0.0, None, once=True)
 
     monkeypatch.setattr(Load, "check", checked)
-    assert cli.main([str(tmp_path), *SHORT, "--verify", "--quiet"]) == cli.FAILED
+    assert cli.main([str(tmp_path), *SHORT, "--verify", "--quiet"]) == exits.FAILED
     assert "is not what was written there" in capsys.readouterr().err
 
 
 def test_neither_help_nor_a_run_loads_torch(tmp_path: Path) -> None:
     program = f"""
 import sys
-from tiering.tierbench import cli
+from tiering.tierbench import cli, exits
 heavy = lambda: {{"torch", "pydantic", "numpy", "rich.console"}} & set(sys.modules)
 try:
     cli.main(["--help"])

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiering.tierbench import cli
+from tiering.tierbench import cli, exits
 from tiering.tierbench.comparison import fio
 from tiering.tierbench.comparison.beside_fio import BesideFio
 from tiering.tierbench.comparison.fio import Reading
@@ -109,14 +109,14 @@ class TestResults:
         base = saved("a", results.result(rows=(noisy(10e9, seed=1),)))
         other = saved("b", results.result(rows=(noisy(8.9e9, seed=2),)))
         assert said(capsys, base, other, "--fail-under", "0.9")["windows"][0]["others"][0]["ratio"] < 0.9
-        assert cli.main(["compare", base, other, "--fail-under", "1.2"]) == cli.BELOW
+        assert cli.main(["compare", base, other, "--fail-under", "1.2"]) == exits.BELOW
         assert "read, B: 0.890 is below --fail-under 1.2" in capsys.readouterr().err
 
     def test_buffered_is_never_held_against_direct(
         self, saved: Any, capsys: pytest.CaptureFixture[str]
     ) -> None:
         direct, buffered = saved("direct", results.NVME), saved("buffered", results.BUFFERED)
-        assert cli.main(["compare", buffered, direct]) == cli.USAGE
+        assert cli.main(["compare", buffered, direct]) == exits.USAGE
         told = capsys.readouterr().err
         assert f"{direct} is of O_DIRECT and {buffered} of the page cache" in told
 
@@ -137,7 +137,7 @@ class TestResults:
             ([whole, whole + ".json"], "cannot be read"),
             ([whole, "--fio", "."], "give either result files or --fio DIR"),
         ):
-            assert cli.main(["compare", *arguments]) == cli.USAGE
+            assert cli.main(["compare", *arguments]) == exits.USAGE
             assert words in capsys.readouterr().err
 
 
@@ -146,7 +146,7 @@ class TestBesideFio:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setenv("PATH", "")
-        assert cli.main(["compare", "--fio", str(tmp_path)]) == cli.USAGE
+        assert cli.main(["compare", "--fio", str(tmp_path)]) == exits.USAGE
         assert "apt-get install fio" in capsys.readouterr().err
 
     def test_no_more_is_written_than_may_be(
@@ -191,17 +191,17 @@ class TestBesideFio:
         load = ["--rw", "read", "--bs", "4k", "--iodepth", "1", "--size", "1M"]
         arguments = ["compare", "--fio", str(tmp_path), *load, "--runtime", "50ms", "--quiet"]
         fails_at = 5  # the first does not count
-        assert cli.main(arguments) == cli.FAILED
+        assert cli.main(arguments) == exits.FAILED
         out, err = capsys.readouterr()
         assert out.startswith("ended by a failure: this is of the pairs until then\n")
         assert "\nread: too few pairs to tell\n" in out
         assert err == "tierbench compare: [TIER-FIO] fio's job failed: \\x1b[2JInput/output error\n"
         runs = 0
-        found = said(capsys, *arguments[1:], code=cli.FAILED)
+        found = said(capsys, *arguments[1:], code=exits.FAILED)
         assert found["failure"].startswith("[TIER-FIO] fio's job failed") and not found["interrupted"]
         assert [len(window["pairs"]) for window in found["windows"]] == [3]
         fails_at = runs + 1
-        assert cli.main(arguments) == cli.FAILED
+        assert cli.main(arguments) == exits.FAILED
         assert capsys.readouterr().out == ""
 
     @needs_fio
@@ -240,7 +240,7 @@ class TestBesideFio:
                 time.sleep(0.005)
             process.send_signal(signal.SIGINT)
             out, errors = process.communicate(timeout=60)
-        assert process.returncode == cli.INTERRUPTED, errors
+        assert process.returncode == exits.INTERRUPTED, errors
         assert out.startswith("interrupted: this is of the pairs until then\n")
         assert "\nread: too few pairs to tell\n" in out
         assert f"--filename=/proc/{process.pid}/fd/" not in commands()

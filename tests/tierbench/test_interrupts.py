@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tiering.tierbench import cli
+from tiering.tierbench import cli, exits
 from tiering.tierbench.interrupts import Interrupts
 
 TWICE = """
@@ -75,10 +75,10 @@ def test_every_command_takes_its_end_as_ctrl_c(
         except KeyboardInterrupt:
             heard.append(name)
             signal.raise_signal(name)  # once more, as `timeout` does
-        return cli.INTERRUPTED
+        return exits.INTERRUPTED
 
     monkeypatch.setattr(importlib.import_module(f"tiering.tierbench.{cli.MODULES[command]}"), "run", run)
     before = signal.getsignal(name)
-    assert cli.main([command, "DIR"]) == cli.INTERRUPTED
+    assert cli.main([command, "DIR"]) == exits.INTERRUPTED
     assert heard == [name]
     assert signal.getsignal(name) is before

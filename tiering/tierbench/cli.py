@@ -19,21 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiering.tierbench import words
+from tiering.tierbench.exits import BELOW, FAILED, INTERRUPTED, OK
 
 if TYPE_CHECKING:
     from tiering.tierbench.bench import Asked
     from tiering.tierbench.result import Result
     from tiering.tierbench.words import ReadWrite
 
-OK, FAILED, USAGE, UNSAFE, BELOW, INTERRUPTED = 0, 1, 2, 3, 4, 130
-
-_UNPRINTABLE = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EIO,
-    errno.EBADF,
-)  # what writing to stdout ends with
+# What writing to stdout ends with.
+_UNPRINTABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 COMMANDS = {
     "tune": "find the I/O engine, block size and depth that suit the drive",
@@ -91,21 +85,18 @@ def _command(name: str, arguments: list[str]) -> int:
     module.add_arguments(parser)
     options = parser.parse_args(arguments)
     options.command = shlex.join(["tierbench", name, *arguments])
-    from tiering.tierbench.failures import exit_code
+    from tiering.tierbench import failures
     from tiering.tierbench.interrupts import terminations_as_ctrl_c
 
-    with terminations_as_ctrl_c(), exit_code(f"tierbench {name}") as told:
-        told.code = module.run(options)
-    return told.code
+    with terminations_as_ctrl_c():
+        return failures.run(f"tierbench {name}", lambda: int(module.run(options)))
 
 
 def _bench(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
-    from tiering.tierbench.failures import exit_code
+    from tiering.tierbench import failures
 
-    with exit_code("tierbench") as told:
-        told.code = _measure(options, arguments)
-    return told.code
+    return failures.run("tierbench", lambda: _measure(options, arguments))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from tiering.errors import SwapError, TieringError, UnsafeTargetError
 from tiering.fields import legible
-
-FAILED, USAGE, UNSAFE = 1, 2, 3
-
-
-@dataclass
-class Told:
-    """The exit code."""
-
-    code: int = 0
+from tiering.tierbench.exits import FAILED, UNSAFE, USAGE
 
 
-@contextlib.contextmanager
-def exit_code(prog: str) -> Iterator[Told]:
-    """Let the block set ``code``; an error that has words for its user sets it, and they are printed."""
-    told = Told()
+def run(prog: str, command: Callable[[], int]) -> int:
+    """The exit code of ``command``, or that of an error that has words for its user, which are printed."""
     try:
-        yield told
-    except UnsafeTargetError as error:
-        told.code = _say(prog, error, UNSAFE)
-    except SwapError as error:
-        told.code = _say(prog, error, FAILED)
+        return command()
     except TieringError as error:
-        told.code = _say(prog, error, USAGE)
-
-
-def _say(prog: str, error: TieringError, code: int) -> int:
-    print(f"{prog}: " + "\n".join(map(legible, str(error).split("\n"))), file=sys.stderr)
-    return code
+        print(f"{prog}: " + "\n".join(map(legible, str(error).split("\n"))), file=sys.stderr)
+        if isinstance(error, UnsafeTargetError):
+            return UNSAFE
+        return FAILED if isinstance(error, SwapError) else USAGE

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tiering.tierbench import words
+from tiering.tierbench.exits import INTERRUPTED, OK
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from tiering.planning.measure import Leg, Measurement
     from tiering.planning.saved_rates import Record
 
-OK, INTERRUPTED = 0, 130
 SCHEMA_VERSION = 1
 
 Unit = Literal["bytes", "elements", "operations"]

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from tiering.tierbench import words
+from tiering.tierbench.exits import BELOW, FAILED, INTERRUPTED
 
-FAILED, BELOW, INTERRUPTED = 1, 4, 130
 _SEQUENTIAL: tuple[words.ReadWrite, ...] = ("read", "write", "rw")
 
 _EPILOG = """\

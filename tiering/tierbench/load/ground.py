@@ -16,8 +16,7 @@ class Ground:
     """Private files of ``size`` bytes, one per directory and job, reserved; with what of them was written once.
 
     ``lost`` says what the file systems do not give, by directory. ``max_write`` bytes may be written in all, if that is
-    set. Raises UnsafeTargetError where O_DIRECT was asked
-    for and is refused, SwapSpaceError where there is no room.
+    set. Raises UnsafeTargetError where O_DIRECT was asked for and is refused, SwapSpaceError where there is no room.
     """
 
     def __init__(

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiering.tierbench import words
+from tiering.tierbench.exits import INTERRUPTED
 
 if TYPE_CHECKING:
     from tiering.tierbench.replay.rounds import Asked
-
-INTERRUPTED = 130
 
 EPILOG = """\
 patterns: mixed, a whole step; optimizer, its update alone; params, the fetches of forward and backward alone.

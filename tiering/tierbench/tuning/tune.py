@@ -20,6 +20,7 @@ from tiering.errors import ConfigError, SwapError
 from tiering.fields import format_size
 from tiering.tierbench import words
 from tiering.tierbench.bench import Phases
+from tiering.tierbench.exits import INTERRUPTED
 from tiering.tierbench.load import target
 from tiering.tierbench.load.windows import Ground, Load, Watch
 from tiering.tierbench.result import Engine, Row, Settings, header
@@ -37,7 +38,6 @@ PREPARATION = 0.1  # of the runtime, at most, goes into writing the files once
 LEAST_LAID_OUT = 64 << 20
 SIZES = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20)
 DEPTHS = (4, 8, 16, 32, 64)
-_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
 
         tuned.show(result, Console())
     if result.interrupted:
-        return _INTERRUPTED
+        return INTERRUPTED
     if options.write_config is not None:
         config_file.write(options.write_config, result.config)
         print(f"tierbench tune: set tiering.io in {options.write_config}", file=sys.stderr)

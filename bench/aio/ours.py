@@ -17,7 +17,7 @@ from tiering.tierbench.words import READ_WRITE, is_random, reads, writes
 _BENCH = Path(__file__).resolve().parents[1]
 
 
-class CannotStart(RuntimeError):  # noqa: N818
+class CannotStart(RuntimeError):  # noqa: N818 # says what happened, as a sentence would
     """The engine does not start on this machine; the message says why."""
 
 

@@ -1,7 +1,8 @@
 """The page: a file that one rank writes and anybody of the same user reads.
 
-A page is a file: a fixed header, then a JSON payload. Any number of readers look at it while one writer
-updates it, and neither side can hurt the other:
+A page is a file: a fixed header, a JSON payload that is replaced again and again, and behind its room another one,
+the description, that never changes. Any number of readers look at it while one writer updates it, and neither side can
+hurt the other:
 
 * Sequence lock. The writer makes the sequence number odd, writes the payload, then writes the whole header
   with the next even number. A reader takes no lock: it reads header, payload, header again, and tries once
@@ -15,7 +16,7 @@ updates it, and neither side can hurt the other:
   the lock's open file description, so it closes its copy at once, without unlocking.
 * Appearing whole. A page is created under a name that no reader looks at, locked, then renamed. Whoever finds
   an unlocked page may therefore remove it: its writer is dead. This rule and the first 12 bytes (magic,
-  version) hold for every version of the format.
+  version) hold for every version of the format. Within a version headers only grow: who reads takes what it knows.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ import time
 import weakref
 import zlib
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
 from tiering.errors import TelemetryError
+from tiering.telemetry.description import Description
 from tiering.telemetry.directory import private_directory, run_directory
 from tiering.telemetry.snapshot import Snapshot
 
@@ -59,15 +62,30 @@ class _Header(NamedTuple):
     heartbeat_ns: int  # CLOCK_REALTIME
     length: int
     crc: int
+    description_crc: int = 0
+    description_length: int = 0  # bytes at header_size + capacity; 0 where there is none
 
     def pack(self) -> bytes:
         return _HEADER.pack(*self)
 
+    @classmethod
+    def unpack(cls, raw: bytes) -> _Header:
+        """Of a header as its writer knew it: what an older one lacks is zero."""
+        return cls(*_HEADER.unpack(raw[: _size_of(raw)].ljust(_HEADER.size, b"\0")))
 
-_HEADER = struct.Struct("<8sIIQQQQI4x")
+
+_HEADER = struct.Struct("<8sIIQQQQIIQ")
+_OLDEST_HEADER = 56  # bytes: that of version 1 without a description
+
+
+def _size_of(raw: bytes) -> int:
+    return int.from_bytes(raw[12:16], "little")
+
+
 _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_OFFSET = 24
 _SANE_PAYLOAD = 16 << 20  # a header that promises more than this is garbage
+_LARGEST_DESCRIPTION = 1 << 20
 
 
 def _checksum(heartbeat_ns: int, payload: bytes) -> int:
@@ -91,17 +109,29 @@ class PageWriter:
     """One rank's page. Creating it sweeps the pages of dead writers; closing it removes its own.
 
     ``publish`` may be called from any thread. In a forked child the writer is closed and publishes nothing.
+    Raises TelemetryError where a page cannot be, or ``description`` takes more than a page may.
     """
 
     path: Path
 
     def __init__(
-        self, run_name: str, rank: int = 0, world_size: int = 1, directory: Path | None = None
+        self,
+        run_name: str,
+        rank: int = 0,
+        world_size: int = 1,
+        directory: Path | None = None,
+        description: Description | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside a world of {world_size}")
         directory = run_directory() if directory is None else private_directory(Path(directory))
         sweep(directory)
+        self._description = b"" if description is None else description.to_json().encode()
+        if len(self._description) > _LARGEST_DESCRIPTION:
+            raise TelemetryError(
+                f"the description of run {run_name!r} takes {len(self._description)} bytes;"
+                f" a page holds {_LARGEST_DESCRIPTION}: give it fewer settings"
+            )
         plain = re.sub(r"[^A-Za-z0-9_-]", "_", run_name)[:80] or "run"
         name = f"{plain}.{rank}.{os.getpid()}-{secrets.token_hex(4)}"
         self.path = directory / (name + SUFFIX)
@@ -115,7 +145,9 @@ class PageWriter:
         try:
             fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.posix_fallocate(fd, 0, _HEADER.size + CAPACITY)  # a full disk shows here, not during training
+            # A full disk shows here, not during training.
+            os.posix_fallocate(fd, 0, _HEADER.size + CAPACITY + len(self._description))
+            os.pwrite(fd, self._description, _HEADER.size + CAPACITY)
             os.pwrite(fd, self._header(0, b"").pack(), 0)
             unfinished.rename(self.path)
         except OSError as error:
@@ -129,9 +161,17 @@ class PageWriter:
         return fd
 
     def _header(self, heartbeat_ns: int, payload: bytes) -> _Header:
-        crc = _checksum(heartbeat_ns, payload)
         return _Header(
-            MAGIC, VERSION, _HEADER.size, CAPACITY, self._sequence, heartbeat_ns, len(payload), crc
+            MAGIC,
+            VERSION,
+            _HEADER.size,
+            CAPACITY,
+            self._sequence,
+            heartbeat_ns,
+            len(payload),
+            _checksum(heartbeat_ns, payload),
+            zlib.crc32(self._description),
+            len(self._description),
         )
 
     def publish(self, snapshot: Snapshot) -> None:
@@ -206,13 +246,14 @@ class PageReading:
     unreadable      not a page, truncated, damaged, or not ours
 
     ``heartbeat_age`` is seconds since the last publication, None when there is none; ``reason`` is empty for
-    live pages.
+    live pages. ``description`` is None where the writer gave none, or where it is damaged.
     """
 
     state: State
     heartbeat_age: float | None
     snapshot: Snapshot | None
     reason: str
+    description: Description | None = None
 
 
 @dataclass(frozen=True)
@@ -316,11 +357,11 @@ def _read_once(fd: int) -> PageReading:
     if version > VERSION:
         reason = f"format {version}; this reader knows up to {VERSION}"
         return PageReading("newer-version", None, None, reason)
-    if len(first) < _HEADER.size:
+    if len(first) < max(_OLDEST_HEADER, min(_size_of(first), _HEADER.size)):
         return PageReading("unreadable", None, None, "truncated")
-    header = _Header(*_HEADER.unpack(first))
+    header = _Header.unpack(first)
     age = max(0, time.time_ns() - header.heartbeat_ns) / 1e9 if header.heartbeat_ns else None
-    if header.header_size < _HEADER.size or not header.length <= header.capacity <= _SANE_PAYLOAD:
+    if header.header_size < _OLDEST_HEADER or not header.length <= header.capacity <= _SANE_PAYLOAD:
         return PageReading("unreadable", None, None, "the header makes no sense")
     payload = os.pread(fd, header.length, header.header_size)
     if header.sequence % 2 or os.pread(fd, _HEADER.size, 0) != first:
@@ -332,6 +373,26 @@ def _read_once(fd: int) -> PageReading:
     if not payload:
         return PageReading("live", age, None, "")  # created, nothing published yet
     try:
-        return PageReading("live", age, Snapshot.from_json(payload), "")
+        snapshot = Snapshot.from_json(payload)
     except ValidationError as error:
         return PageReading("unreadable", age, None, f"not a snapshot: {error.errors()[0]['msg']}")
+    return PageReading("live", age, snapshot, "", _description(fd, header))
+
+
+def _description(fd: int, header: _Header) -> Description | None:
+    """What never changes, and is therefore read without a look at the sequence number."""
+    if not 0 < header.description_length <= _LARGEST_DESCRIPTION:
+        return None
+    raw = os.pread(fd, header.description_length, header.header_size + header.capacity)
+    return _described(raw, header.description_crc)
+
+
+@lru_cache(maxsize=64)
+def _described(raw: bytes, crc: int) -> Description | None:
+    """``raw`` as a record: the same bytes come with every reading."""
+    if zlib.crc32(raw) != crc:
+        return None
+    try:
+        return Description.from_json(raw)
+    except ValidationError:
+        return None

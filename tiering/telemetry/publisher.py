@@ -64,10 +64,11 @@ class Publisher:
         elapsed = taken_at - self._baseline_at
         if self._baseline is not None and elapsed < 0:
             return  # another thread published a later sample meanwhile
-        self._writer.publish(with_rates(raw, self._baseline, elapsed))
+        rated = with_rates(raw, self._baseline, elapsed)
+        self._writer.publish(rated)
         # A call soon after another keeps the older baseline: a rate over a millisecond says nothing.
         if self._baseline is None or elapsed >= self._interval / 2:
-            self._baseline, self._baseline_at = raw, taken_at
+            self._baseline, self._baseline_at = rated, taken_at
 
     def _run(self) -> None:
         while not self._closing.wait(self._interval):

@@ -12,7 +12,10 @@ Phase = Literal["start", "forward", "backward", "step", "idle"]
 
 @dataclass(frozen=True)
 class TierStatus:
-    """One tier of one rank, in bytes: ``capacity`` is what the machine has, ``budget`` what we may use."""
+    """One tier of one rank, in bytes: ``capacity`` is what the machine has, ``budget`` what we may use.
+
+    ``available`` is what nobody uses there now, None where that is not known.
+    """
 
     name: Literal["device", "host", "nvme"]
     budget: int
@@ -20,6 +23,7 @@ class TierStatus:
     used: int
     peak: int
     by_kind: dict[str, int] = field(default_factory=dict)
+    available: int | None = None
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,23 @@ class ActivationStatus:
 
 
 @dataclass(frozen=True)
+class LatencyStatus:
+    """Seconds within which that share of the operations since the start were over, from issue to completion."""
+
+    p50: float
+    p90: float
+    p99: float
+    p999: float
+    longest: float
+
+
+@dataclass(frozen=True)
 class DirectionStatus:
     """Reads or writes of one path since the start; rates are bytes per second.
 
     ``errors_by_errno`` splits ``errors`` by name ("EIO"). ``latency_buckets[i]`` counts the operations that took
-    [2^i, 2^(i+1)) nanoseconds; buckets behind the last that counts are left out.
+    [2^i, 2^(i+1)) nanoseconds; buckets behind the last that counts are left out. ``latency_seconds`` is their sum, and
+    ``latency`` comes from a finer histogram; None while nothing has moved.
     """
 
     bytes: int = 0
@@ -46,8 +62,11 @@ class DirectionStatus:
     busy_seconds: float = 0.0
     bytes_per_second: float = 0.0  # over the publisher's last window
     average_bytes_per_second: float = 0.0  # over the time with at least one transfer in flight
+    peak_bytes_per_second: float = 0.0  # of all the publisher's windows
     errors_by_errno: dict[str, int] = field(default_factory=dict)
     latency_buckets: list[int] = field(default_factory=list)
+    latency_seconds: float = 0.0
+    latency: LatencyStatus | None = None
 
 
 @dataclass(frozen=True)
@@ -96,22 +115,11 @@ class CollectiveStatus:
 
 
 @dataclass(frozen=True)
-class ConfigurationStatus:
-    """What the run was configured with: the file (empty for a dict), what it comes to, and keys by what became of them.
-
-    ``without_effect`` and ``deprecated`` are dotted keys.
-    """
-
-    source: str
-    outcome: str
-    counts: dict[str, int] = field(default_factory=dict)
-    without_effect: list[str] = field(default_factory=list)
-    deprecated: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class StepRecord:
-    """One finished optimizer step: seconds in all and by phase, seconds stalled, bytes over NVMe and to other ranks."""
+    """One finished optimizer step: seconds in all and by phase, seconds stalled, bytes over NVMe and to other ranks.
+
+    ``stalls`` splits ``stall`` by cause; ``ended_at`` is Unix time.
+    """
 
     step: int
     seconds: float
@@ -122,14 +130,18 @@ class StepRecord:
     read_bytes: int = 0
     written_bytes: int = 0
     sent_bytes: int = 0
+    stalls: dict[str, float] = field(default_factory=dict)
+    ended_at: float = 0.0
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything one rank publishes. Counters are cumulative; ``started_at`` is Unix time in seconds.
+    """What a rank publishes again and again. Counters are cumulative; ``started_at`` is Unix time in seconds.
 
-    ``stalls`` maps a cause to the seconds that compute waited for it; ``steps`` holds the most recent 32,
-    oldest first. ``activations`` are counted in the first backward alone where no group moves.
+    ``run_id`` is the same on all ranks of one start, and of no other; ``local_world_size`` counts those on ``node``.
+    ``stalls`` maps a cause to the seconds that compute waited for it, ``stalls_by_phase`` splits that by the phase in
+    which it was; ``steps`` holds the most recent 32, oldest first. ``activations`` are counted in the first backward
+    alone where no group moves. ``samples`` are those of all ranks in finished steps.
     """
 
     run_name: str
@@ -140,13 +152,23 @@ class Snapshot:
     step: int = 0
     phase: Phase = "start"
     loss: float | None = None
-    configuration: ConfigurationStatus | None = None
+    run_id: str = ""
+    node: str = ""
+    local_rank: int = 0
+    local_world_size: int = 1
+    samples: int = 0
+    skipped_steps: int = 0
+    gradient_norm: float | None = None
+    learning_rate: float | None = None
+    loss_scale: float | None = None
+    phase_seconds: dict[str, float] = field(default_factory=dict)
     tiers: list[TierStatus] = field(default_factory=list)
     activations: ActivationStatus | None = None
     io: list[PathStatus] = field(default_factory=list)
     io_engine: IoEngineStatus | None = None
     collectives: list[CollectiveStatus] = field(default_factory=list)
     stalls: dict[str, float] = field(default_factory=dict)
+    stalls_by_phase: dict[str, dict[str, float]] = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
 
     # A diverged loss is worth seeing: NaN travels as NaN, not as null.
@@ -178,9 +200,11 @@ def with_rates(current: Snapshot, previous: Snapshot | None, seconds: float) -> 
         return max(0, now - then) / seconds if then is not None and seconds > 0 else 0.0
 
     def rated(now: DirectionStatus, then: DirectionStatus | None) -> DirectionStatus:
+        moving = rate(now.bytes, then.bytes if then else None)
         return replace(
             now,
-            bytes_per_second=rate(now.bytes, then.bytes if then else None),
+            bytes_per_second=moving,
+            peak_bytes_per_second=max(moving, then.peak_bytes_per_second if then else 0.0),
             average_bytes_per_second=now.bytes / now.busy_seconds if now.busy_seconds > 0 else 0.0,
         )
 

@@ -1,0 +1,87 @@
+"""What a rank says about itself once, when it starts: its configuration, its plan, what it runs on. Frozen records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import TypeAdapter
+
+
+@dataclass(frozen=True)
+class SettingStatus:
+    """One key of the configuration by its dotted path, and its value in effect ("auto" filled in).
+
+    ``origin``: "file" (given), "auto" (the file left it to us) or "default" (the file says nothing). ``verdict`` is
+    what became of it here ("honoured", "mapped", ...), and ``note`` what that means. Secrets never get here.
+    """
+
+    key: str
+    value: object
+    origin: Literal["file", "auto", "default"]
+    verdict: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ConfigurationStatus:
+    """What the run was configured with: the file (empty for a dict), what it comes to, and keys by what became of them.
+
+    ``without_effect`` and ``deprecated`` are dotted keys; ``settings`` has every key, defaults included.
+    """
+
+    source: str
+    outcome: str
+    counts: dict[str, int] = field(default_factory=dict)
+    without_effect: list[str] = field(default_factory=list)
+    deprecated: list[str] = field(default_factory=list)
+    settings: list[SettingStatus] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PlannedTier:
+    """What the plan puts on one tier of a rank, in bytes, in all and by kind."""
+
+    name: Literal["device", "host", "nvme"]
+    budget: int
+    planned: int
+    by_kind: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlanStatus:
+    """The placement that a rank trains with, and what a steady step moves, in bytes by kind.
+
+    ``read`` and ``written`` are over NVMe, ``sent`` to other ranks; the kinds are those of the tiers.
+    """
+
+    tiers: list[PlannedTier] = field(default_factory=list)
+    read: dict[str, int] = field(default_factory=dict)
+    written: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    groups: int = 0
+    parameters: int = 0  # elements of the model, those of all ranks
+    micro_batches: int = 1  # forward and backward passes per step
+    state_format: str = ""
+
+
+@dataclass(frozen=True)
+class Description:
+    """Everything about a rank that does not change while it runs. ``versions`` maps a package to its version."""
+
+    device: str = ""  # "cpu", or "cuda:0" and the name of the GPU
+    versions: dict[str, str] = field(default_factory=dict)
+    configuration: ConfigurationStatus | None = None
+    plan: PlanStatus | None = None
+
+    def to_json(self) -> str:
+        """The description as JSON text."""
+        return _DESCRIPTION.dump_json(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Description:
+        """Inverse of ``to_json``; fields this version does not know are dropped. Raises ValueError."""
+        return _DESCRIPTION.validate_json(text)
+
+
+_DESCRIPTION = TypeAdapter(Description)

@@ -93,13 +93,14 @@ typedef struct {
 } aio_error_count;
 
 typedef struct {
-    uint64_t bytes;     /* asked for and moved; padding is not counted */
-    uint64_t ops;       /* operations (blocks of a request) that completed in full */
-    uint64_t retries;   /* resubmissions after a short transfer, EINTR or EAGAIN */
-    uint64_t errors;    /* operations that failed */
-    uint64_t in_flight; /* operations now */
-    uint64_t busy_ns;   /* time with at least one operation in flight: bytes / busy_ns is the bandwidth */
-    uint64_t latency[AIO_LATENCY_BUCKETS]; /* of ops, from issue to the last continuation */
+    uint64_t bytes;      /* asked for and moved; padding is not counted */
+    uint64_t ops;        /* operations (blocks of a request) that completed in full */
+    uint64_t retries;    /* resubmissions after a short transfer, EINTR or EAGAIN */
+    uint64_t errors;     /* operations that failed */
+    uint64_t in_flight;  /* operations now */
+    uint64_t busy_ns;    /* time with at least one operation in flight: bytes / busy_ns is the bandwidth */
+    uint64_t latency_ns; /* of ops, from issue to the last continuation: their sum */
+    uint64_t latency[AIO_LATENCY_BUCKETS]; /* and how many took how long */
     aio_error_count by_errno[AIO_ERRNOS];  /* of errors */
 } aio_direction_stats;
 

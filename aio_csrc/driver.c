@@ -284,6 +284,7 @@ static void count(const struct block *block, uint64_t now)
     } else {
         stats->ops++;
         stats->bytes += block->nbytes;
+        stats->latency_ns += now - block->issued_ns;
         note_latency(&file->latencies[kind], now - block->issued_ns);
     }
     if (--stats->in_flight == 0)

@@ -36,7 +36,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class DirectionStats:
-    """Counted in C. ``latency[i]`` counts the operations that took [2^i, 2^(i+1)) ns.
+    """Counted in C. ``latency[i]`` counts the operations that took [2^i, 2^(i+1)) ns, ``latency_ns`` is their sum.
 
     ``bytes`` is what was asked for and moved, without padding; ``busy_ns`` the time with an operation in
     flight, so ``bytes / busy_ns`` is the bandwidth in GB/s; ``retries`` the continuations of short or
@@ -49,6 +49,7 @@ class DirectionStats:
     errors: int
     in_flight: int
     busy_ns: int
+    latency_ns: int
     latency: tuple[int, ...]
     errors_by_errno: dict[int, int]
 
@@ -119,6 +120,7 @@ def _direction(raw: Any) -> DirectionStats:
         errors=raw.errors,
         in_flight=raw.in_flight,
         busy_ns=raw.busy_ns,
+        latency_ns=raw.latency_ns,
         latency=tuple(raw.latency),
         errors_by_errno={counted.error: counted.count for counted in raw.by_errno if counted.count},
     )

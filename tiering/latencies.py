@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self
 
 from tiering._aio import lib
@@ -49,14 +51,18 @@ class LatencyHistogram:
         The end of the bucket in which that operation is counted: at most a thirty-second too long, never too short.
         Raises ValueError if there are no operations, or if ``share`` is not in 0 .. 1.
         """
-        if not 0 <= share <= 1:
-            raise ValueError(f"a percentile of {share}: give a share of 0 .. 1, 0.99 for the 99th")
-        left = max(1, math.ceil(share * self.total))
-        for bucket, count in enumerate(self.counts):
-            left -= count
-            if left <= 0:
-                return min(_last_of(bucket), self.max_ns) / 1e9
-        raise ValueError("there are no percentiles of no operations: look at total first")
+        return self.percentiles(share)[0]
+
+    def percentiles(self, *shares: float) -> list[float]:
+        """The ``percentile`` of each of ``shares``, for little more than one of them costs."""
+        for share in shares:
+            if not 0 <= share <= 1:
+                raise ValueError(f"a percentile of {share}: give a share of 0 .. 1, 0.99 for the 99th")
+        up_to = list(accumulate(self.counts))
+        if not up_to[-1]:
+            raise ValueError("there are no percentiles of no operations: look at total first")
+        ranks = (max(1, math.ceil(share * up_to[-1])) for share in shares)
+        return [min(_last_of(bisect_left(up_to, rank)), self.max_ns) / 1e9 for rank in ranks]
 
     def __add__(self, other: LatencyHistogram) -> LatencyHistogram:
         """The operations of both, of several files for instance."""

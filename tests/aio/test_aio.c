@@ -198,6 +198,7 @@ static void check_round_trips(const char *engine, int fd)
             for (int bucket = 0; bucket < AIO_FINE_BUCKETS; bucket++)
                 ops += counts[bucket];
             CHECK(ops == stats.kind[kind].ops);
+            CHECK(longest <= stats.kind[kind].latency_ns && stats.kind[kind].latency_ns <= ops * longest);
         }
         CHECK((stats.kind[AIO_READ].retries > 0) == (n_faults > 0));
         CHECK(aio_describe(context, &info) == 0 && strcmp(info.engine, engine) == 0);

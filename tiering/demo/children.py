@@ -144,5 +144,5 @@ class Sidecar(Child):
                 runs = json.load(answer)["runs"]
         except OSError:  # it does not answer; the verdict says so in the end, and training goes on
             return None
-        ranks = [rank for run in runs if run["run_name"] == run_name for rank in run["ranks"]]
+        ranks = [rank for run in runs if run["name"] == run_name for rank in run["ranks"]]
         return next((rank for rank in ranks if rank["state"] == "live"), None)

@@ -1,0 +1,1 @@
+"""What the endpoints answer: one module for each, with its models and the function that makes them of a View."""

@@ -1,0 +1,53 @@
+"""What tests of the sidecar share: pages without an engine, a real ``tierd``, a real engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tiering.telemetry import Description, PageWriter, Snapshot
+
+from .processes import Sidecar, Training, tierd, train
+
+Publish = Callable[..., PageWriter]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A run directory of the test's own."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def publishing() -> Iterator[Publish]:
+    """``publishing(directory, snapshot, description=None)`` is the page of a rank that lives until the test ends."""
+    with ExitStack() as open_pages:
+
+        def publish(
+            directory: Path, snapshot: Snapshot, description: Description | None = None
+        ) -> PageWriter:
+            name = snapshot.run_id or snapshot.run_name
+            writer = PageWriter(name, snapshot.rank, snapshot.world_size, directory, description)
+            open_pages.callback(writer.close)
+            writer.publish(snapshot)
+            return writer
+
+        yield publish
+
+
+@pytest.fixture
+def sidecar(directory: Path) -> Iterator[Sidecar]:
+    """A real ``tierd`` of ``directory``. Of another one, or with arguments: ``processes.tierd``."""
+    with tierd(directory) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    """A real engine that trains, for tests that look and do not touch; to stop or kill one: ``processes.train``."""
+    home = tmp_path_factory.mktemp("training")
+    with train(home, home / "run") as one:
+        yield one

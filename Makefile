@@ -27,16 +27,16 @@ C_BUILDERS := $(wildcard aio_csrc/build_aio.py optim_cpu/build_optim.py)
 quietly = log=$$(mktemp); if $(1) >$$log 2>&1; then rm -f $$log; else \
 	status=$$?; cat $$log >&2; rm -f $$log; exit $$status; fi
 
-.PHONY: demo test test-all lint sanitize wheel clean toolchain emulator
+.PHONY: demo test test-all lint sanitize wheel clean toolchain emulator sidecar-tools
 
 demo: $(STAMP)
 	$(BIN)/tiering demo $(ARGS)
 
 # A file's tests stay on one worker: they share ranks, references and names. PYTEST_ARGS="-n 0" is one process.
-test: $(STAMP)
+test: $(STAMP) sidecar-tools
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-all: $(STAMP) sanitize emulator
+test-all: $(STAMP) sanitize emulator sidecar-tools
 	$(BIN)/python -m pytest -q --hypothesis-profile=thorough $(PYTEST_ARGS)
 
 # Both C libraries with threads, forks, faults and wild arguments, without an interpreter in between: for memory, then
@@ -88,6 +88,10 @@ toolchain:
 # For the tests on another CPU, which skip without it.
 emulator: | toolchain
 	@.ci/toolchain $(PYTHON) --emulator
+
+# A browser and promtool, for the tests that look at the sidecar with them and skip without.
+sidecar-tools: | toolchain
+	@.ci/toolchain $(PYTHON) --sidecar
 
 # A left-over build/ would smuggle deleted files into the wheel.
 wheel: $(STAMP)

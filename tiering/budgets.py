@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tiering import cgroups
@@ -26,15 +26,24 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
 
     Files that the kernel caches and would drop first are not in use: a cgroup counts them, but nobody needs them.
     """
+    return min(_memory_limits(root), key=lambda level: level[0])
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes of host memory that this process could still take: whichever of the limits leaves the least."""
+    return max(0, min(limit - in_use for limit, in_use in _memory_limits(root)))
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Bytes of (limit, now in use) of the machine, then of each cgroup that has a limit."""
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     total, available = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    limit, in_use = total, total - available
+    yield total, total - available
     for version, directory in cgroups.levels("memory", root):
         limit_name, use_name, cached_name = _MEMORY_FILES[version]
-        own_limit, own_use = number(directory / limit_name), number(directory / use_name)
-        if own_limit is not None and own_use is not None and own_limit < limit:  # None: "max", or none here
-            limit, in_use = own_limit, own_use - _cached(directory / "memory.stat", cached_name)
-    return limit, in_use
+        limit, in_use = number(directory / limit_name), number(directory / use_name)
+        if limit is not None and in_use is not None:  # None: "max", or none here
+            yield limit, in_use - _cached(directory / "memory.stat", cached_name)
 
 
 def resolve_budgets(

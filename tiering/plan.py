@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from tiering.arena import PAGE, round_up
 from tiering.config import format_size
+from tiering.telemetry import PlannedTier, PlanStatus
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -324,16 +326,25 @@ class Plan:
 
     def nvme_traffic(self) -> tuple[int, int]:
         """Bytes (read, written) over NVMe in a steady step of ``micro_batches`` forward and backward passes."""
+        read, written = self.nvme_traffic_by_kind()
+        return sum(read.values()), sum(written.values())
+
+    def nvme_traffic_by_kind(self) -> tuple[Counter[str], Counter[str]]:
+        """The same, each by the kinds of ``contents``."""
         load = self.workload
-        read = written = 0
+        read: Counter[str] = Counter()
+        written: Counter[str] = Counter()
         for group, param, grad in zip(load.groups, self.param_tiers, self.grad_tiers, strict=True):
             if param is Tier.NVME:
                 moved = load.param_traffic(group)
-                read, written = read + moved[0], written + moved[1]
+                read["parameters"] += moved[0]
+                written["parameters"] += moved[1]
             if grad is Tier.NVME:
-                read, written = read + load.grad_traffic(group), written + load.grad_traffic(group)
+                read["gradients"] += load.grad_traffic(group)
+                written["gradients"] += load.grad_traffic(group)
         state = sum(t.numel for t in self.sub_groups if t.tier is Tier.NVME) * load.state_itemsize
-        return read + state, written + state
+        read["optimizer state"] = written["optimizer state"] = state
+        return +read, +written
 
     def sent_bytes(self) -> dict[str, int]:
         """Bytes that a rank sends to others in a steady step, by kind: ZeRO's volumes, with padding.
@@ -354,6 +365,23 @@ class Plan:
             else:
                 kinds["updated parameters"] += others * shard * load.compute_itemsize
         return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
+
+    def status(self, parameters: int) -> PlanStatus:
+        """The plan for telemetry; ``parameters`` are the model's elements, without padding."""
+        read, written = self.nvme_traffic_by_kind()
+        return PlanStatus(
+            tiers=[
+                PlannedTier(tier.value, self.budgets.of(tier), self.total(tier), self.contents(tier))
+                for tier in Tier
+            ],
+            read=dict(read),
+            written=dict(written),
+            sent=self.sent_bytes(),
+            groups=len(self.workload.groups),
+            parameters=parameters,
+            micro_batches=self.workload.micro_batches,
+            state_format=self.workload.state_format,
+        )
 
     def __str__(self) -> str:
         """The table as plain text."""

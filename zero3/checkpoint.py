@@ -26,6 +26,7 @@ from tiering.checkpoint.writer import naming
 from tiering.config import format_size
 from tiering.errors import CheckpointError, TieringError
 from tiering.interrupts import deferred_interrupts
+from tiering.telemetry import CheckpointStatus
 from zero3.agreement import together
 from zero3.assembly import Assembly
 from zero3.restore import Restore, optimizer_name, rank_state
@@ -62,6 +63,7 @@ class Checkpoints:
         self._directory: CheckpointDirectory | None = None
         self._under_way: UnderWay | None = None
         self._last: Saving | None = None
+        self._saved = self._failed = 0
         self._standstill = Standstill(parts.tiers.stalls)
         self._half_loaded: set[nn.Parameter] = set()  # what loads were filling when they failed
 
@@ -113,6 +115,22 @@ class Checkpoints:
     def progress(self) -> int:
         """How far a save in the background is on this rank: 0 there is none, 1 under way, 2 at its end."""
         return 0 if self._under_way is None else 1 + self._under_way.saver.over
+
+    def status(self) -> CheckpointStatus:
+        """What has become of saves so far. Any thread may ask."""
+        last = self._last
+        told = CheckpointStatus(under_way=self.progress > 0, saved=self._saved, failed=self._failed)
+        if last is None:
+            return told
+        return replace(
+            told,
+            path=str(last.path),
+            ended_at=last.ended_at,
+            seconds=last.seconds,
+            stalled=last.stalled,
+            nbytes=last.nbytes,
+            error="" if last.error is None else str(last.error),
+        )
 
     def after_step(self, *, all_written: bool) -> None:
         """A step has ended, in which ranks have told each other their ``progress``."""
@@ -323,6 +341,7 @@ class Checkpoints:
                 log.error("the checkpoint %s was not saved: %s", saving.path, error)
         saving.error, saving.nbytes = error, saver.nbytes
         saving.seconds, saving.stalled = standstill.lasted, standstill.stalled
+        saving.ended_at = time.time()
         if error is None:
             log.log(
                 logs.once(logging.INFO),
@@ -337,6 +356,8 @@ class Checkpoints:
         self._parts.optimizer.before_change = _nothing_is_saved
         uncommitted.discard(under_way.saving.path)
         self._last = under_way.saving
+        self._saved += self._last.error is None
+        self._failed += self._last.error is not None
 
     def _end_earlier(self) -> None:
         """Another save, or a load, or the end: the one before is over first, and its error is told."""

@@ -7,6 +7,7 @@ engine answers beside that in deepspeed/engine_names.py.
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,12 +23,14 @@ from tiering.config import TieringConfig
 from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.interrupts import deferred_interrupts
 from tiering.telemetry import ConfigurationStatus, Publisher, Snapshot
+from tiering.telemetry.page import plain_name
 from tiering.telemetry.snapshot import Phase
 from zero3 import hooks
 from zero3.access import Access
 from zero3.assembly import Assembly, Weights, assemble
 from zero3.checkpoint import Checkpoints
 from zero3.deepspeed.engine_names import DeepSpeedNames
+from zero3.description import describe
 from zero3.eager import eager
 from zero3.loader import TrainingLoader
 from zero3.monitor import Monitor
@@ -105,14 +108,18 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
             self._on_group_done,
             self._tiers.timeline,
         )
+        run_name, run_id = self._name_run(config.tiering.run_name)
         self._record = RunRecord(
-            config.tiering.run_name or f"run-{self._pid_of_first()}",
+            run_name,
             self._tiers,
             self._schedule.activations,
-            rank=parts.world.rank,
-            world_size=parts.world.size,
+            world=parts.world,
+            run_id=run_id,
             traffic=self._collectives,
-            configuration=self._configuration,
+            learning=self._updates,
+            param_groups=parts.optimizer.param_groups,
+            checkpoint=self._checkpoints.status,
+            description=describe(parts, self._configuration),
         )
         self._publisher: Publisher | None = None
         self._handles = hooks.install(model, self._groups, self._schedule)
@@ -231,7 +238,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
                     self._update(lr_kwargs or {})
                 self._checkpoints.after_step(all_written=self._updates.saving == 2)
                 self._record.loss = self._updates.loss
-                self._record.end_step()
+                self._record.end_step(self.train_batch_size(), skipped=self._updates.overflow)
                 if self._trace is not None and self._trace.end_step(self.global_steps):
                     self._trace = None
                 self._progress.end_step(self.train_batch_size(), self.global_samples)
@@ -398,12 +405,14 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
             if error is None:
                 raise
 
-    def _pid_of_first(self) -> int:
-        """The process id of rank 0."""
-        if self._collectives is None:
-            return os.getpid()
-        row = torch.tensor([os.getpid()], dtype=torch.int64, device="cpu")
-        return int(self._collectives.table(row, "name the run")[0])
+    def _name_run(self, given: str | None) -> tuple[str, str]:
+        """(name, id) of this run. The id is rank 0's, and so is the name where the configuration has none."""
+        name = given or f"run-{os.getpid()}"
+        drawn = f"{plain_name(name)[:48]}-{secrets.token_hex(4)}"
+        if self._collectives is not None:
+            row = torch.frombuffer(bytearray(drawn.encode().ljust(64)), dtype=torch.uint8)
+            drawn = bytes(self._collectives.table(row, "name the run")[0].tolist()).decode().rstrip()
+        return given or drawn.rpartition("-")[0], drawn
 
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import socket
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from tiering import logs
+from tiering.aio import AioContext
 from tiering.budgets import host_memory
 from tiering.config import TelemetryConfig, format_size
 from tiering.io_stats import DirectionStats, FileStats
@@ -21,10 +24,12 @@ from tiering.plan import Tier
 from tiering.swap_file import free_by_file_system
 from tiering.telemetry import (
     ActivationStatus,
+    CheckpointStatus,
     CollectiveStatus,
-    ConfigurationStatus,
+    Description,
     DirectionStatus,
     IoEngineStatus,
+    LatencyStatus,
     PageWriter,
     PathStatus,
     Publisher,
@@ -35,6 +40,8 @@ from tiering.telemetry import (
 from tiering.telemetry.page import RECENT_STEPS
 from tiering.telemetry.snapshot import Phase
 from zero3.activations import Activations
+from zero3.collectives import ALONE, World
+from zero3.room import Room
 from zero3.tiers import Tiers
 
 log = logging.getLogger(__name__)
@@ -49,6 +56,16 @@ class Traffic(Protocol):
     def sent(self) -> Mapping[str, int]: ...
 
 
+class Learning(Protocol):
+    """What updates parameters: updates so far, those before a checkpoint included, and what the last one came to."""
+
+    steps: int
+    norm: float | None
+
+    @property
+    def scale(self) -> float | None: ...
+
+
 class RunRecord:
     """Times the phases of one rank's run and describes its state. Read by the publisher's thread at any time."""
 
@@ -58,40 +75,51 @@ class RunRecord:
         tiers: Tiers,
         activations: Activations,
         *,
-        rank: int = 0,
-        world_size: int = 1,
+        world: World = ALONE,
+        run_id: str = "",
         traffic: Traffic | None = None,
-        configuration: ConfigurationStatus | None = None,
+        learning: Learning | None = None,
+        param_groups: Sequence[Mapping[str, object]] = (),
+        checkpoint: Callable[[], CheckpointStatus] | None = None,
+        description: Description | None = None,
     ) -> None:
         self.run_name = run_name
-        self.configuration = configuration
-        self.rank = rank
-        self.world_size = world_size
+        self.run_id = run_id
+        self.description = description
+        self.world = world
         self.loss: float | None = None
         self.step = 0
+        self.samples = 0
+        self.skipped = 0
         self.elapsed = 0.0  # seconds from the first forward to the end of the last step
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by phase, since the run began
         self._tiers = tiers
         self._activations = activations
         self._traffic = traffic
-        self._started_at = time.time()
+        self._learning = learning
+        self._param_groups = param_groups
+        self._checkpoint = checkpoint
+        self._node = socket.gethostname()
+        self._started_at = self._phase_since = time.time()
         self._phase: Phase = "start"
+        self._idle = 0.0  # seconds between phases
+        self._left_at = 0.0  # when the last phase ended
         self._seconds_before: dict[str, float] = {}
         self._steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self._step_began = time.perf_counter()
-        self._stalled_before = 0.0
+        self._stalls_before = dict(tiers.stalls.seconds)
         self.files = self._stats()  # what went over each path by the end of the last step
         self._moved_before = _moved(self.files)  # filling the tiers is not part of the first step
         self._sent_before = self.sent()
         self._capacities = _capacities(tiers)
+        self._room = Room(tiers)
 
     def publish(self, telemetry: TelemetryConfig) -> Publisher | None:
         """Start to publish snapshots, if the configuration wants it."""
         if not telemetry.enabled:
             return None
-        publisher = Publisher(
-            PageWriter(self.run_name, self.rank, self.world_size, telemetry.dir), self.snapshot
-        )
+        writer = PageWriter(self.run_name, self.world.rank, self.world.size, telemetry.dir, self.description)
+        publisher = Publisher(writer, self.snapshot)
         publisher.start()
         return publisher
 
@@ -100,20 +128,29 @@ class RunRecord:
         """Time the block as ``phase`` of the step that is under way."""
         began = time.perf_counter()
         if self._phase == "start":  # what a program does before its first forward is no part of a step
-            self._step_began = began
-        self._phase = phase
+            self._step_began = self._left_at = began
+        self._idle += began - self._left_at
+        self._enter(phase)
         try:
             yield
         finally:
-            self._phase = "idle"
-            self.seconds[phase] += time.perf_counter() - began
+            self._enter("idle")
+            self._left_at = time.perf_counter()
+            self.seconds[phase] += self._left_at - began
 
-    def end_step(self) -> None:
-        """An optimizer step has ended: record it."""
+    def _enter(self, phase: Phase) -> None:
+        self._phase = self._tiers.stalls.phase = phase
+        self._phase_since = time.time()
+
+    def end_step(self, samples: int = 0, *, skipped: bool = False) -> None:
+        """An optimizer step of ``samples``, on all ranks, has ended: record it."""
         self.step += 1
+        self.samples += samples
+        self.skipped += skipped
         self.files = self._stats()
-        now, moved, stalled = time.perf_counter(), _moved(self.files), self._tiers.stalls.total
+        now, moved, stalls = time.perf_counter(), _moved(self.files), self._tiers.stalls.seconds
         sent = self.sent()
+        stalled = {cause: waited - self._stalls_before.get(cause, 0.0) for cause, waited in stalls.items()}
         seconds = now - self._step_began
         self.elapsed += seconds
         self._steps.append(
@@ -123,14 +160,16 @@ class RunRecord:
                 forward=self._in_step("forward"),
                 backward=self._in_step("backward"),
                 update=self._in_step("step"),
-                stall=stalled - self._stalled_before,
+                stall=sum(stalled.values()),
                 read_bytes=moved[0] - self._moved_before[0],
                 written_bytes=moved[1] - self._moved_before[1],
                 sent_bytes=sent - self._sent_before,
+                stalls={cause: waited for cause, waited in stalled.items() if waited},
+                ended_at=time.time(),
             )
         )
         self._sent_before = sent
-        self._step_began, self._moved_before, self._stalled_before = now, moved, stalled
+        self._step_began, self._moved_before, self._stalls_before = now, moved, stalls
         self._seconds_before = dict(self.seconds)
         if self.step == 1:
             log.log(
@@ -155,22 +194,36 @@ class RunRecord:
 
     def snapshot(self) -> Snapshot:
         """Everything as of now. Bandwidths over a window are the publisher's to fill in."""
+        learning = self._learning
         return Snapshot(
             run_name=self.run_name,
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=self.world.rank,
+            world_size=self.world.size,
             pid=os.getpid(),
             started_at=self._started_at,
             step=self.step,
             phase=self._phase,
             loss=self.loss,
+            run_id=self.run_id,
+            node=self._node,
+            local_rank=self.world.local_rank,
+            local_world_size=self.world.local_size,
+            global_step=self.step if learning is None else learning.steps,
+            phase_since=self._phase_since,
+            samples=self.samples,
+            skipped_steps=self.skipped,
+            gradient_norm=None if learning is None else learning.norm,
+            learning_rate=self._learning_rate(),
+            loss_scale=None if learning is None else learning.scale,
+            phase_seconds={**self.seconds, "idle": self._idle},
             tiers=[self._tier(tier) for tier in Tier],
-            configuration=self.configuration,
             activations=self._activation_status(),
             io=self._paths(),
             io_engine=self._engine(),
             collectives=self._collectives(),
-            stalls=dict(self._tiers.stalls.seconds),
+            stalls=self._tiers.stalls.seconds,
+            stalls_by_phase=self._tiers.stalls.by_phase(),
+            checkpoint=None if self._checkpoint is None else self._checkpoint(),
             steps=list(self._steps),
         )
 
@@ -183,7 +236,14 @@ class RunRecord:
             used=sum(kinds.values()),
             peak=self._tiers.peak(tier),
             by_kind=kinds,
+            available=self._room.available(tier),
         )
+
+    def _learning_rate(self) -> float | None:
+        rate = self._param_groups[0].get("lr") if self._param_groups else None
+        if isinstance(rate, Tensor) and rate.device.type != "cpu":
+            return None  # reading it would wait for the device
+        return float(rate) if isinstance(rate, Tensor | float | int) else None
 
     def _activation_status(self) -> ActivationStatus:
         return ActivationStatus(self._activations.used, self._activations.peak)
@@ -198,12 +258,12 @@ class RunRecord:
                 path=file.name,
                 engine=aio.engine,
                 direct=file.direct,
-                read=_direction(file.read),
-                written=_direction(file.write),
+                read=_direction(file.read, aio, index, "read"),
+                written=_direction(file.write, aio, index, "write"),
                 queue_full_seconds=file.queue_full_ns / 1e9,
                 measured_bytes_per_second=measured.get(file.name),
             )
-            for file in aio.stats()
+            for index, file in enumerate(aio.stats())
         ]
 
     def _collectives(self) -> list[CollectiveStatus]:
@@ -223,7 +283,9 @@ def _moved(files: Sequence[FileStats]) -> tuple[int, int]:
     return sum(file.read.bytes for file in files), sum(file.write.bytes for file in files)
 
 
-def _direction(stats: DirectionStats) -> DirectionStatus:
+def _direction(
+    stats: DirectionStats, aio: AioContext, file: int, kind: Literal["read", "write"]
+) -> DirectionStatus:
     return DirectionStatus(
         bytes=stats.bytes,
         ops=stats.ops,
@@ -235,7 +297,13 @@ def _direction(stats: DirectionStats) -> DirectionStatus:
             errno.errorcode.get(code, "other"): count for code, count in stats.errors_by_errno.items()
         },
         latency_buckets=list(stats.latency[: _last_used(stats.latency) + 1]),
+        latency_seconds=stats.latency_ns / 1e9,
+        latency=_latency(aio, file, kind) if stats.ops else None,
     )
+
+
+def _latency(aio: AioContext, file: int, kind: Literal["read", "write"]) -> LatencyStatus:
+    return LatencyStatus(*aio.latencies(file, kind).percentiles(0.5, 0.9, 0.99, 0.999, 1.0))
 
 
 def _last_used(buckets: Sequence[int]) -> int:

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 class Saving:
     """A save: ``path`` is where the checkpoint is once it is ``done``, unless there was an ``error``.
 
-    Then ``nbytes`` are those of this rank's files, ``seconds`` passed from the call until the checkpoint was there, and
-    in ``stalled`` of them training stood still.
+    Then ``nbytes`` are those of this rank's files, ``seconds`` passed from the call until the checkpoint was there, at
+    ``ended_at`` in Unix time, and in ``stalled`` of them training stood still.
     """
 
     def __init__(self, checkpoints: Checkpoints, path: Path, tag: str) -> None:
@@ -36,6 +36,7 @@ class Saving:
         self.nbytes = 0
         self.seconds = 0.0
         self.stalled = 0.0
+        self.ended_at = 0.0
         self._checkpoints = checkpoints
         self.told = False  # whether somebody had the error raised
 

@@ -84,22 +84,52 @@ class Timeline:
 
 
 class StallClock:
-    """Seconds that compute waited for bytes, by cause."""
+    """Seconds that compute waited for bytes, by cause, and by the ``phase`` in which the wait began.
+
+    Threads may wait at the same time; a wait within a wait is part of the outer one, and of its cause.
+    """
 
     def __init__(self, timeline: Timeline) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.phase = "idle"
         self.timeline = timeline
+        self._waiting = threading.local()
+        self._lock = threading.Lock()
+        self._seconds: dict[tuple[str, str], float] = {}  # (lock) by phase and cause
 
     @contextmanager
     def waiting_for(self, cause: str) -> Iterator[None]:
         """A block in which compute waits."""
-        began = time.monotonic_ns()
+        if getattr(self._waiting, "already", False):
+            yield
+            return
+        key, began = (self.phase, cause), time.monotonic_ns()
+        self._waiting.already = True
         try:
             yield
         finally:
             ended = time.monotonic_ns()
-            self.seconds[cause] += (ended - began) / 1e9
+            self._waiting.already = False
+            with self._lock:
+                self._seconds[key] = self._seconds.get(key, 0.0) + (ended - began) / 1e9
             self.timeline.stalled(cause, began, ended)
+
+    def by_phase(self) -> dict[str, dict[str, float]]:
+        """Seconds so far by phase, and there by cause."""
+        with self._lock:
+            seconds = dict(self._seconds)
+        phases: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        for (phase, cause), waited in seconds.items():
+            phases[phase][cause] = waited
+        return dict(phases)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds so far by cause."""
+        causes: defaultdict[str, float] = defaultdict(float)
+        for waits in self.by_phase().values():
+            for cause, waited in waits.items():
+                causes[cause] += waited
+        return dict(causes)
 
     @property
     def total(self) -> float:

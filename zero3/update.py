@@ -86,6 +86,7 @@ class Update:
         self.loss: float | None = None  # of the last update, the mean over the ranks
         self.stop = 0  # the signal by which a rank was asked to stop before the last update
         self.saving = 0  # how far the slowest rank was with a save then
+        self._scales = "fp16" in (config.precision, config.autocast)
         self._clip = config.gradient_clipping
         self._groups = parts.groups
         self._gradients = parts.gradients
@@ -96,6 +97,11 @@ class Update:
         self._optimizer = parts.optimizer
         self._timeline = parts.tiers.timeline
         self._backward = _Backward.NOTHING
+
+    @property
+    def scale(self) -> float | None:
+        """The factor of the loss, None where nothing is scaled."""
+        return self.loss_scale.value if self._scales else None
 
     def state_dict(self) -> dict[str, Any]:
         """What the next update depends on, beside the optimizer."""

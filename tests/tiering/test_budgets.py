@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tiering import budgets, swap_file
-from tiering.budgets import host_memory, least_of, resolve_budgets
+from tiering.budgets import available_memory, host_memory, least_of, resolve_budgets
 from tiering.config import TiersConfig
 from tiering.errors import SwapSpaceError
 from tiering.plan import Budgets
@@ -71,6 +71,17 @@ def test_the_cgroup_limits(machine: Machine, cgroup: str, files: dict[str, objec
 
 def test_a_limit_above_the_machine_is_none(machine: Machine) -> None:
     assert machine("4:memory:/\n", **v1("", (1 << 63) - 4096, GIB)) == (64 * GIB, 16 * GIB)
+
+
+def test_what_can_still_be_taken_is_the_least_that_a_limit_leaves(machine: Machine, tmp_path: Path) -> None:
+    machine("0::/user/job\n")
+    assert available_memory(tmp_path) == 48 * GIB
+    machine(
+        "0::/user/job\n", **v2("/user/job", 20 * GIB, 12 * GIB), **v2("/user", 40 * GIB, 39 * GIB, 2 * GIB)
+    )
+    assert available_memory(tmp_path) == 3 * GIB  # not of the cgroup with the least limit
+    machine("0::/\n", **v2("", GIB, 2 * GIB))
+    assert available_memory(tmp_path) == 0
 
 
 @pytest.mark.parametrize(("cgroup", "version"), [("0::/\n", v2), ("4:memory:/\n", v1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from tiering.aio import AioContext
 from tiering.config import TelemetryConfig
 from tiering.telemetry import find_pages
+from zero3.collectives import World
 from zero3.run_record import RunRecord
 
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
@@ -72,9 +74,8 @@ class Counted:
 def test_a_rank_tells_who_it_is_and_what_it_sent(start: Callable[..., Any], tmp_path: Path) -> None:
     engine, traffic = start(), Counted()
     traffic.count("control", 1000)  # building the engine is not part of the first step
-    record = RunRecord(
-        "many", engine._tiers, engine._schedule.activations, rank=1, world_size=4, traffic=traffic
-    )
+    world = World(rank=1, size=4, local_rank=1, local_size=2)
+    record = RunRecord("many", engine._tiers, engine._schedule.activations, world=world, traffic=traffic)
     traffic.count("all-gather", 300)
     traffic.count("reduce", 50)
     record.end_step()
@@ -82,6 +83,7 @@ def test_a_rank_tells_who_it_is_and_what_it_sent(start: Callable[..., Any], tmp_
     record.end_step()
     snapshot = record.snapshot()
     assert (snapshot.rank, snapshot.world_size) == (1, 4)
+    assert (snapshot.local_rank, snapshot.local_world_size, snapshot.node) == (1, 2, socket.gethostname())
     assert [(one.kind, one.calls, one.sent_bytes) for one in snapshot.collectives] == [
         ("control", 1, 1000),
         ("all-gather", 1, 300),

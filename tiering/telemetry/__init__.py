@@ -21,6 +21,7 @@ from tiering.telemetry.page import Page, PageReading, PageWriter, find_pages, sw
 from tiering.telemetry.publisher import Publisher
 from tiering.telemetry.snapshot import (
     ActivationStatus,
+    CheckpointStatus,
     CollectiveStatus,
     DirectionStatus,
     IoEngineStatus,
@@ -34,6 +35,7 @@ from tiering.telemetry.snapshot import (
 
 __all__ = [
     "ActivationStatus",
+    "CheckpointStatus",
     "CollectiveStatus",
     "ConfigurationStatus",
     "Description",

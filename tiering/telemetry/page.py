@@ -88,6 +88,11 @@ _SANE_PAYLOAD = 16 << 20  # a header that promises more than this is garbage
 _LARGEST_DESCRIPTION = 1 << 20
 
 
+def plain_name(run_name: str) -> str:
+    """``run_name`` as file names spell it."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", run_name)[:80] or "run"
+
+
 def _checksum(heartbeat_ns: int, payload: bytes) -> int:
     return zlib.crc32(payload, zlib.crc32(struct.pack("<QQ", heartbeat_ns, len(payload))))
 
@@ -132,8 +137,7 @@ class PageWriter:
                 f"the description of run {run_name!r} takes {len(self._description)} bytes;"
                 f" a page holds {_LARGEST_DESCRIPTION}: give it fewer settings"
             )
-        plain = re.sub(r"[^A-Za-z0-9_-]", "_", run_name)[:80] or "run"
-        name = f"{plain}.{rank}.{os.getpid()}-{secrets.token_hex(4)}"
+        name = f"{plain_name(run_name)}.{rank}.{os.getpid()}-{secrets.token_hex(4)}"
         self.path = directory / (name + SUFFIX)
         self._lock = threading.Lock()
         self._sequence = 0

@@ -135,13 +135,36 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class CheckpointStatus:
+    """Saves of a rank: whether one is ``under_way`` now, how many ended well or not, and the last of them.
+
+    ``path`` is where that last one is; ``seconds`` passed from its beginning, ``stalled`` of them while training stood
+    still; ``nbytes`` are those of this rank's files; ``error`` is empty unless it failed. None before the first.
+    """
+
+    under_way: bool = False
+    saved: int = 0
+    failed: int = 0
+    path: str | None = None
+    ended_at: float | None = None  # Unix time
+    seconds: float | None = None
+    stalled: float | None = None
+    nbytes: int | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """What a rank publishes again and again. Counters are cumulative; ``started_at`` is Unix time in seconds.
 
     ``run_id`` is the same on all ranks of one start, and of no other; ``local_world_size`` counts those on ``node``.
+    ``step``, ``samples`` (of all ranks) and ``skipped_steps`` count since the start, ``global_step`` goes on from a
+    checkpoint. ``phase_seconds`` has "idle", too: what the program does between the phases since the first forward;
+    ``phase_since`` is Unix time. ``learning_rate`` is that of the first param group in the next step; ``loss_scale``
+    None where nothing is scaled.
     ``stalls`` maps a cause to the seconds that compute waited for it, ``stalls_by_phase`` splits that by the phase in
-    which it was; ``steps`` holds the most recent 32, oldest first. ``activations`` are counted in the first backward
-    alone where no group moves. ``samples`` are those of all ranks in finished steps.
+    which the wait began; ``steps`` holds the most recent 32, oldest first. ``activations`` are counted in the first
+    backward alone where no group moves.
     """
 
     run_name: str
@@ -156,6 +179,8 @@ class Snapshot:
     node: str = ""
     local_rank: int = 0
     local_world_size: int = 1
+    global_step: int = 0
+    phase_since: float = 0.0
     samples: int = 0
     skipped_steps: int = 0
     gradient_norm: float | None = None
@@ -169,6 +194,7 @@ class Snapshot:
     collectives: list[CollectiveStatus] = field(default_factory=list)
     stalls: dict[str, float] = field(default_factory=dict)
     stalls_by_phase: dict[str, dict[str, float]] = field(default_factory=dict)
+    checkpoint: CheckpointStatus | None = None
     steps: list[StepRecord] = field(default_factory=list)
 
     # A diverged loss is worth seeing: NaN travels as NaN, not as null.

@@ -16,6 +16,7 @@ from service.answers.plan import RankPlan, plan
 from service.answers.status import Runs, RunStatus, Status, run_status, runs, status
 from service.answers.steps import RankSteps, steps
 from service.answers.tiers import RankTiers, tiers
+from service.guard import REFUSALS, Access, Guard
 from service.watch import KEEP_STALE_SECONDS, Watch
 from tiering.telemetry import TelemetryError
 
@@ -26,15 +27,29 @@ class Alive(BaseModel):
     status: Literal["ok"] = "ok"
 
 
-def create_app(directory: Path | None = None, *, keep_stale_seconds: float = KEEP_STALE_SECONDS) -> FastAPI:
+def create_app(
+    directory: Path | None = None,
+    *,
+    keep_stale_seconds: float = KEEP_STALE_SECONDS,
+    access: Access | None = None,
+) -> FastAPI:
     """The sidecar for the pages in ``directory`` (default: ``run_directory()``).
 
     Pages of dead writers are shown as stale for ``keep_stale_seconds`` after their last update, then removed.
-    Raises TelemetryError when the directory is not ours alone.
+    ``access`` says who is let in (default: who asks for localhost or an IP address). Raises TelemetryError when the
+    directory is not ours alone.
     """
     watch = Watch(directory, keep_stale_seconds=keep_stale_seconds)
     # The bundled documentation pages load scripts from elsewhere; /openapi.json stays.
-    app = FastAPI(title="tierd", summary="Memory tiering at a glance", docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="tierd",
+        summary="Memory tiering at a glance",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=REFUSALS,
+    )
+    app.add_middleware(Guard, access=access)
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
     # Plain functions: FastAPI runs them on its thread pool, so a slow disk does not hold up other requests.

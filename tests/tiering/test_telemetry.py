@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,11 +25,16 @@ from hypothesis import strategies as st
 
 from tiering.telemetry import (
     CollectiveStatus,
+    ConfigurationStatus,
+    Description,
     DirectionStatus,
     PageReading,
     PageWriter,
     PathStatus,
+    PlannedTier,
+    PlanStatus,
     Publisher,
+    SettingStatus,
     Snapshot,
     StepRecord,
     TelemetryError,
@@ -119,7 +125,7 @@ def test_fields_of_a_later_minor_version_are_dropped() -> None:
     later = json.loads(snapshot().to_json())
     later["weather"] = {"sunny": True}
     later["tiers"][0]["colour"] = "blue"
-    later["io"][0]["read"]["latency"] = [1, 2]
+    later["io"][0]["read"]["humidity"] = [1, 2]
     assert Snapshot.from_json(json.dumps(later)) == snapshot()
 
 
@@ -163,11 +169,26 @@ def test_bytes_sent_have_a_rate_by_kind() -> None:
     assert rates(sample(reduce=300), sample(reduce=400)) == [0.0]
 
 
-def test_pages_from_before_there_were_ranks_are_read() -> None:
-    earlier = json.loads(snapshot().to_json())
-    del earlier["collectives"], earlier["steps"][0]["sent_bytes"]
+def test_snapshots_of_an_earlier_minor_version_are_read() -> None:
+    now = json.loads(snapshot().to_json())
+    first = {
+        "run_name",
+        "rank",
+        "world_size",
+        "pid",
+        "started_at",
+        "step",
+        "phase",
+        "loss",
+        "tiers",
+        "io",
+        "steps",
+    }
+    earlier = {name: value for name, value in now.items() if name in first}
+    del earlier["steps"][0]["sent_bytes"], earlier["tiers"][0]["available"]
     read = Snapshot.from_json(json.dumps(earlier))
-    assert (read.collectives, read.steps[0].sent_bytes) == ([], 0)
+    assert (read.collectives, read.steps[0].sent_bytes, read.tiers[0].available) == ([], 0, None)
+    assert (read.run_name, read.run_id, read.step) == ("gpt", "", 7)
 
 
 def test_rates_are_never_negative_or_infinite() -> None:
@@ -175,6 +196,32 @@ def test_rates_are_never_negative_or_infinite() -> None:
     assert with_rates(now, before, 1.0).io[0].read.bytes_per_second == 0.0
     assert with_rates(now, replace(now, io=[]), 1.0).io[0].read.bytes_per_second == 0.0
     assert with_rates(now, before, 0.0).io[0].read.bytes_per_second == 0.0
+
+
+def test_peaks_never_fall_and_come_from_whole_windows(tmp_path: Path) -> None:
+    clock, moved = 100.0, 0
+
+    def source() -> Snapshot:
+        direction = DirectionStatus(bytes=moved)
+        return snapshot(
+            io=[PathStatus("/nvme", "threads", True, direction)],
+            collectives=[CollectiveStatus("reduce", 1, moved)],
+        )
+
+    publisher = Publisher(PageWriter("gpt", directory=tmp_path), source, interval=0.25)
+    told = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("tiering.telemetry.publisher.time.monotonic", lambda: clock)
+        for after, nbytes in ((0, 9000), (0.25, 500), (0.001, 400), (0.001, 0), (0.248, 0), (0.25, 100)):
+            clock, moved = clock + after, moved + nbytes
+            publisher.publish_now()
+            said = only_reading(tmp_path).snapshot
+            assert said is not None
+            (path,), (sent,) = said.io, said.collectives
+            assert sent.sent_bytes_per_second == pytest.approx(path.read.bytes_per_second)
+            told.append((round(path.read.bytes_per_second), round(path.read.peak_bytes_per_second)))
+    publisher.close()
+    assert told == [(0, 0), (2000, 2000), (2000, 2000), (2000, 2000), (1600, 2000), (400, 2000)]
 
 
 # --- the run directory ----------------------------------------------------------------------------------
@@ -274,7 +321,7 @@ def test_a_snapshot_too_large_loses_its_oldest_steps_first(tmp_path: Path) -> No
     kept = only_reading(tmp_path).snapshot
     assert kept is not None
     assert [record.step for record in kept.steps] == list(range(68, 100))
-    bulk = {"x" * (page_module.CAPACITY - 3000): 1.0}
+    bulk = {"x" * (page_module.CAPACITY - 5500): 1.0}
     writer.publish(snapshot(stalls=bulk, steps=[StepRecord(i, 1.0) for i in range(100)]))
     kept = only_reading(tmp_path).snapshot
     assert kept is not None
@@ -322,6 +369,83 @@ def test_an_unfinished_update_is_torn_while_its_writer_lives(tmp_path: Path) -> 
     writer.publish(snapshot())
     assert only_reading(tmp_path).state == "live"
     writer.close()
+
+
+def describing(*notes: tuple[Any, str]) -> Description:
+    return Description(
+        device="cpu",
+        versions={"torch": "2.13"},
+        configuration=ConfigurationStatus(
+            source="/ds.json",
+            outcome="batch 3",
+            counts={"honoured": 1},
+            settings=[
+                SettingStatus(f"key.{i}", [i, None], origin, "honoured", note)
+                for i, (origin, note) in enumerate(notes)
+            ],
+        ),
+        plan=PlanStatus([PlannedTier("host", 9, 7, {"staging": 7})], {"gradients": 5}, {}, {}, 2, 640),
+    )
+
+
+def test_a_description_is_read_with_every_snapshot(tmp_path: Path) -> None:
+    told = describing(("file", "é"), ("default", "n"))
+    with closing(PageWriter("gpt", directory=tmp_path, description=told)) as writer:
+        for step in (1, 2):
+            writer.publish(snapshot(step, stalls={"x" * 60_000: 1.0}))
+            reading = only_reading(tmp_path)
+            assert (reading.state, reading.description) == ("live", told)
+            assert reading.snapshot is not None
+            assert reading.snapshot.step == step
+        with writer.path.open("r+b") as file:
+            at = 64 + page_module.CAPACITY + 20
+            (byte,) = os.pread(file.fileno(), 1, at)
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+        reading = only_reading(tmp_path)
+        assert (reading.state, reading.description, reading.snapshot is None) == ("live", None, False)
+        os.truncate(writer.path, at)
+        assert only_reading(tmp_path).description is None
+    with closing(PageWriter("gpt", directory=tmp_path)) as writer:
+        writer.publish(snapshot())
+        assert only_reading(tmp_path).description is None
+
+
+def test_a_description_too_large_loses_what_is_least_missed(tmp_path: Path) -> None:
+    whole = describing(("file", "a" * 300), ("default", "b" * 300), ("auto", "c" * 300))
+    assert whole.configuration is not None
+    given, default, auto = whole.configuration.settings
+    fewer: list[list[SettingStatus]] = [
+        [given, default, auto],
+        [given, replace(default, note=""), auto],
+        [given, auto],
+        [],
+    ]
+    for kept_settings in fewer:
+        fitted = replace(whole, configuration=replace(whole.configuration, settings=kept_settings))
+        size = len(fitted.to_json())
+        assert Description.from_json(whole.fitted(size)) == fitted
+    assert Description.from_json(whole.fitted(size - 1)) == replace(whole, configuration=None)
+    huge = describing(("default", "b" * page_module.LARGEST_DESCRIPTION), ("file", "a"))
+    with closing(PageWriter("gpt", directory=tmp_path, description=huge)) as writer:
+        writer.publish(snapshot())
+        kept = only_reading(tmp_path).description
+        assert kept is not None and kept.configuration is not None
+        assert [setting.note for setting in kept.configuration.settings] == ["", "a"]
+
+
+@pytest.mark.parametrize("size", [56, 120])
+def test_headers_of_earlier_and_later_minor_versions_are_read(tmp_path: Path, size: int) -> None:
+    """One that ends before the description, and one that knows more than this reader."""
+    told = describing(("file", "n"))
+    with closing(PageWriter("gpt", directory=tmp_path, description=told)) as writer:
+        writer.publish(snapshot())
+        raw = writer.path.read_bytes()
+        header = bytearray(raw[:64].ljust(size, b"?")[:size])
+        header[12:16] = size.to_bytes(4, "little")
+        writer.path.write_bytes(bytes(header) + raw[64:])
+        reading = only_reading(tmp_path)
+        assert (reading.state, reading.snapshot) == ("live", snapshot())
+        assert reading.description == (told if size > 64 else None)
 
 
 # --- life and death -------------------------------------------------------------------------------------

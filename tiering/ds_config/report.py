@@ -10,7 +10,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from tiering.ds_config.fates import Verdict
-from tiering.telemetry import ConfigurationStatus
+from tiering.ds_config.secrets import without_secrets
+from tiering.telemetry import ConfigurationStatus, SettingStatus
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -90,13 +91,14 @@ class Report:
         return "; ".join(said)
 
     def status(self) -> ConfigurationStatus:
-        """The short form, for telemetry."""
+        """For telemetry: without secrets, and without bytes of file names that are no text."""
         return ConfigurationStatus(
-            source=self.source,
+            source=_as_text(self.source),
             outcome=self.outcome,
             counts=self.counts(),
             without_effect=[entry.key for entry in self.without_effect],
             deprecated=[entry.key for entry in self.deprecated],
+            settings=[_setting(entry) for entry in (*self.entries, *self.defaults)],
         )
 
     def shown(self, width: int, *, defaults: bool = False) -> RenderableType:
@@ -180,10 +182,26 @@ def _names(entries: Iterable[Entry]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
+def _setting(entry: Entry) -> SettingStatus:
+    value = json.loads(_as_text(json.dumps(_jsonable(entry.value), ensure_ascii=False)))
+    shown = without_secrets(entry.key, value)
+    note = _as_text(entry.note) if shown == value else ""  # a note may quote what it is about
+    return SettingStatus(_as_text(entry.key), shown, entry.origin.value, str(entry.verdict), note)
+
+
+def _as_text(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def _jsonable(value: object) -> Any:
+    """``value`` in values that JSON has; infinity is none of them, and is its name."""
+    return json.loads(json.dumps(value, default=str), parse_constant=str)
+
+
 def _plain(entry: Entry) -> dict[str, Any]:
     return {
         "key": entry.key,
-        "value": json.loads(json.dumps(entry.value, default=str), parse_constant=str),
+        "value": _jsonable(entry.value),
         "class": str(entry.verdict),
         "from": str(entry.origin),
         "here": entry.note,

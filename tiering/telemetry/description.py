@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pydantic import TypeAdapter
@@ -10,7 +11,7 @@ from pydantic import TypeAdapter
 
 @dataclass(frozen=True)
 class SettingStatus:
-    """One key of the configuration by its dotted path, and its value in effect ("auto" filled in).
+    """One key of the configuration by its dotted path, and its value in effect ("auto" filled in), as JSON has it.
 
     ``origin``: "file" (given), "auto" (the file left it to us) or "default" (the file says nothing). ``verdict`` is
     what became of it here ("honoured", "mapped", ...), and ``note`` what that means. Secrets never get here.
@@ -77,6 +78,30 @@ class Description:
     def to_json(self) -> str:
         """The description as JSON text."""
         return _DESCRIPTION.dump_json(self).decode()
+
+    def fitted(self, nbytes: int) -> str:
+        """As JSON text of at most ``nbytes``, if need be without some of the settings.
+
+        Notes of defaults are left out first, then defaults, then all settings, then all of the configuration.
+        """
+        text = self.to_json()
+        for smaller in self._smaller():
+            if len(text.encode()) <= nbytes:
+                break
+            text = smaller.to_json()
+        return text
+
+    def _smaller(self) -> Iterator[Description]:
+        if self.configuration is None:
+            return
+        settings = self.configuration.settings
+        for kept in (
+            [replace(one, note="") if one.origin == "default" else one for one in settings],
+            [one for one in settings if one.origin != "default"],
+            [],
+        ):
+            yield replace(self, configuration=replace(self.configuration, settings=kept))
+        yield replace(self, configuration=None)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Description:

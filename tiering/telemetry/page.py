@@ -85,7 +85,7 @@ def _size_of(raw: bytes) -> int:
 _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_OFFSET = 24
 _SANE_PAYLOAD = 16 << 20  # a header that promises more than this is garbage
-_LARGEST_DESCRIPTION = 1 << 20
+LARGEST_DESCRIPTION = 1 << 20  # bytes; that of a usual run takes about 10 KiB
 
 
 def plain_name(run_name: str) -> str:
@@ -114,7 +114,7 @@ class PageWriter:
     """One rank's page. Creating it sweeps the pages of dead writers; closing it removes its own.
 
     ``publish`` may be called from any thread. In a forked child the writer is closed and publishes nothing.
-    Raises TelemetryError where a page cannot be, or ``description`` takes more than a page may.
+    A ``description`` that takes more than a page may loses settings. Raises TelemetryError where a page cannot be.
     """
 
     path: Path
@@ -131,11 +131,11 @@ class PageWriter:
             raise ValueError(f"rank {rank} is outside a world of {world_size}")
         directory = run_directory() if directory is None else private_directory(Path(directory))
         sweep(directory)
-        self._description = b"" if description is None else description.to_json().encode()
-        if len(self._description) > _LARGEST_DESCRIPTION:
+        self._description = b"" if description is None else description.fitted(LARGEST_DESCRIPTION).encode()
+        if len(self._description) > LARGEST_DESCRIPTION:
             raise TelemetryError(
-                f"the description of run {run_name!r} takes {len(self._description)} bytes;"
-                f" a page holds {_LARGEST_DESCRIPTION}: give it fewer settings"
+                f"the description of run {run_name!r} takes {len(self._description)} bytes without its settings;"
+                f" a page holds {LARGEST_DESCRIPTION}"
             )
         name = f"{plain_name(run_name)}.{rank}.{os.getpid()}-{secrets.token_hex(4)}"
         self.path = directory / (name + SUFFIX)
@@ -385,7 +385,7 @@ def _read_once(fd: int) -> PageReading:
 
 def _description(fd: int, header: _Header) -> Description | None:
     """What never changes, and is therefore read without a look at the sequence number."""
-    if not 0 < header.description_length <= _LARGEST_DESCRIPTION:
+    if not 0 < header.description_length <= LARGEST_DESCRIPTION:
         return None
     raw = os.pread(fd, header.description_length, header.header_size + header.capacity)
     return _described(raw, header.description_crc)

@@ -62,13 +62,17 @@ class Publisher:
 
     def _publish(self, raw: Snapshot, taken_at: float) -> None:
         elapsed = taken_at - self._baseline_at
-        if self._baseline is not None and elapsed < 0:
+        if self._baseline is None:
+            rated = with_rates(raw, None, 0.0)
+        elif elapsed < 0:
             return  # another thread published a later sample meanwhile
-        rated = with_rates(raw, self._baseline, elapsed)
+        elif elapsed < self._interval / 2:  # a rate over a millisecond says nothing, and would be the peak
+            self._writer.publish(with_rates(raw, self._baseline, None))
+            return
+        else:
+            rated = with_rates(raw, self._baseline, elapsed)
+        self._baseline, self._baseline_at = rated, taken_at
         self._writer.publish(rated)
-        # A call soon after another keeps the older baseline: a rate over a millisecond says nothing.
-        if self._baseline is None or elapsed >= self._interval / 2:
-            self._baseline, self._baseline_at = rated, taken_at
 
     def _run(self) -> None:
         while not self._closing.wait(self._interval):

@@ -213,20 +213,23 @@ class Snapshot:
 _SNAPSHOT = TypeAdapter(Snapshot)
 
 
-def with_rates(current: Snapshot, previous: Snapshot | None, seconds: float) -> Snapshot:
+def with_rates(current: Snapshot, previous: Snapshot | None, seconds: float | None) -> Snapshot:
     """``current`` with its bandwidths filled in from the counters of ``previous``, taken ``seconds`` earlier.
 
+    Without ``seconds``, which are too few to divide by, they are those of ``previous``.
     A path or kind that ``previous`` lacks, a counter that went back (the engine was rebuilt) or no elapsed time gives
     a rate of zero; the average over busy time needs no second sample.
     """
-    before = {path.path: path for path in previous.io} if previous is not None else {}
-    sent_before = {one.kind: one.sent_bytes for one in previous.collectives} if previous is not None else {}
+    paths_before = {path.path: path for path in previous.io} if previous is not None else {}
+    kinds_before = {one.kind: one for one in previous.collectives} if previous is not None else {}
 
-    def rate(now: int, then: int | None) -> float:
-        return max(0, now - then) / seconds if then is not None and seconds > 0 else 0.0
+    def rate(now: int, then: int, last: float) -> float:
+        if seconds is None:
+            return last
+        return max(0, now - then) / seconds if seconds > 0 else 0.0
 
     def rated(now: DirectionStatus, then: DirectionStatus | None) -> DirectionStatus:
-        moving = rate(now.bytes, then.bytes if then else None)
+        moving = rate(now.bytes, then.bytes, then.bytes_per_second) if then else 0.0
         return replace(
             now,
             bytes_per_second=moving,
@@ -235,15 +238,20 @@ def with_rates(current: Snapshot, previous: Snapshot | None, seconds: float) -> 
         )
 
     def path_rated(now: PathStatus) -> PathStatus:
-        then = before.get(now.path)
+        then = paths_before.get(now.path)
         return replace(
             now,
             read=rated(now.read, then.read if then else None),
             written=rated(now.written, then.written if then else None),
         )
 
-    collectives = [
-        replace(one, sent_bytes_per_second=rate(one.sent_bytes, sent_before.get(one.kind)))
-        for one in current.collectives
-    ]
-    return replace(current, io=[path_rated(path) for path in current.io], collectives=collectives)
+    def kind_rated(now: CollectiveStatus) -> CollectiveStatus:
+        then = kinds_before.get(now.kind)
+        sending = rate(now.sent_bytes, then.sent_bytes, then.sent_bytes_per_second) if then else 0.0
+        return replace(now, sent_bytes_per_second=sending)
+
+    return replace(
+        current,
+        io=[path_rated(path) for path in current.io],
+        collectives=[kind_rated(one) for one in current.collectives],
+    )

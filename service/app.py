@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 
 from service.answers.bandwidth import RankBandwidth, bandwidth
@@ -17,6 +17,7 @@ from service.answers.status import Runs, RunStatus, Status, run_status, runs, st
 from service.answers.steps import RankSteps, steps
 from service.answers.tiers import RankTiers, tiers
 from service.guard import REFUSALS, Access, Guard
+from service.metrics import render
 from service.watch import KEEP_STALE_SECONDS, Watch
 from tiering.telemetry import TelemetryError
 
@@ -87,6 +88,11 @@ def create_app(
     @app.get("/v1/plan", response_model=ByRank[RankPlan])
     def get_plan(run: str | None = None, rank: int | None = None) -> Response:
         return _json(plan(watch.view(), run, rank))
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    def get_metrics(request: Request) -> Response:
+        body, media_type = render(watch.view(), request.headers.get("accept"))
+        return Response(body, media_type=media_type, headers={"vary": "accept"})
 
     @app.get("/livez")
     def livez() -> Alive:

@@ -1,19 +1,24 @@
-"""What an engine tells of its I/O: the engine in use, what it really uses, and what went over each path."""
+"""What an engine tells of itself: who it is, how it learns, what it waits for, and what went over each path."""
 
 from __future__ import annotations
 
 import math
+import re
 import socket
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tiering.aio import AioContext
 from tiering.config import TelemetryConfig
-from tiering.telemetry import find_pages
+from tiering.plan import Tier
+from tiering.telemetry import CheckpointStatus, find_pages
+from zero3 import room, run_record, timeline
 from zero3.collectives import World
 from zero3.run_record import RunRecord
 
@@ -47,6 +52,10 @@ def test_a_snapshot_tells_the_io_engine_and_what_went_over_the_path(
         slowest = len(direction.latency_buckets) - 1
         assert 10 <= slowest <= math.log2(60e9)
         assert direction.errors_by_errno == {}
+        told = direction.latency
+        assert 0 < told.p50 <= told.p90 <= told.p99 <= told.p999 <= told.longest
+        assert 2 ** (slowest - 30) < told.longest < 2.0 ** (slowest - 28)  # a nanosecond is about 2^-30 s
+        assert told.longest <= direction.latency_seconds <= direction.ops * told.longest
     assert 0.0 <= path.queue_full_seconds <= path.read.busy_seconds + path.written.busy_seconds
 
 
@@ -57,6 +66,168 @@ def test_checksums_are_told(start: Callable[..., Any]) -> None:
 def test_without_swap_space_there_is_no_io_engine(start: Callable[..., Any]) -> None:
     snapshot = start().snapshot()
     assert (snapshot.io, snapshot.io_engine) == ([], None)
+
+
+def test_a_step_tells_what_it_came_to_and_what_it_waited_for(
+    start: Callable[..., Any], micro_batches: Any
+) -> None:
+    engine = start(**STREAMED, run_name="who.am-I", accumulation=1)
+    said = [engine.snapshot()]
+    for tokens, targets in micro_batches(2):
+        engine.backward(engine(tokens, targets))
+        engine.step()
+        said.append(engine.snapshot())
+    for number, snapshot in enumerate(said):
+        assert re.fullmatch("who_am-I-[0-9a-f]{8}", snapshot.run_id)
+        assert snapshot.run_id == said[0].run_id
+        assert (snapshot.step, snapshot.global_step, snapshot.samples) == (number, number, 2 * number)
+        assert snapshot.learning_rate == 1e-3
+    last = said[-1]
+    assert (said[0].gradient_norm, last.gradient_norm) == (None, engine.get_global_grad_norm())
+    assert (last.loss_scale, last.skipped_steps, last.phase) == (None, 0, "idle")
+    assert last.started_at <= last.steps[0].ended_at < last.steps[1].ended_at <= last.phase_since + 1
+    for step in last.steps:
+        assert 0 < sum(step.stalls.values()) == pytest.approx(step.stall)
+    in_phases = Counter[str]()
+    for waits in last.stalls_by_phase.values():
+        in_phases.update(waits)
+    assert dict(in_phases) == pytest.approx(last.stalls)
+    assert set(last.stalls_by_phase["step"]) <= {"optimizer state", "staging", "gradients"}
+    assert last.stalls_by_phase["forward"].keys() == {"parameters"}
+    assert set(last.phase_seconds) == {"forward", "backward", "step", "idle"}
+    assert 0 < sum(last.phase_seconds.values()) <= engine._record.elapsed
+
+
+def test_what_is_between_the_phases_is_idle(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        now = 0.0
+
+        def time(self) -> float:
+            return 1000 + self.now
+
+        def perf_counter(self) -> float:
+            return self.now
+
+    engine, clock = start(), Clock()
+    monkeypatch.setattr(run_record, "time", clock)
+    record = RunRecord("idle", engine._tiers, engine._schedule.activations)
+    clock.now = 50.0  # before the first forward the program may do what it likes
+    for phase, seconds in (("forward", 1), ("backward", 2), ("step", 4), ("forward", 8)):
+        with record.phase(phase):
+            clock.now += seconds / 2
+            assert (record.snapshot().phase, record.snapshot().phase_since) == (
+                phase,
+                1000 + clock.now - seconds / 2,
+            )
+            assert engine._tiers.stalls.phase == phase
+            clock.now += seconds / 2
+        assert (record.snapshot().phase, record.snapshot().phase_since) == ("idle", 1000 + clock.now)
+        assert engine._tiers.stalls.phase == "idle"
+        clock.now += 100
+    assert record.snapshot().phase_seconds == {"forward": 9, "backward": 2, "step": 4, "idle": 300}
+
+
+def test_a_skipped_step_and_the_loss_scale_are_told(start: Callable[..., Any], micro_batches: Any) -> None:
+    engine = start(
+        precision="fp16", accumulation=1, fp16={"loss_scale": 0, "initial_scale_power": 40, "hysteresis": 1}
+    )
+    for tokens, targets in micro_batches(1):
+        engine.backward(engine(tokens, targets))
+        engine.step()
+    snapshot = engine.snapshot()
+    assert (snapshot.step, snapshot.skipped_steps, snapshot.loss_scale) == (1, 1, 2.0**39)
+    assert not math.isfinite(snapshot.gradient_norm)
+
+
+def test_an_engine_describes_its_plan_and_its_configuration(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    engine = start(**STREAMED, precision="bf16", state="split", telemetry={"dir": str(tmp_path / "pages")})
+    (page,) = find_pages(tmp_path / "pages")
+    told = page.read().description
+    assert told == engine._record.description
+    assert told.versions.keys() == {"tiering", "torch", "python", "linux"}
+    assert (told.device, told.versions["torch"]) == ("cpu", torch.__version__)
+    plan, load = told.plan, engine.plan.workload
+    for planned in plan.tiers:
+        assert planned.by_kind == engine.plan.contents(Tier(planned.name))
+        assert planned.planned == sum(planned.by_kind.values()) <= planned.budget
+    assert (sum(plan.read.values()), sum(plan.written.values())) == engine.plan.nvme_traffic()
+    assert set(plan.read) == set(plan.written) == {"parameters", "optimizer state"}
+    assert (
+        plan.written["optimizer state"] == sum(t.numel for t in engine.plan.sub_groups) * load.state_itemsize
+    )
+    assert plan.parameters == sum(piece.numel for group in engine._groups for piece in group.layout.pieces)
+    assert (plan.groups, plan.micro_batches, plan.state_format) == (len(load.groups), 2, "split")
+    settings = {setting.key: (setting.value, setting.origin) for setting in told.configuration.settings}
+    assert settings["tiering.state"] == ("split", "file")
+    assert settings["tiering.verify"] == (False, "default")
+
+
+def test_saves_are_told(start: Callable[..., Any], tmp_path: Path) -> None:
+    engine = start()
+    assert engine.snapshot().checkpoint == CheckpointStatus()
+    engine.save_checkpoint(tmp_path / "saves", tag="first")
+    saved = engine.snapshot().checkpoint
+    assert (saved.under_way, saved.saved, saved.failed, saved.error) == (False, 1, 0, "")
+    assert saved.path == str(tmp_path / "saves" / "first")
+    assert saved.seconds >= saved.stalled > 0
+    assert saved.ended_at >= engine.snapshot().started_at
+    assert saved.nbytes > 0
+
+
+def test_free_room_is_asked_for_now_and_then(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, now, free = start(**STREAMED), 100.0, 5000
+    monkeypatch.setattr(room.time, "monotonic", lambda: now)
+    monkeypatch.setattr(room, "available_memory", lambda: free)
+    monkeypatch.setattr(room, "free_by_file_system", lambda _: {1: free, 2: 7})
+    asked = room.Room(engine._tiers)
+    for moment, there, told in ((100.0, 5000, 5000), (101.9, 4000, 5000), (102.0, 3000, 3000)):
+        now, free = moment, there
+        found = [asked.available(tier) for tier in Tier]
+        assert found == [told, told, told + 7]
+
+    def gone(_: object) -> dict[int, int]:
+        raise FileNotFoundError
+
+    now = 200.0
+    monkeypatch.setattr(room, "free_by_file_system", gone)
+    assert asked.available(Tier.NVME) is None
+    assert [tier.available is not None for tier in start().snapshot().tiers] == [True, True, False]
+
+
+def test_waits_are_told_by_the_phase_in_which_they_began_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0
+    monkeypatch.setattr(timeline.time, "monotonic_ns", lambda: now)
+    clock = timeline.StallClock(timeline.Timeline())
+
+    def wait(cause: str, seconds: int) -> None:
+        nonlocal now
+        with clock.waiting_for(cause):
+            now += seconds * 10**9
+
+    wait("agreement", 1)
+    clock.phase = "forward"
+    wait("parameters", 2)
+    with clock.waiting_for("checkpoint"):
+        clock.phase = "step"
+        wait("agreement", 4)  # for the checkpoint, too
+        other = threading.Thread(target=wait, args=("parameters", 8))
+        other.start()
+        other.join()
+    with pytest.raises(KeyError), clock.waiting_for("staging"):
+        raise KeyError
+    wait("parameters", 16)
+    assert clock.by_phase() == {
+        "idle": {"agreement": 1.0},
+        "forward": {"parameters": 2.0, "checkpoint": 12.0},
+        "step": {"parameters": 24.0, "staging": 0.0},
+    }
+    assert clock.seconds == {"agreement": 1.0, "parameters": 26.0, "checkpoint": 12.0, "staging": 0.0}
 
 
 class Counted:

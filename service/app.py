@@ -2,45 +2,74 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Callable, Hashable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 
 from service.answers.bandwidth import RankBandwidth, bandwidth
 from service.answers.by_rank import ByRank
 from service.answers.config import RankConfig, config
+from service.answers.examples import with_examples
+from service.answers.history import Histories, history
 from service.answers.plan import RankPlan, plan
 from service.answers.status import Runs, RunStatus, Status, run_status, runs, status
 from service.answers.steps import RankSteps, steps
 from service.answers.tiers import RankTiers, tiers
-from service.guard import REFUSALS, Access, Guard
-from service.metrics import render
+from service.events import Events, Subscription
+from service.guard import REFUSALS, Access, Guard, Refused
+from service.health import Alive, Health, Readiness, Sidecar, ready
+from service.history import History
+from service.metrics import prefers_openmetrics, render
+from service.view import FRESH_SECONDS, NotHereError, View
 from service.watch import KEEP_STALE_SECONDS, Watch
 from tiering.telemetry import TelemetryError
 
+Run = Annotated[str | None, Query(description="only the run of this id", max_length=200)]
+Rank = Annotated[int | None, Query(description="only this rank", ge=0, le=1 << 31)]
+Interval = Annotated[float, Query(description="seconds between events, at least", ge=0.25, le=60)]
 
-class Alive(BaseModel):
-    """The sidecar itself answers."""
-
-    status: Literal["ok"] = "ok"
+ASKED: dict[int | str, dict[str, Any]] = {
+    404: {"model": Refused, "description": "What is asked for has no page on this node"},
+    422: {"model": Refused, "description": "A parameter is not what it should be"},
+}
 
 
 def create_app(
     directory: Path | None = None,
     *,
     keep_stale_seconds: float = KEEP_STALE_SECONDS,
+    fresh_seconds: float = FRESH_SECONDS,
+    expect_ranks: int | None = None,
     access: Access | None = None,
 ) -> FastAPI:
     """The sidecar for the pages in ``directory`` (default: ``run_directory()``).
 
-    Pages of dead writers are shown as stale for ``keep_stale_seconds`` after their last update, then removed.
+    Pages of dead writers are shown as stale for ``keep_stale_seconds`` after their last update, then removed; a rank
+    that has not published for ``fresh_seconds`` is silent. ``expect_ranks`` is how many must publish for /readyz.
     ``access`` says who is let in (default: who asks for localhost or an IP address). Raises TelemetryError when the
     directory is not ours alone.
+
+    ``app.state.events`` must be closed when the server shuts down: it waits for their streams.
     """
-    watch = Watch(directory, keep_stale_seconds=keep_stale_seconds)
+    watch = Watch(directory, keep_stale_seconds=keep_stale_seconds, fresh_seconds=fresh_seconds)
+    past = History()
+    events = Events(watch, lambda view: _of(view, "status", lambda: status(view)))
+    sidecar = Sidecar(str(watch.directory), expect_ranks)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        sampling = asyncio.create_task(past.follow(watch))
+        yield
+        sampling.cancel()
+        events.close()
+
     # The bundled documentation pages load scripts from elsewhere; /openapi.json stays.
     app = FastAPI(
         title="tierd",
@@ -48,66 +77,144 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        lifespan=lifespan,
         responses=REFUSALS,
     )
+    app.state.events = events
     app.add_middleware(Guard, access=access)
-    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    with_examples(app)
+    files = read_files()
 
-    # Plain functions: FastAPI runs them on its thread pool, so a slow disk does not hold up other requests.
     @app.get("/v1/status", response_model=Status)
-    def get_status() -> Response:
-        return _json(status(watch.view()))
+    async def get_status() -> Response:
+        """Everything at a glance."""
+        view = await watch.now()
+        return _json(_of(view, "status", lambda: status(view)))
 
     @app.get("/v1/runs", response_model=Runs)
-    def get_runs() -> Response:
-        return _json(runs(watch.view()))
+    async def get_runs() -> Response:
+        """All runs of this node, in short."""
+        view = await watch.now()
+        return _json(_of(view, "runs", lambda: runs(view)))
 
-    @app.get("/v1/runs/{run_id}", response_model=RunStatus)
-    def get_run(run_id: str) -> Response:
-        run = watch.view().run(run_id)
-        if run is None:
-            raise HTTPException(404, "no run of this id on this node; GET /v1/runs lists them")
-        return _json(run_status(run))
+    @app.get("/v1/runs/{run_id}", response_model=RunStatus, responses=ASKED)
+    async def get_run(run_id: str) -> Response:
+        """One run with all its ranks on this node."""
+        view = await watch.now()
+        (run,) = view.select(run_id)
+        return _json(_of(view, ("run", run_id), lambda: run_status(run)))
 
-    @app.get("/v1/tiers", response_model=ByRank[RankTiers])
-    def get_tiers(run: str | None = None, rank: int | None = None) -> Response:
-        return _json(tiers(watch.view(), run, rank))
+    @app.get("/v1/tiers", response_model=ByRank[RankTiers], responses=ASKED)
+    async def get_tiers(run: Run = None, rank: Rank = None) -> Response:
+        """What each tier holds, may hold and held at most."""
+        view = await watch.now()
+        return _json(_of(view, ("tiers", run, rank), lambda: tiers(view, run, rank)))
 
-    @app.get("/v1/bandwidth", response_model=ByRank[RankBandwidth])
-    def get_bandwidth(run: str | None = None, rank: int | None = None) -> Response:
-        return _json(bandwidth(watch.view(), run, rank))
+    @app.get("/v1/bandwidth", response_model=ByRank[RankBandwidth], responses=ASKED)
+    async def get_bandwidth(run: Run = None, rank: Rank = None) -> Response:
+        """Each path in both directions, and collectives: now, on average, at most; latencies; in flight."""
+        view = await watch.now()
+        return _json(_of(view, ("bandwidth", run, rank), lambda: bandwidth(view, run, rank)))
 
-    @app.get("/v1/steps", response_model=ByRank[RankSteps])
-    def get_steps(run: str | None = None, rank: int | None = None) -> Response:
-        return _json(steps(watch.view(), run, rank))
+    @app.get("/v1/steps", response_model=ByRank[RankSteps], responses=ASKED)
+    async def get_steps(run: Run = None, rank: Rank = None) -> Response:
+        """The recent steps, and where their time went."""
+        view = await watch.now()
+        return _json(_of(view, ("steps", run, rank), lambda: steps(view, run, rank)))
 
-    @app.get("/v1/config", response_model=ByRank[RankConfig])
-    def get_config(run: str | None = None, rank: int | None = None) -> Response:
-        return _json(config(watch.view(), run, rank))
+    @app.get("/v1/config", response_model=ByRank[RankConfig], responses=ASKED)
+    async def get_config(run: Run = None, rank: Rank = None) -> Response:
+        """The configuration in effect, with the origin of each value."""
+        view = await watch.now()
+        return _json(_of(view, ("config", run, rank), lambda: config(view, run, rank)))
 
-    @app.get("/v1/plan", response_model=ByRank[RankPlan])
-    def get_plan(run: str | None = None, rank: int | None = None) -> Response:
-        return _json(plan(watch.view(), run, rank))
+    @app.get("/v1/plan", response_model=ByRank[RankPlan], responses=ASKED)
+    async def get_plan(run: Run = None, rank: Rank = None) -> Response:
+        """What the placement said, beside what is."""
+        view = await watch.now()
+        return _json(_of(view, ("plan", run, rank), lambda: plan(view, run, rank)))
+
+    @app.get("/v1/history", response_model=Histories, responses=ASKED)
+    async def get_history(run: Run = None) -> Response:
+        """Bandwidth, stalls and occupancy of the last ten minutes, an entry per second."""
+        view = await watch.now()
+        return _json(_of(view, ("history", run), lambda: history(view, run, past.of)))
+
+    @app.get(
+        "/v1/events",
+        status_code=200,
+        response_class=Subscription,
+        responses={422: ASKED[422], 200: {"description": "`event: status`; its data is that of /v1/status"}},
+    )
+    async def get_events(interval: Interval = 1.0) -> Response:
+        """The status as server-sent events: at once, and then whenever something changed."""
+        if events.full:
+            refused = Refused(detail="too many subscribers listen already; ask /v1/status instead")
+            return JSONResponse(refused.model_dump(), 503, {"retry-after": "10"})
+        return Subscription(events, interval)
 
     @app.get("/metrics", response_class=PlainTextResponse)
-    def get_metrics(request: Request) -> Response:
-        body, media_type = render(watch.view(), request.headers.get("accept"))
+    async def get_metrics(request: Request) -> Response:
+        """For Prometheus: its text form, or OpenMetrics where that is asked for."""
+        view, accepted = await watch.now(), request.headers.get("accept", "")
+        body, media_type = view.once(
+            ("metrics", prefers_openmetrics(accepted)), lambda: render(view, accepted)
+        )
         return Response(body, media_type=media_type, headers={"vary": "accept"})
 
-    @app.get("/livez")
-    def livez() -> Alive:
-        return Alive()
+    @app.get("/livez", response_model=Alive)
+    async def livez() -> Response:
+        """Whether the sidecar itself answers."""
+        return _json(Alive().model_dump_json().encode())
 
-    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
-    def index() -> str:
-        return page
+    @app.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness | Refused}})
+    async def readyz() -> Response:
+        """Whether every rank that should be on this node has a fresh page."""
+        readiness = ready(await watch.now(), expect_ranks)
+        return _json(readiness.model_dump_json().encode(), 200 if readiness.ready else 503)
+
+    @app.get("/healthz", response_model=Health, responses={503: {"model": Health | Refused}})
+    async def healthz() -> Response:
+        """Both of the above, and the sidecar's own state."""
+        problem = None
+        try:
+            await watch.now()
+        except TelemetryError as error:
+            problem = str(error)
+        health = sidecar.health(watch.last, problem, len(events))
+        return _json(health.model_dump_json().encode(), 200 if health.ready else 503)
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return Response(*files["index.html"])
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page_file(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404, "the page has no such file")
+        return Response(*files[name])
 
     @app.exception_handler(TelemetryError)
-    def directory_lost(_: Request, error: Exception) -> JSONResponse:
+    async def directory_lost(_: Request, error: Exception) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, status_code=503)
+
+    @app.exception_handler(NotHereError)
+    async def not_here(_: Request, error: Exception) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, status_code=404)
+
+    @app.exception_handler(RequestValidationError)
+    async def not_understood(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        # Not what was sent: it may be long, and it is known to who sent it.
+        wrong = [f"{one['loc'][-1]}: {one['msg']}" for one in error.errors()[:5]]
+        return JSONResponse({"detail": "; ".join(wrong)}, status_code=422)
 
     return app
 
 
-def _json(answer: BaseModel) -> Response:
-    return Response(answer.model_dump_json(), media_type="application/json")
+def _of(view: View, key: Hashable, make: Callable[[], BaseModel]) -> bytes:
+    return view.once(key, lambda: make().model_dump_json().encode())
+
+
+def _json(body: bytes, status_code: int = 200) -> Response:
+    return Response(body, status_code, media_type="application/json")

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 from tiering.telemetry import Description, Page, PageReading, Snapshot
 
 FRESH_SECONDS = 10.0  # ranks publish four times a second; what holds them up for so long is worth a word
 
+_LARGEST_KEPT = (
+    256  # answers of one View: those to every filter that is likely within its quarter of a second
+)
+SAME_MOMENT = 0.05  # seconds by which the age of one heartbeat is found to differ; ranks publish every 0.25 s
+
 State = Literal["live", "silent", "stale", "newer-version", "torn", "unreadable"]
+Answer = TypeVar("Answer")
+
+
+class NotHereError(LookupError):
+    """What a filter names is not on this node. Says what to do."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +30,7 @@ class RankView:
     """One rank as its page shows it; ``snapshot`` is None where nothing can be read.
 
     "silent" is a rank that lives and has not published for FRESH_SECONDS: stopped, or starved. The other states are
-    those of a PageReading, and so are ``heartbeat_age`` and ``reason``.
+    those of a PageReading, and so are ``heartbeat_age`` and ``reason``. ``published_at`` is Unix time.
     """
 
     rank: int
@@ -29,6 +39,7 @@ class RankView:
     heartbeat_age: float | None
     snapshot: Snapshot | None = None
     description: Description | None = None
+    published_at: float | None = None
 
     @property
     def fresh(self) -> bool:
@@ -51,13 +62,19 @@ class RunView:
 
     @cached_property
     def expected(self) -> int:
-        """How many ranks of the run are on this node, as they say themselves; those seen where none says it."""
-        return max((said.local_world_size for said in self.snapshots), default=len(self.ranks))
+        """How many ranks of the run are on this node: what they say themselves, and no fewer than were seen."""
+        said = max((said.local_world_size for said in self.snapshots), default=0)
+        return max(said, len({rank.rank for rank in self.ranks}))
+
+    @property
+    def fresh(self) -> set[int]:
+        """Ranks with a fresh page; others of the same rank are left by a start that died."""
+        return {rank.rank for rank in self.ranks if rank.fresh}
 
     @property
     def missing(self) -> int:
-        """How many of those have no page here."""
-        return max(0, self.expected - len(self.ranks))
+        """How many of those expected have no page here."""
+        return self.expected - len({rank.rank for rank in self.ranks})
 
     @property
     def over(self) -> bool:
@@ -67,27 +84,88 @@ class RunView:
 
 @dataclass(frozen=True)
 class View:
-    """``taken_at`` is Unix time; runs are in the order of their names, and then of their start."""
+    """``taken_at`` is Unix time; runs are in the order of their names, and then of their start.
+
+    ``readings`` counts the readings of the directory up to this one, and ``changes`` those that found something new.
+    """
 
     taken_at: float
     runs: tuple[RunView, ...]
+    readings: int = 0
+    changes: int = 0
+    _made: dict[Hashable, object] = field(default_factory=dict, compare=False, repr=False)
 
     def run(self, run_id: str) -> RunView | None:
         return next((run for run in self.runs if run.id == run_id), None)
 
+    def select(self, run: str | None = None, rank: int | None = None) -> Sequence[RunView]:
+        """Runs with the ranks that the filters leave. Raises NotHereError where that is nothing at all."""
+        runs = self.runs
+        if run is not None:
+            runs = tuple(one for one in runs if one.id == run)
+            if not runs:
+                raise NotHereError(self._instead(run))
+        if rank is None:
+            return runs
+        left = tuple(replace(one, ranks=tuple(it for it in one.ranks if it.rank == rank)) for one in runs)
+        if not any(one.ranks for one in left):
+            raise NotHereError(f"rank {rank} has no page on this node; /v1/status lists those that have")
+        return left
 
-def view_of(readings: Iterable[tuple[Page, PageReading]], taken_at: float | None = None) -> View:
+    def _instead(self, asked: str) -> str:
+        named = [run.id for run in self.runs if run.name == asked]
+        if named:
+            return f"that is the name of a run; ask for it by its id: {', '.join(named[-3:])}"
+        return "no run of this id has a page on this node; /v1/runs lists those that have"
+
+    def once(self, key: Hashable, make: Callable[[], Answer]) -> Answer:
+        """``make()``, made for the first who asks by ``key`` and kept for others. Not for several threads."""
+        if key not in self._made:
+            if len(self._made) >= _LARGEST_KEPT:
+                return make()
+            self._made[key] = make()
+        return self._made[key]  # type: ignore[return-value]  # a key stands for one type
+
+    def tells_more_than(self, other: View) -> bool:
+        """Whether somebody published since ``other``, or a page came, went or changed its state."""
+        pages = [(run.id, rank) for run in self.runs for rank in run.ranks]
+        before = [(run.id, rank) for run in other.runs for rank in run.ranks]
+        return len(pages) != len(before) or any(
+            run != run_before or _news(rank, rank_before)
+            for (run, rank), (run_before, rank_before) in zip(pages, before, strict=True)
+        )
+
+
+def _news(now: RankView, before: RankView) -> bool:
+    if (now.rank, now.state, now.reason) != (before.rank, before.state, before.reason):
+        return True
+    if now.published_at is None or before.published_at is None:
+        return now.published_at != before.published_at
+    return abs(now.published_at - before.published_at) > SAME_MOMENT
+
+
+def view_of(
+    readings: Iterable[tuple[Page, PageReading]],
+    taken_at: float | None = None,
+    *,
+    fresh_seconds: float = FRESH_SECONDS,
+) -> View:
     """Group what the pages said by run. A page that cannot be read is filed under the run that its name tells."""
+    found = list(readings)
+    taken_at = time.time() if taken_at is None else taken_at
+    ids = {
+        page.run_name: said.run_id for page, reading in found if (said := reading.snapshot) and said.run_id
+    }
     ranks: dict[str, list[RankView]] = {}
-    for page, reading in readings:
+    for page, reading in found:
         said = reading.snapshot
-        run_id = said.run_id if said is not None and said.run_id else page.run_name
-        ranks.setdefault(run_id, []).append(_rank(page, reading))
-    runs = [_run(run_id, found) for run_id, found in ranks.items()]
+        run_id = (said.run_id if said is not None else ids.get(page.run_name, "")) or page.run_name
+        ranks.setdefault(run_id, []).append(_rank(page, reading, taken_at, fresh_seconds))
+    runs = [_run(run_id, these) for run_id, these in ranks.items()]
     runs.sort(
         key=lambda run: (run.name, min((said.started_at for said in run.snapshots), default=0.0), run.id)
     )
-    return View(time.time() if taken_at is None else taken_at, tuple(runs))
+    return View(taken_at, tuple(runs))
 
 
 def _run(run_id: str, ranks: list[RankView]) -> RunView:
@@ -96,12 +174,13 @@ def _run(run_id: str, ranks: list[RankView]) -> RunView:
     return RunView(run_id, name, tuple(in_order))
 
 
-def _rank(page: Page, reading: PageReading) -> RankView:
+def _rank(page: Page, reading: PageReading, taken_at: float, fresh_seconds: float) -> RankView:
     state: State = reading.state
     reason, age, said = reading.reason, reading.heartbeat_age, reading.snapshot
-    if state == "live" and age is not None and age > FRESH_SECONDS:
+    if state == "live" and age is not None and age > fresh_seconds:
         state, reason = "silent", f"alive, but has not published for {age:.0f} s: is it stopped?"
     elif state == "live" and said is None:
         reason = "has not published yet"
     rank = page.rank if said is None else said.rank
-    return RankView(rank, state, reason, age, said, reading.description)
+    published_at = None if age is None else taken_at - age
+    return RankView(rank, state, reason, age, said, reading.description, published_at)

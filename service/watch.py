@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-from service.view import View, view_of
-from tiering.telemetry import find_pages, run_directory, sweep
+from service.view import FRESH_SECONDS, View, view_of
+from tiering.telemetry import TelemetryError, find_pages, run_directory, sweep
 
 KEEP_STALE_SECONDS = 30.0  # long enough for an operator to see that a run died
 MAX_AGE = 0.25  # seconds; ranks publish no more often
@@ -17,7 +20,8 @@ class Watch:
     """The pages in ``directory`` (default: ``run_directory()``), read at most every ``max_age`` seconds.
 
     Pages of dead writers are shown for ``keep_stale_seconds`` after their last update, then removed. May be used from
-    any thread. Raises TelemetryError when the directory is not ours alone: when made, and whenever it is read.
+    any thread, and from one event loop. Raises TelemetryError when the directory is not ours alone or cannot be read:
+    when made, and whenever it is read.
     """
 
     def __init__(
@@ -25,24 +29,77 @@ class Watch:
         directory: Path | None = None,
         *,
         keep_stale_seconds: float = KEEP_STALE_SECONDS,
+        fresh_seconds: float = FRESH_SECONDS,
         max_age: float = MAX_AGE,
     ) -> None:
         self.directory = run_directory() if directory is None else Path(directory)
-        self._keep_stale_seconds, self._max_age = keep_stale_seconds, max_age
-        self._lock = threading.Lock()
-        self._view: View | None = None
-        self._read_at = 0.0
+        self._keep_stale_seconds, self._fresh_seconds = keep_stale_seconds, fresh_seconds
+        self._max_age = max_age
+        self._turn = asyncio.Lock()  # of those who await
+        self._lock = threading.Lock()  # of what follows
+        self._last: View | None = None
+        self._refusal: TelemetryError | None = None  # what the last reading came to, where it came to nothing
+        self._read_at = -1e9
         find_pages(self.directory)
+
+    @property
+    def last(self) -> View | None:
+        """What the pages said when they could last be read, however long ago."""
+        return self._last
+
+    async def now(self) -> View:
+        """``view()`` without holding up the event loop; who comes while one reads waits for that reading."""
+        if not self._is_fresh():
+            async with self._turn:
+                if not self._is_fresh():
+                    return await asyncio.to_thread(self.view)
+        return self._told()
 
     def view(self) -> View:
         """What the pages say now, or said less than ``max_age`` seconds ago."""
         with self._lock:
-            if self._view is None or time.monotonic() - self._read_at >= self._max_age:
-                self._view = self._read()
+            if not self._is_fresh():
+                self._refusal = None
+                try:
+                    self._last = self._read()
+                except TelemetryError as error:
+                    self._refusal = error
                 self._read_at = time.monotonic()
-            return self._view
+        return self._told()
+
+    def _is_fresh(self) -> bool:
+        return time.monotonic() - self._read_at < self._max_age
+
+    def _told(self) -> View:
+        if self._refusal is not None:
+            raise self._refusal
+        assert self._last is not None
+        return self._last
 
     def _read(self) -> View:
-        sweep(self.directory, self._keep_stale_seconds)
-        readings = [(page, page.read()) for page in find_pages(self.directory)]
-        return view_of((page, reading) for page, reading in readings if page.path.exists())
+        taken_at = time.time()
+        pages = find_pages(self.directory)
+        if not pages:
+            self._look_inside()
+        readings = [(page, page.read()) for page in pages]
+        if any(reading.state != "live" for _, reading in readings):
+            self._sweep()
+            readings = [(page, reading) for page, reading in readings if page.path.exists()]
+        view = view_of(readings, taken_at, fresh_seconds=self._fresh_seconds)
+        if self._last is None:
+            return replace(view, readings=1, changes=1)
+        changes = self._last.changes + view.tells_more_than(self._last)
+        return replace(view, readings=self._last.readings + 1, changes=changes)
+
+    def _look_inside(self) -> None:
+        """Nothing there, or nothing to be seen? find_pages takes them for the same."""
+        try:
+            next(self.directory.iterdir(), None)
+        except OSError as error:
+            raise TelemetryError(
+                f"run directory {self.directory} cannot be read: {error.strerror}; give it back to its owner, mode 0700"
+            ) from error
+
+    def _sweep(self) -> None:
+        with suppress(OSError):  # of a file system that has become read-only: what stays is shown for longer
+            sweep(self.directory, self._keep_stale_seconds)

@@ -19,23 +19,33 @@ class OfRank(BaseModel):
 
 
 class OfRun(BaseModel, Generic[Answer]):
+    """One run, with those of its ranks on this node that say anything about what is asked."""
+
     id: str = Field(description="the same on all ranks of one start, and of no other")
-    name: str
+    name: str = Field(description="as configured; several runs may have the same")
     ranks: list[Answer]
 
 
 class ByRank(BaseModel, Generic[Answer]):
+    """Every run that is asked for."""
+
     runs: list[OfRun[Answer]]
 
 
 def by_rank(
     view: View, run: str | None, rank: int | None, told: Callable[[RankView], Answer | None]
 ) -> ByRank[Answer]:
-    """``told`` of every rank that is asked for; ranks of which it returns None are left out."""
-    found = []
-    for one in view.runs:
-        if run in (None, one.id):
-            answers = [told(each) for each in one.ranks if rank in (None, each.rank)]
-            kept = [answer for answer in answers if answer is not None]
-            found.append(OfRun[Answer](id=one.id, name=one.name, ranks=kept))
-    return ByRank[Answer](runs=found)
+    """``told`` of every rank that is asked for; ranks of which it returns None are left out.
+
+    Raises NotHereError where what is asked for is not on this node.
+    """
+    return ByRank[Answer](
+        runs=[
+            OfRun[Answer](
+                id=one.id,
+                name=one.name,
+                ranks=[answer for each in one.ranks if (answer := told(each)) is not None],
+            )
+            for one in view.select(run, rank)
+        ]
+    )

@@ -33,7 +33,10 @@ engine = tiering.initialize(model=model, config={
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "zero_optimization": {"stage": 3, "offload_param": swap, "offload_optimizer": swap},
-    "tiering": {"cache_in_host": False, "run_name": given["name"], "telemetry": {"dir": given["directory"]}},
+    "tiering": {
+        "device_budget": "64MiB", "host_budget": "64MiB", "nvme_budget": "64MiB", "cache_in_host": False,
+        "run_name": given["name"], "telemetry": {"dir": given["directory"]},
+    },
 }).engine
 data = torch.Generator().manual_seed(1)
 losses = (home / "losses").open("w", buffering=1)

@@ -1,0 +1,207 @@
+"""Examples in /openapi.json: what the endpoints answer of one View that is written down here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from service.answers.bandwidth import bandwidth
+from service.answers.config import config
+from service.answers.history import history
+from service.answers.plan import plan
+from service.answers.status import run_status, runs, status
+from service.answers.steps import steps
+from service.answers.tiers import tiers
+from service.health import Alive, Health, ready
+from service.history import Entry
+from service.view import RankView, RunView, View
+from tiering.telemetry import (
+    ActivationStatus,
+    CollectiveStatus,
+    ConfigurationStatus,
+    Description,
+    DirectionStatus,
+    IoEngineStatus,
+    LatencyStatus,
+    PathStatus,
+    PlannedTier,
+    PlanStatus,
+    SettingStatus,
+    Snapshot,
+    StepRecord,
+    TierStatus,
+)
+
+MIB, GIB = 1 << 20, 1 << 30
+TAKEN_AT = 1_790_000_000.0
+
+
+def answers() -> dict[str, BaseModel]:
+    """What every path that answers JSON says of the example, by path."""
+    view = example()
+    (run,) = view.runs
+    readiness = ready(view)
+    return {
+        "/v1/status": status(view),
+        "/v1/runs": runs(view),
+        "/v1/runs/{run_id}": run_status(run),
+        "/v1/tiers": tiers(view),
+        "/v1/bandwidth": bandwidth(view),
+        "/v1/steps": steps(view),
+        "/v1/config": config(view),
+        "/v1/plan": plan(view),
+        "/v1/history": history(view, None, lambda _: _entries()),
+        "/livez": Alive(),
+        "/readyz": readiness,
+        "/healthz": Health(
+            **readiness.model_dump(),
+            version="0.1.0",
+            started_at=TAKEN_AT - 7200,
+            uptime=7200.0,
+            directory="/run/user/1000/tiering",
+            directory_problem=None,
+            last_reading_at=TAKEN_AT,
+            readings=28_500,
+            subscribers=1,
+        ),
+    }
+
+
+def with_examples(app: FastAPI) -> None:
+    """Let the schema of ``app`` have ``answers()`` as examples, made when it is first asked for."""
+    plain: Callable[[], dict[str, Any]] = app.openapi
+
+    @cache
+    def openapi() -> dict[str, Any]:
+        schema = plain()
+        for path, answer in answers().items():
+            answered = schema["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
+            answered["example"] = answer.model_dump(mode="json")
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents it
+
+
+def example() -> View:
+    """One rank of a run of two, on a node of its own, a minute after its start."""
+    rank = RankView(0, "live", "", 0.125, _snapshot(), _description(), TAKEN_AT - 0.125)
+    return View(TAKEN_AT, (RunView("gpt-1b-5f3a9c20", "gpt-1b", (rank,)),), readings=28_500, changes=240)
+
+
+def _snapshot() -> Snapshot:
+    return Snapshot(
+        run_name="gpt-1b",
+        run_id="gpt-1b-5f3a9c20",
+        rank=0,
+        world_size=2,
+        local_world_size=1,
+        node="node-a",
+        pid=4242,
+        started_at=TAKEN_AT - 60,
+        step=20,
+        phase="backward",
+        loss=6.25,
+        samples=320,
+        gradient_norm=1.5,
+        learning_rate=1e-4,
+        phase_seconds={"forward": 12.0, "backward": 24.0, "step": 18.0},
+        tiers=[
+            TierStatus("device", 8 * GIB, 24 * GIB, 6 * GIB, 7 * GIB, {"parameters": 6 * GIB}),
+            TierStatus("host", 4 * GIB, 64 * GIB, 3 * GIB, 4 * GIB, {"optimizer state": 3 * GIB}, 40 * GIB),
+            TierStatus(
+                "nvme", 12 * GIB, 900 * GIB, 9 * GIB, 9 * GIB, {"optimizer state": 9 * GIB}, 700 * GIB
+            ),
+        ],
+        activations=ActivationStatus(256 * MIB, 768 * MIB),
+        io=[
+            PathStatus(
+                "/nvme/swap",
+                "io_uring",
+                True,
+                _direction(180 * GIB, 2.5e9, 3.1e9),
+                _direction(170 * GIB, 1.25e9, 1.75e9),
+                queue_full_seconds=2.5,
+            )
+        ],
+        io_engine=IoEngineStatus("io_uring", ["registered_buffers"], 512 * MIB),
+        collectives=[CollectiveStatus("all-gather", 960, 40 * GIB, 2e8)],
+        stalls={"optimizer state read": 9.0, "optimizer state write": 3.0},
+        stalls_by_phase={"step": {"optimizer state read": 9.0, "optimizer state write": 3.0}},
+        steps=[_step(19), _step(20)],
+    )
+
+
+def _direction(moved: int, average: float, peak: float) -> DirectionStatus:
+    return DirectionStatus(
+        bytes=moved,
+        ops=moved // MIB,
+        in_flight=16,
+        busy_seconds=moved / average,
+        bytes_per_second=average,
+        average_bytes_per_second=average,
+        peak_bytes_per_second=peak,
+        latency_buckets=[0] * 21 + [moved // MIB],
+        latency_seconds=moved / MIB * 0.003,
+        latency=LatencyStatus(0.0029, 0.0035, 0.0040, 0.0042, 0.0042),
+    )
+
+
+def _step(step: int) -> StepRecord:
+    return StepRecord(
+        step=step,
+        seconds=2.75,
+        forward=0.6,
+        backward=1.2,
+        update=0.9,
+        stall=0.6,
+        read_bytes=9 * GIB,
+        written_bytes=9 * GIB,
+        sent_bytes=2 * GIB,
+        stalls={"optimizer state read": 0.45, "optimizer state write": 0.15},
+        ended_at=TAKEN_AT - 2.75 * (21 - step),
+    )
+
+
+def _description() -> Description:
+    return Description(
+        device="cuda:0 NVIDIA RTX 4090",
+        versions={"tiering": "0.1.0", "torch": "2.13.0", "python": "3.12.3"},
+        configuration=ConfigurationStatus(
+            "ds_config.json",
+            "batch 16 = 8 x 1 x 2 ranks, bf16",
+            {"honoured": 4, "no effect": 1},
+            ["zero_optimization.reduce_bucket_size"],
+            settings=[
+                SettingStatus("zero_optimization.stage", 3, "file", "honoured"),
+                SettingStatus("tiering.host_budget", 4 * GIB, "file", "honoured"),
+                SettingStatus("optimizer.params.lr", 1e-4, "auto", "honoured"),
+                SettingStatus("gradient_clipping", 0.0, "default"),
+            ],
+        ),
+        plan=PlanStatus(
+            tiers=[
+                PlannedTier("device", 8 * GIB, 7 * GIB, {"parameters": 7 * GIB}),
+                PlannedTier("host", 4 * GIB, 4 * GIB, {"optimizer state": 3 * GIB, "staging": GIB}),
+                PlannedTier("nvme", 12 * GIB, 9 * GIB, {"optimizer state": 9 * GIB}),
+            ],
+            read={"optimizer state": 9 * GIB},
+            written={"optimizer state": 9 * GIB},
+            sent={"parameters": 2 * GIB},
+            groups=26,
+            parameters=1_100_000_000,
+            state_format="fp32",
+        ),
+    )
+
+
+def _entries() -> list[Entry]:
+    return [
+        Entry(
+            TAKEN_AT - 1, 19, None, None, None, None, {"device": 6 * GIB, "host": 3 * GIB, "nvme": 9 * GIB}
+        ),
+        Entry(TAKEN_AT, 20, 2.5e9, 1.25e9, 2e8, 0.25, {"device": 6 * GIB, "host": 3 * GIB, "nvme": 9 * GIB}),
+    ]

@@ -1,0 +1,146 @@
+"""The last minutes of each run, one entry per second, in rings: what the page draws when it is opened."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from service.view import SAME_MOMENT, RankView, RunView, View
+from service.watch import Watch
+from tiering.telemetry import Snapshot, TelemetryError
+
+INTERVAL = 1.0  # seconds between entries
+LENGTH = 600  # entries kept of a run: ten minutes
+
+log = logging.getLogger(__name__)
+
+TierName = Literal["device", "host", "nvme"]
+TIERS: tuple[TierName, ...] = ("device", "host", "nvme")
+
+
+class Entry(NamedTuple):
+    """One second of a run, over its ranks on this node. None where nothing was known."""
+
+    at: float
+    step: int | None
+    read: float | None
+    written: float | None
+    sent: float | None
+    stall: float | None
+    used: dict[TierName, int | None]
+
+
+class _Counted(NamedTuple):
+    """The counters of one rank as it published them at ``at``."""
+
+    at: float
+    read: int
+    written: int
+    sent: int
+    stall: float
+
+
+@dataclass
+class _Ring:
+    entries: deque[Entry] = field(default_factory=lambda: deque(maxlen=LENGTH))
+    counted: dict[tuple[int, float], _Counted] = field(default_factory=dict)
+
+
+class History:
+    """Rings of the runs that have pages; that of a run goes with its last page. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._rings: dict[str, _Ring] = {}
+
+    def of(self, run_id: str) -> list[Entry]:
+        """What is known of a run, oldest first."""
+        ring = self._rings.get(run_id)
+        return list(ring.entries) if ring is not None else []
+
+    async def follow(self, watch: Watch) -> None:
+        """Add an entry every second until cancelled, whatever happens to the pages."""
+        due = time.monotonic()
+        while True:
+            try:
+                self.add(await watch.now())
+            except TelemetryError:
+                pass  # whoever asks is told
+            except Exception:
+                log.exception("the history of the runs lacks an entry")
+            due = max(due + INTERVAL, time.monotonic())
+            await asyncio.sleep(due - time.monotonic())
+
+    def add(self, view: View) -> None:
+        """One more entry for each run that is not over."""
+        self._rings = {run.id: self._rings.get(run.id) or _Ring() for run in view.runs}
+        for run in view.runs:
+            if not run.over:
+                ring = self._rings[run.id]
+                entry, ring.counted = _entry(run, view.taken_at, ring.counted)
+                ring.entries.append(entry)
+
+
+def _entry(
+    run: RunView, at: float, before: dict[tuple[int, float], _Counted]
+) -> tuple[Entry, dict[tuple[int, float], _Counted]]:
+    """What happened since ``before``, and what to compare the next reading with.
+
+    Rates are differences of counters over the time between the two publications they come from: readings and
+    publications are not in step.
+    """
+    counted = {
+        (rank.rank, rank.snapshot.started_at): _counted(rank.snapshot, rank.published_at)
+        for rank in run.ranks
+        if rank.fresh and rank.snapshot is not None and rank.published_at is not None
+    }
+    pairs = [
+        (before[key], now)
+        for key, now in counted.items()
+        if key in before and now.at > before[key].at + SAME_MOMENT
+    ]
+    stalls = list(_rates(pairs, lambda one: one.stall))
+    entry = Entry(
+        at=at,
+        step=max((said.step for said in run.snapshots), default=None),
+        read=_sum(_rates(pairs, lambda one: one.read)),
+        written=_sum(_rates(pairs, lambda one: one.written)),
+        sent=_sum(_rates(pairs, lambda one: one.sent)),
+        stall=min(1.0, sum(stalls) / len(stalls)) if stalls else None,
+        used={tier: _used(run.ranks, tier) for tier in TIERS},
+    )
+    return entry, counted
+
+
+def _counted(said: Snapshot, at: float) -> _Counted:
+    return _Counted(
+        at,
+        sum(path.read.bytes for path in said.io),
+        sum(path.written.bytes for path in said.io),
+        sum(one.sent_bytes for one in said.collectives),
+        sum(said.stalls.values()),
+    )
+
+
+def _rates(pairs: Iterable[tuple[_Counted, _Counted]], of: Callable[[_Counted], float]) -> Iterator[float]:
+    return (max(0.0, of(now) - of(before)) / (now.at - before.at) for before, now in pairs)
+
+
+def _sum(rates: Iterator[float]) -> float | None:
+    known = list(rates)
+    return sum(known) if known else None
+
+
+def _used(ranks: Iterable[RankView], name: TierName) -> int | None:
+    known = [
+        tier.used
+        for rank in ranks
+        if rank.fresh and rank.snapshot is not None
+        for tier in rank.snapshot.tiers
+        if tier.name == name
+    ]
+    return sum(known) if known else None

@@ -1,0 +1,173 @@
+"""What bounds the step, and what would help. Of live ranks with enough steps to tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import NamedTuple
+
+from service.advice.advice import Advice, warning
+from service.advice.relief import Relief, as_setting, relief
+from service.advice.waits import ON_NVME, ON_RANKS, Waits, direction, steady, waits
+from service.view import RankView, RunView
+from service.words import listed, moved, seconds, share, size
+from tiering.telemetry import PlanStatus, Snapshot, TierStatus
+
+
+class _Stepping(NamedTuple):
+    rank: RankView
+    said: Snapshot
+    waited: Waits
+
+
+def _stepping(run: RunView) -> list[_Stepping]:
+    return [
+        _Stepping(rank, rank.snapshot, waited)
+        for rank in run.ranks
+        if rank.fresh and rank.snapshot is not None and (waited := waits(rank.snapshot)) is not None
+    ]
+
+
+STALLED = 0.2  # of a step: below, what could be gained is within the spread of step times
+BOUND = 0.5  # of a step: whatever takes most of it is what bounds it
+
+
+def for_nvme(run: RunView) -> Iterator[Advice]:
+    """Told of the rank that waits most: the others wait for it in turn."""
+    found = [one for one in _stepping(run) if one.said.io and one.waited.on(ON_NVME) >= STALLED]
+    if not found:
+        return
+    rank, said, waited = max(found, key=lambda one: one.waited.on(ON_NVME))
+    stalled, last = waited.on(ON_NVME), steady(said)[-1]
+    causes = [f"{cause} {share(waited.causes[cause])}" for cause in waited.causes if cause in ON_NVME]
+    yield warning(
+        "nvme-bound",
+        f"the step {'is bound by' if stalled >= BOUND else 'waits for'} NVMe {direction(said)}:"
+        f" {share(stalled)} of its {seconds(waited.seconds)} is stall ({listed(causes)});"
+        f" it reads {moved(last.read_bytes)} and writes {moved(last.written_bytes)}",
+        _less_over_nvme(rank, said),
+        *([one.rank.rank for one in found] if len(run.ranks) > 1 else []),
+    )
+
+
+SPARED = 0.05  # of a machine's memory: for what the budget does not count, and for what else starts
+
+
+def _less_over_nvme(rank: RankView, said: Snapshot) -> str:
+    """What would help, surest first: memory that is free; else fewer bytes, more disks, rarer steps."""
+    described = rank.description
+    planned = described.plan if described is not None else None
+    host = next((tier for tier in said.tiers if tier.name == "host"), None)
+    if described is None or planned is None or host is None or host.available is None:
+        return "raise tiering.host_budget if the machine has memory to spare; `tiering plan` tells what that changes"
+    if not _caches(rank):
+        return f"set tiering.cache_in_host to true: then what fits into the host budget, {size(host.budget)}, stays in RAM"
+    ranks = said.local_world_size
+    free = int(host.available - SPARED * host.capacity) // ranks
+    more = relief(planned, max(0, free), device_is_host=described.device.startswith("cpu"))
+    if more is None:
+        return f"the machine has no memory for a larger tiering.host_budget; {_without_memory(planned, said)}"
+    if more.saved == more.moved:
+        return _with_memory(more, ranks, host)
+    return f"{_with_memory(more, ranks, host)}; beyond that, {_without_memory(planned, said)}"
+
+
+def _caches(rank: RankView) -> bool:
+    """Whether what may live on NVMe stays in host memory as far as it fits: else no budget keeps it there."""
+    configured = rank.description.configuration if rank.description is not None else None
+    settings = configured.settings if configured is not None else []
+    return not any(one.key.endswith("cache_in_host") and one.value is False for one in settings)
+
+
+def _with_memory(more: Relief, ranks: int, host: TierStatus) -> str:
+    """In figures of the node, as its configuration has them."""
+    kept = [
+        kind if kind in more.whole else f"{size(nbytes * ranks)} of the {kind}"
+        for kind, nbytes in more.kept.items()
+    ]
+    saves = "all" if more.saved == more.moved else f"about {moved(more.saved * ranks)}"
+    return (
+        f"{size(more.extra * ranks)} more host budget ({size(host.available or 0)} are free) would keep {listed(kept)}"
+        f" in RAM and save {saves} of the {moved(more.moved * ranks)} that a step moves:"
+        f" set tiering.host_budget to {as_setting(more.host_budget * ranks)}"
+    )
+
+
+def _without_memory(planned: PlanStatus, said: Snapshot) -> str:
+    """What moves them faster, moves fewer bytes, or moves them less often."""
+    state = planned.read.get("optimizer state", 0) + planned.written.get("optimizer state", 0)
+    remedies = ["one more directory in nvme_path, on another drive, adds its bandwidth"]
+    if state and "bf16" not in planned.state_format:
+        remedies.append('tiering.state "bf16" halves the moments of the optimizer')
+    if 2 * state > sum(planned.read.values()) + sum(planned.written.values()):
+        remedies.append("more gradient_accumulation_steps move the optimizer state once for more samples")
+    else:
+        remedies.append("a larger micro-batch fetches the parameters once for more samples")
+    return listed(remedies)
+
+
+STRAGGLES = 1.25  # times as busy as the others: the spread of equal ranks that share a machine stays below
+
+
+def for_other_ranks(run: RunView) -> Iterator[Advice]:
+    """A rank that all wait for, or else the network between them."""
+    told = _stepping(run)
+    if len(told) > 1:
+        slowest = max(told, key=_busy)
+        usual = median(_busy(one) for one in told if one is not slowest)
+        if _busy(slowest) >= STRAGGLES * usual:
+            yield _straggler(slowest, usual, [one for one in told if one is not slowest])
+            return
+    found = [one for one in told if one.waited.on(ON_RANKS) >= STALLED]
+    if found:
+        most = max(one.waited.on(ON_RANKS) for one in found)
+        yield warning(
+            "network-bound",
+            f"{share(most)} of the step is waiting for other ranks, and no rank of this node is a straggler",
+            "look on the other nodes for a slower rank; else it is the network: a larger micro-batch or, below stage 3,"
+            " more gradient_accumulation_steps send less for each sample",
+            *[one.rank.rank for one in found],
+        )
+
+
+def _busy(one: _Stepping) -> float:
+    """Seconds of a step in which it does not wait for others: all ranks take the same time with that."""
+    return one.waited.seconds * (1 - one.waited.on(ON_RANKS))
+
+
+def _straggler(slowest: _Stepping, usual: float, others: list[_Stepping]) -> Advice:
+    took = _busy(slowest)
+    stalled = slowest.waited.on(ON_NVME) * slowest.waited.seconds
+    usually = median(one.waited.on(ON_NVME) * one.waited.seconds for one in others)
+    rank = slowest.rank.rank
+    text = f"rank {rank} is busy for {seconds(took)} of each step, the others for {seconds(usual)}: they wait for it"
+    remedy = "look at what else runs on its cores or GPU, at their clock and temperature, and at its share of the data"
+    if stalled - usually >= (took - usual) / 2:
+        text += f"; {seconds(stalled)} of it is stall for NVMe, {seconds(usually)} of theirs"
+        remedy = "look at what else uses its disk, and compare the ranks' disks with `tierbench DIR`"
+    return warning("straggler", text, remedy, rank)
+
+
+SLOWER = 1.5  # times as long as the earlier steps: more than the spread of a healthy run
+LATEST = 3  # steps: one slow step is an event, three are a state
+EARLIER = 8  # steps to compare with
+
+
+def longer_than_before(run: RunView) -> Iterator[Advice]:
+    """Steps that take much longer than the run's own did a little while ago."""
+    for rank, said, _ in _stepping(run):
+        before, now = steady(said)[:-LATEST], steady(said)[-LATEST:]
+        if len(before) < EARLIER:
+            continue
+        then, latest = median(step.seconds for step in before), median(step.seconds for step in now)
+        added = median(step.stall for step in now) - median(step.stall for step in before)
+        if latest >= SLOWER * then > 0:
+            yield warning(
+                "slower-now",
+                f"the last {LATEST} steps took {seconds(latest)}, those before {seconds(then)};"
+                f" {seconds(max(0.0, added))} of the difference is stall",
+                "look at what else uses the disks (`iostat -x 1`); a drive may have filled its fast cache"
+                if added >= (latest - then) / 2
+                else "look at what else uses the CPU or GPU, and at its clock and temperature",
+                rank.rank,
+            )

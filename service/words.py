@@ -1,0 +1,48 @@
+"""Figures as people read them: memory in units of 1024, what moves in units of 1000, as disks and networks have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def size(nbytes: float) -> str:
+    """Bytes of memory or of a disk: "4.0 GiB"."""
+    return _scaled(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def moved(nbytes: float) -> str:
+    """Bytes that were or would be moved: "12.1 GB"."""
+    return _scaled(nbytes, 1000, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def rate(bytes_per_second: float) -> str:
+    """Bandwidth: "1.4 GB/s"."""
+    return moved(bytes_per_second) + "/s"
+
+
+def share(part: float) -> str:
+    """A part of one: "71 %"."""
+    return f"{100 * part:.0f} %"
+
+
+def seconds(duration: float) -> str:
+    """A duration: "310 ms", "2.1 s", "1 h 05 min"."""
+    if duration < 0.9995:
+        return f"{1000 * duration:.1f} ms" if duration < 0.00995 else f"{1000 * duration:.0f} ms"
+    if duration < 99.95:
+        return f"{duration:.1f} s"
+    minutes = round(duration / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def listed(words: Iterable[str]) -> str:
+    """Several things in a sentence: "a, b and c"."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
+    left = 0
+    while abs(number) >= base * 0.9995 and left < len(units) - 1:
+        number, left = number / base, left + 1
+    return f"{number:.{0 if left == 0 or abs(number) >= 99.95 else 1}f} {units[left]}"

@@ -1,0 +1,34 @@
+"""The page at ``/``: a few static files, read once and served by name. No path is ever made of what somebody asks for.
+
+index.html   what is on the page, empty     tierd.css   how it looks, light and dark
+tierd.js     which run is shown, and when   theme.js    light or dark, before the first paint
+follow.js    the events of the sidecar, again after every loss, with a token where one is wanted
+figures.js   numbers as words               totals.js   ranks added up
+patch.js     a description of elements brought into the document with as few changes as possible
+sections.js  run, warnings, tiers, plan, paths, ranks     steps.js   the recent steps
+charts.js    bandwidth and stalls over time, drawn by vendor/uPlot     settings.js   the configuration
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+_HERE = Path(__file__).parent
+_MEDIA_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript"}
+
+
+class File(NamedTuple):
+    """Its bytes, and what they are."""
+
+    content: bytes
+    media_type: str
+
+
+def read_files() -> dict[str, File]:
+    """All files by their names, without the directories they are in."""
+    return {
+        path.name: File(path.read_bytes(), _MEDIA_TYPES[path.suffix])
+        for path in sorted([*_HERE.iterdir(), *(_HERE / "vendor").iterdir()])
+        if path.suffix in _MEDIA_TYPES
+    }

@@ -1,0 +1,166 @@
+// Bandwidth and stalls over the last ten minutes: what the sidecar remembers, then what its events add.
+
+import {clock, most, percent, plural, rate, sum} from "./figures.js";
+import {h, patch, table} from "./patch.js";
+import {counters} from "./totals.js";
+
+const WINDOW = 600; // seconds
+const UNITS = 1024;
+
+/** One entry a second of a run: Unix times, and values that are null where nothing was known. */
+export class Series {
+  constructor() {
+    this.at = [];
+    this.values = {read: [], written: [], sent: [], stall: []};
+    this.last = null;
+  }
+
+  /** Starts with what /v1/history tells of a run. */
+  fill(history) {
+    this.at = [...(history?.at || [])];
+    for (const name of Object.keys(this.values)) this.values[name] = this.at.map((_, i) => history[name]?.[i] ?? null);
+  }
+
+  /** Adds what happened between the last status of the run and this one. */
+  add(run, at) {
+    const now = counters(run, at), before = this.last;
+    const took = before ? at - before.at : 0;
+    if (before && took < 0.5) return;
+    this.last = now;
+    if (!before || at <= (this.at.at(-1) ?? 0)) return;
+    const same = before.ranks === now.ranks && took < 30 && run.state !== "ended";
+    this.at.push(at);
+    for (const [name, values] of Object.entries(this.values)) {
+      const per = same ? Math.max(0, now[name] - before[name]) / took : null;
+      values.push(name === "stall" && per !== null ? Math.min(1, per) : per);
+    }
+    const old = this.at.findIndex(time => time >= at - WINDOW);
+    for (const list of [this.at, ...Object.values(this.values)]) list.splice(0, old);
+  }
+}
+
+// A canvas knows no light-dark(): the document resolves it.
+function color(name) {
+  const probe = document.createElement("i");
+  probe.className = `probe ${name}`;
+  document.body.append(probe);
+  const found = getComputedStyle(probe).color;
+  probe.remove();
+  return found;
+}
+
+const faint = solid => solid.replace("rgb(", "rgba(").replace(")", ", 0.12)");
+
+/** Ticks for bytes at powers of two, which read as round numbers. */
+function byteTicks(_, __, low, high) {
+  const rough = Math.max(high - low, 1) / 4, unit = UNITS ** Math.floor(Math.log(Math.max(rough, 1)) / Math.log(UNITS));
+  const step = unit * ([1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].find(n => n * unit >= rough) || 1000);
+  const ticks = [];
+  for (let tick = 0; tick <= high; tick += step) ticks.push(tick);
+  return ticks;
+}
+
+class Chart {
+  constructor(figure, {name, series, format, top, ticks}) {
+    Object.assign(this, {name, series, format, top, ticks, figure, plot: null, at: [], data: {}, cursor: null});
+    this.box = figure.querySelector(".plot");
+    figure.querySelector("details").addEventListener("toggle", () => this.tabulate());
+    new ResizeObserver(() => this.plot?.setSize(this.size())).observe(this.box);
+  }
+
+  size() {
+    return {width: Math.max(80, this.box.clientWidth), height: 180};
+  }
+
+  /** Draws with the colours of the moment. */
+  restart() {
+    this.plot?.destroy();
+    const ink = color("ink"), grid = color("grid");
+    const axis = {stroke: ink, grid: {stroke: grid, width: 1}, ticks: {show: false}, font: "12px system-ui, sans-serif"};
+    this.plot = new uPlot({
+      ...this.size(),
+      legend: {show: false},
+      cursor: {sync: {key: "tierd"}, drag: {x: false, y: false}, y: false, points: {size: 6}},
+      scales: {x: {time: true}, y: {range: (_, low, high) => [0, this.top(high)]}},
+      axes: [
+        {...axis, grid: {show: false}, space: 90, values: (_, ticks) => ticks.map(clock)},
+        {...axis, size: 74, splits: this.ticks, values: (_, ticks) => ticks.map(tick => this.format(tick))},
+      ],
+      series: [{}, ...this.series.map(one => {
+        const solid = color(one.name);
+        return {label: one.label, stroke: solid, fill: faint(solid), width: 1.75, dash: one.dash, points: {show: false}, show: this.has(one)};
+      })],
+      hooks: {setCursor: [plot => this.point(plot.cursor.idx)]},
+    }, [this.at, ...this.series.map(one => this.data[one.name] || [])], this.box);
+  }
+
+  has(one) {
+    return !one.optional || (this.data[one.name] || []).some(value => value > 0);
+  }
+
+  show({at, values}) {
+    const shown = this.series.map(one => this.has(one)).join();
+    this.at = at;
+    this.data = values;
+    if (!this.plot || shown !== this.series.map(one => this.has(one)).join()) this.restart();
+    else this.plot.setData([at, ...this.series.map(one => values[one.name])]);
+    const said = this.summary();
+    this.box.setAttribute("aria-label", `${this.name} over time. ${said}`);
+    patch(this.figure.querySelector("figcaption"), said);
+    this.readout();
+    this.tabulate();
+  }
+
+  summary() {
+    const minutes = this.at.length > 1 ? (this.at.at(-1) - this.at[0]) / 60 : 0;
+    if (!minutes) return "Figures come with the next seconds.";
+    const over = minutes < 1.5 ? plural(Math.round(60 * minutes), "second") : plural(Math.round(minutes), "minute");
+    return `Over ${over}: ` + this.series.filter(one => this.has(one)).map(one => {
+      const known = this.data[one.name].filter(value => value !== null);
+      return `${one.label} ${this.format(known.length ? sum(known) / known.length : null)} on average, ${this.format(most(known))} at most`;
+    }).join("; ") + ".";
+  }
+
+  point(index) {
+    this.cursor = index ?? null;
+    this.readout();
+  }
+
+  readout() {
+    const index = this.cursor !== null && this.cursor < this.at.length ? this.cursor : this.at.length - 1;
+    patch(this.figure.querySelector(".now"),
+      this.series.filter(one => this.has(one)).map(one => h("span", {key: one.name}, h("i", {class: `line ${one.name}`}), `${one.label} `,
+        h("b", {}, this.format((this.data[one.name] || [])[index])))),
+      h("span", {class: "soft", key: "at"}, this.cursor === null ? "now" : `at ${clock(this.at[index])}`));
+  }
+
+  /** By minute: six hundred rows would help nobody. */
+  tabulate() {
+    const details = this.figure.querySelector("details");
+    if (!details.open) return;
+    const minutes = new Map();
+    this.at.forEach((at, i) => minutes.set(Math.floor(at / 60), [...(minutes.get(Math.floor(at / 60)) || []), i]));
+    const shown = this.series.filter(one => this.has(one));
+    patch(details.querySelector(".wide"), table(`${this.name} by minute`,
+      ["minute from", ...shown.flatMap(one => [`${one.label}, average`, "at most"])],
+      [...minutes].map(([minute, indices]) => h("tr", {key: minute}, h("th", {scope: "row"}, clock(60 * minute)), shown.map(one => {
+        const known = indices.map(i => this.data[one.name][i]).filter(value => value !== null);
+        return [h("td", {}, this.format(known.length ? sum(known) / known.length : null)), h("td", {}, this.format(most(known)))];
+      })))));
+  }
+}
+
+/** The two charts; their cursors move together. */
+export function charts() {
+  return [
+    new Chart(document.getElementById("bandwidth"), {
+      name: "Bandwidth", format: rate, top: high => Math.max(high || 0, UNITS) * 1.1, ticks: byteTicks,
+      series: [{name: "read", label: "read"}, {name: "written", label: "written", dash: [6, 3]},
+        {name: "sent", label: "sent to other ranks", dash: [2, 3], optional: true}],
+    }),
+    new Chart(document.getElementById("stall"), {
+      name: "Stall", format: percent, top: () => 1, ticks: () => [0, 0.25, 0.5, 0.75, 1],
+      series: [{name: "stall", label: "share of the time stalled"}],
+    }),
+  ];
+}

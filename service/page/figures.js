@@ -1,0 +1,60 @@
+// Numbers as words. Whatever is no number is told as a dash or by its name, never as NaN or undefined.
+
+export const UNKNOWN = "–";
+
+const known = value => typeof value === "number" && Number.isFinite(value);
+const spaced = (value, unit) => `${value}\u00a0${unit}`;
+const digits = value => (value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(2));
+
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+
+/** Bytes in binary units, with three digits. */
+export function bytes(value) {
+  if (!known(value)) return UNKNOWN;
+  if (value < 0) return `−${bytes(-value)}`;
+  let unit = 0;
+  while (value >= 999.5 && unit < UNITS.length - 1) {
+    value /= 1024;
+    unit++;
+  }
+  return spaced(unit === 0 ? value.toFixed(0) : digits(value), UNITS[unit]);
+}
+
+export const rate = value => (known(value) ? `${bytes(value)}/s` : UNKNOWN);
+
+/** A duration. */
+export function seconds(value) {
+  if (!known(value)) return UNKNOWN;
+  if (value <= 0) return spaced("0", "s");
+  if (value < 0.9995e-3) return spaced(digits(value * 1e6), "µs");
+  if (value < 0.9995) return spaced(digits(value * 1e3), "ms");
+  if (value < 119.5) return spaced(digits(value), "s");
+  if (value < 7170) return `${spaced(Math.floor(value / 60), "min")} ${spaced(Math.floor(value % 60), "s")}`;
+  if (value < 172800) return `${spaced(Math.floor(value / 3600), "h")} ${spaced(Math.floor((value % 3600) / 60), "min")}`;
+  return spaced((value / 86400).toFixed(1), "days");
+}
+
+/** A share of one. */
+export function percent(share) {
+  if (!known(share)) return UNKNOWN;
+  const value = 100 * share;
+  return spaced(value > 0 && value < 0.1 ? "< 0.1" : value < 9.95 && value > 0 ? value.toFixed(1) : value.toFixed(0), "%");
+}
+
+export const count = value => (known(value) ? Math.round(value).toLocaleString("en") : UNKNOWN);
+
+/** Any number with some digits: a loss, a norm, samples per second. A loss that diverged arrives as "NaN". */
+export function plain(value) {
+  if (typeof value === "string") return {NaN: "not a number", Infinity: "infinite", "-Infinity": "−infinite"}[value] || UNKNOWN;
+  if (!known(value)) return UNKNOWN;
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace("-", "−").replace("e+", "e");
+  return size >= 1000 ? count(value) : size >= 100 ? value.toFixed(1) : size >= 1 ? value.toFixed(3) : value.toFixed(4);
+}
+
+/** The time of day of a Unix time. */
+export const clock = at => (known(at) ? new Date(at * 1000).toLocaleTimeString("en-GB") : UNKNOWN);
+
+export const sum = numbers => numbers.reduce((total, value) => total + (known(value) ? value : 0), 0);
+export const most = numbers => numbers.reduce((top, value) => (known(value) && !(top >= value) ? value : top), null);
+export const plural = (many, one, more = `${one}s`) => `${count(many)} ${many === 1 ? one : more}`;

@@ -1,0 +1,222 @@
+// The parts of the page that are words, bars and tables: of a run to descriptions of elements. Pure.
+
+import {bytes, clock, count, most, percent, plain, plural, rate, seconds, sum, UNKNOWN} from "./figures.js";
+import {h, table} from "./patch.js";
+import {median} from "./totals.js";
+
+const KINDS = ["parameters", "gradients", "optimizer state", "unsharded groups", "staging", "local gradients",
+  "gradient reduction", "checkpoint"];
+const kindClass = kind => (KINDS.includes(kind) ? `kind-${kind.replaceAll(" ", "-")}` : "kind-other");
+
+const RUN_STATES = {training: ["Training", "good"], degraded: ["Degraded", "poor"], ended: ["Ended", "over"]};
+const RANK_STATES = {
+  live: ["live", "good"], silent: ["silent", "poor"], stale: ["gone", "over"], torn: ["torn", "poor"],
+  "newer-version": ["newer version", "poor"], unreadable: ["unreadable", "bad"],
+};
+const SEVERITIES = {error: ["Error", "bad"], warning: ["Warning", "poor"], info: ["Note", "note"]};
+
+// A shape and a word, never a colour alone.
+const marked = ([word, shape], className = "state") => h("span", {class: `${className} ${shape}`}, h("i", {class: "mark"}), word);
+
+export const runState = run => marked(RUN_STATES[run.state] || [run.state, "note"], "state badge");
+
+export function about(run) {
+  const nodes = [...new Set(run.ranks.map(rank => rank.node).filter(Boolean))];
+  const said = [
+    run.device, nodes.length ? `on ${nodes.join(", ")}` : null,
+    run.ranks_expected > 1 || run.world_size > 1
+      ? `${count(run.ranks_live)} of ${plural(run.ranks_expected, "rank")} live here` +
+        (run.world_size > run.ranks_expected ? `, ${count(run.world_size)} in all` : "") : null,
+    run.started_at ? `since ${new Date(run.started_at * 1000).toLocaleString("en-GB", {dateStyle: "medium", timeStyle: "short"})}` : null,
+  ];
+  return [said.filter(Boolean).join(" · "), run.id !== run.name ? [" · ", h("code", {}, run.id)] : null];
+}
+
+/** Samples of all ranks per second, at the pace of the recent steps. */
+function samplesPerSecond(run) {
+  const rank = run.ranks.find(one => one.samples > 0 && one.step > 0);
+  return rank && run.step_seconds > 0 ? rank.samples / rank.step / run.step_seconds : null;
+}
+
+export function facts(run, at) {
+  const ranks = run.ranks.filter(rank => rank.pid !== null);
+  const last = most(ranks.map(rank => rank.steps.at(-1)?.seconds));
+  const now = way => sum(ranks.map(rank => sum(rank.io.map(path => path[way].bytes_per_second))));
+  const first = ranks[0] || {};
+  const phases = [...new Set(ranks.map(rank => rank.phase))];
+  const live = run.state !== "ended";
+  const until = live ? at : most(ranks.map(rank => at - (rank.heartbeat_age ?? 0)));
+  const extra = [
+    ["gradient norm", plain(first.gradient_norm), first.gradient_norm],
+    ["learning rate", plain(first.learning_rate), first.learning_rate],
+    ["loss scale", plain(first.loss_scale), first.loss_scale],
+  ].filter(([, , value]) => value !== null && value !== undefined).map(([name, text]) => `${name} ${text}`);
+  const swaps = ranks.some(rank => rank.io.length);
+  return [
+    ["Step", count(run.step), !live ? "" : phases.length === 1 ? `in ${phases[0]}` : phases.length ? "phases differ" : ""],
+    ["Step time", seconds(run.step_seconds), last === null ? "" : `last one ${seconds(last)}`],
+    ["Stalled", percent(run.stall_share), "of the recent steps"],
+    ["Samples", samplesPerSecond(run) === null ? UNKNOWN : `${plain(samplesPerSecond(run))}/s`,
+      first.samples ? `${count(first.samples)} so far` : ""],
+    ["Loss", plain(run.loss), first.skipped_steps ? `${plural(first.skipped_steps, "step")} skipped` : extra[0] || ""],
+    swaps ? ["Reading", live ? rate(now("read")) : UNKNOWN, "from NVMe"] : null,
+    swaps ? ["Writing", live ? rate(now("written")) : UNKNOWN, "to NVMe"] : null,
+    ["Running for", run.started_at && until ? seconds(Math.max(0, until - run.started_at)) : UNKNOWN,
+      extra.find(text => text.startsWith("learning")) || ""],
+  ].filter(Boolean).map(([name, value, more]) => h("div", {key: name}, h("dt", {}, name), h("dd", {}, value), h("dd", {class: "more"}, more)));
+}
+
+export function warnings(run) {
+  const several = run.ranks.length > 1;
+  return run.warnings.map(({code, severity, ranks, text, remedy}) => h("li", {
+    key: `${code} ${ranks.join()}`, class: (SEVERITIES[severity] || SEVERITIES.info)[1],
+  },
+    h("p", {}, marked(SEVERITIES[severity] || [severity, "note"], "severity"), " ",
+      several && ranks.length ? h("span", {class: "whom"}, `${ranks.length === 1 ? "rank" : "ranks"} ${ranks.join(", ")}: `) : null, text),
+    remedy ? h("p", {class: "remedy"}, remedy) : null));
+}
+
+function tier(one) {
+  const used = Object.entries(one.by_kind).filter(([, size]) => size > 0);
+  const rest = one.used - sum(used.map(([, size]) => size));
+  if (rest > 0) used.push(["other", rest]);
+  // The budget stands at nine tenths, so that what goes past it shows.
+  const scale = Math.max(one.budget / 0.9, one.used, one.peak, 1);
+  const share = value => `${(100 * value) / scale}%`;
+  const ofBudget = value => (one.budget ? percent(value / one.budget) : UNKNOWN);
+  const over = one.budget && one.used > one.budget;
+  return h("section", {key: one.name, class: "tier", "aria-label": `Tier ${one.name}`},
+    h("div", {class: "tier-head"}, h("h3", {}, one.name === "nvme" ? "NVMe" : one.name),
+      h("span", {class: over ? "bad" : ""}, h("b", {}, bytes(one.used)), ` of ${bytes(one.budget)} budget · ${ofBudget(one.used)}`)),
+    h("div", {class: "track", "aria-hidden": "true"},
+      h("div", {class: "fill"}, used.map(([kind, size]) => h("i", {key: kind, class: kindClass(kind), style: {width: share(size)}, title: `${kind} ${bytes(size)}`}))),
+      one.budget ? h("i", {class: "beyond", style: {left: share(one.budget)}}) : null,
+      one.budget ? h("i", {class: "budget", style: {left: share(one.budget)}, title: `budget ${bytes(one.budget)}`}) : null,
+      one.peak ? h("i", {class: "peak", style: {left: share(one.peak)}, title: `peak ${bytes(one.peak)}`}) : null),
+    h("ul", {class: "legend"}, used.map(([kind, size]) =>
+      h("li", {key: kind}, h("i", {class: `swatch ${kindClass(kind)}`}), `${kind} `, h("b", {}, bytes(size))))),
+    h("p", {class: "soft"}, h("i", {class: "peak-sign"}), `peak ${bytes(one.peak)}, ${ofBudget(one.peak)} of budget`,
+      one.capacity ? ` · machine has ${bytes(one.capacity)}` : "",
+      typeof one.available === "number" ? `, ${bytes(one.available)} free` : ""));
+}
+
+export function tiers(all, ranks) {
+  const used = all.filter(one => one.budget || one.used || one.peak);
+  const idle = all.filter(one => !used.includes(one)).map(one => (one.name === "nvme" ? "NVMe" : one.name));
+  const kept = ranks.map(rank => rank.activations).filter(Boolean);
+  return [
+    used.map(tier),
+    idle.length ? h("p", {class: "soft", key: "idle"}, `Not used: ${idle.join(", ")}.`) : null,
+    kept.length ? h("p", {class: "soft", key: "beside"},
+      `Beside the tiers, activations take ${bytes(sum(kept.map(one => one.used)))}, at most ${bytes(sum(kept.map(one => one.peak)))}.`) : null,
+    !used.length && !kept.length ? h("p", {class: "soft", key: "none"}, "No rank tells of its tiers.") : null,
+  ];
+}
+
+function verdict(planned, found) {
+  if (typeof found !== "number") return ["not known yet", ""];
+  if (!planned) return found ? ["not planned", "poor"] : ["as planned", "good"];
+  const off = found / planned - 1;
+  if (Math.abs(off) < 0.01) return ["as planned", "good"];
+  if (off >= 1) return [`${(found / planned).toFixed(1)} times as much`, "poor"];
+  return off > 0 ? [`${percent(off)} more`, off > 0.05 ? "poor" : "good"] : [`${percent(-off)} less`, "note"];
+}
+
+export function plan(rows, details) {
+  if (!rows.length) return h("p", {class: "soft"}, "No rank tells of its plan.");
+  const body = rows.map(({name, planned, found}) => {
+    const [word, shape] = verdict(planned, found);
+    const scale = Math.max(planned / 0.75, found || 0, 1);
+    return h("tr", {key: name}, h("th", {scope: "row"}, name), h("td", {}, bytes(planned)), h("td", {}, bytes(found)),
+      h("td", {class: "compared"},
+        h("div", {class: "track small", "aria-hidden": "true"},
+          h("div", {class: "fill"}, h("i", {class: `found ${shape}`, style: {width: `${(100 * (found || 0)) / scale}%`}})),
+          h("i", {class: "budget", style: {left: `${(100 * planned) / scale}%`}})),
+        h("span", {class: "verdict"}, word)));
+  });
+  return [
+    table("Plan against reality", ["", "planned", "found", "so it is"], body),
+    h("p", {class: "soft", key: "details"}, "Per tier its peak, and what a step of the recent ones moved (the median).", details ? ` ${details}` : ""),
+  ];
+}
+
+/** The plan in one sentence. */
+export function planned(ranks) {
+  const one = ranks[0]?.plan;
+  if (!one) return "";
+  return [
+    one.parameters ? `${count(one.parameters)} parameters in ${plural(one.groups, "group")}` : null,
+    one.micro_batches > 1 ? `${count(one.micro_batches)} micro-batches a step` : null,
+    one.state_format ? `state ${one.state_format}` : null,
+  ].filter(Boolean).join(", ") + ".";
+}
+
+const errors = way =>
+  way.errors ? h("span", {class: "state bad"}, h("i", {class: "mark"}),
+    Object.entries(way.errors_by_errno).map(([name, many]) => `${count(many)} ${name}`).join(", ") || count(way.errors)) : "0";
+
+function direction(word, way, first) {
+  return h("tr", {}, first, h("th", {scope: "row", class: "way"}, word), [
+    rate(way.bytes_per_second), rate(way.average_bytes_per_second), rate(way.peak_bytes_per_second), seconds(way.p50), seconds(way.p99),
+    count(way.in_flight), bytes(way.bytes), count(way.retries), errors(way),
+  ].map(cell => h("td", {}, cell)));
+}
+
+export function paths(all, ranks) {
+  if (!all.length) return h("p", {class: "soft"}, "Nothing is swapped to NVMe.");
+  const engine = ranks.map(rank => rank.io_engine).find(Boolean);
+  const rows = all.map(one => [
+    direction("read", one.read, h("th", {scope: "rowgroup", rowspan: "2", class: "path"}, h("code", {}, one.path),
+      h("span", {class: "soft"}, [one.engine, one.direct ? "direct" : "through the page cache",
+        one.queue_full_seconds > 0 ? `queue full for ${seconds(one.queue_full_seconds)}` : null,
+        one.measured ? `measured at ${rate(one.measured)}` : null].filter(Boolean).join(", ")))),
+    direction("written", one.written, null),
+  ]);
+  const flags = (engine?.flags || []).map(flag => flag.replaceAll("_", " "));
+  const missing = Object.entries(engine?.passed_over || {}).map(([what, why]) => `${what.replaceAll("_", " ")}: ${why}`);
+  return [
+    table("Paths", ["path", "", "now", "average", "peak", "p50", "p99", "in flight", "in all", "retries", "errors"], rows, {class: "paths"}),
+    engine ? h("p", {class: "soft", key: "engine"}, `I/O engine ${engine.name}`, flags.length ? ` with ${flags.join(", ")}` : "",
+      engine.registered_bytes ? `, ${bytes(engine.registered_bytes)} registered` : "", ".",
+      missing.length ? ` Not to be had: ${missing.join("; ")}.` : "", " Averages are over the time with transfers in flight.") : null,
+  ];
+}
+
+export function ranks(run, at) {
+  const rows = run.ranks.map((rank, place) => {
+    const known = rank.pid !== null, last = rank.steps.at(-1);
+    const rest = known ? [
+      rank.node || UNKNOWN, count(rank.step), rank.phase, rank.heartbeat_age === null ? UNKNOWN : `${seconds(rank.heartbeat_age)} ago`,
+      seconds(median(rank.steps.map(step => step.seconds))),
+      last && last.seconds > 0 ? percent(sum(rank.steps.map(step => step.stall)) / sum(rank.steps.map(step => step.seconds))) : UNKNOWN,
+      rate(sum(rank.io.map(path => path.read.bytes_per_second))), rate(sum(rank.io.map(path => path.written.bytes_per_second))), String(rank.pid),
+    ] : Array(9).fill(UNKNOWN);
+    return h("tr", {key: `${rank.rank} ${rank.pid ?? place}`}, h("th", {scope: "row"}, String(rank.rank)),
+      h("td", {class: "left"}, marked(RANK_STATES[rank.state] || [rank.state, "note"])), rest.map(cell => h("td", {}, cell)),
+      h("td", {class: "left reason"}, rank.reason || ""));
+  });
+  const missing = run.ranks_expected - run.ranks.length;
+  return [
+    table("Ranks", ["rank", "state", "node", "step", "phase", "heard", "step time", "stalled", "reads", "writes", "pid", "why"], rows, {class: "ranks"}),
+    missing > 0 ? h("p", {class: "soft", key: "missing"}, `${plural(missing, "rank")} of this run should be on this node and ${missing === 1 ? "is" : "are"} not here.`) : null,
+  ];
+}
+
+export function collectives(all) {
+  return table("Collectives", ["collective", "now", "sent in all", "calls"], all.map(one =>
+    h("tr", {key: one.kind}, h("th", {scope: "row"}, one.kind), h("td", {}, rate(one.rate)), h("td", {}, bytes(one.sent)), h("td", {}, count(one.calls)))));
+}
+
+export const versions = run =>
+  Object.entries(run?.versions || {}).map(([name, version]) => `${name} ${version}`).join(" · ");
+
+/** What is wrong or new since `before`, for who listens instead of looking; empty: nothing. */
+export function news(before, run, at) {
+  if (!before || before.id !== run.id) return `Run ${run.name}: ${(RUN_STATES[run.state] || [run.state])[0]}`;
+  const known = new Set(before.warnings.map(one => one.code));
+  return [
+    before.state !== run.state ? `Run ${run.name} is now: ${(RUN_STATES[run.state] || [run.state])[0]}, ${clock(at)}` : null,
+    ...run.warnings.filter(one => !known.has(one.code) && one.severity !== "info")
+      .map(one => `${(SEVERITIES[one.severity] || [one.severity])[0]}: ${one.text}`),
+  ].filter(Boolean).join(". ");
+}

@@ -1,0 +1,66 @@
+// The configuration in effect, fetched when somebody opens it.
+
+import {count, plural} from "./figures.js";
+import {get, TokenWanted} from "./follow.js";
+import {h, patch, table} from "./patch.js";
+
+const ORIGINS = {file: "given", auto: "filled in", default: "default"};
+
+const shown = value => (typeof value === "string" ? value : JSON.stringify(value) ?? "");
+const within = (setting, words) => {
+  const said = `${setting.key} ${shown(setting.value)} ${setting.verdict} ${setting.note}`.toLowerCase();
+  return words.every(word => said.includes(word));
+};
+
+export class Settings {
+  constructor(wanted) {
+    this.details = document.getElementById("settings");
+    this.search = document.getElementById("search");
+    this.given = document.getElementById("given");
+    this.run = null;
+    this.all = null;
+    this.wanted = wanted;
+    this.details.addEventListener("toggle", () => this.load());
+    this.search.addEventListener("input", () => this.draw());
+    this.given.addEventListener("change", () => this.draw());
+  }
+
+  /** Tells of `run` from now on. */
+  show(run) {
+    if (run.id === this.run) return;
+    this.run = run.id;
+    this.all = null;
+    patch(document.getElementById("found"));
+    this.load();
+  }
+
+  async load() {
+    if (!this.details.open || this.all || this.run === null) return;
+    const run = this.run;
+    try {
+      const answer = await get(`/v1/config?run=${encodeURIComponent(run)}`);
+      if (run !== this.run) return;
+      this.configuration = answer.runs[0]?.ranks.map(rank => rank.configuration).find(Boolean) || null;
+      this.all = this.configuration?.settings || [];
+      this.draw();
+    } catch (error) {
+      if (error instanceof TokenWanted) this.wanted();
+      else patch(document.getElementById("found"), h("p", {class: "soft"}, `The configuration did not come: ${error.message}. Close and open this to ask again.`));
+    }
+  }
+
+  draw() {
+    if (!this.all) return;
+    const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const found = this.all.filter(one => within(one, words) && !(this.given.checked && one.origin === "default"));
+    patch(document.getElementById("matches"), this.all.length ? `${count(found.length)} of ${plural(this.all.length, "setting")}` : "");
+    const idle = [["Without effect here", this.configuration?.without_effect], ["Deprecated", this.configuration?.deprecated]]
+      .filter(([, keys]) => keys?.length).map(([word, keys]) => h("p", {key: word, class: "soft"}, `${word}: ${keys.join(", ")}.`));
+    patch(document.getElementById("found"),
+      this.configuration?.source ? h("p", {class: "soft"}, "From ", h("code", {}, this.configuration.source), ".") : null, idle,
+      found.length ? table("Settings", ["setting", "value", "origin", "what became of it"], found.map(one => h("tr", {key: one.key},
+        h("th", {scope: "row"}, h("code", {}, one.key)), h("td", {class: "left"}, h("code", {}, shown(one.value))),
+        h("td", {class: "left"}, ORIGINS[one.origin] || one.origin), h("td", {class: "left note"}, [one.verdict, one.note].filter(Boolean).join(": ")))),
+      {class: "settings"}) : h("p", {class: "soft"}, this.all.length ? "No setting has these words." : "This run does not tell its settings."));
+  }
+}

@@ -1,0 +1,133 @@
+// The recent steps side by side, each as high as it took long: its phases, and within it the stalls by their causes.
+
+import {bytes, count, most, percent, plural, seconds, sum} from "./figures.js";
+import {median, slowest} from "./totals.js";
+import {h, patch} from "./patch.js";
+
+const PHASES = ["forward", "backward", "update"];
+export const causeClass = cause => `cause-${cause.replaceAll(/[^a-z]+/g, "-")}`;
+
+function parts(step) {
+  const named = PHASES.map(name => [name, step[name]]);
+  return [...named, ["between", Math.max(0, step.seconds - sum(PHASES.map(name => step[name])))]];
+}
+
+const causes = step => {
+  const named = Object.entries(step.stalls || {}).filter(([, time]) => time > 0).sort((a, b) => b[1] - a[1]);
+  return named.length || !(step.stall > 0) ? named : [["not told", step.stall]];
+};
+
+const words = step =>
+  `Step ${count(step.step)}: ${seconds(step.seconds)}; ` +
+  parts(step).map(([name, time]) => `${name} ${seconds(time)}`).join(", ") +
+  `; stalled ${seconds(step.stall)}` +
+  (step.stall > 0 ? ` (${causes(step).map(([cause, time]) => `${cause} ${seconds(time)}`).join(", ")})` : "");
+
+function bar(step, longest, chosen) {
+  const share = value => `${(100 * value) / longest}%`;
+  return h("div", {
+    key: step.step, role: "option", id: `step-${step.step}`, class: "step", "data-step": step.step,
+    "aria-selected": String(chosen), "aria-label": words(step),
+  },
+    h("div", {class: "phases"}, parts(step).map(([name, time]) => h("i", {class: name, style: {height: share(time)}}))),
+    h("div", {class: "waits"}, causes(step).map(([cause, time]) => h("i", {class: causeClass(cause), style: {height: share(time)}}))));
+}
+
+function line(kind, name, time, whole) {
+  return h("tr", {}, h("th", {scope: "row"}, h("i", {class: `swatch ${kind}`}), name),
+    h("td", {}, seconds(time)), h("td", {}, percent(whole > 0 ? time / whole : 0)));
+}
+
+function breakdown(step, follows) {
+  return h("div", {class: "step-told"},
+    h("h3", {}, `Step ${count(step.step)}`, follows ? h("span", {class: "soft"}, " the last one") : null),
+    h("table", {}, h("caption", {class: "hidden"}, `Where the time of step ${step.step} went`),
+      h("thead", {class: "hidden"}, h("tr", {}, ["part", "time", "share"].map(name => h("th", {scope: "col"}, name)))),
+      h("tbody", {}, parts(step).map(([name, time]) => line(name, name, time, step.seconds)),
+        h("tr", {class: "total"}, h("th", {scope: "row"}, "in all"), h("td", {}, seconds(step.seconds)), h("td", {}, ""))),
+      h("tbody", {}, h("tr", {class: "within"}, h("th", {scope: "row"}, "of that, stalled"), h("td", {}, seconds(step.stall)),
+        h("td", {}, percent(step.seconds > 0 ? step.stall / step.seconds : 0))),
+        causes(step).map(([cause, time]) => line(causeClass(cause), `for ${cause}`, time, step.seconds)))),
+    h("p", {class: "soft"}, `read ${bytes(step.read_bytes)}, wrote ${bytes(step.written_bytes)}`,
+      step.sent_bytes ? `, sent ${bytes(step.sent_bytes)}` : ""));
+}
+
+/** Shows the steps of a rank in `box`; arrow keys, a click or the pointer choose one, Escape the last one again. */
+export class Steps {
+  constructor(box) {
+    this.box = box;
+    this.chosen = null; // its number; null follows the last one
+    this.pointed = null;
+    this.steps = [];
+    this.rank = null;
+    box.addEventListener("keydown", event => this.key(event));
+    box.addEventListener("click", event => this.choose(this.under(event)));
+    box.addEventListener("pointermove", event => this.point(this.under(event)));
+    box.addEventListener("pointerleave", () => this.point(null));
+  }
+
+  show(ranks, scope) {
+    const rank = slowest(ranks);
+    if (rank?.rank !== this.rank?.rank || rank?.pid !== this.rank?.pid) this.chosen = this.pointed = null;
+    this.rank = rank;
+    this.of = ranks.length > 1 && scope === null && rank ? `rank ${rank.rank}, whose steps take longest` : "";
+    this.steps = rank ? rank.steps : [];
+    this.draw();
+  }
+
+  under(event) {
+    const found = event.target.closest?.(".step");
+    return found ? Number(found.dataset.step) : null;
+  }
+
+  point(step) {
+    if (step === this.pointed) return;
+    this.pointed = step;
+    this.draw();
+  }
+
+  choose(step) {
+    if (step === null) return;
+    this.chosen = step === this.steps.at(-1)?.step ? null : step;
+    this.draw();
+  }
+
+  key(event) {
+    if (!event.target.closest(".steps") || !this.steps.length) return;
+    const now = this.steps.indexOf(this.at(this.chosen)), end = this.steps.length - 1;
+    const to = {ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: end, Escape: end}[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    this.pointed = null;
+    this.choose(this.steps[Math.min(end, Math.max(0, to))].step);
+  }
+
+  at(number) {
+    return this.steps.find(step => step.step === number) || this.steps.at(-1);
+  }
+
+  draw() {
+    if (!this.steps.length) {
+      patch(this.box, h("p", {class: "soft"}, "No step has ended yet."));
+      return;
+    }
+    const longest = most(this.steps.map(step => step.seconds)) || 1;
+    const shown = this.at(this.pointed ?? this.chosen), chosen = this.at(this.chosen);
+    const stalled = sum(this.steps.map(step => step.stall)) / Math.max(sum(this.steps.map(step => step.seconds)), 1e-9);
+    const seen = new Set(this.steps.flatMap(step => causes(step).map(([cause]) => cause)));
+    patch(this.box,
+      h("p", {class: "soft"}, `${plural(this.steps.length, "step")}${this.of ? ` of ${this.of}` : ""}: half of them took at most `,
+        `${seconds(median(this.steps.map(step => step.seconds)))}, the longest ${seconds(longest)}; `,
+        `${percent(stalled)} of their time was stall.`),
+      h("div", {class: "steps-and-told"},
+        h("div", {class: "axis", "aria-hidden": "true"}, h("span", {}, seconds(longest)), h("span", {}, seconds(longest / 2)), h("span", {}, "0")),
+        h("div", {
+          class: "steps", role: "listbox", tabindex: "0", "aria-orientation": "horizontal",
+          "aria-label": "Recent steps, oldest first", "aria-activedescendant": `step-${chosen.step}`,
+        }, this.steps.map(step => bar(step, longest, step === chosen))),
+        breakdown(shown, shown === this.steps.at(-1))),
+      h("ul", {class: "legend"}, [...PHASES, "between"].map(name => h("li", {}, h("i", {class: `swatch ${name}`}), name)),
+        [...seen].sort().map(cause => h("li", {key: cause}, h("i", {class: `swatch ${causeClass(cause)}`}), `stall: ${cause}`))),
+      h("p", {class: "soft keys"}, "Arrow keys move between steps, Escape goes to the last one."));
+  }
+}

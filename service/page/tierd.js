@@ -1,0 +1,254 @@
+// Which run is shown, and when: everything that the page knows between two events.
+
+import {charts, Series} from "./charts.js";
+import {clock, plural} from "./figures.js";
+import {follow, get, token, TokenWanted} from "./follow.js";
+import {h, patch} from "./patch.js";
+import * as sections from "./sections.js";
+import {Settings} from "./settings.js";
+import {Steps} from "./steps.js";
+import * as totals from "./totals.js";
+
+const PLAN_EVERY = 10; // seconds: peaks and medians move slowly
+
+const at = id => document.getElementById(id);
+const state = {
+  status: null, // the last one heard
+  run: null, // the one shown, as last heard; it stays when its pages are swept
+  series: new Series(),
+  plan: [], // what /v1/plan tells of the ranks of that run
+  planAt: 0,
+  link: "connecting",
+};
+const [bandwidth, stall] = charts();
+const steps = new Steps(at("steps"));
+const settings = new Settings(() => wanted());
+let connection = null;
+
+const picked = () => {
+  const given = new URLSearchParams(location.hash.slice(1));
+  return {run: given.get("run"), rank: given.has("rank") ? Number(given.get("rank")) : null};
+};
+
+function pick(run, rank) {
+  const chosen = new URLSearchParams({run});
+  if (rank !== null) chosen.set("rank", rank);
+  history.replaceState(null, "", `#${chosen}`);
+  show();
+}
+
+/** The run asked for, else the one shown while it is there, else one that trains, the latest first. */
+function choose(runs) {
+  const named = id => runs.find(run => run.id === id);
+  const asked = named(picked().run);
+  if (asked) return asked;
+  const same = state.run && named(state.run.id);
+  if (same && same.state !== "ended") return same;
+  const latest = [...runs].sort((a, b) => (b.started_at || 0) - (a.started_at || 0));
+  return latest.find(run => run.state !== "ended") || same || latest[0] || null;
+}
+
+function heard(status) {
+  state.status = status;
+  link(status.runs.some(run => run.state !== "ended") ? "live" : "idle");
+  show();
+}
+
+function show() {
+  const {runs, taken_at: now} = state.status;
+  const chosen = choose(runs);
+  const before = state.run;
+  if (chosen) state.run = chosen;
+  else if (state.run) state.run = {...state.run, state: "ended", warnings: []};
+  only(state.run ? "shown" : "nothing");
+  if (!state.run) {
+    document.title = "tierd";
+    return where();
+  }
+  if (before?.id !== state.run.id) fresh();
+  else if (chosen) state.series.add(chosen, now);
+  const told = sections.news(before, state.run, now);
+  if (told) at("news").textContent = told;
+  draw(now);
+}
+
+/** Another run: what was known of the one before counts no more. */
+async function fresh() {
+  const run = state.run;
+  state.series = new Series();
+  state.series.add(run, state.status.taken_at);
+  state.plan = [];
+  state.planAt = 0;
+  const told = await ask(`/v1/history?run=${encodeURIComponent(run.id)}`);
+  if (!told || state.run.id !== run.id) return;
+  const {last} = state.series;
+  state.series.fill(told.runs[0]);
+  state.series.last = last;
+  draw(state.status.taken_at);
+}
+
+async function replan(now) {
+  if (now - state.planAt < PLAN_EVERY) return;
+  state.planAt = now;
+  const run = state.run.id;
+  const told = await ask(`/v1/plan?run=${encodeURIComponent(run)}`);
+  if (!told || state.run.id !== run) return;
+  state.plan = told.runs[0]?.ranks || [];
+  plan();
+}
+
+/** What is at `address`; null where it does not come: the events say so too, and louder. */
+async function ask(address, also) {
+  try {
+    return await get(address, also);
+  } catch (error) {
+    if (error instanceof TokenWanted) wanted();
+    return null;
+  }
+}
+
+const scope = () => {
+  const {rank} = picked();
+  return state.run.ranks.some(one => one.rank === rank) ? rank : null;
+};
+const inScope = ranks => (scope() === null ? ranks : ranks.filter(one => one.rank === scope()));
+
+function plan() {
+  const ranks = inScope(state.plan);
+  patch(at("plan"), sections.plan(totals.compared(ranks), sections.planned(ranks)));
+}
+
+function draw(now) {
+  const {run} = state;
+  const ranks = inScope(run.ranks.filter(rank => rank.pid !== null));
+  document.title = run.state === "ended" ? `${run.name} ended · tierd` : `${run.name} · step ${run.step ?? 0} · tierd`;
+  picks();
+  patch(at("name"), run.name);
+  patch(at("state"), sections.runState(run));
+  patch(at("about"), sections.about(run));
+  patch(at("facts"), sections.facts(run, now));
+  at("warnings").hidden = !run.warnings.length;
+  patch(at("warnings").querySelector("ul"), sections.warnings(run));
+  patch(at("tiers"), sections.tiers(totals.tiers(ranks, run.device), ranks));
+  patch(at("paths"), sections.paths(totals.paths(ranks), ranks));
+  patch(at("ranks"), sections.ranks(run, now));
+  const sent = totals.collectives(ranks);
+  at("network").hidden = !sent.length;
+  patch(at("collectives"), sent.length ? sections.collectives(sent) : null);
+  patch(at("outcome"), run.configuration || "This run does not tell its configuration.");
+  patch(at("versions"), sections.versions(run));
+  steps.show(ranks, scope());
+  settings.show(run);
+  bandwidth.show(state.series);
+  stall.show(state.series);
+  plan();
+  replan(now);
+}
+
+function picks() {
+  const runs = state.status.runs.some(run => run.id === state.run.id) ? state.status.runs : [...state.status.runs, state.run];
+  const names = runs.map(run => run.name);
+  at("pick-run").hidden = runs.length < 2;
+  options(at("run"), runs.map(run => [run.id, names.filter(name => name === run.name).length > 1
+    ? `${run.name}, ${clock(run.started_at)}` : run.name]), state.run.id);
+  at("pick-rank").hidden = state.run.ranks.length < 2;
+  options(at("rank"), [["", `all ${state.run.ranks.length}`], ...[...new Set(state.run.ranks.map(rank => rank.rank))]
+    .map(rank => [String(rank), String(rank)])], scope() === null ? "" : String(scope()));
+}
+
+function options(select, wantedOptions, chosen) {
+  patch(select, wantedOptions.map(([value, text]) => h("option", {key: value, value}, text)));
+  if (select.value !== chosen) select.value = chosen;
+}
+
+// What else there is to say about the link to the sidecar.
+
+function only(id) {
+  for (const one of ["waiting", "token", "nothing", "shown"]) at(one).hidden = one !== id;
+}
+
+const LINKS = {connecting: "connecting", live: "live", idle: "connected", lost: "no answer"};
+
+function link(now) {
+  if (state.link === "lost" && now !== "lost") at("news").textContent = "The sidecar answers again";
+  state.link = now;
+  at("link").dataset.link = now;
+  at("link").querySelector("span").textContent = LINKS[now];
+  at("trouble").hidden = now !== "lost";
+  at("main").classList.toggle("old", now === "lost");
+}
+
+function lost(reason, delay) {
+  if (state.link !== "lost") at("news").textContent = `The sidecar does not answer: ${reason}`;
+  link("lost");
+  const told = state.status ? ` The figures below are of ${clock(state.status.taken_at)}.` : "";
+  at("retry").hidden = delay === null;
+  patch(at("trouble").querySelector("p"), h("strong", {}, delay === null ? "The sidecar sees nothing" : "The sidecar does not answer"),
+    `: ${reason}.${told} Training is not affected.`, delay === null ? "" : ` Next try in ${plural(Math.round(delay / 1000), "second")}.`);
+}
+
+function wanted() {
+  connection?.stop();
+  connection = null;
+  at("token-refused").textContent = token.get() ? "The sidecar does not take this token." : "";
+  token.drop();
+  link("connecting");
+  only("token");
+  at("token-text").focus();
+}
+
+async function where() {
+  if (at("where").textContent) return;
+  const health = await ask("/healthz", 503); // no run, not ready
+  if (health?.directory) patch(at("where"), "This sidecar looks in ", h("code", {}, health.directory), "; runs with another ",
+    h("code", {}, "TIERING_RUN_DIR"), " or of other users are not seen here.");
+}
+
+function connect() {
+  connection?.stop();
+  connection = follow({status: heard, lost, wanted});
+}
+
+const theme = at("theme");
+const THEMES = ["system", "light", "dark"];
+const themeNow = () => document.documentElement.dataset.theme || "system";
+
+function themed() {
+  const next = THEMES[(THEMES.indexOf(themeNow()) + 1) % THEMES.length];
+  theme.dataset.now = themeNow();
+  theme.textContent = {system: "Auto", light: "Light", dark: "Dark"}[themeNow()];
+  theme.setAttribute("aria-label", `Theme: ${theme.textContent}. Change to ${next === "system" ? "auto" : next}`);
+  if (state.run) for (const chart of [bandwidth, stall]) chart.restart();
+}
+
+theme.addEventListener("click", () => {
+  const next = THEMES[(THEMES.indexOf(themeNow()) + 1) % THEMES.length];
+  if (next === "system") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = next;
+  localStorage.setItem("tierd-theme", next);
+  themed();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themed);
+at("run").addEventListener("change", event => pick(event.target.value, null));
+at("rank").addEventListener("change", event => pick(state.run.id, event.target.value === "" ? null : Number(event.target.value)));
+at("retry").addEventListener("click", () => connection?.again());
+at("token-form").addEventListener("submit", event => {
+  event.preventDefault();
+  token.keep(at("token-text").value);
+  at("token-text").value = "";
+  only(state.run ? "shown" : "waiting");
+  connect();
+});
+addEventListener("hashchange", () => state.status && show());
+// Nobody looks at a hidden tab, and the sidecar has better things to do than to feed it.
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) {
+    if (state.run) fresh();
+    connect();
+  } else if (connection) {
+    connection.stop();
+    connection = null;
+  }
+});
+themed();
+connect();

@@ -1,0 +1,79 @@
+// What several ranks come to together. Pure.
+
+import {most, sum} from "./figures.js";
+
+const merged = maps => {
+  const totals = {};
+  for (const map of maps) for (const [key, value] of Object.entries(map || {})) totals[key] = (totals[key] || 0) + value;
+  return totals;
+};
+
+function grouped(lists, key) {
+  const groups = new Map();
+  for (const item of lists.flat()) groups.set(item[key], [...(groups.get(item[key]) || []), item]);
+  return [...groups.values()];
+}
+
+/** Tiers of all `ranks`: budgets and bytes add up. The memory of a node is there once, that of GPUs once for each. */
+export function tiers(ranks, device) {
+  return grouped(ranks.map(rank => rank.tiers), "name").map(same => {
+    const total = name => sum(same.map(tier => tier[name]));
+    const each = same[0].name === "device" && String(device || "").startsWith("cuda");
+    const machine = name => (each ? total(name) : most(same.map(tier => tier[name])));
+    return {
+      name: same[0].name, budget: total("budget"), used: total("used"), peak: total("peak"),
+      by_kind: merged(same.map(tier => tier.by_kind)), capacity: machine("capacity"), available: machine("available"),
+    };
+  });
+}
+
+/** Swap paths of all `ranks`: counters and rates add up, of latencies the longest counts. */
+export function paths(ranks) {
+  const direction = all => ({
+    ...Object.fromEntries(
+      ["bytes", "ops", "retries", "errors", "in_flight", "bytes_per_second", "average_bytes_per_second",
+        "peak_bytes_per_second"].map(name => [name, sum(all.map(one => one[name]))])),
+    errors_by_errno: merged(all.map(one => one.errors_by_errno)),
+    p50: most(all.map(one => one.latency?.p50)), p99: most(all.map(one => one.latency?.p99)),
+  });
+  return grouped(ranks.map(rank => rank.io), "path").map(same => ({
+    path: same[0].path, engine: same[0].engine, direct: same.every(one => one.direct),
+    queue_full_seconds: most(same.map(one => one.queue_full_seconds)),
+    measured: sum(same.map(one => one.measured_bytes_per_second)),
+    read: direction(same.map(one => one.read)), written: direction(same.map(one => one.written)),
+  }));
+}
+
+export function collectives(ranks) {
+  return grouped(ranks.map(rank => rank.collectives), "kind").map(same => ({
+    kind: same[0].kind, calls: most(same.map(one => one.calls)), sent: sum(same.map(one => one.sent_bytes)),
+    rate: sum(same.map(one => one.sent_bytes_per_second)),
+  }));
+}
+
+/** Plans beside reality, of the ranks' answers to /v1/plan. */
+export function compared(ranks) {
+  return grouped(ranks.map(rank => rank.compared), "name").map(same => ({
+    ...same[0], planned: sum(same.map(one => one.planned)),
+    found: same.some(one => one.found === null) ? null : sum(same.map(one => one.found)),
+  }));
+}
+
+export const median = numbers => [...numbers].sort((a, b) => a - b)[Math.floor(numbers.length / 2)] ?? null;
+
+/** The rank whose recent steps take longest. */
+export function slowest(ranks) {
+  const taking = ranks.filter(rank => rank.steps.length).map(rank => [median(rank.steps.map(step => step.seconds)), rank]);
+  return taking.sort((a, b) => b[0] - a[0])[0]?.[1] || null;
+}
+
+/** Counters of a run whose differences are rates. */
+export function counters(run, at) {
+  const ranks = run.ranks.filter(rank => rank.pid !== null);
+  const moved = way => sum(ranks.map(rank => sum(rank.io.map(path => path[way].bytes))));
+  return {
+    at, ranks: ranks.map(rank => `${rank.rank}:${rank.pid}`).join(), read: moved("read"), written: moved("written"),
+    sent: sum(ranks.map(rank => sum(rank.collectives.map(one => one.sent_bytes)))),
+    stall: sum(ranks.map(rank => sum(Object.values(rank.stalls)))) / Math.max(ranks.length, 1),
+  };
+}

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 
 from service.answers.bandwidth import RankBandwidth, bandwidth
@@ -27,6 +27,7 @@ from service.guard import REFUSALS, Access, Guard, Refused
 from service.health import Alive, Health, Readiness, Sidecar, ready
 from service.history import History
 from service.metrics import prefers_openmetrics, render
+from service.page import File, read_files
 from service.view import FRESH_SECONDS, NotHereError, View
 from service.watch import KEEP_STALE_SECONDS, Watch
 from tiering.telemetry import TelemetryError
@@ -55,8 +56,6 @@ def create_app(
     that has not published for ``fresh_seconds`` is silent. ``expect_ranks`` is how many must publish for /readyz.
     ``access`` says who is let in (default: who asks for localhost or an IP address). Raises TelemetryError when the
     directory is not ours alone.
-
-    ``app.state.events`` must be closed when the server shuts down: it waits for their streams.
     """
     watch = Watch(directory, keep_stale_seconds=keep_stale_seconds, fresh_seconds=fresh_seconds)
     past = History()
@@ -68,7 +67,6 @@ def create_app(
         sampling = asyncio.create_task(past.follow(watch))
         yield
         sampling.cancel()
-        events.close()
 
     # The bundled documentation pages load scripts from elsewhere; /openapi.json stays.
     app = FastAPI(
@@ -80,7 +78,6 @@ def create_app(
         lifespan=lifespan,
         responses=REFUSALS,
     )
-    app.state.events = events
     app.add_middleware(Guard, access=access)
     with_examples(app)
     files = read_files()
@@ -181,18 +178,18 @@ def create_app(
             await watch.now()
         except TelemetryError as error:
             problem = str(error)
-        health = sidecar.health(watch.last, problem, len(events))
+        health = sidecar.health(watch.last, problem, events.subscribers)
         return _json(health.model_dump_json().encode(), 200 if health.ready else 503)
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
-        return Response(*files["index.html"])
+        return _file(files["index.html"])
 
     @app.get("/page/{name}", include_in_schema=False)
     async def page_file(name: str) -> Response:
         if name not in files:
-            raise HTTPException(404, "the page has no such file")
-        return Response(*files[name])
+            raise NotHereError("the page has no file of this name")
+        return _file(files[name])
 
     @app.exception_handler(TelemetryError)
     async def directory_lost(_: Request, error: Exception) -> JSONResponse:
@@ -210,6 +207,10 @@ def create_app(
         return JSONResponse({"detail": "; ".join(wrong)}, status_code=422)
 
     return app
+
+
+def _file(file: File) -> Response:
+    return Response(file.content, media_type=file.media_type)
 
 
 def _of(view: View, key: Hashable, make: Callable[[], BaseModel]) -> bytes:

@@ -15,16 +15,15 @@ from service.watch import Watch
 from tiering.telemetry import TelemetryError
 
 MOST_SUBSCRIBERS = 64
-PATIENCE = 15.0  # seconds after which a proxy may take a silent connection for dead: a comment keeps it
-STUCK = 30.0  # seconds in which a subscriber must take something of what is waiting for it
-_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+PATIENCE = (
+    15.0  # seconds after which something on the way may take a silent connection for dead: a comment keeps it
+)
 
 
 class Events:
-    """Everybody who listens. Each takes what is newest when it is ready for it: nothing queues up for a slow one.
+    """What subscribers are told, and how many there are.
 
-    ``render`` makes the data of an event; its bytes are made once per View. A subscriber that takes nothing for
-    ``stuck`` seconds is cut off. Belongs to one event loop.
+    ``render`` makes the data of an event; its bytes are made once per View. Belongs to one event loop.
     """
 
     def __init__(
@@ -34,56 +33,18 @@ class Events:
         *,
         most: int = MOST_SUBSCRIBERS,
         patience: float = PATIENCE,
-        stuck: float = STUCK,
     ) -> None:
-        self._watch, self._render = watch, render
-        self._most, self._patience, self._stuck = most, patience, stuck
-        self._departures: set[asyncio.Future[None]] = set()
-        self._closed = False
-
-    def __len__(self) -> int:
-        return len(self._departures)
+        self._watch, self._render, self._most = watch, render, most
+        self.patience = patience
+        self.subscribers = 0
 
     @property
     def full(self) -> bool:
         """Whether one more is too many."""
-        return self._closed or len(self) >= self._most
+        return self.subscribers >= self._most
 
-    def close(self) -> None:
-        """End all streams at once, and let nobody in any more: a server that shuts down waits for them."""
-        self._closed = True
-        for departure in self._departures:
-            departure.cancel()
-
-    async def tell(self, interval: float, receive: Receive, send: Send) -> None:
-        """Serve one subscriber until it leaves, or ``close``. Raises TimeoutError where it is stuck."""
-        departure = asyncio.ensure_future(_departure(receive))
-        self._departures.add(departure)
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            await self._tell_until(departure, interval, send)
-            if departure.cancelled():
-                await send({"type": "http.response.body", "body": b""})
-        finally:
-            self._departures.discard(departure)
-            departure.cancel()
-
-    async def _tell_until(self, departure: asyncio.Future[None], interval: float, send: Send) -> None:
-        told: int | str | None = None
-        told_at = due = time.monotonic()
-        while not departure.done():
-            news, event = await self._newest()
-            if news == told:
-                event = b": nothing new\n\n" if time.monotonic() - told_at >= self._patience else b""
-            if event:
-                told, told_at = news, time.monotonic()
-                body = {"type": "http.response.body", "body": event, "more_body": True}
-                await asyncio.wait_for(send(body), self._stuck)
-            due = max(due + interval, time.monotonic())
-            await asyncio.wait([departure], timeout=due - time.monotonic())
-
-    async def _newest(self) -> tuple[int | str, bytes]:
-        """What tells this event from others, and its bytes."""
+    async def newest(self) -> tuple[int | str, bytes]:
+        """What tells this event from earlier ones, and its bytes."""
         try:
             view = await self._watch.now()
         except TelemetryError as error:
@@ -93,22 +54,42 @@ class Events:
 
 
 class Subscription(Response):
-    """The response that lasts."""
+    """A response that lasts until the client leaves.
+
+    It takes the newest event when it is ready for one, so that nothing queues up for a slow client and nobody waits for
+    it; the server cuts off who takes nothing at all.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(self, events: Events, interval: float) -> None:
-        super().__init__()
+        super().__init__(headers={"x-accel-buffering": "no"})
+        del self.headers["content-length"]
         self._events, self._interval = events, interval
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(_departure(receive))
+        self._events.subscribers += 1
         try:
-            await self._events.tell(self._interval, receive, send)
-        except TimeoutError:
-            # What a closed connection still has to send would wait for its reader as long as that lives.
-            abort = scope.get("extensions", {}).get("tierd.abort", lambda: None)
-            abort()
-            await asyncio.sleep(0)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._tell_until(gone, send)
+        finally:
+            self._events.subscribers -= 1
+            gone.cancel()
+
+    async def _tell_until(self, gone: asyncio.Future[None], send: Send) -> None:
+        told: int | str | None = None
+        told_at = due = time.monotonic()
+        while not gone.done():
+            news, event = await self._events.newest()
+            if news == told:
+                silent_for = time.monotonic() - told_at
+                event = b": nothing new\n\n" if silent_for >= self._events.patience else b""
+            if event:
+                told, told_at = news, time.monotonic()
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            due = max(due + self._interval, time.monotonic())
+            await asyncio.wait([gone], timeout=due - time.monotonic())
 
 
 async def _departure(receive: Receive) -> None:

@@ -12,6 +12,7 @@ from service.answers.numbers import Number
 from service.view import RankView, RunView, State, View
 from tiering.telemetry import (
     ActivationStatus,
+    CheckpointStatus,
     CollectiveStatus,
     IoEngineStatus,
     PathStatus,
@@ -27,48 +28,51 @@ class RankStatus(BaseModel):
     state: State
     heartbeat_age: float | None = Field(description="seconds since the rank last published")
     reason: str = Field(description="why the state is not live; empty when it is")
-    node: str | None = None
-    local_rank: int | None = None
-    world_size: int | None = None
+    node: str | None = Field(default=None, description="its host name")
+    local_rank: int | None = Field(default=None, description="its place among the ranks of its node")
+    world_size: int | None = Field(default=None, description="ranks of the run on all nodes")
     pid: int | None = Field(default=None, description="in the rank's own pid namespace")
     started_at: float | None = Field(default=None, description="Unix time in seconds")
-    step: int | None = None
-    phase: str | None = None
-    loss: Number | None = None
+    step: int | None = Field(default=None, description="optimizer steps finished since the start")
+    global_step: int | None = Field(default=None, description="the same, going on from a checkpoint")
+    phase: str | None = Field(default=None, description="start, forward, backward, step or idle")
+    phase_since: float | None = Field(default=None, description="Unix time at which the phase began")
+    loss: Number | None = Field(default=None, description="of the last step that told one; may be NaN")
     samples: int | None = Field(default=None, description="of all ranks, in finished steps")
-    skipped_steps: int | None = None
-    gradient_norm: Number | None = None
-    learning_rate: Number | None = None
-    loss_scale: Number | None = None
-    tiers: list[TierStatus] = []
+    skipped_steps: int | None = Field(default=None, description="for gradients that were not finite")
+    gradient_norm: Number | None = Field(default=None, description="before clipping")
+    learning_rate: Number | None = Field(default=None, description="of the first parameter group")
+    loss_scale: Number | None = Field(default=None, description="null where nothing is scaled")
+    tiers: list[TierStatus] = Field(default=[], description="fastest first")
     activations: ActivationStatus | None = Field(default=None, description="what autograd keeps for backward")
-    io: list[PathStatus] = []
+    io: list[PathStatus] = Field(default=[], description="each swap path in both directions")
     io_engine: IoEngineStatus | None = Field(default=None, description="absent where nothing is swapped")
     collectives: list[CollectiveStatus] = Field(default=[], description="empty where a rank is alone")
     phase_seconds: dict[str, float] = Field(default={}, description="seconds since the start, by phase")
     stalls: dict[str, float] = Field(default={}, description="seconds that compute waited, by cause")
     steps: list[StepRecord] = Field(default=[], description="the most recent steps, oldest first")
+    checkpoint: CheckpointStatus | None = Field(default=None, description="null before the first save")
 
 
 class RunSummary(BaseModel):
     """A run in one line."""
 
     id: str = Field(description="the same on all ranks of one start, and of no other")
-    name: str
+    name: str = Field(description="as configured; several runs may have the same")
     state: Literal["training", "degraded", "ended"] = Field(
         description="degraded: a rank that should be here is missing, silent or cannot be read"
     )
-    world_size: int | None
-    ranks_expected: int = Field(description="on this node")
-    ranks_live: int = Field(description="on this node")
+    world_size: int | None = Field(description="ranks on all nodes")
+    ranks_expected: int = Field(description="ranks on this node, as they say themselves")
+    ranks_live: int = Field(description="those of them with a fresh page")
     started_at: float | None = Field(description="Unix time in seconds")
-    step: int | None
+    step: int | None = Field(description="optimizer steps finished since the start")
     step_seconds: float | None = Field(description="the median of the recent steps of the slowest rank")
     stall_share: float | None = Field(
         description="of the recent steps, of the rank that stalled most; 0 to 1"
     )
-    loss: Number | None
-    warnings: list[Advice]
+    loss: Number | None = Field(description="of the first rank here")
+    warnings: list[Advice] = Field(description="what deserves attention, the gravest first")
 
 
 class RunStatus(RunSummary):
@@ -76,7 +80,7 @@ class RunStatus(RunSummary):
 
     device: str | None = Field(description="what rank 0, or the first rank here, computes on")
     configuration: str | None = Field(description="what the configuration comes to, in one line")
-    versions: dict[str, str]
+    versions: dict[str, str] = Field(description="of what it runs, by name")
     ranks: list[RankStatus]
 
 
@@ -114,7 +118,7 @@ def run_status(run: RunView) -> RunStatus:
 
 
 def _summary(run: RunView) -> dict[str, Any]:
-    live = sum(rank.fresh for rank in run.ranks)
+    live = len(run.fresh)
     said = list(run.snapshots)
     recent = [one.steps for one in said if one.steps]
     return {

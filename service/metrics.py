@@ -45,13 +45,13 @@ _UNSPEAKABLE = re.compile("[\0\ud800-\udfff]")  # what no text in UTF-8 holds, o
 
 def render(view: View, accept: str | None) -> tuple[bytes, str]:
     """The metrics of ``view`` in the form that the header ``accept`` prefers, and its content type."""
-    if _prefers_openmetrics(accept or ""):
+    if prefers_openmetrics(accept or ""):
         collected = _Collected(view)
         return openmetrics.generate_latest(collected), OPENMETRICS  # type: ignore[no-untyped-call]  # it has no types
     return exposition.generate_latest(_Collected(view)), TEXT
 
 
-def _prefers_openmetrics(accept: str) -> bool:
+def prefers_openmetrics(accept: str) -> bool:
     """Whether OpenMetrics is accepted, and text is not preferred to it."""
     wanted = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
     for one in accept.split(","):

@@ -1,0 +1,286 @@
+"""/metrics: both forms can be read back, lint-free, and say of a View what is in it."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client.core import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from service.app import create_app
+from service.families import OF_PLAN, OF_RANK, OF_RUN, OF_SIDECAR, OF_SNAPSHOT, RANK_UP
+from service.metrics import OPENMETRICS, TEXT, render
+from service.monitoring.__main__ import table
+from service.view import RankView, RunView, View
+from tiering.telemetry import (
+    DirectionStatus,
+    PathStatus,
+    PlannedTier,
+    PlanStatus,
+    Snapshot,
+    StepRecord,
+    TierStatus,
+)
+
+from .full_view import DESCRIPTION, FIRST, FULL, MIB, SNAPSHOT
+from .processes import Training
+from .promtool import promtool
+
+ACCEPT_OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+Series = dict[tuple[str, tuple[tuple[str, str], ...]], str]
+
+
+def series(families: Iterable[Metric]) -> Series:
+    """Values, spelled out so that NaN is itself, by name and labels; none of them twice."""
+    found: Series = {}
+    for family in families:
+        for sample in family.samples:
+            key = sample.name, tuple(sorted(sample.labels.items()))
+            assert key not in found
+            found[key] = repr(float(sample.value))
+    return found
+
+
+def both(view: View) -> Series:
+    """What the two forms say, which is the same."""
+    text, openmetrics = render(view, None)[0].decode(), render(view, ACCEPT_OPENMETRICS)[0].decode()
+    assert openmetrics.endswith("# EOF\n")
+
+    def of_training(found: Series) -> Series:  # the sidecar's own CPU time moves on
+        return {key: value for key, value in found.items() if not key[0].startswith("process_")}
+
+    said = of_training(series(parse_text(text)))
+    assert said == of_training(series(parse_openmetrics(openmetrics)))
+    return said
+
+
+def of(found: Series, name: str, /, **labels: str) -> float:
+    """The value of the one series of that name that has these labels among its own."""
+    (value,) = (
+        value
+        for (known, has), value in found.items()
+        if known == name and labels.items() <= dict(has).items()
+    )
+    return float(value)
+
+
+def names(found: Series) -> set[str]:
+    return {name for name, _ in found}
+
+
+def test_a_full_view_fills_every_family_and_passes_the_linter() -> None:
+    text = render(FULL, None)[0].decode()
+    told = {family.name: family for family in parse_text(text)}
+    for families, subject in (
+        (OF_SIDECAR, ()),
+        (OF_RUN, ("run",)),
+        ((RANK_UP, *OF_RANK, *OF_SNAPSHOT, *OF_PLAN), ("run", "rank")),
+    ):
+        for family in families:
+            metric = told[family.name.removesuffix("_total")]
+            assert metric.samples, family.name
+            assert metric.type == ("gauge" if family.kind == "info" else family.kind)
+            assert set(metric.samples[0].labels) - {"le"} == {*subject, *family.labels}
+            assert family.help.endswith(".")
+    assert "process_resident_memory_bytes" in told  # of the sidecar
+    promtool("check", "metrics", stdin=text)
+
+
+def test_the_values_are_those_of_the_page() -> None:
+    said = both(FULL)
+    rank = {"run": "gpt-1a2b3c4d", "rank": "0"}
+    swap = {**rank, "path": "/nvme/swap"}
+    for name, labels, value in (
+        ("tiering_rank_up", rank, 1),
+        ("tiering_rank_up", {**rank, "rank": "1"}, 1),
+        ("tiering_rank_heartbeat_age_seconds", {**rank, "rank": "1"}, 14),
+        ("tiering_run_ranks_expected", {"run": "gpt-1a2b3c4d"}, 2),
+        ("tiering_run_ranks_up", {"run": "gpt-1a2b3c4d"}, 1),
+        ("tiering_run_info", {"name": "gpt 25M", "torch_version": "2.13.0"}, 1),
+        ("tiering_run_config_keys", {"cause": "without effect"}, 2),
+        (
+            "tiering_rank_info",
+            {**rank, "device": "cuda:0 NVIDIA H200", "io_flags": "registered_buffers,verify"},
+            1,
+        ),
+        ("tiering_steps_total", rank, 12),
+        ("tiering_phase_seconds_total", {**rank, "phase": "backward"}, 6),
+        ("tiering_stall_seconds_total", {**rank, "phase": "backward", "cause": "parameters"}, 0.75),
+        ("tiering_recent_step_seconds", rank, 2),
+        ("tiering_recent_stall_ratio", rank, 0.125),
+        ("tiering_last_step_timestamp_seconds", rank, 1_700_000_803),
+        ("tiering_tier_available_bytes", {**rank, "tier": "nvme"}, 100 * MIB),
+        ("tiering_tier_content_bytes", {**rank, "tier": "host", "kind": "gradients"}, 60 * MIB),
+        ("tiering_swap_bytes_total", {**swap, "direction": "read"}, 500 * MIB),
+        ("tiering_swap_errors_total", {**swap, "direction": "read"}, 0),
+        ("tiering_swap_errors_by_errno_total", {**swap, "direction": "write", "errno": "EIO"}, 2),
+        ("tiering_checkpoints_total", {**rank, "outcome": "failed"}, 1),
+        ("tiering_plan_step_bytes", {**rank, "direction": "send", "kind": "gradients"}, 20 * MIB),
+        ("tiering_sidecar_pages", {"state": "silent"}, 1),
+        ("tiering_sidecar_pages", {"state": "torn"}, 0),
+    ):
+        assert of(said, name, **labels) == value, name
+
+
+def test_latencies_are_cumulative_and_nothing_falls_outside() -> None:
+    """300 in [2^18, 2^19) ns and 100 in [2^19, 2^20); then 5 below the first bound, and 7 above the last."""
+    said = both(FULL)
+
+    def below(direction: str, seconds: str) -> float:
+        return of(said, "tiering_swap_latency_seconds_bucket", rank="0", direction=direction, le=seconds)
+
+    assert [below("read", le) for le in ("0.000262144", "0.000524288", "0.001048576", "+Inf")] == [
+        0,
+        300,
+        400,
+        400,
+    ]
+    assert [below("write", le) for le in ("1.6384e-05", "8.589934592", "+Inf")] == [5, 5, 12]
+    for direction, count, total in (("read", 400, 0.25), ("write", 12, 0)):
+        labels = {"rank": "0", "direction": direction}
+        assert of(said, "tiering_swap_latency_seconds_count", **labels) == count
+        assert of(said, "tiering_swap_latency_seconds_sum", **labels) == total
+
+
+def test_of_a_dead_rank_only_that_it_is_down_is_told() -> None:
+    dead = replace(FIRST, rank=1, state="stale", reason="the writer is gone")
+    said = both(View(5.0, (RunView("gpt", "gpt", (FIRST, dead)),)))
+    assert {name for name, labels in said if ("rank", "1") in labels} == {"tiering_rank_up"}
+    assert of(said, "tiering_rank_up", rank="1") == 0
+    ended = both(View(5.0, (RunView("gpt", "gpt", (dead,)),)))
+    assert {name for name, labels in ended if ("run", "gpt") in labels} == {"tiering_rank_up"}
+
+
+def test_of_pages_of_one_rank_the_living_one_counts() -> None:
+    """A series twice would cost all others the scrape."""
+    stale = replace(FIRST, state="stale", snapshot=replace(SNAPSHOT, step=99, started_at=9e9))
+    unreadable = RankView(0, "unreadable", "truncated", None)
+    for ranks in ((stale, FIRST, unreadable), (unreadable, FIRST, stale)):
+        said = both(View(5.0, (RunView("gpt", "gpt", ranks),)))
+        assert (of(said, "tiering_rank_up"), of(said, "tiering_steps_total")) == (1, 12)
+        assert of(said, "tiering_run_ranks_up") == 1
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        (None, TEXT),
+        ("*/*", TEXT),
+        ("text/html,application/xhtml+xml,*/*;q=0.8", TEXT),
+        ("application/openmetrics-text", OPENMETRICS),
+        (  # Prometheus 3
+            "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;q=0.3,*/*;q=0.2",
+            OPENMETRICS,
+        ),
+        ("text/plain, application/openmetrics-text; q=0.5", TEXT),
+        ("application/openmetrics-text;q=0", TEXT),
+        ("application/openmetrics-text;q=1e9;version=../..\xff", TEXT),
+    ],
+)
+def test_the_form_is_the_one_that_is_asked_for(accept: str | None, content_type: str) -> None:
+    body, told = render(FULL, accept)
+    assert told == content_type
+    assert body.endswith(b"# EOF\n") == (told == OPENMETRICS)
+
+
+numbers = st.floats() | st.integers(-1, 1 << 62)
+words = st.sampled_from(['a "b"\\', "c\nd\\n", "e\0\udc80", "f, g=h}", ""]) | st.text(max_size=6)
+by_word = st.dictionaries(words, numbers, max_size=2)
+directions = st.builds(
+    DirectionStatus,
+    *(numbers,) * 6,
+    errors_by_errno=by_word,
+    latency_buckets=st.lists(st.integers(0, 1 << 50), max_size=64),
+    latency_seconds=numbers,
+)
+snapshots = st.builds(
+    Snapshot,
+    *(words, st.just(0), st.just(1), st.just(1), numbers),
+    step=numbers,
+    loss=st.none() | numbers,
+    learning_rate=st.none() | numbers,
+    phase_seconds=by_word,
+    tiers=st.lists(st.builds(TierStatus, words, *(numbers,) * 4, by_word, st.none() | numbers), max_size=2),
+    io=st.lists(st.builds(PathStatus, words, words, st.booleans(), directions, directions), max_size=2),
+    stalls_by_phase=st.dictionaries(words, by_word, max_size=2),
+    steps=st.lists(st.builds(StepRecord, st.just(1), numbers, stall=numbers), max_size=2),
+)
+planned = st.builds(
+    PlanStatus, st.lists(st.builds(PlannedTier, words, st.just(1), st.just(1), by_word), max_size=2)
+)
+ranks = st.builds(
+    RankView,
+    st.integers(-1, 2),
+    st.sampled_from(["live", "silent", "stale", "torn"]),
+    words,
+    st.none() | numbers,
+    st.none() | snapshots,
+    st.none() | st.builds(lambda plan: replace(DESCRIPTION, plan=plan), planned),
+)
+views = st.builds(
+    View,
+    numbers,
+    st.lists(st.builds(RunView, words, words, st.lists(ranks, max_size=3).map(tuple)), max_size=2),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(views)
+def test_whatever_a_view_holds_both_forms_can_be_read_back(view: View) -> None:
+    said = both(view)
+    counters = [float(value) for (name, _), value in said.items() if name.endswith("_total")]
+    assert all(math.isfinite(value) and value >= 0 for value in counters)
+    told = {float(value) for (name, labels), value in said.items() if name == "tiering_steps_total"}
+    known = {
+        float(rank.snapshot.step) for run in view.runs for rank in run.ranks if rank.snapshot is not None
+    }
+    assert told <= known
+
+
+def test_counters_of_a_training_engine_only_rise(training: Training) -> None:
+    with TestClient(create_app(training.directory), base_url="http://localhost") as client:
+
+        def ask(accept: str) -> str:
+            answer = client.get("/metrics", headers={"accept": accept})
+            assert (answer.status_code, answer.headers["content-type"]) == (200, render(FULL, accept)[1])
+            return answer.text
+
+        first = ask("text/plain")
+        promtool("check", "metrics", stdin=first)
+        before = series(parse_text(first))
+        until_step = of(before, "tiering_steps_total") + 3
+        end = time.monotonic() + 30
+        while True:
+            after = series(parse_openmetrics(ask(ACCEPT_OPENMETRICS)))
+            if of(after, "tiering_steps_total") >= until_step:
+                break
+            assert time.monotonic() < end, "no step in time"
+            time.sleep(0.05)
+    cumulative = re.compile(r"_(total|count|sum|bucket)$")
+    risen = 0
+    for key, value in before.items():
+        if cumulative.search(key[0]):
+            assert float(after[key]) >= float(value), key
+            risen += float(after[key]) > float(value)
+    assert risen > 10
+    assert of(after, "tiering_swap_bytes_total", direction="write") > of(
+        before, "tiering_swap_bytes_total", direction="write"
+    )
+    assert of(after, "tiering_tier_used_bytes", tier="nvme") > 0
+
+
+def test_the_documented_table_is_the_one_of_the_code() -> None:
+    """python -m service.monitoring metrics prints it anew."""
+    assert table() in DOCS.read_text(encoding="utf-8")

@@ -9,6 +9,7 @@ rank has written, which is known because steps exchange a few numbers anyway.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -124,12 +125,12 @@ class Checkpoints:
             return told
         return replace(
             told,
-            path=str(last.path),
+            path=os.fsencode(last.path).decode("utf-8", "replace"),
             ended_at=last.ended_at,
             seconds=last.seconds,
             stalled=last.stalled,
             nbytes=last.nbytes,
-            error="" if last.error is None else str(last.error),
+            error="" if last.error is None else str(last.error).encode("utf-8", "replace").decode(),
         )
 
     def after_step(self, *, all_written: bool) -> None:

@@ -255,7 +255,7 @@ class RunRecord:
         measured = {str(path): rate for path, rate in swap.weights.items()}
         return [
             PathStatus(
-                path=file.name,
+                path=os.fsencode(file.name).decode("utf-8", "replace"),  # a page is text
                 engine=aio.engine,
                 direct=file.direct,
                 read=_direction(file.read, aio, index, "read"),

@@ -636,11 +636,12 @@ def test_things_that_are_no_files_are_unreadable_and_do_not_block(tmp_path: Path
     (tmp_path / "directory.page").mkdir()
     os.mkfifo(tmp_path / "fifo.page")
     (tmp_path / "link.page").symlink_to("/etc/passwd")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.page")).touch()
     readings = {page.run_name: page.read() for page in find_pages(tmp_path)}
     assert {name: reading.state for name, reading in readings.items()} == dict.fromkeys(
-        ("directory", "fifo", "link"), "unreadable"
+        ("directory", "fifo", "link", "\ufffd"), "unreadable"
     )
-    assert sweep(tmp_path) == []
+    assert sweep(tmp_path, keep_seconds=60) == []
 
 
 # --- the publisher --------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from tiering.telemetry.snapshot import Snapshot
 
 MAGIC = b"TIERPAGE"
 VERSION = 1
-CAPACITY = 64 << 10  # bytes of payload; a page of three tiers, four paths and 32 steps takes about 10 KiB
+CAPACITY = 64 << 10  # bytes of payload; one of three tiers, four paths and 32 steps takes about 20 KiB
 SUFFIX = ".page"
 RECENT_STEPS = 32
 
@@ -84,8 +84,10 @@ def _size_of(raw: bytes) -> int:
 
 _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_OFFSET = 24
-_SANE_PAYLOAD = 16 << 20  # a header that promises more than this is garbage
-LARGEST_DESCRIPTION = 1 << 20  # bytes; that of a usual run takes about 10 KiB
+_SANE_PAYLOAD = (
+    4 * CAPACITY
+)  # a header that promises more than this is garbage, and would cost its readers much
+LARGEST_DESCRIPTION = 256 << 10  # bytes; that of a usual run takes about 10 KiB
 
 
 def plain_name(run_name: str) -> str:
@@ -148,7 +150,7 @@ class PageWriter:
         fd = -1
         try:
             fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX)  # waits for a sweep that is just asking whose it is
             # A full disk shows here, not during training.
             os.posix_fallocate(fd, 0, _HEADER.size + CAPACITY + len(self._description))
             os.pwrite(fd, self._description, _HEADER.size + CAPACITY)
@@ -190,7 +192,7 @@ class PageWriter:
                 return
             if self._fd < 0:
                 raise ValueError(f"publish on the closed page {self.path}")
-            self._sequence += 1
+            self._sequence = (self._sequence + 1) | 1  # odd also after an update that an exception ended
             os.pwrite(self._fd, _SEQUENCE.pack(self._sequence), _SEQUENCE_OFFSET)
             os.pwrite(self._fd, payload, _HEADER.size)
             self._sequence += 1
@@ -327,9 +329,10 @@ def _is_ours(path: Path) -> bool:
 
 def _named(path: Path) -> Page:
     # run_name.rank.pid-random.page; a file of another name is listed too, and says why it cannot be read.
-    parts = path.name.removesuffix(SUFFIX).split(".")
-    rank = int(parts[1]) if len(parts) == 3 and parts[1].isascii() and parts[1].isdigit() else 0
-    return Page(path, parts[0] or path.name, rank)
+    name = os.fsencode(path.name).decode("utf-8", "replace")
+    parts = name.removesuffix(SUFFIX).split(".")
+    rank = int(parts[1]) if len(parts) == 3 and re.fullmatch("[0-9]{1,9}", parts[1]) else 0
+    return Page(path, parts[0] or name, rank)
 
 
 def _open_page(path: Path) -> int:
@@ -379,8 +382,15 @@ def _read_once(fd: int) -> PageReading:
     try:
         snapshot = Snapshot.from_json(payload)
     except ValidationError as error:
-        return PageReading("unreadable", age, None, f"not a snapshot: {error.errors()[0]['msg']}")
+        return PageReading("unreadable", age, None, f"not a snapshot: {_what_is_wrong(error)}")
     return PageReading("live", age, snapshot, "", _description(fd, header))
+
+
+def _what_is_wrong(error: ValidationError) -> str:
+    """The first complaint; of very many each would take memory to be told."""
+    if error.error_count() > 20:
+        return f"{error.error_count()} of its fields are wrong"
+    return error.errors(include_url=False, include_input=False)[0]["msg"]
 
 
 def _description(fd: int, header: _Header) -> Description | None:

@@ -1,0 +1,215 @@
+"""What pages said, by run and rank: pure functions of their readings, and of Views one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from service.health import ready
+from service.history import LENGTH, History
+from service.view import NotHereError, View, view_of
+from tiering.telemetry import (
+    CollectiveStatus,
+    DirectionStatus,
+    Page,
+    PageReading,
+    PathStatus,
+    Snapshot,
+    TierStatus,
+)
+
+NOW = 1_790_000_000.0
+
+
+def live(
+    rank: int = 0, *, name: str = "gpt", run_id: str = "gpt-1", local: int = 1, age: float = 0.1, pid: int = 1
+) -> tuple[Page, PageReading]:
+    said = Snapshot(name, rank, 8, pid, NOW - pid, run_id=run_id, local_world_size=local)
+    return page(run_id or name, rank), PageReading("live", age, said, "")
+
+
+def page(file_name: str, rank: int) -> Page:
+    return Page(Path(f"/run/{file_name}.{rank}.1-ab.page"), file_name, rank)
+
+
+def lost(reading: tuple[Page, PageReading], state: str = "stale") -> tuple[Page, PageReading]:
+    """The same page, of which nothing is left but its last words (if it is stale)."""
+    where, said = reading
+    left = said.snapshot if state == "stale" else None
+    return where, replace(said, state=state, snapshot=left, reason=f"it is {state}")
+
+
+def view(*readings: tuple[Page, PageReading]) -> View:
+    return view_of(readings, NOW)
+
+
+def shown(of: View) -> list[tuple[str, list[tuple[int, str]]]]:
+    return [(run.id, [(rank.rank, rank.state) for rank in run.ranks]) for run in of.runs]
+
+
+def test_runs_are_told_apart_by_their_ids_and_stand_in_order() -> None:
+    """Two starts of one name, the later one first among the pages, and a run of another name."""
+    later, earlier = ("gpt-aa", 1), ("gpt-zz", 900)
+    found = view(
+        *(live(rank, run_id=run_id, pid=pid, local=2) for run_id, pid in (later, earlier) for rank in (1, 0)),
+        live(name="bert", run_id="bert-1"),
+    )
+    both = [(0, "live"), (1, "live")]
+    assert shown(found) == [("bert-1", [(0, "live")]), ("gpt-zz", both), ("gpt-aa", both)]
+    assert [run.name for run in found.runs] == ["bert", "gpt", "gpt"]
+
+
+def test_a_page_that_cannot_be_read_is_filed_with_the_others_of_its_run() -> None:
+    """By the name of its file: that of the run's id, or of whatever else the pages of that run are called."""
+    (run,) = view(live(0, local=2), lost(live(1), "unreadable")).runs
+    assert (run.id, [rank.state for rank in run.ranks]) == ("gpt-1", ["live", "unreadable"])
+    renamed = (page("gpt_1", 0), live(0, run_id="gpt.1")[1]), (page("gpt_1", 1), lost(live(1), "torn")[1])
+    assert shown(view(*renamed)) == [("gpt.1", [(0, "live"), (1, "torn")])]
+    assert shown(view(lost(live(3), "newer-version"))) == [("gpt-1", [(3, "newer-version")])]
+
+
+def test_an_old_page_has_no_id_and_goes_by_its_name() -> None:
+    (run,) = view(live(0, run_id=""), live(1, run_id="")).runs
+    assert (run.id, run.name, run.expected, run.missing) == ("gpt", "gpt", 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected", "missing"),
+    [
+        ([(0, 1)], 1, 0),
+        ([(0, 4), (3, 4)], 4, 2),
+        ([(0, 2), (1, 8)], 8, 6),  # they do not agree: rather one too many is missed than one too few
+        ([(0, 1), (1, 1), (2, 1)], 3, 0),
+    ],
+)
+def test_how_many_ranks_should_be_here(said: list[tuple[int, int]], expected: int, missing: int) -> None:
+    (run,) = view(*(live(rank, local=local) for rank, local in said)).runs
+    assert (run.expected, run.missing) == (expected, missing)
+
+
+def test_a_filter_that_leaves_nothing_says_what_there_is() -> None:
+    found = view(live(0, local=2), live(1), live(0, name="bert", run_id="bert-1"))
+    assert [(run.id, [rank.rank for rank in run.ranks]) for run in found.select(rank=1)] == [
+        ("bert-1", []),
+        ("gpt-1", [1]),
+    ]
+    assert [run.id for run in found.select("gpt-1", 0)] == ["gpt-1"]
+    assert found.select() == found.runs
+    for asked, told in (
+        (("gpt", None), "its id: gpt-1"),
+        (("nothing", None), "/v1/runs lists"),
+        ((None, 7), "rank 7 has no page"),
+        (("bert-1", 1), "rank 1 has no page"),
+    ):
+        with pytest.raises(NotHereError, match=told):
+            found.select(*asked)
+
+
+def test_what_is_news() -> None:
+    before = view(live(0, local=2), live(1))
+    assert not view_of([live(0, local=2, age=1.1), live(1, age=1.1)], NOW + 1).tells_more_than(before)
+    for now in (
+        view_of([live(0, local=2, age=0.1), live(1, age=1.1)], NOW + 1),  # rank 0 has published again
+        view(live(0, local=2)),
+        view(live(0, local=2), live(1), live(2)),
+        view(live(0, local=2), lost(live(1))),
+        view(live(0, local=2, run_id="gpt-2"), live(1, run_id="gpt-2")),
+        view(live(0, local=2), live(1, age=30.0)),
+    ):
+        assert now.tells_more_than(before)
+
+
+def test_an_answer_is_made_once() -> None:
+    made: list[str] = []
+    one = view()
+    for key in ("a", "b", "a"):
+        assert one.once(key, lambda key=key: made.append(key) or key.upper()) == key.upper()
+    assert made == ["a", "b"]
+    for number in range(1000):
+        assert one.once(number, lambda number=number: number) == number
+    assert len(one._made) < 300, "whoever asks for ever new things fills no memory"
+
+
+@pytest.mark.parametrize(
+    ("readings", "expect", "reasons"),
+    [
+        ([], None, ["no run publishes here yet"]),
+        ([], 0, []),
+        ([live(0)], None, []),
+        ([live(0)], 2, ["1 of the 2 ranks that are expected on this node publish"]),
+        ([live(0, local=2), live(1)], 2, []),
+        ([live(0, local=2)], None, ["run gpt: 1 of its 2 ranks on this node have no page here"]),
+        ([live(0, local=2), live(1, age=14.2)], None, ["run gpt: rank 1 has not published for 14 s"]),
+        ([live(0, local=2), lost(live(1))], None, ["run gpt: rank 1 is gone: it is stale"]),
+        (
+            [live(0, local=2), lost(live(1), "torn")],
+            0,
+            ["run gpt: rank 1 has a page that cannot be read: it is torn"],
+        ),
+        (
+            [(page("gpt", 0), PageReading("live", None, None, ""))],
+            None,
+            ["run gpt: rank 0 has not published yet"],
+        ),
+        ([lost(live(0))], None, ["every run here has ended"]),
+        ([lost(live(0))], 0, []),
+        ([lost(live(0, run_id="")), live(0, run_id="", pid=2)], None, []),  # it was started again
+        ([lost(live(0)), live(0, run_id="gpt-2")], 1, []),
+    ],
+)
+def test_ready_means_that_whoever_should_publish_does(
+    readings: Sequence[tuple[Page, PageReading]], expect: int | None, reasons: list[str]
+) -> None:
+    readiness = ready(view(*readings), expect)
+    assert (readiness.ready, readiness.reasons) == (not reasons, reasons)
+
+
+def counting(rank: int, at: float, read: int, stalled: float, used: int = 5) -> tuple[Page, PageReading]:
+    """The page of a rank as read at NOW + 1, with counters that it published at NOW + ``at``."""
+    where, said = live(rank, local=2)
+    assert said.snapshot is not None
+    moved = [
+        PathStatus("/nvme", "threads", True, DirectionStatus(bytes=read), DirectionStatus(bytes=2 * read))
+    ]
+    snapshot = replace(
+        said.snapshot,
+        step=int(at),
+        io=moved,
+        stalls={"a": stalled, "b": stalled},
+        tiers=[TierStatus("host", 9, 9, used, used)],
+        collectives=[CollectiveStatus("all-gather", 1, 3 * read)],
+    )
+    return where, replace(said, snapshot=snapshot, heartbeat_age=1 - at)
+
+
+def test_history_comes_from_counters_over_the_time_between_publications() -> None:
+    """Rank 0 published 0.8 s apart, rank 1 half a second, though both were read a second apart."""
+    history = History()
+    history.add(view_of([counting(0, 0.0, 100, 0.0), counting(1, 0.0, 0, 0.1)], NOW + 1))
+    history.add(view_of([counting(0, 0.8, 180, 0.1), counting(1, 0.5, 50, 0.2)], NOW + 1))
+    first, second = history.of("gpt-1")
+    assert (first.read, first.written, first.sent, first.stall) == (None, None, None, None)
+    assert (second.at, second.step) == (NOW + 1, 0)
+    assert (second.read, second.written, second.sent) == pytest.approx((200.0, 400.0, 600.0))
+    assert second.stall == pytest.approx((0.2 / 0.8 + 0.2 / 0.5) / 2)
+    assert second.used == {"device": None, "host": 10, "nvme": None}
+    # Rank 1 is stopped from here on: what rank 0 does is known, and then nothing is.
+    history.add(view_of([counting(0, 1.0, 200, 0.1), lost(counting(1, 0.5, 50, 0.2))], NOW + 1))
+    history.add(view_of([counting(0, 1.0, 200, 0.1), lost(counting(1, 0.5, 50, 0.2))], NOW + 1))
+    known, unknown = history.of("gpt-1")[2:]
+    assert (known.read, known.used["host"], unknown.read) == (pytest.approx(100.0), 5, None)
+
+
+def test_history_forgets_what_is_old_and_who_is_gone() -> None:
+    history = History()
+    for second in range(LENGTH + 50):
+        history.add(view_of([live()], NOW + second))
+    assert [entry.at - NOW for entry in history.of("gpt-1")] == [*range(50, LENGTH + 50)]
+    history.add(view_of([lost(live())], NOW + LENGTH + 50))
+    assert len(history.of("gpt-1")) == LENGTH, "an end is nothing new to draw, and nothing to forget"
+    assert history.of("gpt-1")[-1].at == NOW + LENGTH + 49
+    history.add(view_of([], NOW))
+    assert history.of("gpt-1") == []

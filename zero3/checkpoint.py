@@ -9,7 +9,6 @@ rank has written, which is known because steps exchange a few numbers anyway.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from tiering.config import format_size
 from tiering.errors import CheckpointError, TieringError
 from tiering.interrupts import deferred_interrupts
 from tiering.telemetry import CheckpointStatus
+from tiering.telemetry.page import as_text
 from zero3.agreement import together
 from zero3.assembly import Assembly
 from zero3.restore import Restore, optimizer_name, rank_state
@@ -125,12 +125,12 @@ class Checkpoints:
             return told
         return replace(
             told,
-            path=os.fsencode(last.path).decode("utf-8", "replace"),
+            path=as_text(str(last.path)),
             ended_at=last.ended_at,
             seconds=last.seconds,
             stalled=last.stalled,
             nbytes=last.nbytes,
-            error="" if last.error is None else str(last.error).encode("utf-8", "replace").decode(),
+            error="" if last.error is None else as_text(str(last.error)),
         )
 
     def after_step(self, *, all_written: bool) -> None:

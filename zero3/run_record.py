@@ -37,7 +37,7 @@ from tiering.telemetry import (
     StepRecord,
     TierStatus,
 )
-from tiering.telemetry.page import RECENT_STEPS
+from tiering.telemetry.page import RECENT_STEPS, as_text
 from tiering.telemetry.snapshot import Phase
 from zero3.activations import Activations
 from zero3.collectives import ALONE, World
@@ -45,6 +45,9 @@ from zero3.room import Room
 from zero3.tiers import Tiers
 
 log = logging.getLogger(__name__)
+
+
+LONGEST_REASON = 1000  # characters
 
 
 class Traffic(Protocol):
@@ -57,13 +60,18 @@ class Traffic(Protocol):
 
 
 class Learning(Protocol):
-    """What updates parameters: updates so far, those before a checkpoint included, and what the last one came to."""
+    """What updates parameters: updates so far, those before a checkpoint included, and what the last one came to.
+
+    ``broken`` says why there will be no more of them; usually it is empty.
+    """
 
     steps: int
     norm: float | None
 
     @property
     def scale(self) -> float | None: ...
+    @property
+    def broken(self) -> str: ...
 
 
 class RunRecord:
@@ -210,6 +218,7 @@ class RunRecord:
             local_world_size=self.world.local_size,
             global_step=self.step if learning is None else learning.steps,
             phase_since=self._phase_since,
+            broken="" if learning is None else as_text(learning.broken[:LONGEST_REASON]),
             samples=self.samples,
             skipped_steps=self.skipped,
             gradient_norm=None if learning is None else learning.norm,
@@ -255,7 +264,7 @@ class RunRecord:
         measured = {str(path): rate for path, rate in swap.weights.items()}
         return [
             PathStatus(
-                path=os.fsencode(file.name).decode("utf-8", "replace"),  # a page is text
+                path=as_text(file.name),
                 engine=aio.engine,
                 direct=file.direct,
                 read=_direction(file.read, aio, index, "read"),

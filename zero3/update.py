@@ -103,6 +103,13 @@ class Update:
         """The factor of the loss, None where nothing is scaled."""
         return self.loss_scale.value if self._scales else None
 
+    @property
+    def broken(self) -> str:
+        """Why training cannot go on, as far as this rank knows; empty while it can. Any thread may ask."""
+        lost = None if self._collectives is None else self._collectives.failure
+        torn = "" if self.torn == NOT_LOADED else self.torn  # perhaps it is being loaded now
+        return self.out_of_step or torn or str(lost or "")
+
     def state_dict(self) -> dict[str, Any]:
         """What the next update depends on, beside the optimizer."""
         return {

@@ -17,7 +17,7 @@ import torch
 from tiering.aio import AioContext
 from tiering.config import TelemetryConfig
 from tiering.plan import Tier
-from tiering.telemetry import CheckpointStatus, find_pages
+from tiering.telemetry import CheckpointStatus, Snapshot, find_pages
 from zero3 import room, run_record, timeline
 from zero3.collectives import World
 from zero3.run_record import RunRecord
@@ -164,6 +164,25 @@ def test_an_engine_describes_its_plan_and_its_configuration(
     settings = {setting.key: (setting.value, setting.origin) for setting in told.configuration.settings}
     assert settings["tiering.state"] == ("split", "file")
     assert settings["tiering.verify"] == (False, "default")
+
+
+def test_an_engine_that_cannot_go_on_says_why(
+    start: Callable[..., Any], micro_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(accumulation=1)
+    ((tokens, targets),) = micro_batches(1)
+    engine.backward(engine(tokens, targets))
+
+    def fail(**_: object) -> None:
+        raise OSError("the disk is gone \udcff" + "!" * 2000)
+
+    monkeypatch.setattr(engine.optimizer, "step", fail)
+    assert engine.snapshot().broken == ""
+    with pytest.raises(OSError, match="gone"):
+        engine.step()
+    told = Snapshot.from_json(engine.snapshot().to_json()).broken
+    assert told.startswith("step 1 was ended by OSError: the disk is gone ?!!!")
+    assert len(told) == 1000
 
 
 def test_saves_are_told(start: Callable[..., Any], tmp_path: Path) -> None:

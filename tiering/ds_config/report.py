@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tiering.ds_config.fates import Verdict
 from tiering.ds_config.secrets import without_secrets
 from tiering.telemetry import ConfigurationStatus, SettingStatus
+from tiering.telemetry.page import as_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -93,7 +94,7 @@ class Report:
     def status(self) -> ConfigurationStatus:
         """For telemetry: without secrets, and without bytes of file names that are no text."""
         return ConfigurationStatus(
-            source=_as_text(self.source),
+            source=as_text(self.source),
             outcome=self.outcome,
             counts=self.counts(),
             without_effect=[entry.key for entry in self.without_effect],
@@ -183,14 +184,10 @@ def _names(entries: Iterable[Entry]) -> str:
 
 
 def _setting(entry: Entry) -> SettingStatus:
-    value = json.loads(_as_text(json.dumps(_jsonable(entry.value), ensure_ascii=False)))
+    value = json.loads(as_text(json.dumps(_jsonable(entry.value), ensure_ascii=False)))
     shown = without_secrets(entry.key, value)
-    note = _as_text(entry.note) if shown == value else ""  # a note may quote what it is about
-    return SettingStatus(_as_text(entry.key), shown, entry.origin.value, str(entry.verdict), note)
-
-
-def _as_text(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()
+    note = as_text(entry.note) if shown == value else ""  # a note may quote what it is about
+    return SettingStatus(as_text(entry.key), shown, entry.origin.value, str(entry.verdict), note)
 
 
 def _jsonable(value: object) -> Any:

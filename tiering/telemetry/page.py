@@ -95,6 +95,11 @@ def plain_name(run_name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", run_name)[:80] or "run"
 
 
+def as_text(text: str) -> str:
+    """``text`` as a page can hold it: bytes of a file name that are no characters are "?"."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def _checksum(heartbeat_ns: int, payload: bytes) -> int:
     return zlib.crc32(payload, zlib.crc32(struct.pack("<QQ", heartbeat_ns, len(payload))))
 
@@ -329,7 +334,7 @@ def _is_ours(path: Path) -> bool:
 
 def _named(path: Path) -> Page:
     # run_name.rank.pid-random.page; a file of another name is listed too, and says why it cannot be read.
-    name = os.fsencode(path.name).decode("utf-8", "replace")
+    name = as_text(path.name)
     parts = name.removesuffix(SUFFIX).split(".")
     rank = int(parts[1]) if len(parts) == 3 and re.fullmatch("[0-9]{1,9}", parts[1]) else 0
     return Page(path, parts[0] or name, rank)

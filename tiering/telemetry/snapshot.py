@@ -160,7 +160,8 @@ class Snapshot:
     ``run_id`` is the same on all ranks of one start, and of no other; ``local_world_size`` counts those on ``node``.
     ``step``, ``samples`` (of all ranks) and ``skipped_steps`` count since the start, ``global_step`` goes on from a
     checkpoint. ``phase_seconds`` has "idle", too: what the program does between the phases since the first forward;
-    ``phase_since`` is Unix time. ``learning_rate`` is that of the first param group in the next step; ``loss_scale``
+    ``phase_since`` is Unix time. ``broken`` says why training cannot go on, and is empty while it can.
+    ``learning_rate`` is that of the first param group in the next step; ``loss_scale``
     None where nothing is scaled.
     ``stalls`` maps a cause to the seconds that compute waited for it, ``stalls_by_phase`` splits that by the phase in
     which the wait began; ``steps`` holds the most recent 32, oldest first. ``activations`` are counted in the first
@@ -181,6 +182,7 @@ class Snapshot:
     local_world_size: int = 1
     global_step: int = 0
     phase_since: float = 0.0
+    broken: str = ""
     samples: int = 0
     skipped_steps: int = 0
     gradient_norm: float | None = None

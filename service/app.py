@@ -29,7 +29,7 @@ from service.history import History
 from service.metrics import prefers_openmetrics, render
 from service.page import File, read_files
 from service.view import FRESH_SECONDS, NotHereError, View
-from service.watch import KEEP_STALE_SECONDS, Watch
+from service.watch import KEEP_STALE_SECONDS, MAX_AGE, Watch
 from tiering.telemetry import TelemetryError
 
 Run = Annotated[str | None, Query(description="only the run of this id", max_length=200)]
@@ -47,17 +47,21 @@ def create_app(
     *,
     keep_stale_seconds: float = KEEP_STALE_SECONDS,
     fresh_seconds: float = FRESH_SECONDS,
+    max_age: float = MAX_AGE,
     expect_ranks: int | None = None,
     access: Access | None = None,
 ) -> FastAPI:
     """The sidecar for the pages in ``directory`` (default: ``run_directory()``).
 
     Pages of dead writers are shown as stale for ``keep_stale_seconds`` after their last update, then removed; a rank
-    that has not published for ``fresh_seconds`` is silent. ``expect_ranks`` is how many must publish for /readyz.
+    that has not published for ``fresh_seconds`` is silent; no answer is of pages read over ``max_age`` seconds ago.
+    ``expect_ranks`` is how many must publish for /readyz.
     ``access`` says who is let in (default: who asks for localhost or an IP address). Raises TelemetryError when the
     directory is not ours alone.
     """
-    watch = Watch(directory, keep_stale_seconds=keep_stale_seconds, fresh_seconds=fresh_seconds)
+    watch = Watch(
+        directory, keep_stale_seconds=keep_stale_seconds, fresh_seconds=fresh_seconds, max_age=max_age
+    )
     past = History()
     events = Events(watch, lambda view: _of(view, "status", lambda: status(view)))
     sidecar = Sidecar(str(watch.directory), expect_ranks)

@@ -47,7 +47,7 @@ def states(run: RunView) -> Iterator[Advice]:
         yield error("run-ended", text, _LAST_WORDS)
         return
     for rank in run.ranks:
-        if rank.state in _OF_STATE:
+        if rank.state in _OF_STATE and rank.rank not in run.fresh:
             of, text, remedy = _OF_STATE[rank.state]
             told = {
                 "rank": rank.rank,

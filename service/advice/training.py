@@ -42,6 +42,19 @@ def skipping(run: RunView) -> Iterator[Advice]:
             )
 
 
+def failed_saves(run: RunView) -> Iterator[Advice]:
+    """A checkpoint that could not be written, as long as no later one could."""
+    for rank in run.ranks:
+        save = rank.snapshot.checkpoint if rank.fresh and rank.snapshot is not None else None
+        if save is not None and save.error:
+            yield error(
+                "checkpoint-failed",
+                f"the last checkpoint, {save.path or 'in the directory given'}, was not written: {save.error}",
+                "the one before it is whole; mend what the error names before the next save is due",
+                rank.rank,
+            )
+
+
 MOST_KEYS = 3  # by name
 
 

@@ -29,6 +29,7 @@ def _stepping(run: RunView) -> list[_Stepping]:
 
 
 STALLED = 0.2  # of a step: below, what could be gained is within the spread of step times
+TOLD = 0.05  # of the stalls: causes of less are left out
 BOUND = 0.5  # of a step: whatever takes most of it is what bounds it
 
 
@@ -39,7 +40,11 @@ def for_nvme(run: RunView) -> Iterator[Advice]:
         return
     rank, said, waited = max(found, key=lambda one: one.waited.on(ON_NVME))
     stalled, last = waited.on(ON_NVME), steady(said)[-1]
-    causes = [f"{cause} {share(waited.causes[cause])}" for cause in waited.causes if cause in ON_NVME]
+    causes = [
+        f"{cause} {share(part)}"
+        for cause, part in waited.causes.items()
+        if cause in ON_NVME and part >= TOLD * stalled
+    ]
     yield warning(
         "nvme-bound",
         f"the step {'is bound by' if stalled >= BOUND else 'waits for'} NVMe {direction(said)}:"
@@ -60,9 +65,9 @@ def _less_over_nvme(rank: RankView, said: Snapshot) -> str:
     host = next((tier for tier in said.tiers if tier.name == "host"), None)
     if described is None or planned is None or host is None or host.available is None:
         return "raise tiering.host_budget if the machine has memory to spare; `tiering plan` tells what that changes"
-    if not _caches(rank):
-        return f"set tiering.cache_in_host to true: then what fits into the host budget, {size(host.budget)}, stays in RAM"
     ranks = said.local_world_size
+    if not _caches(rank):
+        return f"tiering.cache_in_host is false: true keeps in RAM what fits into host_budget, {size(ranks * host.budget)}"
     free = int(host.available - SPARED * host.capacity) // ranks
     more = relief(planned, max(0, free), device_is_host=described.device.startswith("cpu"))
     if more is None:
@@ -104,6 +109,25 @@ def _without_memory(planned: PlanStatus, said: Snapshot) -> str:
     else:
         remedies.append("a larger micro-batch fetches the parameters once for more samples")
     return listed(remedies)
+
+
+OUTSIDE = 0.3  # of a step: what a program does between its steps is short, unless it waits for something
+
+
+def for_the_program(run: RunView) -> Iterator[Advice]:
+    """Time between forward, backward and step, in which the engine has nothing to do."""
+    for rank, said, _ in _stepping(run):
+        steps = steady(said)
+        total = sum(one.seconds for one in steps)
+        outside = total - sum(one.forward + one.backward + one.update for one in steps)
+        if outside >= OUTSIDE * total:
+            yield warning(
+                "program-bound",
+                f"{share(outside / total)} of the step is neither forward nor backward nor step: the program is busy"
+                " with something else, or waits for data",
+                "more workers of the DataLoader, or `py-spy dump` to see what the program does between its steps",
+                rank.rank,
+            )
 
 
 STRAGGLES = 1.25  # times as busy as the others: the spread of equal ranks that share a machine stays below
@@ -161,12 +185,15 @@ def longer_than_before(run: RunView) -> Iterator[Advice]:
             continue
         then, latest = median(step.seconds for step in before), median(step.seconds for step in now)
         added = median(step.stall for step in now) - median(step.stall for step in before)
+        saving = said.checkpoint is not None and said.checkpoint.under_way
         if latest >= SLOWER * then > 0:
             yield warning(
                 "slower-now",
                 f"the last {LATEST} steps took {seconds(latest)}, those before {seconds(then)};"
                 f" {seconds(max(0.0, added))} of the difference is stall",
-                "look at what else uses the disks (`iostat -x 1`); a drive may have filled its fast cache"
+                "a checkpoint is being written beside them: it passes"
+                if saving
+                else "look at what else uses the disks (`iostat -x 1`); a drive may have filled its fast cache"
                 if added >= (latest - then) / 2
                 else "look at what else uses the CPU or GPU, and at its clock and temperature",
                 rank.rank,

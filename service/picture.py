@@ -1,0 +1,262 @@
+"""Runs as a terminal shows them: lines and bars, the most important first. Pure: answers and history in, lines out.
+
+Text out of pages is shown without whatever could command a terminal. Without colours nothing is lost, and a terminal
+that lacks block characters gets ASCII.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from service.advice import Advice
+from service.answers.status import RankStatus, RunStatus, Status
+from service.history import Entry
+from service.words import listed, moved, rate, seconds, share, size
+from tiering.telemetry import DirectionStatus, PathStatus
+
+_STATE_STYLES = {"training": "green", "live": "green", "degraded": "bold red", "ended": "bold red"}
+_STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
+MOST_PATHS = 6
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The characters that pictures are made of."""
+
+    full: str
+    empty: str
+    peak: str
+    heights: str
+    signs: dict[str, str]
+    remedy: str
+    cut: str
+
+
+BLOCKS = Marks("█", "░", "▌", "▁▂▃▄▅▆▇█", {"error": "✗", "warning": "!", "info": "·"}, "→", "…")
+ASCII = Marks("#", "-", "|", "_.-=+*#@", {"error": "x", "warning": "!", "info": "."}, ">", "~")
+
+
+def marks(encoding: str) -> Marks:
+    """Those that ``encoding`` has."""
+    return BLOCKS if encoding.lower().replace("-", "").startswith("utf") else ASCII
+
+
+def pictured(
+    told: Status, width: int, drawn: Marks, history: Callable[[str], Sequence[Entry]] | None = None
+) -> RenderableType:
+    """All runs, those in trouble first; each with what happened of late, if there is a ``history``."""
+    if not told.runs:
+        return Text("no run has a page here: none trains, or it has another run directory (TIERING_RUN_DIR)")
+    runs = sorted(told.runs, key=lambda run: run.state == "training")
+    parts: list[RenderableType] = []
+    for run in runs:
+        if parts:
+            parts.append(Text())
+        parts += _run(run, told.taken_at, width, drawn, history(run.id) if history is not None else ())
+    return Group(*parts)
+
+
+def _run(
+    run: RunStatus, now: float, width: int, drawn: Marks, entries: Sequence[Entry]
+) -> Iterator[RenderableType]:
+    yield _title(run, now)
+    about = [run.device, run.configuration]
+    if any(about):
+        yield Text(plain(" - ".join(one for one in about if one)), "dim", no_wrap=True, overflow="ellipsis")
+    yield from (_advice(one, drawn) for one in run.warnings if one.severity != "info")
+    yield from _tiers(run.ranks, width, drawn)
+    yield from _paths(run.ranks, width, drawn)
+    yield from _lately(run.ranks, entries, width, drawn)
+    yield from _stalls(run.ranks)
+    if len(run.ranks) > 1 or run.state != "training":
+        yield _ranks(run.ranks)
+    yield from (_advice(one, drawn) for one in run.warnings if one.severity == "info")
+
+
+def _title(run: RunStatus, now: float) -> Text:
+    facts = [f"{run.ranks_live} of {run.ranks_expected} ranks"] if run.ranks_expected > 1 else []
+    if run.step is not None:
+        facts.append(f"step {run.step}")
+    if run.step_seconds is not None:
+        facts.append(f"{seconds(run.step_seconds)} a step")
+    if run.stall_share is not None:
+        facts.append(f"{share(run.stall_share)} stall")
+    if run.loss is not None:
+        facts.append(f"loss {run.loss:.4g}")
+    if run.started_at is not None:
+        facts.append(f"up {seconds(max(0.0, now - run.started_at))}")
+    title = Text(plain(run.name), "bold", no_wrap=True, overflow="ellipsis")
+    title.append("  ").append(run.state, _STATE_STYLES[run.state]).append("  " + ", ".join(facts), "not bold")
+    return title
+
+
+def _advice(one: Advice, drawn: Marks) -> RenderableType:
+    about = f"rank {listed(map(str, one.ranks))}: " if one.ranks and "rank" not in one.text else ""
+    line = Table.grid(padding=(0, 1))
+    line.add_row(
+        Text(drawn.signs[one.severity], _STYLES[one.severity]),
+        Text(plain(about + one.text), _STYLES[one.severity]),
+    )
+    if one.remedy:
+        line.add_row("", Text(plain(f"{drawn.remedy} {one.remedy}")))
+    return line
+
+
+def _tiers(ranks: Sequence[RankStatus], width: int, drawn: Marks) -> Iterator[RenderableType]:
+    """Those of all ranks together: each has its part of the node's budgets."""
+    rows = Table.grid(padding=(0, 1))
+    for column in range(5):
+        rows.add_column(justify="right" if column in (2, 3) else "left", no_wrap=True)
+    for name in ("device", "host", "nvme"):
+        tiers = [tier for rank in ranks for tier in rank.tiers if tier.name == name]
+        used, budget = sum(tier.used for tier in tiers), sum(tier.budget for tier in tiers)
+        peak = sum(tier.peak for tier in tiers)
+        if not budget:
+            continue
+        free = [tier.available for tier in tiers if tier.available is not None]
+        rows.add_row(
+            name,
+            bar(used / budget, peak / budget, max(10, min(40, width - 58)), drawn),
+            f"{size(used)} of {size(budget)}",
+            f"peak {size(peak)}",
+            f"{size(min(free))} free" if free else "",
+        )
+    if rows.row_count:
+        yield rows
+
+
+def bar(filled: float, peak: float, width: int, drawn: Marks) -> Text:
+    """``filled`` of one, with a mark at ``peak``."""
+    full = round(max(0.0, min(1.0, filled)) * width)
+    line = Text(drawn.full * full, "cyan").append(drawn.empty * (width - full), "dim")
+    at = min(width - 1, round(max(0.0, min(1.0, peak)) * width))
+    if not peak or at < full:
+        return line
+    return line[:at].append(drawn.peak, "magenta").append_text(line[at + 1 :])
+
+
+def _paths(ranks: Sequence[RankStatus], width: int, drawn: Marks) -> Iterator[RenderableType]:
+    by_name: dict[str, list[PathStatus]] = {}
+    for rank in ranks:
+        for path in rank.io:
+            by_name.setdefault(path.path, []).append(path)
+    if not by_name:
+        return
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(no_wrap=True)
+    for _ in range(5):
+        rows.add_column(justify="right", no_wrap=True)
+    rows.add_row(*(Text(heading, "dim") for heading in ("path", "read", "mean", "written", "mean", "p99")))
+    for name, paths in list(by_name.items())[:MOST_PATHS]:
+        read, written = [path.read for path in paths], [path.written for path in paths]
+        slowest = max((one.latency.p99 for one in (*read, *written) if one.latency is not None), default=None)
+        rows.add_row(
+            tail(plain(name), max(12, width - 58), drawn),
+            rate(sum(one.bytes_per_second for one in read)),
+            rate(_mean(read)),
+            rate(sum(one.bytes_per_second for one in written)),
+            rate(_mean(written)),
+            seconds(slowest) if slowest is not None else "",
+        )
+    yield rows
+    if len(by_name) > MOST_PATHS:
+        yield Text(f"and {len(by_name) - MOST_PATHS} more paths", "dim")
+
+
+def _mean(directions: Sequence[DirectionStatus]) -> float:
+    return sum(one.average_bytes_per_second for one in directions)
+
+
+def _lately(
+    ranks: Sequence[RankStatus], entries: Sequence[Entry], width: int, drawn: Marks
+) -> Iterator[RenderableType]:
+    """Lines of recent values: bandwidth and stall over time, seconds over steps."""
+    rows = Table.grid(padding=(0, 1))
+    rows.add_column(no_wrap=True)
+    rows.add_column(no_wrap=True)
+    rows.add_column(no_wrap=True)
+    room = max(10, min(60, width - 30))
+    over_time: list[tuple[str, list[float | None], Callable[[float], str]]] = [
+        ("read", [one.read for one in entries], rate),
+        ("written", [one.written for one in entries], rate),
+        ("sent", [one.sent for one in entries], rate),
+    ]
+    for name, values, words in over_time:
+        most = max((value for value in values[-room:] if value is not None), default=0.0)
+        if most:
+            rows.add_row(name, sparkline(values[-room:], most, drawn), f"up to {words(most)}")
+    stalls = [one.stall for one in entries][-room:]
+    if any(stalls):
+        rows.add_row("stall", sparkline(stalls, 1.0, drawn), "of each second")
+    stepping = [rank.steps for rank in ranks if rank.steps]
+    if stepping:
+        steps = max(stepping, key=lambda steps: median(step.seconds for step in steps))[-room:]
+        most = max(step.seconds for step in steps)
+        line = sparkline([step.seconds for step in steps], most, drawn)
+        rows.add_row("steps", line, f"up to {seconds(most)}")
+    if rows.row_count:
+        yield rows
+
+
+def sparkline(values: Sequence[float | None], most: float, drawn: Marks) -> Text:
+    """One character per value, as high as its part of ``most``; blank where nothing is known."""
+    highest = len(drawn.heights) - 1
+    line = "".join(
+        " " if value is None else drawn.heights[round(highest * max(0.0, min(1.0, value / most)))]
+        for value in values
+    )
+    return Text(line, "cyan")
+
+
+def _stalls(ranks: Sequence[RankStatus]) -> Iterator[RenderableType]:
+    """Of the rank that stalled most in its recent steps."""
+    stalled = max(
+        (rank.steps for rank in ranks), key=lambda steps: sum(one.stall for one in steps), default=[]
+    )
+    total = sum(step.seconds for step in stalled)
+    causes = Counter[str]()
+    for step in stalled:
+        causes.update(step.stalls)
+    told = [
+        f"{cause} {share(waited / total)}" for cause, waited in causes.most_common() if waited > 0.005 * total
+    ]
+    if told:
+        yield Text(plain(f"stalls of recent steps: {', '.join(told)}"))
+
+
+def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
+    rows = Table.grid(padding=(0, 2))
+    headings = ("rank", "state", "step", "phase", "a step", "stall", "read", "written")
+    for heading in headings:
+        rows.add_column(justify="left" if heading in ("state", "phase") else "right", no_wrap=True)
+    rows.add_row(*(Text(heading, "dim") for heading in headings))
+    for rank in ranks:
+        took = sum(step.seconds for step in rank.steps)
+        rows.add_row(
+            str(rank.rank),
+            Text(rank.state, _STATE_STYLES.get(rank.state, "red")),
+            "" if rank.step is None else str(rank.step),
+            rank.phase or "",
+            seconds(median(step.seconds for step in rank.steps)) if rank.steps else "",
+            share(sum(step.stall for step in rank.steps) / took) if took else "",
+            moved(sum(path.read.bytes for path in rank.io)),
+            moved(sum(path.written.bytes for path in rank.io)),
+        )
+    return rows
+
+
+def tail(name: str, width: int, drawn: Marks) -> str:
+    """The end of a path tells it from others."""
+    return name if len(name) <= width else drawn.cut + name[1 - width :]
+
+
+def plain(text: str) -> str:
+    """``text`` without control characters: a page may say anything, and a terminal obeys."""
+    return "".join(one if one.isprintable() else "?" for one in text)

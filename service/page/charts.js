@@ -5,7 +5,6 @@ import {h, patch, table} from "./patch.js";
 import {counters} from "./totals.js";
 
 const WINDOW = 600; // seconds
-const UNITS = 1024;
 
 /** One entry a second of a run: Unix times, and values that are null where nothing was known. */
 export class Series {
@@ -19,6 +18,10 @@ export class Series {
   fill(history) {
     this.at = [...(history?.at || [])];
     for (const name of Object.keys(this.values)) this.values[name] = this.at.map((_, i) => history[name]?.[i] ?? null);
+  }
+
+  get latest() {
+    return Object.fromEntries(Object.entries(this.values).map(([name, values]) => [name, values.at(-1)]));
   }
 
   /** Adds what happened between the last status of the run and this one. */
@@ -53,8 +56,7 @@ const faint = solid => solid.replace("rgb(", "rgba(").replace(")", ", 0.12)");
 
 /** Ticks for bytes at powers of two, which read as round numbers. */
 function byteTicks(_, __, low, high) {
-  const rough = Math.max(high - low, 1) / 4, unit = UNITS ** Math.floor(Math.log(Math.max(rough, 1)) / Math.log(UNITS));
-  const step = unit * ([1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].find(n => n * unit >= rough) || 1000);
+  const step = 2 ** Math.ceil(Math.log2(Math.max(high - low, 4) / 4));
   const ticks = [];
   for (let tick = 0; tick <= high; tick += step) ticks.push(tick);
   return ticks;
@@ -83,7 +85,7 @@ class Chart {
       cursor: {sync: {key: "tierd"}, drag: {x: false, y: false}, y: false, points: {size: 6}},
       scales: {x: {time: true}, y: {range: (_, low, high) => [0, this.top(high)]}},
       axes: [
-        {...axis, grid: {show: false}, space: 90, values: (_, ticks) => ticks.map(clock)},
+        {...axis, grid: {show: false}, space: 90, size: 30, values: (_, ticks) => ticks.map(clock)},
         {...axis, size: 74, splits: this.ticks, values: (_, ticks) => ticks.map(tick => this.format(tick))},
       ],
       series: [{}, ...this.series.map(one => {
@@ -141,7 +143,7 @@ class Chart {
     const minutes = new Map();
     this.at.forEach((at, i) => minutes.set(Math.floor(at / 60), [...(minutes.get(Math.floor(at / 60)) || []), i]));
     const shown = this.series.filter(one => this.has(one));
-    patch(details.querySelector(".wide"), table(`${this.name} by minute`,
+    patch(details.querySelector(".wide"), table(`${this.name} by minute`, "minutes",
       ["minute from", ...shown.flatMap(one => [`${one.label}, average`, "at most"])],
       [...minutes].map(([minute, indices]) => h("tr", {key: minute}, h("th", {scope: "row"}, clock(60 * minute)), shown.map(one => {
         const known = indices.map(i => this.data[one.name][i]).filter(value => value !== null);
@@ -154,9 +156,9 @@ class Chart {
 export function charts() {
   return [
     new Chart(document.getElementById("bandwidth"), {
-      name: "Bandwidth", format: rate, top: high => Math.max(high || 0, UNITS) * 1.1, ticks: byteTicks,
+      name: "Bandwidth", format: rate, top: high => Math.max(high || 0, 1024) * 1.1, ticks: byteTicks,
       series: [{name: "read", label: "read"}, {name: "written", label: "written", dash: [6, 3]},
-        {name: "sent", label: "sent to other ranks", dash: [2, 3], optional: true}],
+        {name: "sent", label: "sent", dash: [2, 3], optional: true}],
     }),
     new Chart(document.getElementById("stall"), {
       name: "Stall", format: percent, top: () => 1, ticks: () => [0, 0.25, 0.5, 0.75, 1],

@@ -43,13 +43,21 @@ export function percent(share) {
 
 export const count = value => (known(value) ? Math.round(value).toLocaleString("en") : UNKNOWN);
 
-/** Any number with some digits: a loss, a norm, samples per second. A loss that diverged arrives as "NaN". */
+/** Any number with some digits: a loss, a norm, samples per second. One that is not finite arrives by its name. */
 export function plain(value) {
-  if (typeof value === "string") return {NaN: "not a number", Infinity: "infinite", "-Infinity": "−infinite"}[value] || UNKNOWN;
+  if (typeof value === "string") return value === "NaN" ? "diverged" : "infinite";
   if (!known(value)) return UNKNOWN;
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace("-", "−").replace("e+", "e");
   return size >= 1000 ? count(value) : size >= 100 ? value.toFixed(1) : size >= 1 ? value.toFixed(3) : value.toFixed(4);
+}
+
+/** A number with three digits, for what nobody reads to the last one. */
+export function rough(value) {
+  if (!known(value)) return plain(value);
+  const size = Math.abs(value);
+  if (size >= 1000 && size < 1e6) return count(value);
+  return size !== 0 && (size < 1e-2 || size >= 1e6) ? value.toExponential(1).replace(".0", "").replace("e+", "e").replace(/-/g, "−") : digits(value);
 }
 
 /** The time of day of a Unix time. */

@@ -64,9 +64,9 @@ function style(node, wanted, before) {
     if (before[name] !== value) node.style.setProperty(name, value);
 }
 
-/** A table that scrolls by itself where it is too wide. `head` and `rows` hold texts or descriptions of cells. */
-export function table(label, head, rows, props) {
+/** A table that scrolls by itself where it is too wide: `head` are texts, and each of `bodies` a list of rows. */
+export function table(label, look, head, ...bodies) {
   return h("div", {class: "wide", role: "region", "aria-label": label, tabindex: "0"},
-    h("table", props, h("thead", {}, h("tr", {}, head.map(cell => h("th", {scope: "col"}, cell)))),
-      h("tbody", {}, rows)));
+    h("table", {class: look}, h("thead", {}, h("tr", {}, head.map(cell => h("th", {scope: "col"}, cell)))),
+      bodies.map(rows => h("tbody", {}, rows))));
 }

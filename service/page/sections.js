@@ -1,11 +1,11 @@
 // The parts of the page that are words, bars and tables: of a run to descriptions of elements. Pure.
 
-import {bytes, clock, count, most, percent, plain, plural, rate, seconds, sum, UNKNOWN} from "./figures.js";
+import {bytes, clock, count, most, percent, plain, plural, rate, rough, seconds, sum, UNKNOWN} from "./figures.js";
 import {h, table} from "./patch.js";
 import {median} from "./totals.js";
 
 const KINDS = ["parameters", "gradients", "optimizer state", "unsharded groups", "staging", "local gradients",
-  "gradient reduction", "checkpoint"];
+  "gradient reduction", "checkpoint", "idle windows"];
 const kindClass = kind => (KINDS.includes(kind) ? `kind-${kind.replaceAll(" ", "-")}` : "kind-other");
 
 const RUN_STATES = {training: ["Training", "good"], degraded: ["Degraded", "poor"], ended: ["Ended", "over"]};
@@ -38,46 +38,49 @@ function samplesPerSecond(run) {
   return rank && run.step_seconds > 0 ? rank.samples / rank.step / run.step_seconds : null;
 }
 
-export function facts(run, at) {
+/** `moving`: bytes per second of the last moment that was measured. */
+export function facts(run, at, moving) {
   const ranks = run.ranks.filter(rank => rank.pid !== null);
   const last = most(ranks.map(rank => rank.steps.at(-1)?.seconds));
-  const now = way => sum(ranks.map(rank => sum(rank.io.map(path => path[way].bytes_per_second))));
   const first = ranks[0] || {};
   const phases = [...new Set(ranks.map(rank => rank.phase))];
   const live = run.state !== "ended";
   const until = live ? at : most(ranks.map(rank => at - (rank.heartbeat_age ?? 0)));
   const extra = [
-    ["gradient norm", plain(first.gradient_norm), first.gradient_norm],
-    ["learning rate", plain(first.learning_rate), first.learning_rate],
-    ["loss scale", plain(first.loss_scale), first.loss_scale],
-  ].filter(([, , value]) => value !== null && value !== undefined).map(([name, text]) => `${name} ${text}`);
+    ["gradient norm", first.gradient_norm], ["lr", first.learning_rate], ["loss scale", first.loss_scale],
+  ].filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => `${name} ${rough(value)}`);
   const swaps = ranks.some(rank => rank.io.length);
   return [
     ["Step", count(run.step), !live ? "" : phases.length === 1 ? `in ${phases[0]}` : phases.length ? "phases differ" : ""],
     ["Step time", seconds(run.step_seconds), last === null ? "" : `last one ${seconds(last)}`],
     ["Stalled", percent(run.stall_share), "of the recent steps"],
-    ["Samples", samplesPerSecond(run) === null ? UNKNOWN : `${plain(samplesPerSecond(run))}/s`,
+    ["Samples", samplesPerSecond(run) === null ? UNKNOWN : `${rough(samplesPerSecond(run))}/s`,
       first.samples ? `${count(first.samples)} so far` : ""],
-    ["Loss", plain(run.loss), first.skipped_steps ? `${plural(first.skipped_steps, "step")} skipped` : extra[0] || ""],
-    swaps ? ["Reading", live ? rate(now("read")) : UNKNOWN, "from NVMe"] : null,
-    swaps ? ["Writing", live ? rate(now("written")) : UNKNOWN, "to NVMe"] : null,
+    ["Loss", typeof run.loss === "string" ? h("span", {class: "bad"}, plain(run.loss)) : plain(run.loss), first.skipped_steps ? `${plural(first.skipped_steps, "step")} skipped` : extra[0] || ""],
+    swaps ? ["Reading", live ? rate(moving.read) : UNKNOWN, "from NVMe"] : null,
+    swaps ? ["Writing", live ? rate(moving.written) : UNKNOWN, "to NVMe"] : null,
     ["Running for", run.started_at && until ? seconds(Math.max(0, until - run.started_at)) : UNKNOWN,
-      extra.find(text => text.startsWith("learning")) || ""],
+      extra.find(text => text.startsWith("lr")) || ""],
   ].filter(Boolean).map(([name, value, more]) => h("div", {key: name}, h("dt", {}, name), h("dd", {}, value), h("dd", {class: "more"}, more)));
 }
 
-export function warnings(run) {
+// What stands between backticks is to be typed.
+const prose = text => text.split("`").map((part, place) => (place % 2 ? h("code", {}, part) : part));
+
+/** Descriptions of the warnings `from` the first of them `to` before another. */
+export function warnings(run, from, to) {
   const several = run.ranks.length > 1;
-  return run.warnings.map(({code, severity, ranks, text, remedy}) => h("li", {
+  return run.warnings.slice(from, to).map(({code, severity, ranks, text, remedy}) => h("li", {
     key: `${code} ${ranks.join()}`, class: (SEVERITIES[severity] || SEVERITIES.info)[1],
   },
     h("p", {}, marked(SEVERITIES[severity] || [severity, "note"], "severity"), " ",
-      several && ranks.length ? h("span", {class: "whom"}, `${ranks.length === 1 ? "rank" : "ranks"} ${ranks.join(", ")}: `) : null, text),
-    remedy ? h("p", {class: "remedy"}, remedy) : null));
+      several && ranks.length ? h("span", {class: "whom"}, `${ranks.length === 1 ? "rank" : "ranks"} ${ranks.join(", ")}: `) : null, prose(text)),
+    remedy ? h("p", {class: "remedy"}, prose(remedy)) : null));
 }
 
 function tier(one) {
-  const used = Object.entries(one.by_kind).filter(([, size]) => size > 0);
+  const place = kind => (KINDS.includes(kind) ? KINDS.indexOf(kind) : KINDS.length);
+  const used = Object.entries(one.by_kind).filter(([, size]) => size > 0).sort(([a], [b]) => place(a) - place(b) || (a < b ? -1 : 1));
   const rest = one.used - sum(used.map(([, size]) => size));
   if (rest > 0) used.push(["other", rest]);
   // The budget stands at nine tenths, so that what goes past it shows.
@@ -127,7 +130,7 @@ export function plan(rows, details) {
   const body = rows.map(({name, planned, found}) => {
     const [word, shape] = verdict(planned, found);
     const scale = Math.max(planned / 0.75, found || 0, 1);
-    return h("tr", {key: name}, h("th", {scope: "row"}, name), h("td", {}, bytes(planned)), h("td", {}, bytes(found)),
+    return h("tr", {key: name}, h("th", {scope: "row"}, name.replace(/^nvme/, "NVMe")), h("td", {}, bytes(planned)), h("td", {}, bytes(found)),
       h("td", {class: "compared"},
         h("div", {class: "track small", "aria-hidden": "true"},
           h("div", {class: "fill"}, h("i", {class: `found ${shape}`, style: {width: `${(100 * (found || 0)) / scale}%`}})),
@@ -135,7 +138,7 @@ export function plan(rows, details) {
         h("span", {class: "verdict"}, word)));
   });
   return [
-    table("Plan against reality", ["", "planned", "found", "so it is"], body),
+    table("Plan against reality", "", ["", "planned", "found", "so it is"], body),
     h("p", {class: "soft", key: "details"}, "Per tier its peak, and what a step of the recent ones moved (the median).", details ? ` ${details}` : ""),
   ];
 }
@@ -155,8 +158,8 @@ const errors = way =>
   way.errors ? h("span", {class: "state bad"}, h("i", {class: "mark"}),
     Object.entries(way.errors_by_errno).map(([name, many]) => `${count(many)} ${name}`).join(", ") || count(way.errors)) : "0";
 
-function direction(word, way, first) {
-  return h("tr", {}, first, h("th", {scope: "row", class: "way"}, word), [
+function direction(word, way) {
+  return h("tr", {}, h("th", {scope: "row"}, word), [
     rate(way.bytes_per_second), rate(way.average_bytes_per_second), rate(way.peak_bytes_per_second), seconds(way.p50), seconds(way.p99),
     count(way.in_flight), bytes(way.bytes), count(way.retries), errors(way),
   ].map(cell => h("td", {}, cell)));
@@ -165,28 +168,30 @@ function direction(word, way, first) {
 export function paths(all, ranks) {
   if (!all.length) return h("p", {class: "soft"}, "Nothing is swapped to NVMe.");
   const engine = ranks.map(rank => rank.io_engine).find(Boolean);
-  const rows = all.map(one => [
-    direction("read", one.read, h("th", {scope: "rowgroup", rowspan: "2", class: "path"}, h("code", {}, one.path),
+  const bodies = all.map(one => [
+    h("tr", {}, h("th", {scope: "rowgroup", colspan: "10", class: "path"}, h("div", {}, h("code", {}, one.path), " ",
       h("span", {class: "soft"}, [one.engine, one.direct ? "direct" : "through the page cache",
         one.queue_full_seconds > 0 ? `queue full for ${seconds(one.queue_full_seconds)}` : null,
-        one.measured ? `measured at ${rate(one.measured)}` : null].filter(Boolean).join(", ")))),
-    direction("written", one.written, null),
+        one.measured ? `measured at ${rate(one.measured)}` : null].filter(Boolean).join(", "))))),
+    direction("read", one.read), direction("written", one.written),
   ]);
   const flags = (engine?.flags || []).map(flag => flag.replaceAll("_", " "));
   const missing = Object.entries(engine?.passed_over || {}).map(([what, why]) => `${what.replaceAll("_", " ")}: ${why}`);
   return [
-    table("Paths", ["path", "", "now", "average", "peak", "p50", "p99", "in flight", "in all", "retries", "errors"], rows, {class: "paths"}),
+    table("Paths", "paths", ["", "now", "average", "peak", "p50", "p99", "in flight", "in all", "retries", "errors"], ...bodies),
     engine ? h("p", {class: "soft", key: "engine"}, `I/O engine ${engine.name}`, flags.length ? ` with ${flags.join(", ")}` : "",
       engine.registered_bytes ? `, ${bytes(engine.registered_bytes)} registered` : "", ".",
       missing.length ? ` Not to be had: ${missing.join("; ")}.` : "", " Averages are over the time with transfers in flight.") : null,
   ];
 }
 
-export function ranks(run, at) {
+const heard = age => (age === null ? UNKNOWN : age < 1.5 ? "just now" : `${seconds(age)} ago`);
+
+export function ranks(run) {
   const rows = run.ranks.map((rank, place) => {
     const known = rank.pid !== null, last = rank.steps.at(-1);
     const rest = known ? [
-      rank.node || UNKNOWN, count(rank.step), rank.phase, rank.heartbeat_age === null ? UNKNOWN : `${seconds(rank.heartbeat_age)} ago`,
+      rank.node || UNKNOWN, count(rank.step), rank.phase, heard(rank.heartbeat_age),
       seconds(median(rank.steps.map(step => step.seconds))),
       last && last.seconds > 0 ? percent(sum(rank.steps.map(step => step.stall)) / sum(rank.steps.map(step => step.seconds))) : UNKNOWN,
       rate(sum(rank.io.map(path => path.read.bytes_per_second))), rate(sum(rank.io.map(path => path.written.bytes_per_second))), String(rank.pid),
@@ -197,13 +202,13 @@ export function ranks(run, at) {
   });
   const missing = run.ranks_expected - run.ranks.length;
   return [
-    table("Ranks", ["rank", "state", "node", "step", "phase", "heard", "step time", "stalled", "reads", "writes", "pid", "why"], rows, {class: "ranks"}),
+    table("Ranks", "ranks", ["rank", "state", "node", "step", "phase", "heard", "step time", "stalled", "reads", "writes", "pid", "why"], rows),
     missing > 0 ? h("p", {class: "soft", key: "missing"}, `${plural(missing, "rank")} of this run should be on this node and ${missing === 1 ? "is" : "are"} not here.`) : null,
   ];
 }
 
 export function collectives(all) {
-  return table("Collectives", ["collective", "now", "sent in all", "calls"], all.map(one =>
+  return table("Collectives", "", ["collective", "now", "sent in all", "calls"], all.map(one =>
     h("tr", {key: one.kind}, h("th", {scope: "row"}, one.kind), h("td", {}, rate(one.rate)), h("td", {}, bytes(one.sent)), h("td", {}, count(one.calls)))));
 }
 

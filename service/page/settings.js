@@ -58,9 +58,8 @@ export class Settings {
       .filter(([, keys]) => keys?.length).map(([word, keys]) => h("p", {key: word, class: "soft"}, `${word}: ${keys.join(", ")}.`));
     patch(document.getElementById("found"),
       this.configuration?.source ? h("p", {class: "soft"}, "From ", h("code", {}, this.configuration.source), ".") : null, idle,
-      found.length ? table("Settings", ["setting", "value", "origin", "what became of it"], found.map(one => h("tr", {key: one.key},
+      found.length ? table("Settings", "settings", ["setting", "value", "origin", "what became of it"], found.map(one => h("tr", {key: one.key},
         h("th", {scope: "row"}, h("code", {}, one.key)), h("td", {class: "left"}, h("code", {}, shown(one.value))),
-        h("td", {class: "left"}, ORIGINS[one.origin] || one.origin), h("td", {class: "left note"}, [one.verdict, one.note].filter(Boolean).join(": ")))),
-      {class: "settings"}) : h("p", {class: "soft"}, this.all.length ? "No setting has these words." : "This run does not tell its settings."));
+        h("td", {class: "left"}, ORIGINS[one.origin] || one.origin), h("td", {class: "left note"}, [one.verdict, one.note].filter(Boolean).join(": "))))) : h("p", {class: "soft"}, this.all.length ? "No setting has these words." : "This run does not tell its settings."));
   }
 }

@@ -7,9 +7,11 @@ import {h, patch} from "./patch.js";
 const PHASES = ["forward", "backward", "update"];
 export const causeClass = cause => `cause-${cause.replaceAll(/[^a-z]+/g, "-")}`;
 
+const phaseClass = name => name.split(" ")[0];
+
 function parts(step) {
   const named = PHASES.map(name => [name, step[name]]);
-  return [...named, ["between", Math.max(0, step.seconds - sum(PHASES.map(name => step[name])))]];
+  return [...named, ["between phases", Math.max(0, step.seconds - sum(PHASES.map(name => step[name])))]];
 }
 
 const causes = step => {
@@ -29,7 +31,7 @@ function bar(step, longest, chosen) {
     key: step.step, role: "option", id: `step-${step.step}`, class: "step", "data-step": step.step,
     "aria-selected": String(chosen), "aria-label": words(step),
   },
-    h("div", {class: "phases"}, parts(step).map(([name, time]) => h("i", {class: name, style: {height: share(time)}}))),
+    h("div", {class: "phases"}, parts(step).map(([name, time]) => h("i", {class: phaseClass(name), style: {height: share(time)}}))),
     h("div", {class: "waits"}, causes(step).map(([cause, time]) => h("i", {class: causeClass(cause), style: {height: share(time)}}))));
 }
 
@@ -43,7 +45,7 @@ function breakdown(step, follows) {
     h("h3", {}, `Step ${count(step.step)}`, follows ? h("span", {class: "soft"}, " the last one") : null),
     h("table", {}, h("caption", {class: "hidden"}, `Where the time of step ${step.step} went`),
       h("thead", {class: "hidden"}, h("tr", {}, ["part", "time", "share"].map(name => h("th", {scope: "col"}, name)))),
-      h("tbody", {}, parts(step).map(([name, time]) => line(name, name, time, step.seconds)),
+      h("tbody", {}, parts(step).map(([name, time]) => line(phaseClass(name), name, time, step.seconds)),
         h("tr", {class: "total"}, h("th", {scope: "row"}, "in all"), h("td", {}, seconds(step.seconds)), h("td", {}, ""))),
       h("tbody", {}, h("tr", {class: "within"}, h("th", {scope: "row"}, "of that, stalled"), h("td", {}, seconds(step.stall)),
         h("td", {}, percent(step.seconds > 0 ? step.stall / step.seconds : 0))),
@@ -126,7 +128,7 @@ export class Steps {
           "aria-label": "Recent steps, oldest first", "aria-activedescendant": `step-${chosen.step}`,
         }, this.steps.map(step => bar(step, longest, step === chosen))),
         breakdown(shown, shown === this.steps.at(-1))),
-      h("ul", {class: "legend"}, [...PHASES, "between"].map(name => h("li", {}, h("i", {class: `swatch ${name}`}), name)),
+      h("ul", {class: "legend"}, [...PHASES, "between phases"].map(name => h("li", {}, h("i", {class: `swatch ${phaseClass(name)}`}), name)),
         [...seen].sort().map(cause => h("li", {key: cause}, h("i", {class: `swatch ${causeClass(cause)}`}), `stall: ${cause}`))),
       h("p", {class: "soft keys"}, "Arrow keys move between steps, Escape goes to the last one."));
   }

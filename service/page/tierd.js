@@ -9,6 +9,7 @@ import {Settings} from "./settings.js";
 import {Steps} from "./steps.js";
 import * as totals from "./totals.js";
 
+const MOST_WARNINGS = 4;
 const PLAN_EVERY = 10; // seconds: peaks and medians move slowly
 
 const at = id => document.getElementById(id);
@@ -126,12 +127,11 @@ function draw(now) {
   patch(at("name"), run.name);
   patch(at("state"), sections.runState(run));
   patch(at("about"), sections.about(run));
-  patch(at("facts"), sections.facts(run, now));
-  at("warnings").hidden = !run.warnings.length;
-  patch(at("warnings").querySelector("ul"), sections.warnings(run));
+  patch(at("facts"), sections.facts(run, now, state.series.latest));
+  warn();
   patch(at("tiers"), sections.tiers(totals.tiers(ranks, run.device), ranks));
   patch(at("paths"), sections.paths(totals.paths(ranks), ranks));
-  patch(at("ranks"), sections.ranks(run, now));
+  patch(at("ranks"), sections.ranks(run));
   const sent = totals.collectives(ranks);
   at("network").hidden = !sent.length;
   patch(at("collectives"), sent.length ? sections.collectives(sent) : null);
@@ -143,6 +143,18 @@ function draw(now) {
   stall.show(state.series);
   plan();
   replan(now);
+}
+
+/** The gravest first; the rest does not push the figures off the screen. */
+function warn() {
+  const {run} = state;
+  const [first, rest] = at("warnings").querySelectorAll("ul"), more = rest.closest("details");
+  const shown = run.warnings.length > MOST_WARNINGS ? MOST_WARNINGS - 1 : MOST_WARNINGS;
+  at("warnings").hidden = !run.warnings.length;
+  patch(first, sections.warnings(run, 0, shown));
+  more.hidden = run.warnings.length <= shown;
+  patch(more.querySelector("summary"), `${run.warnings.length - shown} more`);
+  patch(rest, sections.warnings(run, shown));
 }
 
 function picks() {

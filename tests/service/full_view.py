@@ -78,7 +78,11 @@ DESCRIPTION = Description(
     versions={"tiering": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "linux": "6.18"},
     configuration=ConfigurationStatus("ds.json", "batch 8", without_effect=["a.b", "c"], deprecated=["d"]),
     plan=PlanStatus(
-        [PlannedTier("nvme", 900 * MIB, 400 * MIB, {"optimizer state": 400 * MIB})],
+        [
+            PlannedTier("device", 96 * MIB, 60 * MIB, {"parameters": 60 * MIB}),
+            PlannedTier("host", 96 * MIB, 70 * MIB, {"gradients": 60 * MIB, "staging": 10 * MIB}),
+            PlannedTier("nvme", 900 * MIB, 400 * MIB, {"optimizer state": 400 * MIB}),
+        ],
         read={"optimizer state": 40 * MIB},
         written={"optimizer state": 30 * MIB},
         sent={"gradients": 20 * MIB},

@@ -1,0 +1,148 @@
+"""The dashboard and the alert rules: Prometheus understands them, and the sidecar tells what they ask for."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.metrics import render
+from service.monitoring.__main__ import FILES, main, text
+
+from .full_view import FULL
+from .promtool import promtool
+
+DASHBOARD = json.loads(text(FILES["dashboard"]))
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+RULES = [rule for group in yaml.safe_load(text(FILES["alerts"]))["groups"] for rule in group["rules"]]
+RULE_TESTS = yaml.safe_load(text(FILES["alerts-test"]))["tests"]
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+SCRAPED = {"instance": "node1:8471", "job": "tierd"}  # labels that Prometheus adds
+TOLD = [
+    sample
+    for family in text_string_to_metric_families(render(FULL, None)[0].decode())
+    for sample in family.samples
+]
+LABELS = {sample.name: {*sample.labels, *SCRAPED} for sample in TOLD} | {"up": set(SCRAPED)}
+
+
+def expressions() -> list[tuple[str, str]]:
+    """Of the dashboard, with its variables filled in, and their legends."""
+    found = []
+    for panel in PANELS:
+        for target in panel["targets"]:
+            expression = target["expr"].replace("$__rate_interval", "1m")
+            for variable in DASHBOARD["templating"]["list"]:
+                expression = expression.replace(f"${variable['name']}", ".*")
+            assert "$" not in expression
+            found.append((expression, target["legendFormat"]))
+    return found
+
+
+def as_input() -> list[dict[str, str]]:
+    """What the sidecar tells, as promtool's series; counters rise."""
+
+    def series(sample: Any) -> dict[str, str]:
+        labels = ", ".join(f"{name}={json.dumps(value)}" for name, value in (sample.labels | SCRAPED).items())
+        rising = re.search("_(total|count|sum|bucket)$", sample.name) is not None
+        return {"series": f"{sample.name}{{{labels}}}", "values": f"{sample.value:.3f}+{int(rising)}x40"}
+
+    return [series(sample) for sample in TOLD]
+
+
+def test_every_query_of_the_dashboard_finds_something(tmp_path: Path) -> None:
+    """Prometheus evaluates them all over what the sidecar tells of a full view: names, labels and joins fit."""
+    asked = [
+        {
+            "expr": f"count({expression}) > bool 0",
+            "eval_time": "5m",
+            "exp_samples": [{"labels": "{}", "value": 1}],
+        }
+        for expression, _ in expressions()
+    ]
+    test = {"interval": "15s", "input_series": as_input(), "promql_expr_test": asked}
+    (tmp_path / "test.yaml").write_text(json.dumps({"evaluation_interval": "15s", "tests": [test]}))
+    promtool("test", "rules", tmp_path / "test.yaml")
+
+
+def test_legends_name_labels_that_are_left() -> None:
+    for expression, legend in expressions():
+        left = re.search(r"\bby \(([^)]*)\)", expression)
+        metric = re.search(r"\b(tiering|process)_\w+", expression)
+        assert metric is not None
+        known = set(left[1].split(", ")) if left else set() if "sum(" in expression else LABELS[metric[0]]
+        assert set(re.findall(r"{{(\w+)}}", legend)) <= known, expression
+
+
+def test_panels_lie_beside_each_other_and_say_what_they_show() -> None:
+    def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
+        return (
+            one["x"] < other["x"] + other["w"]
+            and other["x"] < one["x"] + one["w"]
+            and one["y"] < other["y"] + other["h"]
+            and other["y"] < one["y"] + one["h"]
+        )
+
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels) > 30
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in panels)
+    for one, other in combinations(panels, 2):
+        assert not overlap(one["gridPos"], other["gridPos"]), (one["title"], other["title"])
+    for panel in PANELS:
+        assert panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
+        assert all(source["uid"] == "${datasource}" for source in sources)
+    variables = [variable["name"] for variable in DASHBOARD["templating"]["list"]]
+    assert variables == ["datasource", "instance", "run", "rank"]
+
+
+def test_the_variables_ask_for_labels_that_are_told() -> None:
+    for variable in DASHBOARD["templating"]["list"][1:]:
+        asked = re.fullmatch(r"label_values\((\w+)({.*})?, (\w+)\)", variable["query"]["query"])
+        assert asked is not None
+        assert asked[3] in LABELS[asked[1]]
+        assert set(re.findall(r"(\w+)=~", asked[2] or "")) <= LABELS[asked[1]]
+
+
+def test_prometheus_accepts_the_rules_and_their_tests_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an operator gets them."""
+    for what, file in FILES.items():
+        assert main([what]) == 0
+        (tmp_path / file).write_text(capsys.readouterr().out, encoding="utf-8")
+    assert json.loads((tmp_path / FILES["dashboard"]).read_text(encoding="utf-8")) == DASHBOARD
+    promtool("check", "rules", tmp_path / FILES["alerts"])
+    promtool("test", "rules", tmp_path / FILES["alerts-test"])
+
+
+def test_every_alert_is_seen_to_fire_and_not_to_fire() -> None:
+    fires, rests = set(), set()
+    for test in RULE_TESTS:
+        for one in test["alert_rule_test"]:
+            fired = [" ".join(map(str, alert["exp_labels"].values())) for alert in one["exp_alerts"]]
+            fires |= {one["alertname"]} if fired else set()
+            rests |= {one["alertname"]} if len(fired) < len(test["input_series"]) else set()
+    assert fires == rests == {rule["alert"] for rule in RULES}
+
+
+def test_rules_ask_for_what_is_told_and_speak_plainly() -> None:
+    documented = DOCS.read_text(encoding="utf-8")
+    for rule in RULES:
+        assert f"`{rule['alert']}`" in documented
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"].keys() == {"summary", "description"}
+        metrics = re.findall(r"\b(tiering_\w+|up)\b(?:{([^}]*)})?", rule["expr"])
+        assert metrics
+        for metric, selector in metrics:
+            asked = set(re.findall(r"(\w+)=~?", selector))
+            words = " ".join(rule["annotations"].values())
+            assert asked | set(re.findall(r"\$labels\.(\w+)", words)) <= LABELS[metric], rule["alert"]

@@ -23,6 +23,7 @@ CONTENT_SECURITY_POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+CLOSE = (b"connection", b"close")
 HEADERS = [
     (b"content-security-policy", CONTENT_SECURITY_POLICY),
     (b"x-content-type-options", b"nosniff"),
@@ -174,11 +175,14 @@ def refuse(scope: Scope, access: Access) -> Refusal | None:
     if len(path) + len(query) > LONGEST_TARGET:
         return Refusal(414, f"a path with its query takes at most {LONGEST_TARGET} bytes here")
     if scope["method"] not in ("GET", "HEAD"):
-        return Refusal(405, "nothing can be changed here: ask with GET or HEAD", ((b"allow", b"GET, HEAD"),))
+        # What comes after the head of such a request is not waited for.
+        return Refusal(
+            405, "nothing can be changed here: ask with GET or HEAD", ((b"allow", b"GET, HEAD"), CLOSE)
+        )
     if _of(scope, b"transfer-encoding") or any(
         length.strip(b"0 ") for length in _of(scope, b"content-length")
     ):
-        return Refusal(413, "a request has no body here: ask with GET alone", ((b"connection", b"close"),))
+        return Refusal(413, "a request has no body here: ask with GET alone", (CLOSE,))
     return _wrong_host(_of(scope, b"host"), access.hosts) or _not_for(scope, access)
 
 

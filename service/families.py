@@ -21,14 +21,15 @@ Subject = TypeVar("Subject")
 
 # Powers of two nanoseconds, as engines count them, from 16 us to 8.6 s. The same from the first scrape on: a bucket
 # that appears later would be missing in a rate.
-LATENCY_BOUNDS = range(14, 34)
+LATENCY_POWERS = range(14, 34)
+LATENCY_BOUNDS = tuple(str(2.0**power / 1e9) for power in LATENCY_POWERS)
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Of ``count`` observations, which add up to ``sum``, ``below[i]`` were below ``bounds[i]``."""
+    """Of ``count`` observations, which add up to ``sum``, ``below[i]`` were below ``bounds[i]``, a number in words."""
 
-    bounds: Sequence[float]
+    bounds: Sequence[str]
     below: Sequence[int]
     count: int
     sum: float
@@ -338,9 +339,8 @@ def _errors_by_errno(said: Snapshot) -> Values:
 
 def _latency(one: DirectionStatus) -> Histogram:
     below = [0, *accumulate(one.latency_buckets)]  # below[i]: in less than 2^i ns
-    bounds = [2.0**power / 1e9 for power in LATENCY_BOUNDS]
-    counts = [below[min(power, len(below) - 1)] for power in LATENCY_BOUNDS]
-    return Histogram(bounds, counts, below[-1], one.latency_seconds)
+    counts = [below[min(power, len(below) - 1)] for power in LATENCY_POWERS]
+    return Histogram(LATENCY_BOUNDS, counts, below[-1], one.latency_seconds)
 
 
 _OF_SWAPPING: tuple[Family[Snapshot], ...] = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import TypeVar
 
 from prometheus_client import ProcessCollector, exposition
@@ -114,11 +115,16 @@ def _metrics(
 ) -> Iterator[Metric]:
     for family in families:
         series = {
-            tuple(_UNSPEAKABLE.sub("\ufffd", value) for value in (*labels, *more)): value
+            tuple(map(_spoken, (*labels, *more))): value
             for labels, subject in subjects.items()
             for more, value in family.read(subject).items()
         }
         yield _metric(family, (*names, *family.labels), series)
+
+
+@lru_cache(maxsize=4096)  # the same few words in every series
+def _spoken(word: str) -> str:
+    return _UNSPEAKABLE.sub("\ufffd", word)
 
 
 def _metric(family: Family[Subject], labels: Labels, series: Values) -> Metric:
@@ -153,5 +159,4 @@ def _counts(value: float) -> bool:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    bounds = [str(bound) for bound in histogram.bounds]
-    return [*zip(bounds, histogram.below, strict=True), ("+Inf", histogram.count)]
+    return [*zip(histogram.bounds, histogram.below, strict=True), ("+Inf", histogram.count)]

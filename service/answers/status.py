@@ -37,6 +37,7 @@ class RankStatus(BaseModel):
     global_step: int | None = Field(default=None, description="the same, going on from a checkpoint")
     phase: str | None = Field(default=None, description="start, forward, backward, step or idle")
     phase_since: float | None = Field(default=None, description="Unix time at which the phase began")
+    broken: str | None = Field(default=None, description="why training cannot go on; empty while it can")
     loss: Number | None = Field(default=None, description="of the last step that told one; may be NaN")
     samples: int | None = Field(default=None, description="of all ranks, in finished steps")
     skipped_steps: int | None = Field(default=None, description="for gradients that were not finite")
@@ -60,7 +61,7 @@ class RunSummary(BaseModel):
     id: str = Field(description="the same on all ranks of one start, and of no other")
     name: str = Field(description="as configured; several runs may have the same")
     state: Literal["training", "degraded", "ended"] = Field(
-        description="degraded: a rank that should be here is missing, silent or cannot be read"
+        description="degraded: a rank that should be here is missing, silent, cannot be read or cannot go on"
     )
     world_size: int | None = Field(description="ranks on all nodes")
     ranks_expected: int = Field(description="ranks on this node, as they say themselves")
@@ -120,11 +121,12 @@ def run_status(run: RunView) -> RunStatus:
 def _summary(run: RunView) -> dict[str, Any]:
     live = len(run.fresh)
     said = list(run.snapshots)
+    whole = live == run.expected and not any(one.broken for one in said)
     recent = [one.steps for one in said if one.steps]
     return {
         "id": run.id,
         "name": run.name,
-        "state": "ended" if run.over else "training" if live == run.expected else "degraded",
+        "state": "ended" if run.over else "training" if whole else "degraded",
         "world_size": said[0].world_size if said else None,
         "ranks_expected": run.expected,
         "ranks_live": live,

@@ -1,25 +1,24 @@
-"""A real ``tierd`` on loopback, with real writers that come, stop and die."""
+"""A real ``tierd`` on loopback beside real engines: each goes on whatever happens to the other."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
+import threading
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
+from fastapi.testclient import TestClient
 
-import service.cli
+from service.app import create_app
+
+from .processes import Sidecar, running, tierd, train, until
 
 WRITER = """
 import os, sys, time
@@ -38,177 +37,121 @@ time.sleep(600)
 
 
 @contextmanager
-def running(*command: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A child process and the first line it printed; ended and checked for tracebacks on the way out."""
-    with subprocess.Popen(
-        [sys.executable, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | environment,
-    ) as process:
-        assert process.stdout is not None
-        try:
-            yield process, process.stdout.readline().strip()
-        finally:
-            process.kill()
+def hammered(sidecar: Sidecar) -> Iterator[None]:
+    """Ask it again and again meanwhile; every answer must be a 200."""
+    over, failures, asked = threading.Event(), [], 0
+
+    def ask() -> None:
+        nonlocal asked
+        while not over.is_set():
+            for path in ("/v1/status", "/metrics", "/v1/history", "/v1/plan"):
+                try:
+                    with urllib.request.urlopen(sidecar.url + path, timeout=20) as answer:
+                        answer.read()
+                    asked += 1
+                except OSError as error:
+                    failures.append((path, error))
+            over.wait(0.01)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        yield
+        before = asked
+        until(lambda: asked > before + 8)
+    finally:
+        over.set()
+        asking.join()
+    assert failures == []
 
 
-@contextmanager
-def tierd(directory: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A sidecar on a free port and its base URL."""
-    with running("-m", "service.cli", "--port", "0", "--dir", str(directory), *more) as (process, line):
-        found = re.fullmatch(r"tierd: (http://127\.0\.0\.1:\d+)/ shows the runs in (.*)", line)
-        assert found, line or process.communicate()[1]
-        assert found[2] == str(directory)
-        yield process, found[1]
+def test_it_follows_an_engine_that_is_stopped_goes_on_and_is_killed(tmp_path: Path) -> None:
+    pages = tmp_path / "run"
+    soon_silent = create_app(pages, fresh_seconds=0.75, max_age=0)
+    with (
+        train(tmp_path, pages, pause=0.02) as training,
+        tierd(pages) as sidecar,
+        hammered(sidecar),
+        TestClient(soon_silent, base_url="http://localhost") as here,
+    ):
 
+        def state() -> str:
+            (run,) = here.get("/v1/status").json()["runs"]
+            return run["ranks"][0]["state"]
 
-def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=20) as answer:
-        return json.load(answer)
+        def step() -> int:
+            return sidecar.get("/v1/runs")["runs"][0]["step"]
 
+        until(lambda: step() > 5)
+        assert (sidecar.states(), sidecar.get("/readyz")["ready"]) == (["live"], True)
+        (rank,) = sidecar.get("/v1/status")["runs"][0]["ranks"]
+        assert (rank["pid"], rank["io"][0]["written"]["bytes"] > 0) == (training.process.pid, True)
 
-def states(url: str) -> list[str]:
-    return [rank["state"] for run in get(url + "/v1/status")["runs"] for rank in run["ranks"]]
+        training.process.send_signal(signal.SIGSTOP)
+        until(lambda: state() == "silent")
+        unready = here.get("/readyz")
+        assert unready.status_code == 503
+        assert re.fullmatch(r"run small-gpt: rank 0 has not published for \d s", unready.json()["reasons"][0])
+        stopped_at = step()
+        training.process.send_signal(signal.SIGCONT)
+        until(lambda: state() == "live" and step() > stopped_at)
+        assert here.get("/readyz").status_code == 200
 
-
-def until(condition: Callable[[], bool], limit: float = 30.0) -> None:
-    end = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        time.sleep(0.02)
-
-
-def test_it_follows_a_writer_from_start_to_death(tmp_path: Path) -> None:
-    with tierd(tmp_path) as (process, url):
-        assert get(url + "/v1/status") == {"runs": []}
-        with running("-c", WRITER, str(tmp_path)) as (writer, line):
-            assert line == "ready"
-            assert states(url) == ["live"]
-            (rank,) = get(url + "/v1/status")["runs"][0]["ranks"]
-            assert rank["pid"] == writer.pid
-            until(lambda: get(url + "/v1/status")["runs"][0]["ranks"][0]["step"] > rank["step"])
-            until(
-                lambda: (
-                    get(url + "/v1/status")["runs"][0]["ranks"][0]["io"][0]["read"]["bytes_per_second"] > 0
-                )
-            )
-            writer.kill()
-            writer.wait()
-            assert states(url) == ["stale"]
-        (page,) = tmp_path.iterdir()
+        training.process.kill()
+        training.process.wait()
+        until(lambda: sidecar.states() == ["stale"])
+        assert sidecar.get("/v1/runs")["runs"][0]["state"] == "ended"
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            sidecar.get("/readyz")
+        assert "every run here has ended" in refused.value.read().decode()
+        (page,) = pages.iterdir()
         os.utime(page, (time.time() - 31,) * 2)  # as if it had died half a minute ago
-        assert states(url) == []
-        assert list(tmp_path.iterdir()) == []
-        assert process.poll() is None
+        until(lambda: sidecar.states() == [])
+        assert list(pages.iterdir()) == []
+
+
+def test_training_gives_the_same_with_a_sidecar_that_is_killed_as_without(tmp_path: Path) -> None:
+    pages = tmp_path / "run"
+    with train(tmp_path / "alone", tmp_path / "elsewhere", steps=60, pause=0.0) as alone:
+        with tierd(pages) as sidecar, train(tmp_path / "watched", pages, pause=0.01) as watched:
+            with hammered(sidecar):
+                until(lambda: len(watched.losses) > 5)
+                assert sidecar.states() == ["live"]
+            sidecar.process.kill()
+            sidecar.process.wait()
+            killed_at = len(watched.losses)
+            until(lambda: len(watched.losses) > killed_at + 10)
+            watched.finish()
+        until(lambda: alone.process.poll() is not None)
+    common = min(len(watched.losses), len(alone.losses))
+    assert common > 10
+    assert watched.losses[:common] == alone.losses[:common]
+    assert len(set(alone.losses)) == 60, "each step is one of its own"
+    assert list(pages.iterdir()) == []
 
 
 def test_it_survives_whatever_lies_in_the_directory(tmp_path: Path) -> None:
-    with tierd(tmp_path) as (process, url), running("-c", WRITER, str(tmp_path)) as (writer, _):
+    with tierd(tmp_path) as sidecar, running("-c", WRITER, str(tmp_path)) as (writer, _):
         (page,) = tmp_path.glob("*.page")
         writer.send_signal(signal.SIGSTOP)
         whole = page.read_bytes()
         os.truncate(page, 100)
-        assert states(url) == ["unreadable"]
-        page.write_bytes(b"\0" * 5000)
-        assert states(url) == ["unreadable"]
+        until(lambda: sidecar.states() == ["unreadable"])
         page.write_bytes(whole[:8] + b"\x09" + whole[9:])
-        assert states(url) == ["newer-version"]
+        until(lambda: sidecar.states() == ["newer-version"])
         (tmp_path / "garbage.page").write_bytes(os.urandom(3000))
         (tmp_path / "not-a-page.txt").write_text("hello")
-        assert sorted(states(url)) == ["newer-version", "unreadable"]
-        assert get(url + "/livez") == {"status": "ok"}
+        until(lambda: sorted(sidecar.states()) == ["newer-version", "unreadable"])
+        assert sidecar.get("/livez") == {"status": "ok"}
         # The writer goes on as if nothing had happened, and its page is whole again.
         writer.send_signal(signal.SIGCONT)
-        until(lambda: sorted(states(url)) == ["live", "unreadable"])
+        until(lambda: sorted(sidecar.states()) == ["live", "unreadable"])
         assert writer.poll() is None
-        assert process.poll() is None
+        assert sidecar.process.poll() is None
 
 
-def test_a_writer_outlives_the_sidecar(tmp_path: Path) -> None:
-    with running("-c", WRITER, str(tmp_path)) as (writer, _):
-        with tierd(tmp_path) as (process, url):
-            assert states(url) == ["live"]
-            process.kill()
-        with tierd(tmp_path) as (_, url):
-            assert states(url) == ["live"]
-        assert writer.poll() is None
-
-
-def test_it_ends_cleanly_on_ctrl_c(tmp_path: Path) -> None:
-    with tierd(tmp_path) as (process, url):
-        assert get(url + "/livez") == {"status": "ok"}
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (0, "")
-
-
-@pytest.fixture
-def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """``refused(*arguments)`` is the one line of a ``tierd`` that does not start, in this process."""
-    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: pytest.fail("it started"))
-
-    def main(*arguments: str) -> str:
-        assert service.cli.main([*arguments]) == 2
-        output, errors = capfd.readouterr()
-        assert output == ""
-        (line,) = errors.splitlines()
-        return line
-
-    return main
-
-
-def test_a_taken_port_is_one_clear_line(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        command = ["-m", "service.cli", "--port", str(port), "--dir", str(tmp_path)]
-        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"tierd: cannot listen on 127.0.0.1 port {port}: "
-        "it is taken, perhaps by another tierd; choose another --port\n"
-    )
-
-
-def test_an_impossible_address_is_one_clear_line(tmp_path: Path, refused: Callable[..., str]) -> None:
-    assert "port 99999: a port is a number from 0 to 65535" in refused(
-        "--port", "99999", "--dir", str(tmp_path)
-    )
-    assert "cannot listen on 192.0.2.1 port 0: Cannot assign" in refused(
-        "--host", "192.0.2.1", "--port", "0", "--dir", str(tmp_path)
-    )
-
-
-def test_a_bad_directory_is_one_clear_line(tmp_path: Path, refused: Callable[..., str]) -> None:
-    (tmp_path / "file").touch()
-    assert f"run directory {tmp_path}/file is not a directory" in refused("--dir", str(tmp_path / "file"))
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    assert "writable by others (mode 0777)" in refused("--dir", str(tmp_path / "open"))
-
-
-def test_the_run_directory_of_the_environment_is_the_default(tmp_path: Path) -> None:
-    with running("-m", "service.cli", "--port", "0", TIERING_RUN_DIR=str(tmp_path)) as (_, line):
-        assert line.endswith(f"shows the runs in {tmp_path}")
-    with running("-m", "service.cli", "--host", "::1", "--port", "0", TIERING_RUN_DIR=str(tmp_path)) as (
-        process,
-        line,
-    ):
-        if not line:
-            assert "cannot listen on ::1" in process.communicate()[1]
-            pytest.skip("this machine has no IPv6 loopback")
-        assert line.startswith("tierd: http://[::1]:")
-
-
-def test_an_open_address_is_warned_about(tmp_path: Path) -> None:
-    with running("-m", "service.cli", "--host", "0.0.0.0", "--port", "0", "--dir", str(tmp_path)) as (
-        process,
-        line,
-    ):
-        port = line.partition("0.0.0.0:")[2].partition("/")[0]
-        get(f"http://127.0.0.1:{port}/livez")  # until then a signal may come before its handler
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 0
-    assert errors == "tierd: warning: whoever reaches this address can read the runs' names and figures\n"
+def test_it_ends_cleanly_on_ctrl_c(sidecar: Sidecar) -> None:
+    assert sidecar.get("/livez") == {"status": "ok"}
+    sidecar.process.send_signal(signal.SIGINT)
+    _, errors = sidecar.process.communicate(timeout=30)
+    assert (sidecar.process.returncode, errors) == (0, "")

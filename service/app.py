@@ -159,7 +159,7 @@ def create_app(
         """For Prometheus: its text form, or OpenMetrics where that is asked for."""
         view, accepted = await watch.now(), request.headers.get("accept", "")
         body, media_type = view.once(
-            ("metrics", prefers_openmetrics(accepted)), lambda: render(view, accepted)
+            ("metrics", prefers_openmetrics(accepted)), lambda: render(view, accepted, events.subscribers)
         )
         return Response(body, media_type=media_type, headers={"vary": "accept"})
 

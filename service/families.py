@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from platform import python_version
 from statistics import median
 from typing import Generic, Literal, TypeVar, get_args
 
 from service.advice import advise
+from service.version import own_version
 from service.view import RankView, RunView, State, View
 from tiering.telemetry import Description, DirectionStatus, PathStatus, PlanStatus, Snapshot
 
@@ -63,12 +65,27 @@ def _counter(name: str, text: str, read: Callable[[Subject], float]) -> Family[S
     return Family("counter", name, text, (), lambda subject: {(): read(subject)})
 
 
-def _pages(view: View) -> Values:
-    found = Counter(rank.state for run in view.runs for rank in run.ranks)
+@dataclass(frozen=True)
+class Sidecar:
+    """What it read, and how many listen to its events."""
+
+    view: View
+    subscribers: int
+
+
+def _pages(sidecar: Sidecar) -> Values:
+    found = Counter(rank.state for run in sidecar.view.runs for rank in run.ranks)
     return {(state,): found[state] for state in get_args(State)}
 
 
-OF_SIDECAR: tuple[Family[View], ...] = (
+OF_SIDECAR: tuple[Family[Sidecar], ...] = (
+    Family(
+        "info",
+        "tiering_build_info",
+        "The version of the sidecar, and of the Python that runs it.",
+        ("version", "python_version"),
+        lambda _: {(own_version(), python_version()): 1},
+    ),
     Family(
         "gauge",
         "tiering_sidecar_pages",
@@ -79,7 +96,17 @@ OF_SIDECAR: tuple[Family[View], ...] = (
     _gauge(
         "tiering_sidecar_last_reading_timestamp_seconds",
         "Unix time at which the telemetry pages were last read.",
-        lambda view: view.taken_at,
+        lambda sidecar: sidecar.view.taken_at,
+    ),
+    _counter(
+        "tiering_sidecar_readings_total",
+        "How often the telemetry pages were read; at most four times a second, however many ask.",
+        lambda sidecar: sidecar.view.readings,
+    ),
+    _gauge(
+        "tiering_sidecar_subscribers",
+        "How many listen to /v1/events.",
+        lambda sidecar: sidecar.subscribers,
     ),
 )
 
@@ -118,7 +145,7 @@ OF_RUN: tuple[Family[RunView], ...] = (
     _gauge(
         "tiering_run_ranks_up",
         "Ranks of the run on this node that live, can be read and have just published.",
-        lambda run: len({rank.rank for rank in run.ranks if rank.fresh}),
+        lambda run: len(run.fresh),
     ),
     Family(
         "gauge",

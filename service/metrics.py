@@ -32,6 +32,7 @@ from service.families import (
     RANK_UP,
     Family,
     Histogram,
+    Sidecar,
     Values,
 )
 from service.view import RankView, RunView, View
@@ -44,12 +45,12 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _UNSPEAKABLE = re.compile("[\0\ud800-\udfff]")  # what no text in UTF-8 holds, or no parser reads
 
 
-def render(view: View, accept: str | None) -> tuple[bytes, str]:
+def render(view: View, accept: str | None, subscribers: int = 0) -> tuple[bytes, str]:
     """The metrics of ``view`` in the form that the header ``accept`` prefers, and its content type."""
+    collected = _Collected(Sidecar(view, subscribers))
     if prefers_openmetrics(accept or ""):
-        collected = _Collected(view)
         return openmetrics.generate_latest(collected), OPENMETRICS  # type: ignore[no-untyped-call]  # it has no types
-    return exposition.generate_latest(_Collected(view)), TEXT
+    return exposition.generate_latest(collected), TEXT
 
 
 def prefers_openmetrics(accept: str) -> bool:
@@ -70,14 +71,13 @@ def _quality(parameters: Iterable[str]) -> float:
 class _Collected(Collector):
     """A registry of its own: what prometheus_client's default one tells of this process is not about training."""
 
-    def __init__(self, view: View) -> None:
-        self._view = view
+    def __init__(self, sidecar: Sidecar) -> None:
+        self._sidecar = sidecar
 
     def collect(self) -> Iterator[Metric]:
-        view = self._view
         up: dict[Labels, RankView] = {}
         runs: dict[Labels, RunView] = {}
-        for run in view.runs:
+        for run in self._sidecar.view.runs:
             for rank in run.ranks:
                 labels = run.id, str(rank.rank)
                 # Of a rank that was started again under the name of an older page, the one that lives counts.
@@ -92,7 +92,7 @@ class _Collected(Collector):
             for labels, rank in live.items()
             if rank.description is not None and rank.description.plan is not None
         }
-        yield from _metrics(OF_SIDECAR, (), {(): view})
+        yield from _metrics(OF_SIDECAR, (), {(): self._sidecar})
         yield from _PROCESS.collect()
         yield from _metrics(OF_RUN, ("run",), runs)
         of_rank = "run", "rank"

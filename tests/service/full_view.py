@@ -92,4 +92,4 @@ FIRST = RankView(0, "live", "", 0.125, SNAPSHOT, DESCRIPTION)
 SECOND = replace(
     FIRST, rank=1, snapshot=replace(SNAPSHOT, rank=1), state="silent", heartbeat_age=14.0, reason="alive"
 )
-FULL = View(1_700_000_804.0, (RunView("gpt-1a2b3c4d", "gpt 25M", (FIRST, SECOND)),))
+FULL = View(1_700_000_804.0, (RunView("gpt-1a2b3c4d", "gpt 25M", (FIRST, SECOND)),), readings=7)

@@ -21,6 +21,7 @@ from service.app import create_app
 from service.families import OF_PLAN, OF_RANK, OF_RUN, OF_SIDECAR, OF_SNAPSHOT, RANK_UP
 from service.metrics import OPENMETRICS, TEXT, render
 from service.monitoring.__main__ import table
+from service.version import own_version
 from service.view import RankView, RunView, View
 from tiering.telemetry import (
     DirectionStatus,
@@ -128,10 +129,14 @@ def test_the_values_are_those_of_the_page() -> None:
         ("tiering_swap_errors_by_errno_total", {**swap, "direction": "write", "errno": "EIO"}, 2),
         ("tiering_checkpoints_total", {**rank, "outcome": "failed"}, 1),
         ("tiering_plan_step_bytes", {**rank, "direction": "send", "kind": "gradients"}, 20 * MIB),
+        ("tiering_build_info", {"version": own_version()}, 1),
+        ("tiering_sidecar_readings_total", {}, 7),
         ("tiering_sidecar_pages", {"state": "silent"}, 1),
         ("tiering_sidecar_pages", {"state": "torn"}, 0),
     ):
         assert of(said, name, **labels) == value, name
+    told = series(parse_text(render(FULL, None, subscribers=3)[0].decode()))
+    assert of(told, "tiering_sidecar_subscribers") == 3
 
 
 def test_latencies_are_cumulative_and_nothing_falls_outside() -> None:

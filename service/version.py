@@ -1,0 +1,13 @@
+"""Which version of the sidecar this is."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def own_version() -> str:
+    """That of the installed package; "unknown" in a source tree that was never installed."""
+    try:
+        return version("tiering")
+    except PackageNotFoundError:
+        return "unknown"

@@ -24,6 +24,7 @@ from tiering.telemetry import DirectionStatus, PathStatus
 _STATE_STYLES = {"training": "green", "live": "green", "degraded": "bold red", "ended": "bold red"}
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
 MOST_PATHS = 6
+TOLD = 0.01  # of the steps: stalls of less are left out
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def _lately(
     """Lines of recent values: bandwidth and stall over time, seconds over steps."""
     rows = Table.grid(padding=(0, 1))
     rows.add_column(no_wrap=True)
-    rows.add_column(no_wrap=True)
+    rows.add_column(no_wrap=True, justify="right")  # the latest of each below each other
     rows.add_column(no_wrap=True)
     room = max(10, min(60, width - 30))
     over_time: list[tuple[str, list[float | None], Callable[[float], str]]] = [
@@ -199,8 +200,9 @@ def _lately(
     if stepping:
         steps = max(stepping, key=lambda steps: median(step.seconds for step in steps))[-room:]
         most = max(step.seconds for step in steps)
-        line = sparkline([step.seconds for step in steps], most, drawn)
-        rows.add_row("steps", line, f"up to {seconds(most)}")
+        if most:
+            line = sparkline([step.seconds for step in steps], most, drawn)
+            rows.add_row("steps", line, f"up to {seconds(most)}")
     if rows.row_count:
         yield rows
 
@@ -225,7 +227,7 @@ def _stalls(ranks: Sequence[RankStatus]) -> Iterator[RenderableType]:
     for step in stalled:
         causes.update(step.stalls)
     told = [
-        f"{cause} {share(waited / total)}" for cause, waited in causes.most_common() if waited > 0.005 * total
+        f"{cause} {share(waited / total)}" for cause, waited in causes.most_common() if waited > TOLD * total
     ]
     if told:
         yield Text(plain(f"stalls of recent steps: {', '.join(told)}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 
@@ -27,6 +28,8 @@ def share(part: float) -> str:
 
 def seconds(duration: float) -> str:
     """A duration: "310 ms", "2.1 s", "1 h 05 min"."""
+    if not math.isfinite(duration):
+        return "unknown time"
     if duration < 0.9995:
         return f"{1000 * duration:.1f} ms" if duration < 0.00995 else f"{1000 * duration:.0f} ms"
     if duration < 99.95:

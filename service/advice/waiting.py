@@ -65,9 +65,10 @@ def _less_over_nvme(rank: RankView, said: Snapshot) -> str:
     host = next((tier for tier in said.tiers if tier.name == "host"), None)
     if described is None or planned is None or host is None or host.available is None:
         return "raise tiering.host_budget if the machine has memory to spare; `tiering plan` tells what that changes"
-    ranks = said.local_world_size
+    ranks = max(1, said.local_world_size)
     if not _caches(rank):
-        return f"tiering.cache_in_host is false: true keeps in RAM what fits into host_budget, {size(ranks * host.budget)}"
+        fits = f"what fits into host_budget, {size(ranks * host.budget)},"
+        return f"set tiering.cache_in_host to true: {fits} then stays in RAM"
     free = int(host.available - SPARED * host.capacity) // ranks
     more = relief(planned, max(0, free), device_is_host=described.device.startswith("cpu"))
     if more is None:
@@ -183,13 +184,13 @@ def longer_than_before(run: RunView) -> Iterator[Advice]:
         before, now = steady(said)[:-LATEST], steady(said)[-LATEST:]
         if len(before) < EARLIER:
             continue
-        then, latest = median(step.seconds for step in before), median(step.seconds for step in now)
+        then, latest = median(step.seconds for step in before), min(step.seconds for step in now)
         added = median(step.stall for step in now) - median(step.stall for step in before)
         saving = said.checkpoint is not None and said.checkpoint.under_way
         if latest >= SLOWER * then > 0:
             yield warning(
                 "slower-now",
-                f"the last {LATEST} steps took {seconds(latest)}, those before {seconds(then)};"
+                f"each of the last {LATEST} steps took {seconds(latest)} or more, those before {seconds(then)};"
                 f" {seconds(max(0.0, added))} of the difference is stall",
                 "a checkpoint is being written beside them: it passes"
                 if saving

@@ -1,0 +1,376 @@
+"""Advice: each fires on a run that has it and not on its neighbour, and what it promises comes true."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiering
+from service.advice import Advice, advise
+from service.advice.relief import relief
+from service.answers.status import status
+from service.picture import ASCII, pictured
+from service.view import RankView, RunView, View
+from service.watch import Watch
+from tests.tiering.workloads import MIB, PLENTY, budgets, example, planned, workloads
+from tiering.config import parse_size
+from tiering.demo.model import GPT
+from tiering.placement import make_plan
+from tiering.plan import Budgets, GroupSizes
+from tiering.telemetry import (
+    CheckpointStatus,
+    ConfigurationStatus,
+    Description,
+    DirectionStatus,
+    IoEngineStatus,
+    PathStatus,
+    PlannedTier,
+    PlanStatus,
+    SettingStatus,
+    Snapshot,
+    StepRecord,
+    TierStatus,
+)
+
+from .processes import until
+
+GIB = 1 << 30
+GB = 10**9
+
+
+def steps(*seconds: float, stall: float = 0.0, **stalls: float) -> list[StepRecord]:
+    """Steps from number 2 on, ``stall`` of each stalled: by causes whose underscores are spaces, as shares."""
+    return [
+        StepRecord(
+            number,
+            took,
+            forward=0.3 * took,
+            backward=0.3 * took,
+            update=0.4 * took,
+            stall=stall * took,
+            read_bytes=8 * GB,
+            written_bytes=6 * GB,
+            stalls={cause.replace("_", " "): part * took for cause, part in stalls.items()},
+        )
+        for number, took in enumerate(seconds, 2)
+    ]
+
+
+def path(name: str = "/nvme", read: DirectionStatus | None = None, **more: Any) -> PathStatus:
+    read = read or DirectionStatus(8 * GB, 1000, average_bytes_per_second=2e9)
+    return PathStatus(
+        name, "io_uring", True, read, DirectionStatus(6 * GB, 1000, average_bytes_per_second=1e9), **more
+    )
+
+
+# 2 GiB of state on NVMe that 10 GiB of free memory could hold, and a step that does not wait for it.
+PLAN = PlanStatus(
+    [
+        PlannedTier("host", 4 * GIB, 4 * GIB, {"parameters": 3 * GIB, "staging": GIB // 8}),
+        PlannedTier("nvme", 99 * GIB, 2 * GIB, {"optimizer state": 2 * GIB}),
+    ],
+    read={"optimizer state": 2 * GIB},
+    written={"optimizer state": 2 * GIB},
+)
+HOST = TierStatus("host", 4 * GIB, 20 * GIB, 4 * GIB, 4 * GIB, available=10 * GIB)
+DISK = TierStatus("nvme", 99 * GIB, 100 * GIB, 2 * GIB, 2 * GIB, available=50 * GIB)
+SAID = Snapshot(
+    "gpt",
+    0,
+    1,
+    4321,
+    1.0,
+    step=12,
+    loss=3.5,
+    tiers=[HOST, DISK],
+    io=[path()],
+    steps=steps(*[1.0] * 11, stall=0.1),
+)
+DESCRIBED = Description("cpu", plan=PLAN)
+
+
+def rank(said: Snapshot = SAID, described: Description | None = DESCRIBED, **more: Any) -> RankView:
+    return replace(RankView(said.rank, "live", "", 0.1, said, described), **more)
+
+
+def of(*ranks: RankView) -> list[Advice]:
+    return advise(RunView("gpt-1", "gpt", ranks))
+
+
+def said(**changes: Any) -> list[RankView]:
+    return [rank(replace(SAID, **changes))]
+
+
+def two(**changes: Any) -> list[RankView]:
+    """Rank 1 differs."""
+    both = replace(SAID, world_size=2, local_world_size=2)
+    return [rank(both), rank(replace(both, rank=1, **changes))]
+
+
+def each(**changes: Any) -> list[RankView]:
+    """Both ranks alike."""
+    both = replace(SAID, world_size=2, local_world_size=2, **changes)
+    return [rank(both), rank(replace(both, rank=1))]
+
+
+def read(**counted: Any) -> dict[str, Any]:
+    return {"io": [path(read=DirectionStatus(8 * GB, 1000, average_bytes_per_second=2e9, **counted))]}
+
+
+def configured(*settings: SettingStatus, **more: Any) -> list[RankView]:
+    told = ConfigurationStatus("ds.json", "", settings=list(settings), **more)
+    return [rank(described=replace(DESCRIBED, configuration=told))]
+
+
+def planned_as(host: int, budget: int) -> list[RankView]:
+    plan = replace(PLAN, tiers=[PlannedTier("host", budget, host)])
+    setting = SettingStatus("tiering.host_budget", budget, "file")
+    configuration = ConfigurationStatus("ds.json", "", settings=[setting])
+    return [rank(described=Description("cpu", plan=plan, configuration=configuration))]
+
+
+def slow_of_two(rate: float) -> list[RankView]:
+    slow = DirectionStatus(8 * GB, 1000, average_bytes_per_second=rate)
+    second = path("/b", slow, measured_bytes_per_second=2 * GB)
+    return said(io=[path("/a", measured_bytes_per_second=2 * GB), replace(second, written=slow)])
+
+
+# parts of a step
+bound = {"stall": 0.71, "optimizer_state": 0.6, "staging": 0.11}
+waiting = {"stall": 0.4, "gather": 0.3, "agreement": 0.1}
+
+# code, whether it is an error, a run that has it, its neighbour without, and what it says
+CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
+    ("nvme-bound", said(steps=steps(*[2.0] * 3, **bound)), said(steps=steps(*[2.0] * 2, **bound)), "writes: 71 %"),
+    ("nvme-bound", said(steps=steps(*[2.0] * 3, **bound)), said(steps=steps(*[2.0] * 3, stall=0.1)), "state 60 %"),
+    ("network-bound", each(steps=steps(*[1.0] * 11, **waiting)), two(), "40 % of the step"),
+    ("straggler", two(steps=steps(*[1.3] * 11)), two(steps=steps(*[1.1] * 11)), "rank 1 is busy for 1.3 s"),
+    ("slower-now", said(steps=steps(*[1.0] * 8, *[1.6] * 3)), said(steps=steps(*[1.0] * 9, *[1.6] * 2)), "1.6 s"),
+    (
+        "program-bound",
+        said(steps=[replace(one, update=0.0) for one in SAID.steps]),
+        said(steps=[replace(one, update=0.2) for one in SAID.steps]),
+        "40 % of the step is neither",
+    ),
+    ("io-errors", said(**read(errors=2, errors_by_errno={"EIO": 2})), said(**read()), "2 reads of /nvme failed"),
+    ("io-errors", said(**read(errors=1)), said(**read()), "another error"),
+    ("io-retries", said(**read(retries=20)), said(**read(retries=19)), "20 continuations"),
+    ("io-slow-path", slow_of_two(1.1e9), slow_of_two(1.3e9), "/b moves 1.1 GB/s"),
+    ("io-buffered", said(io=[replace(path(), direct=False)]), said(), "/nvme is not opened with O_DIRECT"),
+    (
+        "io-passed-over",
+        said(io_engine=IoEngineStatus("libaio", passed_over={"io_uring": "EPERM"})),
+        said(io_engine=IoEngineStatus("io_uring")),
+        "io_uring is not in use: EPERM",
+    ),
+    ("budget-exceeded", said(tiers=[replace(HOST, peak=4 * GIB + 1)]), said(tiers=[HOST]), "above its budget"),
+    (
+        "nvme-nearly-full",
+        said(tiers=[replace(DISK, available=4 * GIB)]),
+        said(tiers=[replace(DISK, available=5 * GIB)]),
+        "4.0 GiB are left",
+    ),
+    (
+        "host-memory-low",
+        said(tiers=[replace(HOST, available=GIB // 2)]),
+        said(tiers=[replace(HOST, available=GIB)]),
+        "512 MiB of 20.0 GiB",
+    ),
+    ("budget-unused", planned_as(GIB, 3 * GIB), planned_as(2 * GIB, 3 * GIB), "leaves 2.0 GiB"),
+    ("loss-not-finite", said(loss=math.nan), said(loss=1e30), "the loss is NaN"),
+    ("loss-not-finite", said(loss=-math.inf), said(loss=None), "the loss is infinite"),
+    ("steps-skipped", said(step=100, skipped_steps=17), said(step=100, skipped_steps=16), "17 of 100"),
+    ("checkpoint-failed", said(checkpoint=CheckpointStatus(error="EIO")), said(checkpoint=CheckpointStatus()), "EIO"),
+    ("config-without-effect", configured(without_effect=["a.b"]), configured(), "a.b"),
+    ("config-deprecated", configured(deprecated=["a", "b", "c", "d"]), configured(), "4 keys are deprecated: a, b, c,"),
+    ("rank-silent", [rank(state="silent", heartbeat_age=14.0), *two()[1:]], two(), "not published for 14.0 s"),
+    ("rank-stale", [rank(state="stale"), *two()[1:]], [rank(state="stale"), *two()], "rank 0 is dead"),
+    ("rank-newer-version", [rank(state="newer-version", snapshot=None)], [rank()], "rank 0 cannot be shown"),
+    ("rank-unreadable", [rank(state="unreadable", snapshot=None)], [rank()], "rank 0 cannot be read"),
+    ("rank-torn", [rank(state="torn", snapshot=None)], [rank()], "at the moment"),
+    ("rank-missing", two()[1:], two(), "1 of the 2 ranks"),
+    ("run-ended", [rank(state="stale")], [rank()], "after step 12"),
+]  # fmt: skip
+
+
+def test_a_healthy_run_needs_no_advice() -> None:
+    assert of(rank()) == []
+    assert of(*two()) == []
+
+
+@pytest.mark.parametrize(("code", "having", "without", "says"), CASES, ids=[one[0] for one in CASES])
+def test_it_fires_on_what_has_it_and_not_on_its_neighbour(
+    code: str, having: list[RankView], without: list[RankView], says: str
+) -> None:
+    (found,) = [one for one in of(*having) if one.code == code]
+    assert says in found.text
+    assert found.remedy
+    assert code not in {one.code for one in of(*without)}
+
+
+def test_the_gravest_comes_first_and_what_ranks_say_alike_is_said_once() -> None:
+    engine = IoEngineStatus("threads", passed_over={"io_uring": "EPERM"})
+    both = replace(SAID, world_size=2, local_world_size=2, io_engine=engine, loss=math.nan)
+    found = of(
+        rank(replace(both, io=[path(retries := "/a"), replace(path(), direct=False)])),
+        rank(replace(both, rank=1)),
+    )
+    assert retries
+    assert [(one.code, one.severity, one.ranks) for one in found] == [
+        ("loss-not-finite", "error", []),
+        ("io-buffered", "warning", [0]),
+        ("io-passed-over", "info", [0, 1]),
+    ]
+
+
+def remedy(available: int, *, device: str = "cpu", **settings: bool) -> str:
+    host = replace(HOST, available=available)
+    configuration = ConfigurationStatus(
+        "ds.json",
+        "",
+        settings=[SettingStatus(f"tiering.{key}", value, "file") for key, value in settings.items()],
+    )
+    described = replace(DESCRIBED, device=device, configuration=configuration)
+    waits = replace(SAID, tiers=[host, DISK], steps=steps(*[2.0] * 3, **bound))
+    (found,) = of(rank(waits, described))
+    return found.remedy
+
+
+def test_the_remedy_for_nvme_is_the_memory_that_is_there() -> None:
+    assert remedy(10 * GIB) == (
+        "2.0 GiB more host budget (10.0 GiB are free) would keep optimizer state in RAM and save all of the 4.3 GB"
+        ' that a step moves: set tiering.host_budget to "6144MiB"'
+    )
+    # Of 2 GiB one is spared for the machine, and 256 MiB are what staging may take of the other.
+    part = remedy(2 * GIB)
+    assert part.startswith(
+        "1.0 GiB more host budget (2.0 GiB are free) would keep 768 MiB of the optimizer state in RAM"
+    )
+    assert "save about 1.6 GB of the 4.3 GB" in part and "gradient_accumulation_steps" in part
+    assert remedy(GIB).startswith(
+        "the machine has no memory for a larger tiering.host_budget; one more directory"
+    )
+    assert remedy(10 * GIB, cache_in_host=False).startswith("set tiering.cache_in_host to true")
+    # A GPU's parameters pass through staging, for which there has to be room as well.
+    assert "2.2 GiB more" in remedy(10 * GIB, device="cuda:0 H200")
+
+
+@settings(max_examples=60, deadline=None)
+@given(workloads(), budgets, st.integers(0, 400 * MIB))
+def test_a_plan_with_the_named_budget_keeps_the_named_kinds(load: Any, limits: Budgets, free: int) -> None:
+    load = replace(load, cache_in_host=True)
+    plan = planned(load, limits)
+    more = relief(plan.status(0), free, device_is_host=load.device_is_host)
+    if more is None:
+        return
+    assert more.extra <= free
+    then = make_plan(load, replace(plan.budgets, host=more.host_budget)).status(0)
+    for kind in more.whole:
+        assert not then.read.get(kind, 0) + then.written.get(kind, 0)
+    if more.saved == more.moved:
+        assert not sum(then.read.values()) + sum(then.written.values())
+
+
+@pytest.mark.parametrize("free", [1 * GIB, 2 * GIB, 3 * GIB])
+def test_what_a_part_saves_is_what_a_plan_then_saves(free: int) -> None:
+    """A model of 24 blocks with 4 GB of state, of which some more fits."""
+    groups = tuple(GroupSizes(f"layers.{i}", 2 * 12 * MIB, 12 * MIB) for i in range(24))
+    load = example(groups=groups, cache_in_host=True, sub_group_numel=10**9)
+    plan = make_plan(load, Budgets(PLENTY, 600 * MIB, PLENTY))
+    more = relief(plan.status(0), free, device_is_host=True)
+    assert more is not None and 0 < more.saved < more.moved
+    saved = sum(plan.nvme_traffic()) - sum(
+        make_plan(load, replace(plan.budgets, host=more.host_budget)).nvme_traffic()
+    )
+    assert more.saved <= saved <= 1.25 * more.saved + 500 * MIB
+
+
+def step_shown(home: Path) -> int:
+    (run,) = Watch(home / "run").view().runs
+    return max(said.step for said in run.snapshots)
+
+
+def train(home: Path, host_budget: str, width: int, count: int) -> tuple[RankView, Callable[[], None]]:
+    """A real engine after ``count`` steps, as its page shows it, and its end."""
+    torch.manual_seed(0)
+    swap = {"device": "nvme", "nvme_path": str(home)}
+    engine = tiering.initialize(
+        model=GPT(width=width, layers=3, heads=4, sequence=16),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 3, "offload_param": swap, "offload_optimizer": swap},
+            "tiering": {"host_budget": host_budget, "telemetry": {"dir": str(home / "run")}},
+        },
+    ).engine
+    tokens = torch.randint(256, (1, 17))
+    for _ in range(count):
+        engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+        engine.step()
+    until(lambda: step_shown(home) == count)
+    (run,) = Watch(home / "run").view().runs
+    (shown,) = run.ranks
+    return shown, engine.close
+
+
+def named_budget(shown: RankView) -> str:
+    (found,) = [one for one in of(shown) if one.code == "nvme-bound"]
+    named = re.search(r'set tiering.host_budget to "(\w+)"', found.remedy)
+    assert named is not None, found.remedy
+    return named[1]
+
+
+def on_nvme(shown: RankView) -> int:
+    assert shown.snapshot is not None
+    return sum(tier.used for tier in shown.snapshot.tiers if tier.name == "nvme")
+
+
+def test_an_engine_with_the_named_budget_has_nothing_on_nvme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")
+    shown, end = train(tmp_path, "3MiB", 128, 1)
+    end()
+    assert shown.snapshot is not None and on_nvme(shown) > 3 * MIB
+    # How long such a small model waits is the disk's mood: here it is said to be most of the step.
+    waits = replace(shown, snapshot=replace(shown.snapshot, steps=steps(*[2.0] * 3, **bound)))
+    budget = named_budget(waits)
+    assert parse_size(budget) < 3 * on_nvme(shown)
+    then, end = train(tmp_path, budget, 128, 1)
+    end()
+    assert on_nvme(then) == 0
+
+
+@pytest.mark.slow
+def test_who_follows_the_advice_waits_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with 120 MB of state, most of it on NVMe: its steps stall, and with the named budget they do not."""
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")
+    shown, end = train(tmp_path, "64MiB", 640, 8)
+    end()
+    if not of(shown):
+        pytest.skip("this machine's disk keeps up with the model: there is nothing to advise")
+    then, end = train(tmp_path, named_budget(shown), 640, 8)
+    end()
+    assert on_nvme(then) == 0 < on_nvme(shown)
+    assert "nvme-bound" not in {one.code for one in of(then)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.builds(Snapshot),
+    st.none() | st.builds(Description),
+    st.sampled_from(["live", "stale", "silent", "torn"]),
+)
+def test_no_page_makes_it_raise(told: Snapshot, described: Description | None, state: Any) -> None:
+    run = RunView("gpt-1", "gpt", (RankView(0, state, "why", 0.1, told, described), rank()))
+    assert all(one.text and "\n" not in one.code for one in advise(run))
+    assert pictured(status(View(1.0, (run,))), 80, ASCII)

@@ -47,11 +47,9 @@ def _serve(options: argparse.Namespace, directory: Path) -> int:
     be_modest(options.nice)  # before there are threads, which would keep the niceness they were made with
     token = token_of(options.token_file, os.environ)
     place, hosts = _place(options, token)
-    try:
+    with place:
         app = create_app(directory, expect_ranks=options.expect_ranks, access=Access(hosts, token))
         serve(app, place, f"tierd: {place.url} shows the runs in {directory}")
-    finally:
-        place.leave()
     return 0
 
 
@@ -59,7 +57,7 @@ def _place(options: argparse.Namespace, token: bytes | None) -> tuple[Place, fro
     """Where it listens, and by what names it is known there."""
     if options.uds is not None:
         return listen_at(options.uds.absolute()), None
-    host = options.host or DEFAULT_HOST
+    host = DEFAULT_HOST if options.host is None else options.host
     address = resolve(host, DEFAULT_PORT if options.port is None else options.port)
     if not address.loopback and token is None:
         raise TokenError(

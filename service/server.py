@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -56,12 +56,22 @@ class Address:
 
 @dataclass(frozen=True)
 class Place:
-    """A socket that listens, and what clients call it. ``path`` and ``file`` are those of a Unix socket."""
+    """A socket that listens, and what clients call it. ``path`` and ``file`` are those of a Unix socket.
+
+    As a context manager, it is closed and left in the end.
+    """
 
     listener: socket.socket
     url: str
     path: Path | None = None
     file: os.stat_result | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+        self.listener.close()
 
     def leave(self) -> None:
         """Remove what was made in the file system. Idempotent."""
@@ -189,10 +199,10 @@ def serve(app: ASGIApp, place: Place, greeting: str) -> None:
     signal.signal(signal.SIGALRM, server.give_up)
     _say(greeting)
     notify(b"READY=1")
-    try:
-        server.run(sockets=[place.listener])
-    finally:
-        place.leave()
+    server.run(sockets=[place.listener])  # waits for its threads, too
+    signal.setitimer(
+        signal.ITIMER_REAL, 0
+    )  # Python's own end gives the alarm back its default, which is no end with 0
 
 
 def _say(greeting: str) -> None:

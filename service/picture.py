@@ -70,7 +70,7 @@ def _run(
     yield _title(run, now)
     about = [run.device, run.configuration]
     if any(about):
-        yield Text(plain(" - ".join(one for one in about if one)), "dim", no_wrap=True, overflow="ellipsis")
+        yield Text(plain(" - ".join(one for one in about if one)), "dim", no_wrap=True, overflow="crop")
     yield from (_advice(one, drawn) for one in run.warnings if one.severity != "info")
     yield from _tiers(run.ranks, width, drawn)
     yield from _paths(run.ranks, width, drawn)
@@ -93,7 +93,7 @@ def _title(run: RunStatus, now: float) -> Text:
         facts.append(f"loss {run.loss:.4g}")
     if run.started_at is not None:
         facts.append(f"up {seconds(max(0.0, now - run.started_at))}")
-    title = Text(plain(run.name), "bold", no_wrap=True, overflow="ellipsis")
+    title = Text(plain(run.name), "bold", no_wrap=True, overflow="crop")
     title.append("  ").append(run.state, _STATE_STYLES[run.state]).append("  " + ", ".join(facts), "not bold")
     return title
 
@@ -114,7 +114,7 @@ def _tiers(ranks: Sequence[RankStatus], width: int, drawn: Marks) -> Iterator[Re
     """Those of all ranks together: each has its part of the node's budgets."""
     rows = Table.grid(padding=(0, 1))
     for column in range(5):
-        rows.add_column(justify="right" if column in (2, 3) else "left", no_wrap=True)
+        rows.add_column(justify="right" if column in (2, 3) else "left", no_wrap=True, overflow="crop")
     for name in ("device", "host", "nvme"):
         tiers = [tier for rank in ranks for tier in rank.tiers if tier.name == name]
         used, budget = sum(tier.used for tier in tiers), sum(tier.budget for tier in tiers)
@@ -151,9 +151,9 @@ def _paths(ranks: Sequence[RankStatus], width: int, drawn: Marks) -> Iterator[Re
     if not by_name:
         return
     rows = Table.grid(padding=(0, 2))
-    rows.add_column(no_wrap=True)
+    rows.add_column(no_wrap=True, overflow="crop")
     for _ in range(5):
-        rows.add_column(justify="right", no_wrap=True)
+        rows.add_column(justify="right", no_wrap=True, overflow="crop")
     rows.add_row(*(Text(heading, "dim") for heading in ("path", "read", "mean", "written", "mean", "p99")))
     for name, paths in list(by_name.items())[:MOST_PATHS]:
         read, written = [path.read for path in paths], [path.written for path in paths]
@@ -180,9 +180,9 @@ def _lately(
 ) -> Iterator[RenderableType]:
     """Lines of recent values: bandwidth and stall over time, seconds over steps."""
     rows = Table.grid(padding=(0, 1))
-    rows.add_column(no_wrap=True)
-    rows.add_column(no_wrap=True, justify="right")  # the latest of each below each other
-    rows.add_column(no_wrap=True)
+    rows.add_column(no_wrap=True, overflow="crop")
+    rows.add_column(no_wrap=True, overflow="crop", justify="right")  # the latest of each below each other
+    rows.add_column(no_wrap=True, overflow="crop")
     room = max(10, min(60, width - 30))
     over_time: list[tuple[str, list[float | None], Callable[[float], str]]] = [
         ("read", [one.read for one in entries], rate),
@@ -237,7 +237,9 @@ def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
     rows = Table.grid(padding=(0, 2))
     headings = ("rank", "state", "step", "phase", "a step", "stall", "read", "written")
     for heading in headings:
-        rows.add_column(justify="left" if heading in ("state", "phase") else "right", no_wrap=True)
+        rows.add_column(
+            justify="left" if heading in ("state", "phase") else "right", no_wrap=True, overflow="crop"
+        )
     rows.add_row(*(Text(heading, "dim") for heading in headings))
     for rank in ranks:
         took = sum(step.seconds for step in rank.steps)
@@ -245,7 +247,7 @@ def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
             str(rank.rank),
             Text(rank.state, _STATE_STYLES.get(rank.state, "red")),
             "" if rank.step is None else str(rank.step),
-            rank.phase or "",
+            plain(rank.phase or ""),
             seconds(median(step.seconds for step in rank.steps)) if rank.steps else "",
             share(sum(step.stall for step in rank.steps) / took) if took else "",
             moved(sum(path.read.bytes for path in rank.io)),

@@ -25,6 +25,9 @@ from service.watch import Watch
 from tiering.telemetry import TelemetryError
 
 _LEAVING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+_LEAVING_KEYS = set(
+    b"qQ\x03\x04"
+)  # the last two are Ctrl-C and Ctrl-D, where the terminal makes no signal of them
 
 
 def once(view: View, *, json: bool = False) -> int:
@@ -101,12 +104,7 @@ class _Keyboard:
             ready, _, _ = select.select([sys.stdin, self._signals], [], [], left)
             if sys.stdin in ready:
                 keys = os.read(sys.stdin.fileno(), 64)
-                if not keys or keys[:1] in (
-                    b"q",
-                    b"Q",
-                    b"\x03",
-                    b"\x04",
-                ):  # a terminal that is gone reads as nothing
+                if not keys or set(keys) & _LEAVING_KEYS:  # a terminal that is gone reads as nothing
                     return "leave"
             if self._signals in ready:
                 came = set(os.read(self._signals, 64))

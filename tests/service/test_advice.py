@@ -356,7 +356,7 @@ def test_who_follows_the_advice_waits_less(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("TIERING_DEVICE", "cpu")
     shown, end = train(tmp_path, "64MiB", 640, 8)
     end()
-    if not of(shown):
+    if "nvme-bound" not in {one.code for one in of(shown)}:
         pytest.skip("this machine's disk keeps up with the model: there is nothing to advise")
     then, end = train(tmp_path, named_budget(shown), 640, 8)
     end()

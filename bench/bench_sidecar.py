@@ -1,0 +1,317 @@
+"""Training beside a busy sidecar, and without one, alternating in one run.
+
+    python bench/bench_sidecar.py DIR [--pairs 12] [--seconds 10] [--hold 30] [--scrapers 200] [--subscribers 50]
+                                  [--every 1 | --hammer] [--save] [--quick] [--json FILE] [--markdown FILE]
+
+DIR is a directory on the disk to swap to. Two cores are enough and more are not used.
+
+**Training.** A small GPT in bf16 whose parameters and state live on NVMe, on one core of its own with all its threads.
+It trains all the time, and says of each step when it began and ended. A window's figure is the median of the steps that
+are wholly in it.
+
+**Sides.** Each has a window per round, who goes first rotates, and a first round is dropped.
+
+- asked: ``tierd`` runs on the other core, and on it with it are the clients: --scrapers of /metrics, each with a
+  connection that it keeps and a request every second (Prometheus asks every 15 seconds where nobody tells it), and
+  --subscribers of /v1/events. --hammer leaves out the pause.
+- alone: nobody asks, and ``tierd`` is stopped (SIGSTOP). The engine publishes its page.
+- unpublished: nor does the engine publish.
+
+What the second costs beside the third is what watching costs the engine itself. Counting, in C, is on in all of them.
+At last everybody asks for --hold seconds without a break.
+
+**Goals.** No error and no subscriber who hears nothing; the 95 % upper bound of the ratio asked / alone, round by
+round, at most 1.03; the interval of alone / unpublished reaches down to 1. The bootstrap is seeded.
+
+Exit status: 0 when all goals hold, 1 when one does not, 2 when something failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import shlex
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from figures import machine
+from figures.report import Report, Table, Verdict, middle
+from rich.console import Console
+from sidecar.clients import Heard, ask
+from sidecar.processes import ProcessError, Sidecar, Trainer
+
+from tiering.tierbench.ratios import Comparison, compare, in_turn
+
+RESULTS = Path(__file__).parent / "results"
+BOUND = 1.03
+SETTLE = 0.5
+"""Seconds between a change and the window that is about it."""
+
+
+@dataclass(slots=True)
+class Window:
+    """One side's turn: seconds of its steps, and what clients heard and it cost ``tierd`` where they asked."""
+
+    steps: list[float]
+    heard: Heard | None = None
+    cpu_seconds: float = 0.0
+
+    @property
+    def step(self) -> float:
+        return statistics.median(self.steps)
+
+
+@dataclass(slots=True)
+class Bench:
+    """The processes, and the windows that they had."""
+
+    options: argparse.Namespace
+    trainer: Trainer
+    sidecar: Sidecar
+    rounds: dict[str, list[Window]] = field(default_factory=dict)
+
+    def asked(self, seconds: float) -> Window:
+        self.trainer.publish(True)
+        self.sidecar.resume()
+        time.sleep(SETTLE)
+        before = self.sidecar.cpu_seconds()
+        began = time.monotonic()
+        heard = asyncio.run(
+            ask(
+                self.sidecar.port,
+                scrapers=self.options.scrapers,
+                subscribers=self.options.subscribers,
+                seconds=seconds,
+                every=self.options.every,
+            )
+        )
+        # Scaled to the time that counts: tierd's clock ran while they connected, too.
+        share = seconds / (time.monotonic() - began)
+        spent = (self.sidecar.cpu_seconds() - before) * share
+        return Window(self.trainer.between(heard.began, heard.ended), heard, spent)
+
+    def alone(self) -> Window:
+        return self._quiet(publish=True)
+
+    def unpublished(self) -> Window:
+        return self._quiet(publish=False)
+
+    def _quiet(self, publish: bool) -> Window:
+        self.sidecar.pause()
+        self.trainer.publish(publish)
+        time.sleep(SETTLE)
+        began = time.monotonic()
+        time.sleep(self.options.seconds)
+        return Window(self.trainer.between(began, time.monotonic()))
+
+    def run(self) -> Window:
+        """All rounds, and then everybody for as long as --hold says."""
+        sides = {
+            "asked": lambda: self.asked(self.options.seconds),
+            "alone": self.alone,
+            "unpublished": self.unpublished,
+        }
+        for found in in_turn(self.options.pairs, sides):
+            for name, window in found.items():
+                self.rounds.setdefault(name, []).append(window)
+            told = ", ".join(f"{name} {window.step * 1e3:.1f} ms" for name, window in found.items())
+            print(f"round {len(self.rounds['alone'])} of {self.options.pairs}: {told}", file=sys.stderr)
+        return self.asked(self.options.hold)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Training beside a busy sidecar, and without one, alternating.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("dir", type=Path, help="a directory on the disk to swap to")
+    parser.add_argument("--pairs", type=int, default=12, help="windows of each side that are kept")
+    parser.add_argument("--seconds", type=float, default=10, help="of a window")
+    parser.add_argument("--hold", type=float, default=30, help="seconds in which all ask without a break")
+    parser.add_argument("--scrapers", type=int, default=200, help="clients of /metrics")
+    parser.add_argument("--subscribers", type=int, default=50, help="clients of /v1/events")
+    pace = parser.add_mutually_exclusive_group()
+    pace.add_argument(
+        "--every", type=float, default=1, help="seconds from one request of a client to its next"
+    )
+    pace.add_argument("--hammer", action="store_const", dest="every", const=0.0, help="without a pause")
+    parser.add_argument("--width", type=int, default=256, help="of the model")
+    parser.add_argument("--layers", type=int, default=6, help="of the model")
+    parser.add_argument("--quick", action="store_true", help="tiny and short, proves nothing")
+    parser.add_argument("--save", action="store_true", help=f"the report, to {RESULTS}")
+    parser.add_argument("--json", type=Path, help="every reading, for later")
+    parser.add_argument("--markdown", type=Path, help="the report")
+    options = parser.parse_args()
+    if options.quick:
+        options.pairs, options.seconds, options.hold = 2, 1.0, 1.5
+        options.scrapers, options.subscribers, options.width, options.layers = 10, 3, 64, 1
+    if min(options.pairs, options.scrapers, options.subscribers) < 1:
+        parser.error("--pairs, --scrapers and --subscribers are at least 1")
+    return options
+
+
+def conclude(report: Report, rounds: dict[str, list[Window]], held: Window, peak_bytes: int) -> None:
+    """Tables and verdicts."""
+    table = Table("Step time", ("side", "steps", "ms: median of windows (range)"))
+    for name, windows in rounds.items():
+        steps = sum(len(window.steps) for window in windows)
+        table.rows.append((name, str(steps), middle([window.step * 1e3 for window in windows], ".2f")))
+    report.tables.append(table)
+
+    asked = compared(rounds, "asked", "alone")
+    published = compared(rounds, "alone", "unpublished")
+    ratios = Table("Ratios of windows of one round", ("sides", "rounds", "median", "95 %", "range"))
+    for name, one in (("asked / alone", asked), ("alone / unpublished", published)):
+        interval, extent = (
+            f"{one.median.low:.4f} to {one.median.high:.4f}",
+            f"{one.smallest:.3f} to {one.largest:.3f}",
+        )
+        ratios.rows.append((name, str(one.pairs), f"{one.median.point:.4f}", interval, extent))
+    report.tables.append(ratios)
+
+    load = Table(
+        "What clients got",
+        (
+            "time",
+            "requests",
+            "per s",
+            "p50 ms",
+            "p99 ms",
+            "longest ms",
+            "events, each",
+            "MB/s",
+            "tierd: cores",
+        ),
+    )
+    load.rows += [
+        row("windows", rounds["asked"]),
+        row("without a break", [held]),
+    ]
+    load.notes.append(f"tierd had {peak_bytes / 1e6:.0f} MB at most.")
+    report.tables.append(load)
+
+    errors: Counter[str] = Counter()
+    for window in (*rounds["asked"], held):
+        assert window.heard is not None
+        errors += window.heard.errors
+    said = ", ".join(f"{count} x {what}" for what, count in errors.most_common()) or "none"
+    report.verdicts += [
+        Verdict("errors", said, "none", not errors),
+        Verdict(
+            "step time, asked / alone: 95 % upper bound",
+            f"{asked.median.high:.4f}",
+            f"at most {BOUND}",
+            asked.median.high <= BOUND,
+        ),
+        Verdict(
+            "step time, alone / unpublished: 95 % lower bound",
+            f"{published.median.low:.4f}",
+            "at most 1",
+            published.median.low <= 1,
+        ),
+    ]
+
+
+def compared(rounds: dict[str, list[Window]], ours: str, theirs: str) -> Comparison:
+    return compare([window.step for window in rounds[ours]], [window.step for window in rounds[theirs]])
+
+
+def row(name: str, windows: list[Window]) -> tuple[str, ...]:
+    """Of all that was heard in ``windows``."""
+    all_heard = [window.heard for window in windows if window.heard is not None]
+    seconds = sum(heard.seconds for heard in all_heard)
+    latencies = sorted(latency * 1e3 for heard in all_heard for latency in heard.latencies) or [float("nan")]
+    events = [count for heard in all_heard for count in heard.events]
+    return (
+        name,
+        str(sum(len(heard.latencies) for heard in all_heard)),
+        f"{sum(len(heard.latencies) for heard in all_heard) / seconds:.0f}",
+        f"{statistics.median(latencies):.1f}",
+        f"{latencies[int(0.99 * (len(latencies) - 1))]:.1f}",
+        f"{latencies[-1]:.1f}",
+        f"{min(events)} to {max(events)}",
+        f"{sum(heard.received for heard in all_heard) / seconds / 1e6:.1f}",
+        f"{sum(window.cpu_seconds for window in windows) / seconds:.2f}",
+    )
+
+
+def cores() -> tuple[int, int]:
+    """Of the engine; of everybody else."""
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < 2:
+        raise ProcessError("this process may use one core; the engine and those who ask need one each")
+    return usable[0], usable[1]
+
+
+def described(options: argparse.Namespace, training: int, others: int) -> dict[str, str]:
+    every = f"every {options.every:g} s" if options.every else "without a pause"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", *sys.argv]),
+        **machine.describe("tiering", "torch", "uvicorn", "fastapi", directory=options.dir),
+        "cores": f"{training} trains; tierd and its clients share {others}",
+        "clients": f"{options.scrapers} of /metrics, {every}; {options.subscribers} of /v1/events",
+        "model": f"GPT of {options.layers} blocks, width {options.width}, all of it on NVMe",
+    }
+
+
+def measured(options: argparse.Namespace, report: Report, directory: Path) -> dict[str, list[Window]]:
+    """Everything, into ``report``; every reading."""
+    training, others = cores()
+    report.facts |= described(options, training, others)
+    os.sched_setaffinity(0, {others})
+    swap, run_directory = directory / "swap", directory / "run"
+    swap.mkdir()
+    run_directory.mkdir(mode=0o700)
+    with (
+        Trainer(training, swap, run_directory, width=options.width, layers=options.layers) as trainer,
+        Sidecar(run_directory) as sidecar,
+    ):
+        bench = Bench(options, trainer, sidecar)
+        held = bench.run()
+        conclude(report, bench.rounds, held, sidecar.peak_bytes())
+    return {**bench.rounds, "held": [held]}
+
+
+def main() -> int:
+    options = parse_arguments()
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # ends the processes and clears up, as Ctrl-C does
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    report = Report("bench_sidecar: training beside a busy sidecar", {})
+    try:
+        with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_sidecar.") as directory:
+            windows = measured(options, report, Path(directory).resolve())
+    except ProcessError as error:
+        print(f"bench_sidecar: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 2
+    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
+    report.show(console)
+    if options.json:
+        raw = {
+            "facts": report.facts,
+            "windows": {name: [asdict(window) for window in kept] for name, kept in windows.items()},
+            "goals": [asdict(verdict) for verdict in report.verdicts],
+        }
+        options.json.write_text(json.dumps(raw, indent=1) + "\n")
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    for path in (options.markdown, RESULTS / f"{today}-sidecar.md" if options.save else None):
+        if path is not None:
+            path.write_text(report.markdown())
+    return 0 if all(verdict.holds for verdict in report.verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

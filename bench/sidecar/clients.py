@@ -1,0 +1,110 @@
+"""Those who ask: scrapers of /metrics and subscribers of /v1/events, each with a connection that it keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+HOST = "127.0.0.1"
+ACCEPT = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"  # as Prometheus asks
+WARM_UP = 1.0  # seconds in which everybody connects and asks once, before anything counts
+PATIENCE = 30.0  # seconds for an answer
+
+
+@dataclass(slots=True)
+class Heard:
+    """What clients got in the time that counts: ``began`` to ``ended`` by the monotonic clock.
+
+    ``latencies`` are seconds from a request to its whole answer; ``events`` has an entry per subscriber; ``errors``
+    counts by what went wrong.
+    """
+
+    began: float = 0.0
+    ended: float = float("inf")
+    latencies: list[float] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    received: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+async def ask(port: int, *, scrapers: int, subscribers: int, seconds: float, every: float) -> Heard:
+    """Have them all ask for ``seconds``; each scraper once in ``every`` seconds, without a pause if that is 0."""
+    heard = Heard(events=[0] * subscribers)
+    start = time.monotonic() + WARM_UP
+    heard.began, heard.ended = start, start + seconds
+    async with asyncio.TaskGroup() as clients:
+        for number in range(scrapers):
+            delay = number / scrapers * (every or WARM_UP / 2)
+            clients.create_task(_scrape(port, heard, delay, every))
+        for number in range(subscribers):
+            clients.create_task(_subscribe(port, heard, number))
+    heard.errors.update(
+        {"a subscriber that heard nothing": heard.events.count(0)} if 0 in heard.events else {}
+    )
+    return heard
+
+
+async def _scrape(port: int, heard: Heard, delay: float, every: float) -> None:
+    request = f"GET /metrics HTTP/1.1\r\nHost: {HOST}:{port}\r\nAccept: {ACCEPT}\r\n\r\n".encode()
+    due = time.monotonic() + delay
+    await asyncio.sleep(delay)
+    try:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        try:
+            while due < heard.ended:
+                asked = time.monotonic()
+                writer.write(request)
+                async with asyncio.timeout(PATIENCE):
+                    status, size = await _answer(reader)
+                now = time.monotonic()
+                if heard.began <= asked and now <= heard.ended:
+                    heard.latencies.append(now - asked)
+                    heard.received += size
+                if status != b"200":
+                    heard.errors[f"/metrics answered {status.decode()}"] += 1
+                due = max(due + every, now)  # a late answer moves what follows, and is not caught up with
+                await asyncio.sleep(due - now)
+        finally:
+            writer.close()
+    except (OSError, asyncio.IncompleteReadError, TimeoutError, ValueError) as error:
+        heard.errors[f"/metrics: {type(error).__name__}"] += 1
+
+
+async def _answer(reader: asyncio.StreamReader) -> tuple[bytes, int]:
+    """Status and bytes of an answer whose length is told."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = int(head.partition(b"content-length:")[2].split(maxsplit=1)[0])
+    await reader.readexactly(length)
+    return head.split(maxsplit=2)[1], length
+
+
+async def _subscribe(port: int, heard: Heard, number: int) -> None:
+    """Events are counted by their first line; a cut in the middle of it is bridged."""
+    mark = b"event: status"
+    try:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        try:
+            writer.write(f"GET /v1/events HTTP/1.1\r\nHost: {HOST}:{port}\r\n\r\n".encode())
+            if (status := (await reader.readuntil(b"\r\n\r\n")).split(maxsplit=2)[1]) != b"200":
+                heard.errors[f"/v1/events answered {status.decode()}"] += 1
+                return
+            rest = b""
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + heard.ended - time.monotonic()):
+                while more := await reader.read(1 << 16):
+                    if time.monotonic() >= heard.began:
+                        heard.events[number] += (rest + more).count(mark)
+                        heard.received += len(more)
+                    rest = more[-len(mark) + 1 :]
+            heard.errors["/v1/events ended by itself"] += 1
+        finally:
+            writer.close()
+    except TimeoutError:
+        return  # the end of the time that counts
+    except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+        heard.errors[f"/v1/events: {type(error).__name__}"] += 1

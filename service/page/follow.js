@@ -20,15 +20,15 @@ async function ask(address, options = {}) {
   return answer;
 }
 
-async function told(answer, also) {
-  if (answer.ok || answer.status === also) return answer.json();
+async function told(answer) {
+  if (answer.ok) return answer.json();
   const body = await answer.json().catch(() => ({}));
   throw new Error(typeof body.detail === "string" ? body.detail : `it answered ${answer.status}`);
 }
 
-/** The JSON at `address`, answered with a success or with `also`. Throws TokenWanted, or an Error in the sidecar's words. */
-export async function get(address, also) {
-  return told(await ask(address, {signal: AbortSignal.timeout(15_000)}), also);
+/** The JSON at `address`. Throws TokenWanted, or an Error in the sidecar's words. */
+export async function get(address) {
+  return told(await ask(address, {signal: AbortSignal.timeout(15_000)}));
 }
 
 /**

@@ -66,7 +66,7 @@ function style(node, wanted, before) {
 
 /** A table that scrolls by itself where it is too wide: `head` are texts, and each of `bodies` a list of rows. */
 export function table(label, look, head, ...bodies) {
-  return h("div", {class: "wide", role: "region", "aria-label": label, tabindex: "0"},
+  return h("div", {class: "wide", role: "group", "aria-label": label, tabindex: "0"},
     h("table", {class: look}, h("thead", {}, h("tr", {}, head.map(cell => h("th", {scope: "col"}, cell)))),
       bodies.map(rows => h("tbody", {}, rows))));
 }

@@ -88,7 +88,7 @@ function tier(one) {
   const share = value => `${(100 * value) / scale}%`;
   const ofBudget = value => (one.budget ? percent(value / one.budget) : UNKNOWN);
   const over = one.budget && one.used > one.budget;
-  return h("section", {key: one.name, class: "tier", "aria-label": `Tier ${one.name}`},
+  return h("div", {key: one.name, class: "tier", role: "group", "aria-label": `Tier ${one.name}`},
     h("div", {class: "tier-head"}, h("h3", {}, one.name === "nvme" ? "NVMe" : one.name),
       h("span", {class: over ? "bad" : ""}, h("b", {}, bytes(one.used)), ` of ${bytes(one.budget)} budget · ${ofBudget(one.used)}`)),
     h("div", {class: "track", "aria-hidden": "true"},
@@ -138,7 +138,7 @@ export function plan(rows, details) {
         h("span", {class: "verdict"}, word)));
   });
   return [
-    table("Plan against reality", "", ["", "planned", "found", "so it is"], body),
+    table("Plan against reality", "", ["quantity", "planned", "found", "so it is"], body),
     h("p", {class: "soft", key: "details"}, "Per tier its peak, and what a step of the recent ones moved (the median).", details ? ` ${details}` : ""),
   ];
 }
@@ -178,7 +178,7 @@ export function paths(all, ranks) {
   const flags = (engine?.flags || []).map(flag => flag.replaceAll("_", " "));
   const missing = Object.entries(engine?.passed_over || {}).map(([what, why]) => `${what.replaceAll("_", " ")}: ${why}`);
   return [
-    table("Paths", "paths", ["", "now", "average", "peak", "p50", "p99", "in flight", "in all", "retries", "errors"], ...bodies),
+    table("Paths", "paths", ["direction", "now", "average", "peak", "p50", "p99", "in flight", "in all", "retries", "errors"], ...bodies),
     engine ? h("p", {class: "soft", key: "engine"}, `I/O engine ${engine.name}`, flags.length ? ` with ${flags.join(", ")}` : "",
       engine.registered_bytes ? `, ${bytes(engine.registered_bytes)} registered` : "", ".",
       missing.length ? ` Not to be had: ${missing.join("; ")}.` : "", " Averages are over the time with transfers in flight.") : null,
@@ -187,6 +187,9 @@ export function paths(all, ranks) {
 
 const heard = age => (age === null ? UNKNOWN : age < 1.5 ? "just now" : `${seconds(age)} ago`);
 
+// A rank that is not heard moves nothing that we know of.
+const moving = (rank, way) => (rank.state === "live" ? rate(sum(rank.io.map(path => path[way].bytes_per_second))) : UNKNOWN);
+
 export function ranks(run) {
   const rows = run.ranks.map((rank, place) => {
     const known = rank.pid !== null, last = rank.steps.at(-1);
@@ -194,7 +197,7 @@ export function ranks(run) {
       rank.node || UNKNOWN, count(rank.step), rank.phase, heard(rank.heartbeat_age),
       seconds(median(rank.steps.map(step => step.seconds))),
       last && last.seconds > 0 ? percent(sum(rank.steps.map(step => step.stall)) / sum(rank.steps.map(step => step.seconds))) : UNKNOWN,
-      rate(sum(rank.io.map(path => path.read.bytes_per_second))), rate(sum(rank.io.map(path => path.written.bytes_per_second))), String(rank.pid),
+      moving(rank, "read"), moving(rank, "written"), String(rank.pid),
     ] : Array(9).fill(UNKNOWN);
     return h("tr", {key: `${rank.rank} ${rank.pid ?? place}`}, h("th", {scope: "row"}, String(rank.rank)),
       h("td", {class: "left"}, marked(RANK_STATES[rank.state] || [rank.state, "note"])), rest.map(cell => h("td", {}, cell)),

@@ -6,7 +6,7 @@ import {h, patch, table} from "./patch.js";
 
 const ORIGINS = {file: "given", auto: "filled in", default: "default"};
 
-const shown = value => (typeof value === "string" ? value : JSON.stringify(value) ?? "");
+const shown = value => (typeof value === "string" ? value : value === null ? "none" : JSON.stringify(value));
 const within = (setting, words) => {
   const said = `${setting.key} ${shown(setting.value)} ${setting.verdict} ${setting.note}`.toLowerCase();
   return words.every(word => said.includes(word));

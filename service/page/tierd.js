@@ -99,9 +99,9 @@ async function replan(now) {
 }
 
 /** What is at `address`; null where it does not come: the events say so too, and louder. */
-async function ask(address, also) {
+async function ask(address) {
   try {
-    return await get(address, also);
+    return await get(address);
   } catch (error) {
     if (error instanceof TokenWanted) wanted();
     return null;
@@ -209,11 +209,10 @@ function wanted() {
   at("token-text").focus();
 }
 
-async function where() {
-  if (at("where").textContent) return;
-  const health = await ask("/healthz", 503); // no run, not ready
-  if (health?.directory) patch(at("where"), "This sidecar looks in ", h("code", {}, health.directory), "; runs with another ",
-    h("code", {}, "TIERING_RUN_DIR"), " or of other users are not seen here.");
+function where() {
+  const {directory} = state.status;
+  patch(at("where"), directory ? ["This sidecar looks in ", h("code", {}, directory), "; runs"] : "Runs", " with another ",
+    h("code", {}, "TIERING_RUN_DIR"), ", and those of other users, are not seen here.");
 }
 
 function connect() {

@@ -27,20 +27,24 @@ export function tiers(ranks, device) {
   });
 }
 
+const LASTING = ["bytes", "retries", "errors", "average_bytes_per_second", "peak_bytes_per_second"];
+const MOMENTARY = ["in_flight", "bytes_per_second"]; // of a rank that is heard now
+
 /** Swap paths of all `ranks`: counters and rates add up, of latencies the longest counts. */
 export function paths(ranks) {
-  const direction = all => ({
-    ...Object.fromEntries(
-      ["bytes", "ops", "retries", "errors", "in_flight", "bytes_per_second", "average_bytes_per_second",
-        "peak_bytes_per_second"].map(name => [name, sum(all.map(one => one[name]))])),
+  const added = (names, all) => Object.fromEntries(names.map(name => [name, sum(all.map(one => one[name]))]));
+  const direction = (all, live) => ({
+    ...added(LASTING, all), ...added(MOMENTARY, all.filter((_, place) => live[place])),
     errors_by_errno: merged(all.map(one => one.errors_by_errno)),
     p50: most(all.map(one => one.latency?.p50)), p99: most(all.map(one => one.latency?.p99)),
   });
-  return grouped(ranks.map(rank => rank.io), "path").map(same => ({
+  const told = ranks.map(rank => rank.io.map(path => ({...path, live: rank.state === "live"})));
+  return grouped(told, "path").map(same => ({
     path: same[0].path, engine: same[0].engine, direct: same.every(one => one.direct),
     queue_full_seconds: most(same.map(one => one.queue_full_seconds)),
     measured: sum(same.map(one => one.measured_bytes_per_second)),
-    read: direction(same.map(one => one.read)), written: direction(same.map(one => one.written)),
+    read: direction(same.map(one => one.read), same.map(one => one.live)),
+    written: direction(same.map(one => one.written), same.map(one => one.live)),
   }));
 }
 

@@ -1,0 +1,324 @@
+"""The page at ``/`` in a real Chromium: a training run on it, both themes, narrow and wide, and what may go wrong."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.page import read_files
+from tiering.telemetry import (
+    ConfigurationStatus,
+    Description,
+    DirectionStatus,
+    PathStatus,
+    SettingStatus,
+    Snapshot,
+    StepRecord,
+    TierStatus,
+)
+
+from .conftest import Publish
+from .processes import Sidecar, Training, tierd
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on this machine; Debian's package chromium has it"
+)
+
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+QUIET += ["--disable-background-networking", "--disable-component-update"]
+TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22a", "wcag22aa", "best-practice"]
+MARKUP = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>&amp;'
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A page in the browser, and what went wrong on it so far."""
+
+    page: Any
+    faults: list[str]
+
+    def shows(self, selector: str, text: str | re.Pattern[str]) -> None:
+        """Wait until it does."""
+        sync_api.expect(self.page.locator(selector)).to_contain_text(text, timeout=20_000)
+
+    def text(self, selector: str) -> str:
+        return self.page.locator(selector).inner_text()
+
+    def step(self) -> int:
+        """The number that the header tells."""
+        return int(self.text("#facts dd >> nth=0").replace(",", ""))
+
+    def moves(self, steps: int = 1) -> None:
+        """Wait until so many more steps are told."""
+        self.page.wait_for_function(
+            "after => Number(document.querySelector('#facts dd').textContent.replaceAll(',', '')) >= after",
+            arg=self.step() + steps,
+            timeout=20_000,
+        )
+
+    def check(self) -> None:
+        """No rule of accessibility is broken, nothing sticks out at the side, no number is none."""
+        self.page.evaluate(AXE)
+        found = self.page.evaluate(
+            "tags => axe.run(document, {runOnly: {type: 'tag', values: tags}, resultTypes: ['violations']})",
+            TAGS,
+        )
+        broken = [
+            (one["id"], [(node["html"][:120], node["failureSummary"]) for node in one["nodes"][:3]])
+            for one in found["violations"]
+        ]
+        assert broken == []
+        assert found["passes"], "axe looked at nothing"
+        assert self.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        told = self.text("body")
+        for words in self.page.locator(
+            "#warnings, #found"
+        ).all_inner_texts():  # which explain what null and NaN mean
+            told = told.replace(words, "") if words else told
+        assert not re.search(r"NaN|undefined|null|\[object", told)
+
+
+Open = Callable[..., Visit]
+AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Open]:
+    """``visit(url, width=1280, scheme="light", forgiven=None)`` opens a page that must stay free of faults.
+
+    Faults are errors on the console, among them those of the content security policy, exceptions, and requests to
+    elsewhere. ``forgiven`` matches those that the test brings about.
+    """
+    contexts, visits = [], []
+
+    def opened(url: str, *, width: int = 1280, scheme: str = "light", forgiven: str | None = None) -> Visit:
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        faults: list[str] = []
+
+        def told(message: Any) -> None:
+            if message.type in ("error", "warning") and not (forgiven and re.search(forgiven, message.text)):
+                faults.append(message.text)
+
+        origin = "/".join(url.split("/")[:3]) + "/"
+        page.on("console", told)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("request", lambda one: one.url.startswith((origin, "data:")) or faults.append(one.url))
+        page.goto(url)
+        visits.append(Visit(page, faults))
+        return visits[-1]
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert [one.faults for one in visits] == [[]] * len(visits)
+
+
+@pytest.fixture(scope="module")
+def watched(training: Training) -> Iterator[Sidecar]:
+    """The sidecar of an engine that trains."""
+    with tierd(training.directory) as one:
+        yield one
+
+
+def test_its_files_are_a_fixed_table() -> None:
+    served = read_files()
+    page = served["index.html"].content.decode()
+    assert "index.html" in served
+    wanted = set(re.findall(r'(?:src|href)="/page/([^"]+)"', page))
+    wanted |= {
+        name
+        for file in served.values()
+        for name in re.findall(r'^import .* from "\./([^"]+)";$', file.content.decode(), re.MULTILINE)
+    }
+    assert wanted == set(served) - {"index.html"}
+    assert not re.search(r"<style|style=|\son\w+=|<script>", page)
+
+
+def test_a_run_is_shown_while_it_trains(visit: Open, watched: Sidecar) -> None:
+    seen = visit(watched.url)
+    seen.shows("#name", "small-gpt")
+    seen.shows("#state", "Training")
+    seen.moves(2)
+    # What stands still is what the JSON says.
+    (run,) = watched.get("/v1/status")["runs"]
+    nvme = next(tier for tier in run["ranks"][0]["tiers"] if tier["name"] == "nvme")
+    seen.shows("[aria-label='Tier nvme']", f"{nvme['used'] / MIB:.2f}\u00a0MiB of")
+    seen.shows("#plan", "as planned")
+    seen.shows("#paths", run["ranks"][0]["io"][0]["path"])
+    seen.shows("#ranks", re.compile(r"live.*just now"))
+    seen.shows("#bandwidth figcaption", re.compile(r"Over \d+ seconds: read \d+"))
+    assert "Over" in seen.page.locator("#stall .plot").get_attribute("aria-label")
+    assert seen.page.title().startswith("small-gpt · step ")
+    # Somebody is at work here, while the figures go on.
+    seen.page.locator("#settings > summary").click()
+    seen.page.locator("#search").fill("run_name")
+    seen.shows("#found", "small-gpt")
+    seen.page.locator("#stall summary").click()
+    seen.page.evaluate("getSelection().selectAllChildren(document.getElementById('name'))")
+    seen.page.locator(".steps").focus()
+    seen.page.keyboard.press("ArrowLeft")
+    chosen, scrolled = seen.text(".step-told h3"), seen.page.evaluate("scrollY")
+    assert "last" not in chosen
+    seen.page.evaluate("for (const each of document.querySelectorAll('#ranks tr')) each.known = true")
+    seen.moves(3)
+    assert seen.text(".step-told h3") == chosen
+    assert seen.page.evaluate("document.activeElement.className") == "steps"
+    assert seen.page.evaluate("[getSelection().toString(), scrollY]") == ["small-gpt", scrolled]
+    assert seen.page.locator("#stall details").get_attribute("open") is not None
+    assert seen.page.locator("#found tbody tr").count() == 1
+    assert seen.page.evaluate("[...document.querySelectorAll('#ranks tr')].every(each => each.known)")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_suits_everybody(visit: Open, watched: Sidecar, scheme: str) -> None:
+    seen = visit(watched.url, scheme=scheme)
+    seen.moves(1)
+    seen.page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+    seen.shows("#found", "zero_optimization.stage")
+    for width in (1280, 360):
+        seen.page.set_viewport_size({"width": width, "height": 900})
+        seen.check()
+    ground = seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert ground == {"light": "rgb(246, 247, 249)", "dark": "rgb(13, 15, 19)"}[scheme]
+
+
+def test_the_keyboard_reaches_everything(visit: Open, watched: Sidecar) -> None:
+    seen = visit(watched.url)
+    seen.moves(1)
+    reached = []
+    for _ in range(40):
+        seen.page.keyboard.press("Tab")
+        name, visible = seen.page.evaluate(
+            "(() => { const {activeElement: at} = document; return [at.id || at.className || at.textContent.trim(), "
+            "getComputedStyle(at).outlineStyle !== 'none']; })()"
+        )
+        reached.append(name)
+        if name == "Metrics":
+            break
+        assert visible, f"the focus on {name} cannot be seen"
+    assert reached[:3] == ["skip", "brand", "theme"]
+    assert {"steps", "As a table", "wide", "All settings in effect", "Metrics"} <= set(reached)
+    seen.page.locator(".steps").focus()
+    seen.page.keyboard.press("Home")
+    oldest = seen.page.locator(".step >> nth=0")
+    assert oldest.get_attribute("aria-selected") == "true"
+    assert seen.text(".step-told h3") in oldest.get_attribute("aria-label")
+    seen.page.keyboard.press("Escape")
+    seen.shows(".step-told h3", "the last one")
+    # The theme chosen is there again after a reload.
+    seen.page.locator("#theme").focus()
+    for theme in ("light", "dark"):
+        seen.page.keyboard.press("Enter")
+        assert seen.page.locator("html").get_attribute("data-theme") == theme
+    seen.page.reload()
+    assert seen.page.locator("html").get_attribute("data-theme") == "dark"
+
+
+def test_a_token_is_asked_for_and_a_sidecar_that_goes_is_found_again(visit: Open, training: Training) -> None:
+    secret = "a-token-of-some-length"
+    with tierd(training.directory, TIERD_TOKEN=secret) as first:
+        seen = visit(first.url, forgiven="401|ERR_")
+        seen.shows("#token-title", "wants its token")
+        seen.check()
+        for token in ("not-this-one-at-all", secret):
+            assert seen.page.evaluate("document.activeElement.id") == "token-text"
+            seen.page.keyboard.type(token)
+            seen.page.keyboard.press("Enter")
+            if token != secret:
+                seen.shows("#token-refused", "does not take this token")
+        seen.moves(1)
+        seen.page.reload()
+        seen.moves(1)
+        assert secret not in seen.page.url
+        first.process.send_signal(signal.SIGKILL)
+        seen.shows("#trouble", re.compile(r"does not answer.*Training is not affected"))
+        seen.shows("#news", "does not answer")
+        told = seen.step()
+        seen.check()
+        with seen.page.expect_request("**/v1/events*"):
+            seen.page.locator("#retry").click()
+    with tierd(training.directory, "--port", first.url.rpartition(":")[2], TIERD_TOKEN=secret):
+        seen.page.evaluate("document.getElementById('retry').click()")  # it may have come back by itself
+        sync_api.expect(seen.page.locator("#trouble")).to_be_hidden(timeout=20_000)
+        seen.shows("#news", "answers again")
+        seen.moves(1)
+        assert seen.step() > told
+
+
+SAID = Snapshot(
+    run_name=MARKUP,
+    rank=0,
+    world_size=2,
+    pid=17,
+    started_at=1_700_000_000.0,
+    step=9,
+    run_id=f"{MARKUP}-1",
+    node=MARKUP,
+    local_world_size=2,
+    loss=float("nan"),
+    tiers=[TierStatus("host", 100 * MIB, 999 * MIB, 50 * MIB, 110 * MIB, {MARKUP: 50 * MIB})],
+    io=[
+        PathStatus(f"/nvme/{MARKUP}", "threads", True, DirectionStatus(errors=2, errors_by_errno={MARKUP: 2}))
+    ],
+    stalls={MARKUP: 0.5},
+    steps=[StepRecord(9, 1.0, 0.25, 0.5, 0.25, 0.5, stalls={MARKUP: 0.5})],
+)
+DESCRIBED = Description(
+    MARKUP,
+    {MARKUP: MARKUP},
+    ConfigurationStatus(MARKUP, MARKUP, settings=[SettingStatus(MARKUP, MARKUP, "file", MARKUP)]),
+)
+
+
+def test_what_pages_say_stays_text_and_runs_come_and_go(
+    sidecar: Sidecar, directory: Path, publishing: Publish, visit: Open
+) -> None:
+    seen = visit(sidecar.url)
+    seen.shows("#nothing", "No run yet")
+    seen.shows("#where", "TIERING_RUN_DIR")
+    seen.check()
+    first = publishing(directory, SAID, DESCRIBED)
+    seen.shows("#name", MARKUP)
+    seen.shows("#facts", "diverged")
+    seen.shows("#tiers", "110 % of budget")
+    (directory / f"{MARKUP[:4]}.1.junk.page").write_bytes(b"TIERPAGE" + bytes(99))
+    publishing(directory, replace(SAID, rank=1, local_rank=1, steps=[]))
+    publishing(directory, replace(SAID, run_name="other", run_id="other-1", world_size=1, local_world_size=1))
+    seen.page.locator("#settings > summary").click()
+    seen.shows("#found", MARKUP)
+    seen.page.locator("#rank").select_option("1")
+    seen.shows("#steps", "No step has ended yet")
+    assert "rank=1" in seen.page.url
+    seen.check()
+    seen.page.locator("#run").select_option(label="other")
+    seen.shows("#name", "other")
+    link = seen.page.url
+    assert link.endswith("#run=other-1")
+    seen.page.locator("#run").select_option(label=MARKUP)
+    seen.shows("#name", MARKUP)
+    assert seen.page.evaluate("window.hacked") is None
+    assert seen.page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+    visit(link).shows("#name", "other")
+    first.close()
+    seen.shows("#state", "Degraded")

@@ -21,9 +21,11 @@ __all__ = ["Advice", "Severity", "advise"]
 _RULES: tuple[Callable[[RunView], Iterator[Advice]], ...] = (
     ranks.states,
     disks.errors,
+    training.broken,
     training.diverged,
     training.failed_saves,
     training.skipping,
+    waiting.stuck,
     waiting.for_nvme,
     waiting.for_other_ranks,
     waiting.for_the_program,

@@ -42,7 +42,7 @@ _OF_STATE: dict[str, tuple[Callable[..., Advice], str, str]] = {
 def states(run: RunView) -> Iterator[Advice]:
     """Ranks that died, are silent, cannot be read or are not there."""
     if run.ranks and run.over:
-        step = max((said.step for said in run.snapshots), default=0)
+        step = max((max(said.step, said.global_step) for said in run.snapshots), default=0)
         text = f"the run has ended after step {step} without closing its pages: it was killed, or crashed"
         yield error("run-ended", text, _LAST_WORDS)
         return

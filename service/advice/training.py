@@ -9,6 +9,18 @@ from service.advice.advice import Advice, error, info, warning
 from service.view import RunView
 
 
+def broken(run: RunView) -> Iterator[Advice]:
+    """An engine that lives and cannot train any more."""
+    for rank in run.ranks:
+        if rank.fresh and rank.snapshot is not None and rank.snapshot.broken:
+            yield error(
+                "training-broken",
+                f"training cannot go on: {rank.snapshot.broken}",
+                "mend what it names, and start the job again from its last checkpoint",
+                rank.rank,
+            )
+
+
 def diverged(run: RunView) -> Iterator[Advice]:
     """A loss that is no number any more."""
     for rank in run.ranks:

@@ -112,6 +112,25 @@ def _without_memory(planned: PlanStatus, said: Snapshot) -> str:
     return listed(remedies)
 
 
+STUCK = 10.0  # times a usual step, and
+STUCK_SECONDS = 60.0  # at least: a phase that long has met something that a step does not have
+
+
+def stuck(run: RunView) -> Iterator[Advice]:
+    """A heartbeat says that a process lives, not that it gets anywhere."""
+    for rank, said, waited in _stepping(run):
+        since = (rank.published_at or 0.0) - said.phase_since
+        if not said.phase_since or said.phase not in ("forward", "backward", "step"):
+            continue
+        if since >= max(STUCK_SECONDS, STUCK * waited.seconds):
+            yield warning(
+                "stuck",
+                f"{said.phase} has taken {seconds(since)} so far, a whole step takes {seconds(waited.seconds)}",
+                f"`py-spy dump --pid {said.pid}` shows where it is; with several ranks, one that is late holds all up",
+                rank.rank,
+            )
+
+
 OUTSIDE = 0.3  # of a step: what a program does between its steps is short, unless it waits for something
 
 

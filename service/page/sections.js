@@ -38,12 +38,27 @@ function samplesPerSecond(run) {
   return rank && run.step_seconds > 0 ? rank.samples / rank.step / run.step_seconds : null;
 }
 
+/** What the ranks are in, and since when where that is long. */
+function phase(ranks, run, at) {
+  const phases = [...new Set(ranks.map(rank => rank.phase))];
+  if (phases.length !== 1) return phases.length ? "phases differ" : "";
+  const since = most(ranks.map(rank => (rank.phase_since ? at - rank.phase_since : null)));
+  return `in ${phases[0]}${since > Math.max(10, 3 * (run.step_seconds || 0)) ? ` for ${seconds(since)}` : ""}`;
+}
+
+function checkpoint(ranks, at) {
+  const told = ranks.map(rank => rank.checkpoint).find(one => one && (one.under_way || one.saved || one.failed));
+  if (!told) return null;
+  const many = [told.saved ? `${count(told.saved)} saved` : null, told.failed ? `${count(told.failed)} failed` : null];
+  const word = told.under_way ? "saving" : told.error ? h("span", {class: "bad"}, "failed") : `${seconds(Math.round(at - told.ended_at))} ago`;
+  return ["Checkpoint", word, [...many, told.seconds ? `took ${seconds(told.seconds)}` : null].filter(Boolean).join(", ")];
+}
+
 /** `moving`: bytes per second of the last moment that was measured. */
 export function facts(run, at, moving) {
   const ranks = run.ranks.filter(rank => rank.pid !== null);
   const last = most(ranks.map(rank => rank.steps.at(-1)?.seconds));
   const first = ranks[0] || {};
-  const phases = [...new Set(ranks.map(rank => rank.phase))];
   const live = run.state !== "ended";
   const until = live ? at : most(ranks.map(rank => at - (rank.heartbeat_age ?? 0)));
   const extra = [
@@ -51,7 +66,8 @@ export function facts(run, at, moving) {
   ].filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => `${name} ${rough(value)}`);
   const swaps = ranks.some(rank => rank.io.length);
   return [
-    ["Step", count(run.step), !live ? "" : phases.length === 1 ? `in ${phases[0]}` : phases.length ? "phases differ" : ""],
+    ["Step", count(run.step), [first.global_step > first.step ? `${count(first.global_step)} in all` : null,
+      live ? phase(ranks, run, at) : null].filter(Boolean).join(", ")],
     ["Step time", seconds(run.step_seconds), last === null ? "" : `last one ${seconds(last)}`],
     ["Stalled", percent(run.stall_share), "of the recent steps"],
     ["Samples", samplesPerSecond(run) === null ? UNKNOWN : `${rough(samplesPerSecond(run))}/s`,
@@ -61,6 +77,7 @@ export function facts(run, at, moving) {
     swaps ? ["Writing", live ? rate(moving.written) : UNKNOWN, "to NVMe"] : null,
     ["Running for", run.started_at && until ? seconds(Math.max(0, until - run.started_at)) : UNKNOWN,
       extra.find(text => text.startsWith("lr")) || ""],
+    checkpoint(ranks, at),
   ].filter(Boolean).map(([name, value, more]) => h("div", {key: name}, h("dt", {}, name), h("dd", {}, value), h("dd", {class: "more"}, more)));
 }
 
@@ -120,7 +137,7 @@ function verdict(planned, found) {
   if (typeof found !== "number") return ["not known yet", ""];
   if (!planned) return found ? ["not planned", "poor"] : ["as planned", "good"];
   const off = found / planned - 1;
-  if (Math.abs(off) < 0.01) return ["as planned", "good"];
+  if (Math.abs(off) < 0.02) return ["as planned", "good"];
   if (off >= 1) return [`${(found / planned).toFixed(1)} times as much`, "poor"];
   return off > 0 ? [`${percent(off)} more`, off > 0.05 ? "poor" : "good"] : [`${percent(-off)} less`, "note"];
 }
@@ -201,7 +218,7 @@ export function ranks(run) {
     ] : Array(9).fill(UNKNOWN);
     return h("tr", {key: `${rank.rank} ${rank.pid ?? place}`}, h("th", {scope: "row"}, String(rank.rank)),
       h("td", {class: "left"}, marked(RANK_STATES[rank.state] || [rank.state, "note"])), rest.map(cell => h("td", {}, cell)),
-      h("td", {class: "left reason"}, rank.reason || ""));
+      h("td", {class: "left reason"}, rank.reason || rank.broken || ""));
   });
   const missing = run.ranks_expected - run.ranks.length;
   return [

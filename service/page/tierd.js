@@ -50,6 +50,7 @@ function choose(runs) {
 }
 
 function heard(status) {
+  totals.pace(status, state.status);
   state.status = status;
   link(status.runs.some(run => run.state !== "ended") ? "live" : "idle");
   show();
@@ -206,6 +207,7 @@ function wanted() {
   token.drop();
   link("connecting");
   only("token");
+  programs();
   at("token-text").focus();
 }
 
@@ -218,6 +220,12 @@ function where() {
 function connect() {
   connection?.stop();
   connection = follow({status: heard, lost, wanted});
+  programs();
+}
+
+/** Links carry no token, so there is nothing behind them where one is wanted. */
+function programs() {
+  at("programs").hidden = token.get() !== null || !at("token").hidden;
 }
 
 const theme = at("theme");

@@ -71,6 +71,29 @@ export function slowest(ranks) {
   return taking.sort((a, b) => b[0] - a[0])[0]?.[1] || null;
 }
 
+/**
+ * Bandwidths in `status` from its counters and those of `before`: ranks tell them over a quarter of a second, in which
+ * a step is now all reading, now all computing, and nobody can read a number that changes so fast.
+ */
+export function pace(status, before) {
+  const took = before ? status.taken_at - before.taken_at : 0;
+  if (took < 0.5 || took > 30) return;
+  const runs = new Map(before.runs.map(run => [run.id, run]));
+  for (const run of status.runs)
+    for (const rank of run.ranks) {
+      const then = runs.get(run.id)?.ranks.find(one => one.rank === rank.rank && one.pid === rank.pid);
+      for (const path of rank.io)
+        for (const way of ["read", "written"]) {
+          const moved = path[way].bytes - then?.io.find(one => one.path === path.path)?.[way].bytes;
+          if (moved >= 0) path[way].bytes_per_second = moved / took;
+        }
+      for (const one of rank.collectives) {
+        const sent = one.sent_bytes - then?.collectives.find(other => other.kind === one.kind)?.sent_bytes;
+        if (sent >= 0) one.sent_bytes_per_second = sent / took;
+      }
+    }
+}
+
 /** Counters of a run whose differences are rates. */
 export function counters(run, at) {
   const ranks = run.ranks.filter(rank => rank.pid !== null);

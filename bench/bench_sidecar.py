@@ -53,6 +53,7 @@ from tiering.tierbench.ratios import Comparison, compare, in_turn
 
 RESULTS = Path(__file__).parent / "results"
 BOUND = 1.03
+QUICK = {"pairs": 2, "seconds": 1.0, "hold": 1.5, "scrapers": 10, "subscribers": 3, "width": 64, "layers": 1}
 SETTLE = 0.5
 """Seconds between a change and the window that is about it."""
 
@@ -150,10 +151,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save", action="store_true", help=f"the report, to {RESULTS}")
     parser.add_argument("--json", type=Path, help="every reading, for later")
     parser.add_argument("--markdown", type=Path, help="the report")
+    if parser.parse_args().quick:  # what is given beside it counts
+        parser.set_defaults(**QUICK)
     options = parser.parse_args()
-    if options.quick:
-        options.pairs, options.seconds, options.hold = 2, 1.0, 1.5
-        options.scrapers, options.subscribers, options.width, options.layers = 10, 3, 64, 1
     if min(options.pairs, options.scrapers, options.subscribers) < 1:
         parser.error("--pairs, --scrapers and --subscribers are at least 1")
     return options

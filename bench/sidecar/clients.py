@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 HOST = "127.0.0.1"
 ACCEPT = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"  # as Prometheus asks
-WARM_UP = 1.0  # seconds in which everybody connects and asks once, before anything counts
+WARM_UP = 1.0  # seconds in which everybody connects and begins to ask, before anything counts
 PATIENCE = 30.0  # seconds for an answer
 
 
@@ -79,7 +79,10 @@ async def _scrape(port: int, heard: Heard, delay: float, every: float) -> None:
 async def _answer(reader: asyncio.StreamReader) -> tuple[bytes, int]:
     """Status and bytes of an answer whose length is told."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
-    length = int(head.partition(b"content-length:")[2].split(maxsplit=1)[0])
+    _, told, rest = head.partition(b"content-length:")
+    if not told:
+        raise ValueError("an answer without its length")
+    length = int(rest.split(maxsplit=1)[0])
     await reader.readexactly(length)
     return head.split(maxsplit=2)[1], length
 
@@ -97,10 +100,11 @@ async def _subscribe(port: int, heard: Heard, number: int) -> None:
             rest = b""
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + heard.ended - time.monotonic()):
                 while more := await reader.read(1 << 16):
+                    seen = rest + more
                     if time.monotonic() >= heard.began:
-                        heard.events[number] += (rest + more).count(mark)
+                        heard.events[number] += seen.count(mark)
                         heard.received += len(more)
-                    rest = more[-len(mark) + 1 :]
+                    rest = seen[-len(mark) + 1 :]
             heard.errors["/v1/events ended by itself"] += 1
         finally:
             writer.close()

@@ -1,0 +1,156 @@
+"""What bench_sidecar.py hears as a client, what it concludes, and that everything runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+from bench_sidecar import Window, conclude
+from figures.report import Report
+from sidecar import clients
+from sidecar.clients import Heard, ask
+from sidecar.processes import ProcessError, Sidecar
+
+BENCH = Path(__file__).parents[1] / "bench"
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+def heard_of(monkeypatch: pytest.MonkeyPatch, metrics: bytes, events: bytes, **more: float) -> Heard:
+    """What two scrapers and two subscribers hear of a server that always answers this, and keeps connections."""
+    monkeypatch.setattr(clients, "WARM_UP", 0.1)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while request := await reader.readuntil(b"\r\n\r\n"):
+                if b"GET /metrics" in request:
+                    writer.write(metrics)
+                    continue
+                writer.write(events[: events.index(b"\r\n\r\n") + 4])
+                for place in range(events.index(b"\r\n\r\n") + 4, len(events)):  # in the smallest pieces
+                    await asyncio.sleep(0.005)
+                    writer.write(events[place : place + 1])
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def both() -> Heard:
+        server = await asyncio.start_server(answer, clients.HOST, 0)
+        port = server.sockets[0].getsockname()[1]
+        try:
+            return await ask(port, scrapers=2, subscribers=2, seconds=0.3, every=more.get("every", 0.05))
+        finally:
+            server.close()
+
+    return asyncio.run(both())
+
+
+METRICS = OK + b"Content-Length: 5\r\n\r\nhello"
+EVENTS = OK + b"\r\n" + b" " * 15 + b"event: status\r\n"
+
+
+def test_clients_count_answers_and_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = heard_of(monkeypatch, METRICS, EVENTS)
+    assert heard.errors == Counter()
+    assert heard.events == [1, 1]
+    assert 2 <= len(heard.latencies) <= 14
+    assert heard.received > 5 * len(heard.latencies)
+    assert heard.seconds == pytest.approx(0.3)
+    hammered = heard_of(monkeypatch, METRICS, EVENTS, every=0.0)
+    assert len(hammered.latencies) > len(heard.latencies)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "events", "expected"),
+    [
+        (METRICS.replace(b"200", b"503"), EVENTS, "/metrics answered 503"),
+        (OK + b"\r\nhello", EVENTS, "/metrics: ValueError"),
+        (METRICS, EVENTS.replace(b"200", b"503"), "/v1/events answered 503"),
+        (METRICS, OK + b"\r\nnothing", "a subscriber that heard nothing"),
+    ],
+)
+def test_what_is_wrong_is_counted(
+    monkeypatch: pytest.MonkeyPatch, metrics: bytes, events: bytes, expected: str
+) -> None:
+    assert heard_of(monkeypatch, metrics, events).errors[expected] >= 2
+
+
+def test_a_server_that_is_not_there_is_an_error_of_each_client() -> None:
+    heard = asyncio.run(ask(1, scrapers=3, subscribers=2, seconds=0.1, every=1))
+    assert heard.errors == {
+        "/metrics: ConnectionRefusedError": 3,
+        "/v1/events: ConnectionRefusedError": 2,
+        "a subscriber that heard nothing": 2,
+    }
+
+
+def a_window(step: float, errors: Counter[str] | None = None) -> Window:
+    heard = Heard(10.0, 12.0, [0.001, 0.002, 0.009], [2, 3], 4_000_000, errors or Counter())
+    return Window([step, step, 9.0], heard, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "alone", "unpublished", "errors", "holds"),
+    [
+        ([1.02, 1.0, 0.99], [1.0] * 3, [1.0] * 3, Counter(), (True, True, True)),
+        ([1.06, 1.05, 1.04], [1.0] * 3, [1.0] * 3, Counter(), (True, False, True)),
+        ([1.1, 1.1, 0.9], [1.1, 1.1, 0.9], [1.0, 1.0, 0.8], Counter(), (True, True, False)),
+        ([1.0] * 3, [1.0] * 3, [1.0] * 3, Counter({"x": 1}), (False, True, True)),
+    ],
+)
+def test_what_is_concluded(
+    asked: list[float],
+    alone: list[float],
+    unpublished: list[float],
+    errors: Counter[str],
+    holds: tuple[bool, ...],
+) -> None:
+    make: Callable[[list[float]], list[Window]] = lambda steps: [a_window(step) for step in steps]  # noqa: E731
+    rounds = {"asked": make(asked), "alone": make(alone), "unpublished": make(unpublished)}
+    report = Report("title", {})
+    conclude(report, rounds, a_window(1.0, errors), 50_000_000)
+    assert tuple(verdict.holds for verdict in report.verdicts) == holds
+    times, _, load = report.tables
+    assert times.rows[1][1:] == (
+        "9",
+        f"{sorted(alone)[1] * 1e3:.2f} ({min(alone) * 1e3:.2f}-{max(alone) * 1e3:.2f})",
+    )
+    assert load.rows[1] == ("without a break", "3", "2", "2.0", "2.0", "9.0", "2 to 3", "2.0", "0.25")
+
+
+def test_a_sidecar_that_does_not_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ProcessError, match=r"tierd did not start; .*is not a directory"):
+        Sidecar(tmp_path / "file")
+
+
+@pytest.mark.slow
+def test_everything_runs(tmp_path: Path) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("the engine and those who ask need a core each")
+    command = [sys.executable, str(BENCH / "bench_sidecar.py"), str(tmp_path), "--quick", "--pairs", "1"]
+    command += ["--seconds", "0.5", "--hold", "1", "--json", str(tmp_path / "raw.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, 1), done.stderr
+    raw = json.loads((tmp_path / "raw.json").read_text())
+    assert {name: len(windows) for name, windows in raw["windows"].items()} == {
+        "asked": 1,
+        "alone": 1,
+        "unpublished": 1,
+        "held": 1,
+    }
+    assert all(window["steps"] for windows in raw["windows"].values() for window in windows)
+    (held,) = raw["windows"]["held"]
+    assert len(held["heard"]["latencies"]) >= 5 and min(held["heard"]["events"]) >= 1
+    assert raw["goals"][0] == {"what": "errors", "found": "none", "goal": "none", "holds": True}
+    assert [path.name for path in tmp_path.iterdir()] == ["raw.json"]

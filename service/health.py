@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 
 from pydantic import BaseModel, Field
 
+from service.version import own_version
 from service.view import RankView, RunView, View
 
 
@@ -87,7 +87,7 @@ class Sidecar:
         return Health(
             ready=not reasons,
             reasons=reasons,
-            version=_version(),
+            version=own_version(),
             started_at=self.started_at,
             uptime=time.time() - self.started_at,
             directory=self.directory,
@@ -96,10 +96,3 @@ class Sidecar:
             readings=0 if view is None else view.readings,
             subscribers=subscribers,
         )
-
-
-def _version() -> str:
-    try:
-        return version("tiering")
-    except PackageNotFoundError:  # run from a source tree
-        return "unknown"

@@ -39,17 +39,18 @@ def for_nvme(run: RunView) -> Iterator[Advice]:
     if not found:
         return
     rank, said, waited = max(found, key=lambda one: one.waited.on(ON_NVME))
-    stalled, last = waited.on(ON_NVME), steady(said)[-1]
+    stalled, steps = waited.on(ON_NVME), steady(said)
     causes = [
         f"{cause} {share(part)}"
         for cause, part in waited.causes.items()
         if cause in ON_NVME and part >= TOLD * stalled
     ]
+    read, written = median(one.read_bytes for one in steps), median(one.written_bytes for one in steps)
     yield warning(
         "nvme-bound",
         f"the step {'is bound by' if stalled >= BOUND else 'waits for'} NVMe {direction(said)}:"
         f" {share(stalled)} of its {seconds(waited.seconds)} is stall ({listed(causes)});"
-        f" it reads {moved(last.read_bytes)} and writes {moved(last.written_bytes)}",
+        f" it reads {moved(read)} and writes {moved(written)}",
         _less_over_nvme(rank, said),
         *([one.rank.rank for one in found] if len(run.ranks) > 1 else []),
     )

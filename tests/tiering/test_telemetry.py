@@ -118,7 +118,11 @@ def test_a_snapshot_survives_json() -> None:
 
 def test_a_diverged_loss_survives_json() -> None:
     assert math.isnan(Snapshot.from_json(snapshot(loss=math.nan).to_json()).loss or 0.0)
-    assert Snapshot.from_json(snapshot(loss=-math.inf).to_json()).loss == -math.inf
+    for name in ("loss", "gradient_norm", "learning_rate", "loss_scale"):
+        assert getattr(Snapshot.from_json(snapshot(**{name: -math.inf}).to_json()), name) == -math.inf
+    for damage in ({"stalls": {"staging": math.nan}}, {"steps": [StepRecord(1, math.inf)]}):
+        with pytest.raises(ValueError, match="finite number"):
+            Snapshot.from_json(snapshot(**damage).to_json())
 
 
 def test_fields_of_a_later_minor_version_are_dropped() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import AllowInfNan, ConfigDict, TypeAdapter
 
 Phase = Literal["start", "forward", "backward", "step", "idle"]
+
+Diverging = Annotated[float, AllowInfNan(True)]
+"""A number that training gives: it may be infinite, or none."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ class Snapshot:
     started_at: float
     step: int = 0
     phase: Phase = "start"
-    loss: float | None = None
+    loss: Diverging | None = None
     run_id: str = ""
     node: str = ""
     local_rank: int = 0
@@ -185,9 +188,9 @@ class Snapshot:
     broken: str = ""
     samples: int = 0
     skipped_steps: int = 0
-    gradient_norm: float | None = None
-    learning_rate: float | None = None
-    loss_scale: float | None = None
+    gradient_norm: Diverging | None = None
+    learning_rate: Diverging | None = None
+    loss_scale: Diverging | None = None
     phase_seconds: dict[str, float] = field(default_factory=dict)
     tiers: list[TierStatus] = field(default_factory=list)
     activations: ActivationStatus | None = None
@@ -199,8 +202,8 @@ class Snapshot:
     checkpoint: CheckpointStatus | None = None
     steps: list[StepRecord] = field(default_factory=list)
 
-    # A diverged loss is worth seeing: NaN travels as NaN, not as null.
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="constants")
+    # A diverged loss is worth seeing: NaN travels as NaN, not as null. Anywhere else it is damage.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="constants", allow_inf_nan=False)
 
     def to_json(self) -> str:
         """The snapshot as JSON text; infinities and NaN are written as the bare constants, as Python does."""

@@ -103,8 +103,9 @@ def test_nothing_but_asking_is_possible(client: TestClient) -> None:
 
 
 def test_what_a_request_may_carry_is_bounded(client: TestClient) -> None:
-    assert client.request("GET", "/livez", content=b"x").status_code == 413
-    assert client.request("GET", "/livez", content=iter([b"x"])).status_code == 413
+    for body in (b"x", iter([b"x"])):
+        answer = client.request("GET", "/livez", content=body)
+        assert (answer.status_code, answer.headers["connection"]) == (413, "close")
     assert client.request("GET", "/livez", headers={"content-length": "0"}).status_code == 200
     assert client.request("POST", "/livez", content=b"x").headers["connection"] == "close"
     longest = "/v1/runs/" + "x" * (2048 - len("/v1/runs/"))

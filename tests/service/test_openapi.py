@@ -20,6 +20,7 @@ from schemathesis.checks import negative_data_rejection, not_a_server_error
 
 from service.app import create_app
 from service.guard import Access
+from tiering.ds_config import load
 from tiering.telemetry import PageWriter
 
 from .full_view import DESCRIPTION, SNAPSHOT
@@ -31,13 +32,15 @@ KNOWN = {"run_id": "gpt-1a2b3c4d", "run": "gpt-1a2b3c4d", "rank": 1}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run directory with two runs, one of two ranks, beside a file that nobody may see."""
+    """A run directory with two runs, one of two ranks, a key in their configuration, and a file beside it."""
     home = tmp_path_factory.mktemp("home")
     (home / "precious.page").write_text("top secret")
+    given = {"train_batch_size": 4, "comet": {"enabled": False, "api_key": "top secret"}}
+    described = replace(DESCRIPTION, configuration=load(given)[1].status())
     with ExitStack() as pages:
         for run, ranks in (("gpt-1a2b3c4d", 2), ("other-5e6f7a8b", 1)):
             for rank in range(ranks):
-                writer = PageWriter(run, rank, 4, home / "run", DESCRIPTION)
+                writer = PageWriter(run, rank, 4, home / "run", described)
                 pages.callback(writer.close)
                 writer.publish(replace(SNAPSHOT, run_id=run, rank=rank, local_world_size=2))
         yield home
@@ -129,18 +132,21 @@ async def answered(app: FastAPI, target: str) -> tuple[int, str]:
     return status, body.decode()
 
 
-def test_no_request_reaches_a_file(app: FastAPI, home: Path, opened: list[str]) -> None:
+def test_no_request_reaches_a_file_or_a_secret(app: FastAPI, home: Path, opened: list[str]) -> None:
     paths = [path for path in app.openapi()["paths"] if path != "/v1/events"]
+    bodies = []
 
     async def ask(targets: Iterable[str]) -> None:
         for target in targets:
             status, body = await answered(app, target)
             assert status in (200, 404, 422, 503), target
             assert "top secret" not in body, target
+            bodies.append(body)
 
     asyncio.run(ask(path.replace("{run_id}", KNOWN["run_id"]) for path in paths))
     harmless = {*opened}  # what is asked for by nobody's choice: the pages, the sidecar's own figures
     assert any(name.endswith(".page") for name in harmless)
+    assert any("(hidden)" in body for body in bodies), "the configuration with the key is among them"
     opened.clear()
     targets = []
     for spelling in ELSEWHERE:

@@ -101,40 +101,84 @@ def test_a_full_view_fills_every_family_and_passes_the_linter() -> None:
 
 def test_the_values_are_those_of_the_page() -> None:
     said = both(FULL)
-    rank = {"run": "gpt-1a2b3c4d", "rank": "0"}
-    swap = {**rank, "path": "/nvme/swap"}
-    for name, labels, value in (
+    run = {"run": "gpt-1a2b3c4d"}
+    rank = {**run, "rank": "0"}
+    host, read = {**rank, "tier": "host"}, {**rank, "path": "/nvme/swap", "direction": "read"}
+    write, path = read | {"direction": "write"}, {**rank, "path": "/nvme/swap"}
+    expected: list[tuple[str, dict[str, str], float]] = [
+        ("tiering_build_info", {"version": own_version()}, 1),
+        ("tiering_sidecar_last_reading_timestamp_seconds", {}, 1_700_000_804),
+        ("tiering_sidecar_readings_total", {}, 7),
+        ("tiering_sidecar_subscribers", {}, 0),
+        ("tiering_sidecar_pages", {"state": "silent"}, 1),
+        ("tiering_sidecar_pages", {"state": "torn"}, 0),
+        ("tiering_run_info", {**run, "name": "gpt 25M", "torch_version": "2.13.0", "world_size": "4"}, 1),
+        ("tiering_run_ranks_expected", run, 2),
+        ("tiering_run_ranks_up", run, 1),
+        ("tiering_run_config_keys", {**run, "cause": "without effect"}, 2),
+        ("tiering_run_config_keys", {**run, "cause": "deprecated"}, 1),
         ("tiering_rank_up", rank, 1),
-        ("tiering_rank_up", {**rank, "rank": "1"}, 1),
-        ("tiering_rank_heartbeat_age_seconds", {**rank, "rank": "1"}, 14),
-        ("tiering_run_ranks_expected", {"run": "gpt-1a2b3c4d"}, 2),
-        ("tiering_run_ranks_up", {"run": "gpt-1a2b3c4d"}, 1),
-        ("tiering_run_info", {"name": "gpt 25M", "torch_version": "2.13.0"}, 1),
-        ("tiering_run_config_keys", {"cause": "without effect"}, 2),
+        ("tiering_rank_up", {**run, "rank": "1"}, 1),
+        ("tiering_rank_heartbeat_age_seconds", {**run, "rank": "1"}, 14),
         (
             "tiering_rank_info",
             {**rank, "device": "cuda:0 NVIDIA H200", "io_flags": "registered_buffers,verify"},
             1,
         ),
+        ("tiering_rank_start_time_seconds", rank, 1_700_000_000.5),
         ("tiering_steps_total", rank, 12),
+        ("tiering_global_step", rank, 112),
+        ("tiering_samples_total", rank, 96),
+        ("tiering_skipped_steps_total", rank, 1),
+        ("tiering_loss", rank, 3.5),
+        ("tiering_gradient_norm", rank, 0.75),
+        ("tiering_learning_rate", rank, 1e-3),
+        ("tiering_loss_scale", rank, 65536),
         ("tiering_phase_seconds_total", {**rank, "phase": "backward"}, 6),
         ("tiering_stall_seconds_total", {**rank, "phase": "backward", "cause": "parameters"}, 0.75),
         ("tiering_recent_step_seconds", rank, 2),
         ("tiering_recent_stall_ratio", rank, 0.125),
         ("tiering_last_step_timestamp_seconds", rank, 1_700_000_803),
-        ("tiering_tier_available_bytes", {**rank, "tier": "nvme"}, 100 * MIB),
-        ("tiering_tier_content_bytes", {**rank, "tier": "host", "kind": "gradients"}, 60 * MIB),
-        ("tiering_swap_bytes_total", {**swap, "direction": "read"}, 500 * MIB),
-        ("tiering_swap_errors_total", {**swap, "direction": "read"}, 0),
-        ("tiering_swap_errors_by_errno_total", {**swap, "direction": "write", "errno": "EIO"}, 2),
+        ("tiering_tier_capacity_bytes", host, 4096 * MIB),
+        ("tiering_tier_available_bytes", host, 2048 * MIB),
+        ("tiering_tier_budget_bytes", host, 96 * MIB),
+        ("tiering_tier_used_bytes", host, 60 * MIB),
+        ("tiering_tier_peak_bytes", host, 90 * MIB),
+        ("tiering_tier_content_bytes", {**host, "kind": "gradients"}, 60 * MIB),
+        ("tiering_activation_bytes", rank, 3 * MIB),
+        ("tiering_activation_peak_bytes", rank, 7 * MIB),
+        ("tiering_swap_path_info", {**path, "io_engine": "io_uring", "direct": "true"}, 1),
+        ("tiering_swap_bytes_total", read, 500 * MIB),
+        ("tiering_swap_bytes_total", write, 400 * MIB),
+        ("tiering_swap_operations_total", read, 400),
+        ("tiering_swap_retries_total", read, 2),
+        ("tiering_swap_errors_total", read, 0),
+        ("tiering_swap_errors_total", write, 3),
+        ("tiering_swap_errors_by_errno_total", {**write, "errno": "EIO"}, 2),
+        ("tiering_swap_operations_in_flight", read, 3),
+        ("tiering_swap_busy_seconds_total", read, 0.5),
+        ("tiering_swap_queue_full_seconds_total", path, 0.3),
+        ("tiering_swap_path_measured_bytes_per_second", path, 10**9),
+        ("tiering_io_registered_bytes", rank, 8 * MIB),
+        ("tiering_collective_calls_total", {**rank, "kind": "all-gather"}, 40),
+        ("tiering_collective_sent_bytes_total", {**rank, "kind": "all-gather"}, 80 * MIB),
+        ("tiering_checkpoints_total", {**rank, "outcome": "saved"}, 2),
         ("tiering_checkpoints_total", {**rank, "outcome": "failed"}, 1),
+        ("tiering_checkpoint_under_way", rank, 1),
+        ("tiering_checkpoint_last_timestamp_seconds", rank, 1_700_000_700),
+        ("tiering_checkpoint_last_duration_seconds", rank, 4),
+        ("tiering_checkpoint_last_stall_seconds", rank, 0.5),
+        ("tiering_checkpoint_last_bytes", rank, 300 * MIB),
+        ("tiering_plan_tier_bytes", {**host, "kind": "staging"}, 10 * MIB),
+        ("tiering_plan_step_bytes", {**rank, "direction": "read", "kind": "optimizer state"}, 40 * MIB),
+        ("tiering_plan_step_bytes", {**rank, "direction": "write", "kind": "optimizer state"}, 30 * MIB),
         ("tiering_plan_step_bytes", {**rank, "direction": "send", "kind": "gradients"}, 20 * MIB),
-        ("tiering_build_info", {"version": own_version()}, 1),
-        ("tiering_sidecar_readings_total", {}, 7),
-        ("tiering_sidecar_pages", {"state": "silent"}, 1),
-        ("tiering_sidecar_pages", {"state": "torn"}, 0),
-    ):
+    ]
+    for name, labels, value in expected:
         assert of(said, name, **labels) == value, name
+    latency = {f"tiering_swap_latency_seconds_{part}" for part in ("bucket", "count", "sum")}
+    advised = {"tiering_run_warnings"}  # which they are is the advice's to say
+    assert names(said) == {name for name, _, _ in expected} | latency | advised
     told = series(parse_text(render(FULL, None, subscribers=3)[0].decode()))
     assert of(told, "tiering_sidecar_subscribers") == 3
 

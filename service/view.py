@@ -86,11 +86,12 @@ class RunView:
 class View:
     """``taken_at`` is Unix time; runs are in the order of their names, and then of their start.
 
-    ``readings`` counts the readings of the directory up to this one, and ``changes`` those that found something new.
+    ``readings`` counts the readings of ``directory`` up to this one, and ``changes`` those that found something new.
     """
 
     taken_at: float
     runs: tuple[RunView, ...]
+    directory: str = ""
     readings: int = 0
     changes: int = 0
     _made: dict[Hashable, object] = field(default_factory=dict, compare=False, repr=False)

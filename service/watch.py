@@ -84,12 +84,11 @@ class Watch:
         readings = [(page, page.read()) for page in pages]
         if any(reading.state != "live" for _, reading in readings):
             self._sweep()
-            readings = [(page, reading) for page, reading in readings if page.path.exists()]
+            readings = [(page, reading) for page, reading in readings if _is_there(page.path)]
         view = view_of(readings, taken_at, fresh_seconds=self._fresh_seconds)
-        if self._last is None:
-            return replace(view, readings=1, changes=1)
-        changes = self._last.changes + view.tells_more_than(self._last)
-        return replace(view, readings=self._last.readings + 1, changes=changes)
+        before = self._last or View(0.0, ())
+        changes = before.changes + (before.readings == 0 or view.tells_more_than(before))
+        return replace(view, directory=str(self.directory), readings=before.readings + 1, changes=changes)
 
     def _look_inside(self) -> None:
         """Nothing there, or nothing to be seen? find_pages takes them for the same."""
@@ -103,3 +102,11 @@ class Watch:
     def _sweep(self) -> None:
         with suppress(OSError):  # of a file system that has become read-only: what stays is shown for longer
             sweep(self.directory, self._keep_stale_seconds)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    return True

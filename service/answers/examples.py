@@ -38,6 +38,7 @@ from tiering.telemetry import (
 
 MIB, GIB = 1 << 20, 1 << 30
 TAKEN_AT = 1_790_000_000.0
+DIRECTORY = "/run/user/1000/tiering"
 
 
 def answers() -> dict[str, BaseModel]:
@@ -62,7 +63,7 @@ def answers() -> dict[str, BaseModel]:
             version="0.1.0",
             started_at=TAKEN_AT - 7200,
             uptime=7200.0,
-            directory="/run/user/1000/tiering",
+            directory=DIRECTORY,
             directory_problem=None,
             last_reading_at=TAKEN_AT,
             readings=28_500,
@@ -89,7 +90,9 @@ def with_examples(app: FastAPI) -> None:
 def example() -> View:
     """One rank of a run of two, on a node of its own, a minute after its start."""
     rank = RankView(0, "live", "", 0.125, _snapshot(), _description(), TAKEN_AT - 0.125)
-    return View(TAKEN_AT, (RunView("gpt-1b-5f3a9c20", "gpt-1b", (rank,)),), readings=28_500, changes=240)
+    return View(
+        TAKEN_AT, (RunView("gpt-1b-5f3a9c20", "gpt-1b", (rank,)),), DIRECTORY, readings=28_500, changes=240
+    )
 
 
 def _snapshot() -> Snapshot:

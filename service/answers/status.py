@@ -95,11 +95,14 @@ class Status(BaseModel):
     """Everything at a glance."""
 
     taken_at: float = Field(description="Unix time at which the pages were read")
+    directory: str = Field(description="where the pages are")
     runs: list[RunStatus]
 
 
 def status(view: View) -> Status:
-    return Status(taken_at=view.taken_at, runs=[run_status(run) for run in view.runs])
+    return Status(
+        taken_at=view.taken_at, directory=view.directory, runs=[run_status(run) for run in view.runs]
+    )
 
 
 def runs(view: View) -> Runs:

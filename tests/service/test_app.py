@@ -22,14 +22,14 @@ import service
 from service.answers import examples
 from service.app import create_app
 from service.watch import Watch
-from tiering.telemetry import PageWriter, StepRecord, TelemetryError
+from tiering.telemetry import PageWriter, TelemetryError
 
 from .conftest import Publish
 
 (EXAMPLE,) = examples.example().runs[0].ranks
 SAID = EXAMPLE.snapshot
 assert SAID is not None
-OF_THE_MOMENT = {"taken_at", "heartbeat_age"}
+OF_THE_MOMENT = {"taken_at", "heartbeat_age", "directory"}
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_without_runs_the_answers_are_empty(client: TestClient) -> None:
 
 
 @pytest.mark.usefixtures("writer")
-def test_the_answers_about_a_page_are_the_examples_of_the_schema(client: TestClient) -> None:
+def test_the_answers_about_a_page_are_the_examples_of_the_schema(client: TestClient, directory: Path) -> None:
     """The examples are made of the View that this page shows: every field of the page comes through every endpoint."""
     for path, expected in examples.answers().items():
         if path not in ("/v1/history", "/healthz"):
@@ -80,6 +80,7 @@ def test_the_answers_about_a_page_are_the_examples_of_the_schema(client: TestCli
             assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
             assert lasting(answer.json()) == lasting(expected.model_dump(mode="json")), path
     health = client.get("/healthz").json()
+    assert health["directory"] == client.get("/v1/status").json()["directory"] == str(directory)
     assert (health["ready"], health["subscribers"], health["directory_problem"]) == (True, 0, None)
     assert health["readings"] > 9
     assert time.time() - 60 < health["started_at"] < health["last_reading_at"] < time.time()
@@ -152,7 +153,7 @@ def test_filters_leave_the_run_and_rank_that_are_asked_for(
 def test_a_diverged_loss_is_told_from_a_missing_one(
     client: TestClient, writer: PageWriter, loss: float | None, shown: str | None
 ) -> None:
-    writer.publish(replace(SAID, loss=loss, steps=[StepRecord(1, math.inf)]))
+    writer.publish(replace(SAID, loss=loss))
     assert client.get("/v1/status").json()["runs"][0]["ranks"][0]["loss"] == shown
     assert client.get("/v1/runs").json()["runs"][0]["loss"] == shown
 

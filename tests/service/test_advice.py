@@ -267,7 +267,7 @@ def test_the_remedy_for_nvme_is_the_memory_that_is_there() -> None:
     assert "2.2 GiB more" in remedy(10 * GIB, device="cuda:0 H200")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(workloads(), budgets, st.integers(0, 400 * MIB))
 def test_a_plan_with_the_named_budget_keeps_the_named_kinds(load: Any, limits: Budgets, free: int) -> None:
     load = replace(load, cache_in_host=True)
@@ -367,7 +367,7 @@ def test_who_follows_the_advice_waits_less(tmp_path: Path, monkeypatch: pytest.M
     assert "nvme-bound" not in {one.code for one in of(then)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.builds(Snapshot),
     st.none() | st.builds(Description),

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import pairwise
 from typing import TypeVar
 
 from prometheus_client import ProcessCollector, exposition
@@ -28,13 +30,13 @@ from service.families import (
     OF_RANK,
     OF_RUN,
     OF_SIDECAR,
-    OF_SNAPSHOT,
     RANK_UP,
     Family,
     Histogram,
     Sidecar,
     Values,
 )
+from service.snapshot_families import OF_SNAPSHOT
 from service.view import RankView, RunView, View
 
 Subject = TypeVar("Subject")
@@ -137,7 +139,7 @@ def _metric(family: Family[Subject], labels: Labels, series: Values) -> Metric:
     if family.kind == "histogram":
         histogram = HistogramMetricFamily(name, family.help, labels=labels, unit=unit)
         for values, value in series.items():
-            if isinstance(value, Histogram) and _counts(value.sum):
+            if isinstance(value, Histogram) and _counts(value.sum) and _rises(value):
                 histogram.add_metric(values, _buckets(value), value.sum)
         return histogram
     if family.kind == "counter":
@@ -148,14 +150,23 @@ def _metric(family: Family[Subject], labels: Labels, series: Values) -> Metric:
         return counter
     gauge = GaugeMetricFamily(name, family.help, labels=labels, unit=unit)
     for values, value in series.items():
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and not _LARGEST < abs(value) < math.inf:
             gauge.add_metric(values, value)
     return gauge
 
 
+_LARGEST = sys.float_info.max  # an integer of a damaged page may be larger, and is then no float
+
+
 def _counts(value: float) -> bool:
     """Whether a counter can have it. One that cannot is left out: it would cost all others their scrape."""
-    return math.isfinite(value) and value >= 0
+    return 0 <= value <= _LARGEST
+
+
+def _rises(histogram: Histogram) -> bool:
+    """Whether its counts can be those of a histogram: none below zero, and none below the one before."""
+    counts = (0, *histogram.below, histogram.count, _LARGEST)
+    return all(less <= more for less, more in pairwise(counts))
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

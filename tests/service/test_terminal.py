@@ -137,7 +137,8 @@ def test_runs_in_trouble_come_first_and_say_why() -> None:
     shown = lines(both, 100)
     assert shown[0].startswith("stopped  degraded")
     assert "✗ rank 0 lives, but has not published for 14.0 s" in shown
-    assert any(line.startswith("fine  training") for line in shown)
+    assert shown[1].startswith("fine  training")  # all of them, before any of them is told whole
+    assert shown[3].startswith("stopped  degraded")
     assert lines(View(1.0, ()), 200) == [
         "no run has a page here: none trains, or it has another run directory (TIERING_RUN_DIR)"
     ]

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from service.families import OF_PLAN, OF_RANK, OF_RUN, OF_SIDECAR, OF_SNAPSHOT, RANK_UP, Family
+from service.families import OF_PLAN, OF_RANK, OF_RUN, OF_SIDECAR, RANK_UP, Family
+from service.snapshot_families import OF_SNAPSHOT
 
 FILES = {
     "dashboard": "tierd-dashboard.json",

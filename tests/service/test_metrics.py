@@ -18,9 +18,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from service.app import create_app
-from service.families import OF_PLAN, OF_RANK, OF_RUN, OF_SIDECAR, OF_SNAPSHOT, RANK_UP
+from service.families import OF_PLAN, OF_RANK, OF_RUN, OF_SIDECAR, RANK_UP
 from service.metrics import OPENMETRICS, TEXT, render
 from service.monitoring.__main__ import table
+from service.snapshot_families import OF_SNAPSHOT
 from service.version import own_version
 from service.view import RankView, RunView, View
 from tiering.telemetry import (

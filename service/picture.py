@@ -52,7 +52,10 @@ def marks(encoding: str) -> Marks:
 def pictured(
     told: Status, width: int, drawn: Marks, history: Callable[[str], Sequence[Entry]] | None = None
 ) -> RenderableType:
-    """All runs, those in trouble first: several in a line each, and then one by one, with what happened of late, if there is a ``history``."""
+    """All runs, those in trouble first: several in a line each, and then one by one.
+
+    ``history`` has what happened of late, by id.
+    """
     if not told.runs:
         return Text("no run has a page here: none trains, or it has another run directory (TIERING_RUN_DIR)")
     runs = sorted(told.runs, key=lambda run: run.state == "training")

@@ -57,15 +57,18 @@ def as_input() -> list[dict[str, str]]:
     return [series(sample) for sample in TOLD]
 
 
-def test_every_query_of_the_dashboard_finds_something(tmp_path: Path) -> None:
+def test_every_query_of_the_dashboard_and_the_docs_finds_something(tmp_path: Path) -> None:
     """Prometheus evaluates them all over what the sidecar tells of a full view: names, labels and joins fit."""
+    section = DOCS.read_text(encoding="utf-8").partition("## Asking")[2].partition("\n## ")[0]
+    documented = re.findall(r"^    ([^#\s].*)$", section, re.MULTILINE)
+    assert len(documented) > 3
     asked = [
         {
             "expr": f"count({expression}) > bool 0",
             "eval_time": "5m",
             "exp_samples": [{"labels": "{}", "value": 1}],
         }
-        for expression, _ in expressions()
+        for expression in (*(one for one, _ in expressions()), *documented)
     ]
     test = {"interval": "15s", "input_series": as_input(), "promql_expr_test": asked}
     (tmp_path / "test.yaml").write_text(json.dumps({"evaluation_interval": "15s", "tests": [test]}))

@@ -86,6 +86,49 @@ def test_the_answers_about_a_page_are_the_examples_of_the_schema(client: TestCli
     assert time.time() - 60 < health["started_at"] < health["last_reading_at"] < time.time()
 
 
+def test_the_answers_are_what_the_page_says() -> None:
+    """Whatever a page and an answer call by one name is the same."""
+    answers = examples.answers()
+    status = answers["/v1/status"].runs[0]
+    for answer in (status.ranks[0], *(answers[f"/v1/{noun}"].runs[0].ranks[0] for noun in NOUNS)):
+        said = {**vars(SAID), **vars(EXAMPLE.description)}
+        shared = said.keys() & type(answer).model_fields.keys()
+        assert len(shared) > 1
+        assert {name: getattr(answer, name) for name in shared} == {name: said[name] for name in shared}
+    of_status = {
+        "rank",
+        "steps",
+        "tiers",
+        "io",
+        "checkpoint",
+        "broken",
+        "stalls",
+        "phase_since",
+        "global_step",
+    }
+    assert of_status < type(status.ranks[0]).model_fields.keys()
+    assert (status.state, status.ranks_expected, status.ranks_live) == ("training", 1, 1)
+    assert (status.step_seconds, status.stall_share) == pytest.approx((2.75, 0.6 / 2.75))
+    assert (status.device, status.configuration) == (
+        "cuda:0 NVIDIA RTX 4090",
+        "batch 16 = 8 x 1 x 2 ranks, bf16",
+    )
+    gib = 1 << 30
+    assert [
+        (it.name, it.planned // gib, it.found // gib) for it in answers["/v1/plan"].runs[0].ranks[0].compared
+    ] == [
+        ("device peak", 7, 7),
+        ("host peak", 4, 4),
+        ("nvme peak", 9, 9),
+        ("read from NVMe", 9, 9),
+        ("written to NVMe", 9, 9),
+        ("sent to other ranks", 2, 2),
+    ]
+
+
+NOUNS = ("tiers", "bandwidth", "steps", "config", "plan")
+
+
 def test_the_schema_is_that_of_its_examples(client: TestClient) -> None:
     schema = client.get("/openapi.json").json()
     answering = examples.answers()
@@ -248,12 +291,16 @@ def test_however_many_ask_the_pages_are_read_once(directory: Path, monkeypatch: 
     read = watch._read
     monkeypatch.setattr(watch, "_read", lambda: time.sleep(0.05) or read())  # the others come meanwhile
 
+    readers = []
+    aside = asyncio.to_thread
+    monkeypatch.setattr("service.watch.asyncio.to_thread", lambda it: readers.append(it) or aside(it))
+
     async def together() -> list[Any]:
         return await asyncio.gather(*(watch.now() for _ in range(200)))
 
     views = asyncio.run(together())
     assert all(view is views[0] for view in views)
-    assert (views[0].readings, watch.view()) == (1, views[0])
+    assert (views[0].readings, watch.view(), len(readers)) == (1, views[0], 1)
 
 
 @pytest.mark.usefixtures("writer")

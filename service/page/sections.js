@@ -198,7 +198,7 @@ export function paths(all, ranks) {
     table("Paths", "paths", ["direction", "now", "average", "peak", "p50", "p99", "in flight", "in all", "retries", "errors"], ...bodies),
     engine ? h("p", {class: "soft", key: "engine"}, `I/O engine ${engine.name}`, flags.length ? ` with ${flags.join(", ")}` : "",
       engine.registered_bytes ? `, ${bytes(engine.registered_bytes)} registered` : "", ".",
-      missing.length ? ` Not to be had: ${missing.join("; ")}.` : "", " Averages are over the time with transfers in flight.") : null,
+      missing.length ? ` Not to be had: ${missing.join("; ")}.` : "", " Averages are over the time with transfers in flight, peaks over a quarter of a second.") : null,
   ];
 }
 

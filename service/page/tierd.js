@@ -123,11 +123,14 @@ function plan() {
 function draw(now) {
   const {run} = state;
   const ranks = inScope(run.ranks.filter(rank => rank.pid !== null));
-  document.title = run.state === "ended" ? `${run.name} ended · tierd` : `${run.name} · step ${run.step ?? 0} · tierd`;
+  document.title = run.state === "training" ? `${run.name} · step ${run.step ?? 0} · tierd` : `${run.name} ${run.state} · tierd`;
   picks();
   patch(at("name"), run.name);
   patch(at("state"), sections.runState(run));
   patch(at("about"), sections.about(run));
+  const asked = picked().run;
+  at("elsewhere").hidden = asked === null || asked === run.id;
+  patch(at("elsewhere"), "The run of this link, ", h("code", {}, asked ?? ""), ", has no page here; this is another one.");
   patch(at("facts"), sections.facts(run, now, state.series.latest));
   warn();
   patch(at("tiers"), sections.tiers(totals.tiers(ranks, run.device), ranks));
@@ -213,8 +216,8 @@ function wanted() {
 
 function where() {
   const {directory} = state.status;
-  patch(at("where"), directory ? ["This sidecar looks in ", h("code", {}, directory), "; runs"] : "Runs", " with another ",
-    h("code", {}, "TIERING_RUN_DIR"), ", and those of other users, are not seen here.");
+  patch(at("where"), "This sidecar looks in ", h("code", {}, directory), ". Runs with another ", h("code", {}, "TIERING_RUN_DIR"),
+    ", and those of other users, are not seen here.");
 }
 
 function connect() {

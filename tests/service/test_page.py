@@ -296,7 +296,7 @@ def test_what_pages_say_stays_text_and_runs_come_and_go(
 ) -> None:
     seen = visit(sidecar.url)
     seen.shows("#nothing", "No run yet")
-    seen.shows("#where", "TIERING_RUN_DIR")
+    seen.shows("#where", str(directory))
     seen.check()
     first = publishing(directory, SAID, DESCRIBED)
     seen.shows("#name", MARKUP)
@@ -319,6 +319,9 @@ def test_what_pages_say_stays_text_and_runs_come_and_go(
     seen.shows("#name", MARKUP)
     assert seen.page.evaluate("window.hacked") is None
     assert seen.page.evaluate("document.querySelectorAll('main img, main script').length") == 0
-    visit(link).shows("#name", "other")
+    other = visit(link)
+    other.shows("#name", "other")
+    other.page.evaluate("location.hash = 'run=long-gone'")
+    other.shows("#elsewhere", "long-gone")
     first.close()
     seen.shows("#state", "Degraded")

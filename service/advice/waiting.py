@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from service.advice.relief import Relief, as_setting, relief
 from service.advice.waits import ON_NVME, ON_RANKS, Waits, direction, steady, waits
 from service.view import RankView, RunView
 from service.words import listed, moved, seconds, share, size
-from tiering.telemetry import PlanStatus, Snapshot, TierStatus
+from tiering.telemetry import PlanStatus, Snapshot, StepRecord, TierStatus
 
 
 class _Stepping(NamedTuple):
@@ -140,7 +140,7 @@ def for_the_program(run: RunView) -> Iterator[Advice]:
     for rank, said, _ in _stepping(run):
         steps = steady(said)
         total = sum(one.seconds for one in steps)
-        outside = total - sum(one.forward + one.backward + one.update for one in steps)
+        outside = sum(_outside(one) for one in steps)
         if outside >= OUTSIDE * total:
             yield warning(
                 "program-bound",
@@ -181,16 +181,42 @@ def _busy(one: _Stepping) -> float:
 
 
 def _straggler(slowest: _Stepping, usual: float, others: list[_Stepping]) -> Advice:
-    took = _busy(slowest)
-    stalled = slowest.waited.on(ON_NVME) * slowest.waited.seconds
-    usually = median(one.waited.on(ON_NVME) * one.waited.seconds for one in others)
-    rank = slowest.rank.rank
+    took, rank = _busy(slowest), slowest.rank.rank
     text = f"rank {rank} is busy for {seconds(took)} of each step, the others for {seconds(usual)}: they wait for it"
+    for part, told, remedy in (
+        (
+            _nvme,
+            "stall for NVMe",
+            "look at what else uses its disk, and compare the ranks' disks with `tierbench DIR`",
+        ),
+        (
+            _outside,
+            "neither forward nor backward nor step",
+            "look at what its program does there: its data, its logging",
+        ),
+    ):
+        more, usually = _of(slowest, part), median(_of(one, part) for one in others)
+        if more - usually >= (took - usual) / 2:
+            text += f"; {seconds(more)} of it is {told}, {seconds(usually)} of theirs"
+            return warning("straggler", text, remedy, rank)
     remedy = "look at what else runs on its cores or GPU, at their clock and temperature, and at its share of the data"
-    if stalled - usually >= (took - usual) / 2:
-        text += f"; {seconds(stalled)} of it is stall for NVMe, {seconds(usually)} of theirs"
-        remedy = "look at what else uses its disk, and compare the ranks' disks with `tierbench DIR`"
     return warning("straggler", text, remedy, rank)
+
+
+def _of(one: _Stepping, part: Callable[[StepRecord], float]) -> float:
+    return median(part(step) for step in steady(one.said))
+
+
+def _nvme(step: StepRecord) -> float:
+    return sum(step.stalls.get(cause, 0.0) for cause in ON_NVME)
+
+
+def _ranks(step: StepRecord) -> float:
+    return sum(step.stalls.get(cause, 0.0) for cause in ON_RANKS)
+
+
+def _outside(step: StepRecord) -> float:
+    return step.seconds - step.forward - step.backward - step.update
 
 
 SLOWER = 1.5  # times as long as the earlier steps: more than the spread of a healthy run
@@ -205,17 +231,29 @@ def longer_than_before(run: RunView) -> Iterator[Advice]:
         if len(before) < EARLIER:
             continue
         then, latest = median(step.seconds for step in before), min(step.seconds for step in now)
-        added = median(step.stall for step in now) - median(step.stall for step in before)
-        saving = said.checkpoint is not None and said.checkpoint.under_way
         if latest >= SLOWER * then > 0:
+            added = median(step.stall for step in now) - median(step.stall for step in before)
             yield warning(
                 "slower-now",
                 f"each of the last {LATEST} steps took {seconds(latest)} or more, those before {seconds(then)};"
                 f" {seconds(max(0.0, added))} of the difference is stall",
-                "a checkpoint is being written beside them: it passes"
-                if saving
-                else "look at what else uses the disks (`iostat -x 1`); a drive may have filled its fast cache"
-                if added >= (latest - then) / 2
-                else "look at what else uses the CPU or GPU, and at its clock and temperature",
+                _why_slower(said, before, now),
                 rank.rank,
             )
+
+
+def _why_slower(said: Snapshot, before: list[StepRecord], now: list[StepRecord]) -> str:
+    def mostly(part: Callable[[StepRecord], float]) -> bool:
+        """Whether it makes half of the difference."""
+        whole = median(step.seconds for step in now) - median(step.seconds for step in before)
+        return median(map(part, now)) - median(map(part, before)) >= whole / 2
+
+    if said.checkpoint is not None and said.checkpoint.under_way:
+        return "a checkpoint is being written beside them: it passes"
+    if mostly(_ranks):
+        return "it waits for other ranks: theirs tell why"
+    if mostly(_nvme):
+        return "look at what else uses the disks (`iostat -x 1`); a drive may have filled its fast cache"
+    if mostly(_outside):
+        return "look at what the program does between its steps: `py-spy dump`"
+    return "look at what else uses the CPU or GPU, and at its clock and temperature"

@@ -235,6 +235,27 @@ def test_the_gravest_comes_first_and_what_ranks_say_alike_is_said_once() -> None
     ]
 
 
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"stalls": {"reduce": 0.7}}, "other ranks"),
+        ({"stalls": {"optimizer state": 0.7}}, "disks"),
+        ({"update": 0.0}, "the program"),
+        ({}, "clock and temperature"),
+    ],
+)
+def test_the_remedy_for_slower_steps_and_stragglers_is_of_their_reason(
+    changed: dict[str, Any], why: str
+) -> None:
+    slow = [replace(one, **changed) for one in steps(*[2.0] * 3)]
+    (found,) = [one for one in of(*said(steps=[*SAID.steps[:8], *slow])) if one.code == "slower-now"]
+    assert why in found.remedy
+    if why != "other ranks":
+        told = of(*two(steps=[replace(one, **changed) for one in steps(*[2.0] * 11)]))
+        (found,) = [one for one in told if one.code == "straggler"]
+        assert {"disks": "disk", "the program": "its program"}.get(why, why) in found.remedy
+
+
 def remedy(available: int, *, device: str = "cpu", **settings: bool) -> str:
     host = replace(HOST, available=available)
     configuration = ConfigurationStatus(

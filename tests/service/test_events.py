@@ -136,6 +136,13 @@ def test_all_are_told_the_same_bytes_and_none_waits_for_another(
     played(scene)
 
 
+def step_of(stream: http.client.HTTPResponse) -> int:
+    """Of the run in the next event."""
+    name, data, end = (stream.readline() for _ in range(3))
+    assert (name, end) == (b"event: status\n", b"\n")
+    return json.loads(data.removeprefix(b"data: "))["runs"][0]["step"]
+
+
 def test_a_real_stream_moves_and_ends_with_its_client(
     sidecar: Sidecar, directory: Path, publishing: Publish
 ) -> None:
@@ -147,13 +154,10 @@ def test_a_real_stream_moves_and_ends_with_its_client(
     for connection in connections:
         connection.request("GET", "/v1/events?interval=0.25")
         streams.append(connection.getresponse())
-    for stream in streams:
-        assert (stream.status, stream.readline()) == (200, b"event: status\n")
-    first = json.loads(streams[0].readline().removeprefix(b"data: "))
-    assert (first["runs"][0]["step"], streams[0].readline()) == (SAID.step, b"\n")
+    steps = [(stream.status, step_of(stream)) for stream in streams]
+    assert steps == MOST_SUBSCRIBERS * [(200, SAID.step)]
     writer.publish(replace(SAID, step=77))
-    assert streams[0].readline() == b"event: status\n"
-    assert json.loads(streams[0].readline().removeprefix(b"data: "))["runs"][0]["step"] == 77
+    until(lambda: step_of(streams[0]) == 77)
     with pytest.raises(urllib.error.HTTPError) as refused:
         sidecar.get("/v1/events")
     assert (refused.value.code, refused.value.headers["retry-after"]) == (503, "10")

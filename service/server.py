@@ -32,7 +32,7 @@ LARGEST_HEAD = 16 << 10  # bytes of request line and headers
 HEAD_SECONDS = 10.0  # for a request to arrive whole
 READ_SECONDS = 30.0  # for a client to take what waits for it
 IDLE_SECONDS = 30  # between requests: longer than Prometheus commonly waits
-ANSWER_SECONDS = 0.5  # for requests under way when the end comes; streams have none of their own
+ANSWER_SECONDS = 0.5  # for requests under way when the end comes; streams have no end of their own
 END_SECONDS = 1.8  # from the signal to the end, whatever hangs
 
 
@@ -317,6 +317,6 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        if not self.transport.is_closing():
+        if not self.transport.is_closing():  # after a protocol error there is nothing left to say
             super().shutdown()
-        self.loop.call_later(ANSWER_SECONDS, self.transport.abort)
+            self.loop.call_later(ANSWER_SECONDS, self.transport.abort)

@@ -190,13 +190,16 @@ def test_a_unix_socket_is_its_owners_alone_and_gone_at_the_end(tmp_path: Path) -
             env=os.environ | {"NOTIFY_SOCKET": str(notified)},
         ) as process:
             os.close(printed)
-            assert systemd.recv(100) == b"READY=1"
-            assert stat.S_IMODE(path.stat().st_mode) == 0o600
-            assert at_socket(path).endswith('{"status":"ok"}')
-            whoever = HEAD.replace(b"localhost", b"any.name") + b"Connection: close\r\n\r\n"
-            assert at_socket(path, whoever).startswith("HTTP/1.1 200")
-            ended_well(process)
-            assert systemd.recv(100) == b"STOPPING=1"
+            try:
+                assert systemd.recv(100) == b"READY=1"
+                assert stat.S_IMODE(path.stat().st_mode) == 0o600
+                assert at_socket(path).endswith('{"status":"ok"}')
+                whoever = HEAD.replace(b"localhost", b"any.name") + b"Connection: close\r\n\r\n"
+                assert at_socket(path, whoever).startswith("HTTP/1.1 200")
+                ended_well(process)
+                assert systemd.recv(100) == b"STOPPING=1"
+            finally:
+                process.kill()
     assert not path.exists()
 
 

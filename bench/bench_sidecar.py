@@ -60,9 +60,13 @@ SETTLE = 0.5
 
 @dataclass(slots=True)
 class Window:
-    """One side's turn: seconds of its steps, and what clients heard and it cost ``tierd`` where they asked."""
+    """One side's turn: seconds of its steps, and what clients heard and it cost ``tierd`` where they asked.
+
+    ``others`` is the share of the engine's core that was not the engine's: of the kernel, and of whatever else runs.
+    """
 
     steps: list[float]
+    others: float
     heard: Heard | None = None
     cpu_seconds: float = 0.0
 
@@ -84,7 +88,7 @@ class Bench:
         self.trainer.publish(True)
         self.sidecar.resume()
         time.sleep(SETTLE)
-        before = self.sidecar.cpu_seconds()
+        before, others = self.sidecar.cpu_seconds(), self.trainer.others_seconds()
         began = time.monotonic()
         heard = asyncio.run(
             ask(
@@ -95,10 +99,11 @@ class Bench:
                 every=self.options.every,
             )
         )
-        # Scaled to the time that counts: tierd's clock ran while they connected, too.
-        share = seconds / (time.monotonic() - began)
-        spent = (self.sidecar.cpu_seconds() - before) * share
-        return Window(self.trainer.between(heard.began, heard.ended), heard, spent)
+        # tierd's clock ran while they connected, too: scaled to the time that counts.
+        took = time.monotonic() - began
+        spent = (self.sidecar.cpu_seconds() - before) * seconds / took
+        others = (self.trainer.others_seconds() - others) / took
+        return Window(self.trainer.between(heard.began, heard.ended), others, heard, spent)
 
     def alone(self) -> Window:
         return self._quiet(publish=True)
@@ -110,9 +115,11 @@ class Bench:
         self.sidecar.pause()
         self.trainer.publish(publish)
         time.sleep(SETTLE)
-        began = time.monotonic()
+        began, others = time.monotonic(), self.trainer.others_seconds()
         time.sleep(self.options.seconds)
-        return Window(self.trainer.between(began, time.monotonic()))
+        took = time.monotonic() - began
+        others = (self.trainer.others_seconds() - others) / took
+        return Window(self.trainer.between(began, began + took), others)
 
     def run(self) -> Window:
         """All rounds, and then everybody for as long as --hold says."""
@@ -161,10 +168,16 @@ def parse_arguments() -> argparse.Namespace:
 
 def conclude(report: Report, rounds: dict[str, list[Window]], held: Window, peak_bytes: int) -> None:
     """Tables and verdicts."""
-    table = Table("Step time", ("side", "steps", "ms: median of windows (range)"))
+    table = Table(
+        "Step time", ("side", "steps", "ms: median of windows (range)", "its core, taken by others")
+    )
     for name, windows in rounds.items():
         steps = sum(len(window.steps) for window in windows)
-        table.rows.append((name, str(steps), middle([window.step * 1e3 for window in windows], ".2f")))
+        times = middle([window.step * 1e3 for window in windows], ".2f")
+        table.rows.append((name, str(steps), times, middle([window.others for window in windows], ".1%")))
+    table.notes.append(
+        "On a quiet machine others are the kernel; where they are more, step times say little."
+    )
     report.tables.append(table)
 
     asked = compared(rounds, "asked", "alone")

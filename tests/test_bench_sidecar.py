@@ -96,7 +96,7 @@ def test_a_server_that_is_not_there_is_an_error_of_each_client() -> None:
 
 def a_window(step: float, errors: Counter[str] | None = None) -> Window:
     heard = Heard(10.0, 12.0, [0.001, 0.002, 0.009], [2, 3], 4_000_000, errors or Counter())
-    return Window([step, step, 9.0], heard, 0.5)
+    return Window([step, step, 9.0], 0.015, heard, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,7 @@ def test_what_is_concluded(
     assert times.rows[1][1:] == (
         "9",
         f"{sorted(alone)[1] * 1e3:.2f} ({min(alone) * 1e3:.2f}-{max(alone) * 1e3:.2f})",
+        "1.5% (1.5%-1.5%)",
     )
     assert load.rows[1] == ("without a break", "3", "2", "2.0", "2.0", "9.0", "2 to 3", "2.0", "0.25")
 

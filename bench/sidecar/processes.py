@@ -27,6 +27,15 @@ class ProcessError(RuntimeError):
     """A process did not start, ended, or said nothing in time; the message has its last words."""
 
 
+def busy_seconds(core: int) -> float:
+    """In which the core did anything at all so far, interrupts included."""
+    line = next(
+        line for line in Path("/proc/stat").read_text().splitlines() if line.startswith(f"cpu{core} ")
+    )
+    user, nice, system, _idle, _waiting, *interrupts = map(int, line.split()[1:8])
+    return (user + nice + system + sum(interrupts)) / TICK
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """When it began and was over, by the monotonic clock."""
@@ -69,6 +78,11 @@ class _Process:
         said = " / ".join(self._errors.read().strip().splitlines()[-5:]) or "nothing"
         return ProcessError(f"{self.name} {what}; the last it said: {said}")
 
+    def cpu_seconds(self) -> float:
+        """Of all its threads so far, in user space and in the kernel."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICK
+
     def close(self) -> None:
         self._process.send_signal(signal.SIGCONT)
         self._process.terminate()
@@ -107,6 +121,7 @@ class Trainer(_Process):
         }
         command = ["-m", "sidecar.trainer", json.dumps(given)]
         super().__init__(command, "ready", TIERING_DEVICE="cpu", OMP_NUM_THREADS="1")
+        self.core = core
         self._steps: list[Step] = []
         self._said = threading.Condition()
         self._publishes = True
@@ -126,6 +141,10 @@ class Trainer(_Process):
         if wanted != self._publishes:
             print("publish" if wanted else "hush", file=self._process.stdin)
             self._publishes = wanted
+
+    def others_seconds(self) -> float:
+        """In which its core did something else than its own work so far."""
+        return busy_seconds(self.core) - self.cpu_seconds()
 
     def between(self, began: float, ended: float) -> list[float]:
         """Seconds of every step that began and was over in that time. Forgets what was before."""
@@ -154,11 +173,6 @@ class Sidecar(_Process):
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
-
-    def cpu_seconds(self) -> float:
-        """Of all its threads so far, in user space and in the kernel."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICK
 
     def peak_bytes(self) -> int:
         """The most memory that it ever had."""

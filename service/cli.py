@@ -89,6 +89,8 @@ def _in_terminal(options: argparse.Namespace, directory: Path) -> int:
 def _contradiction(options: argparse.Namespace) -> str | None:
     if options.uds is not None and (options.host is not None or options.port is not None):
         return "--uds is instead of --host and --port"
+    if options.expect_ranks is not None and options.expect_ranks < 0:
+        return f"--expect-ranks {options.expect_ranks} is no number of ranks"
     if options.json and not options.once:
         return "--json goes with --once; the service answers in JSON at /v1/status"
     if options.once and options.command is not None:

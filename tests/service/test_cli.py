@@ -127,6 +127,7 @@ def test_a_token_comes_from_a_file_or_else_the_environment(tmp_path: Path) -> No
         ("top --once", "--once is instead of top"),
         ("--allow-host node7:8471", "is not a host name without a port"),
         ("--nice -5", "invalid choice: -5"),
+        ("--expect-ranks -1", "--expect-ranks -1 is no number of ranks"),
         ("top --interval 0", "0 is not between 0.25 and 60 seconds"),
         ("top --interval nan", "nan is not between"),
         ("bottom", "invalid choice: 'bottom'"),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from service.view import SAME_MOMENT, RankView, RunView, View
+from service.view import RankView, RunView, View
 from service.watch import Watch
 from tiering.telemetry import Snapshot, TelemetryError
 
@@ -98,11 +98,7 @@ def _entry(
         for rank in run.ranks
         if rank.fresh and rank.snapshot is not None and rank.published_at is not None
     }
-    pairs = [
-        (before[key], now)
-        for key, now in counted.items()
-        if key in before and now.at > before[key].at + SAME_MOMENT
-    ]
+    pairs = [(before[key], now) for key, now in counted.items() if key in before and now.at > before[key].at]
     stalls = list(_rates(pairs, lambda one: one.stall))
     entry = Entry(
         at=at,

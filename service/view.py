@@ -15,7 +15,6 @@ FRESH_SECONDS = 10.0  # ranks publish four times a second; what holds them up fo
 _LARGEST_KEPT = (
     256  # answers of one View: those to every filter that is likely within its quarter of a second
 )
-SAME_MOMENT = 0.05  # seconds by which the age of one heartbeat is found to differ; ranks publish every 0.25 s
 
 State = Literal["live", "silent", "stale", "newer-version", "torn", "unreadable"]
 Answer = TypeVar("Answer")
@@ -30,7 +29,7 @@ class RankView:
     """One rank as its page shows it; ``snapshot`` is None where nothing can be read.
 
     "silent" is a rank that lives and has not published for FRESH_SECONDS: stopped, or starved. The other states are
-    those of a PageReading, and so are ``heartbeat_age`` and ``reason``. ``published_at`` is Unix time.
+    those of a PageReading, and so are ``heartbeat_age``, ``published_at`` and ``reason``.
     """
 
     rank: int
@@ -138,11 +137,12 @@ class View:
 
 
 def _news(now: RankView, before: RankView) -> bool:
-    if (now.rank, now.state, now.reason) != (before.rank, before.state, before.reason):
-        return True
-    if now.published_at is None or before.published_at is None:
-        return now.published_at != before.published_at
-    return abs(now.published_at - before.published_at) > SAME_MOMENT
+    return (now.rank, now.state, now.reason, now.published_at) != (
+        before.rank,
+        before.state,
+        before.reason,
+        before.published_at,
+    )
 
 
 def view_of(
@@ -153,7 +153,6 @@ def view_of(
 ) -> View:
     """Group what the pages said by run. A page that cannot be read is filed under the run that its name tells."""
     found = list(readings)
-    taken_at = time.time() if taken_at is None else taken_at
     ids = {
         page.run_name: said.run_id for page, reading in found if (said := reading.snapshot) and said.run_id
     }
@@ -161,12 +160,12 @@ def view_of(
     for page, reading in found:
         said = reading.snapshot
         run_id = (said.run_id if said is not None else ids.get(page.run_name, "")) or page.run_name
-        ranks.setdefault(run_id, []).append(_rank(page, reading, taken_at, fresh_seconds))
+        ranks.setdefault(run_id, []).append(_rank(page, reading, fresh_seconds))
     runs = [_run(run_id, these) for run_id, these in ranks.items()]
     runs.sort(
         key=lambda run: (run.name, min((said.started_at for said in run.snapshots), default=0.0), run.id)
     )
-    return View(taken_at, tuple(runs))
+    return View(time.time() if taken_at is None else taken_at, tuple(runs))
 
 
 def _run(run_id: str, ranks: list[RankView]) -> RunView:
@@ -175,7 +174,7 @@ def _run(run_id: str, ranks: list[RankView]) -> RunView:
     return RunView(run_id, name, tuple(in_order))
 
 
-def _rank(page: Page, reading: PageReading, taken_at: float, fresh_seconds: float) -> RankView:
+def _rank(page: Page, reading: PageReading, fresh_seconds: float) -> RankView:
     state: State = reading.state
     reason, age, said = reading.reason, reading.heartbeat_age, reading.snapshot
     if state == "live" and age is not None and age > fresh_seconds:
@@ -183,5 +182,4 @@ def _rank(page: Page, reading: PageReading, taken_at: float, fresh_seconds: floa
     elif state == "live" and said is None:
         reason = "has not published yet"
     rank = page.rank if said is None else said.rank
-    published_at = None if age is None else taken_at - age
-    return RankView(rank, state, reason, age, said, reading.description, published_at)
+    return RankView(rank, state, reason, age, said, reading.description, reading.published_at)

@@ -126,7 +126,9 @@ class RunRecord:
         """Start to publish snapshots, if the configuration wants it."""
         if not telemetry.enabled:
             return None
-        writer = PageWriter(self.run_name, self.world.rank, self.world.size, telemetry.dir, self.description)
+        # A page that cannot be read is told by the name of its file to be one of this run.
+        name = self.run_id or self.run_name
+        writer = PageWriter(name, self.world.rank, self.world.size, telemetry.dir, self.description)
         publisher = Publisher(writer, self.snapshot)
         publisher.start()
         return publisher

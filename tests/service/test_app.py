@@ -303,6 +303,15 @@ def test_however_many_ask_the_pages_are_read_once(directory: Path, monkeypatch: 
     assert (views[0].readings, watch.view(), len(readers)) == (1, views[0], 1)
 
 
+def test_a_publication_is_one_however_often_it_is_read(directory: Path, writer: PageWriter) -> None:
+    watch = Watch(directory, max_age=0)
+    assert [watch.view().changes for _ in range(3)] == [1, 1, 1]
+    before = time.time()
+    writer.publish(SAID)
+    assert (watch.view().changes, watch.view().readings) == (2, 5)
+    assert before <= watch.view().runs[0].ranks[0].published_at <= time.time()
+
+
 @pytest.mark.usefixtures("writer")
 def test_history_goes_on_whatever_happens_to_the_pages(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -100,11 +100,13 @@ def test_it_follows_an_engine_that_is_stopped_goes_on_and_is_killed(tmp_path: Pa
         training.process.kill()
         training.process.wait()
         until(lambda: sidecar.states() == ["stale"])
-        assert sidecar.get("/v1/runs")["runs"][0]["state"] == "ended"
+        (run,) = sidecar.get("/v1/runs")["runs"]
+        assert run["state"] == "ended"
         with pytest.raises(urllib.error.HTTPError) as refused:
             sidecar.get("/readyz")
         assert "every run here has ended" in refused.value.read().decode()
         (page,) = pages.iterdir()
+        assert page.name.startswith(f"{run['id']}.0.")
         os.utime(page, (time.time() - 31,) * 2)  # as if it had died half a minute ago
         until(lambda: sidecar.states() == [])
         assert list(pages.iterdir()) == []

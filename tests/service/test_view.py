@@ -25,10 +25,18 @@ NOW = 1_790_000_000.0
 
 
 def live(
-    rank: int = 0, *, name: str = "gpt", run_id: str = "gpt-1", local: int = 1, age: float = 0.1, pid: int = 1
+    rank: int = 0,
+    *,
+    name: str = "gpt",
+    run_id: str = "gpt-1",
+    local: int = 1,
+    age: float = 0.1,
+    at: float = NOW,
+    pid: int = 1,
 ) -> tuple[Page, PageReading]:
+    """The page of a rank that published ``age`` seconds before ``at``."""
     said = Snapshot(name, rank, 8, pid, NOW - pid, run_id=run_id, local_world_size=local)
-    return page(run_id or name, rank), PageReading("live", age, said, "")
+    return page(run_id or name, rank), PageReading("live", age, said, "", None, at - age)
 
 
 def page(file_name: str, rank: int) -> Page:
@@ -110,9 +118,11 @@ def test_a_filter_that_leaves_nothing_says_what_there_is() -> None:
 
 def test_what_is_news() -> None:
     before = view(live(0, local=2), live(1))
-    assert not view_of([live(0, local=2, age=1.1), live(1, age=1.1)], NOW + 1).tells_more_than(before)
+    assert not view(live(0, local=2, age=1.1, at=NOW + 1), live(1, age=1.1, at=NOW + 1)).tells_more_than(
+        before
+    )
     for now in (
-        view_of([live(0, local=2, age=0.1), live(1, age=1.1)], NOW + 1),  # rank 0 has published again
+        view(live(0, local=2, at=NOW + 1), live(1)),  # rank 0 has published again
         view(live(0, local=2)),
         view(live(0, local=2), live(1), live(2)),
         view(live(0, local=2), lost(live(1))),
@@ -182,7 +192,7 @@ def counting(rank: int, at: float, read: int, stalled: float, used: int = 5) -> 
         tiers=[TierStatus("host", 9, 9, used, used)],
         collectives=[CollectiveStatus("all-gather", 1, 3 * read)],
     )
-    return where, replace(said, snapshot=snapshot, heartbeat_age=1 - at)
+    return where, replace(said, snapshot=snapshot, heartbeat_age=1 - at, published_at=NOW + at)
 
 
 def test_history_comes_from_counters_over_the_time_between_publications() -> None:

@@ -257,7 +257,8 @@ class PageReading:
     unreadable      not a page, truncated, damaged, or not ours
 
     ``heartbeat_age`` is seconds since the last publication, None when there is none; ``reason`` is empty for
-    live pages. ``description`` is None where the writer gave none, or where it is damaged.
+    live pages. ``description`` is None where the writer gave none, or where it is damaged. ``published_at`` is the Unix
+    time of ``snapshot``: the same in every reading of one publication.
     """
 
     state: State
@@ -265,6 +266,7 @@ class PageReading:
     snapshot: Snapshot | None
     reason: str
     description: Description | None = None
+    published_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -388,7 +390,7 @@ def _read_once(fd: int) -> PageReading:
         snapshot = Snapshot.from_json(payload)
     except ValidationError as error:
         return PageReading("unreadable", age, None, f"not a snapshot: {_what_is_wrong(error)}")
-    return PageReading("live", age, snapshot, "", _description(fd, header))
+    return PageReading("live", age, snapshot, "", _description(fd, header), header.heartbeat_ns / 1e9)
 
 
 def _what_is_wrong(error: ValidationError) -> str:

@@ -100,6 +100,9 @@ def listen(address: Address) -> Place:
         taken = error.errno == errno.EADDRINUSE
         why = "it is taken, perhaps by another tierd; choose another --port" if taken else error.strerror
         raise _no_listening(address.ip, address.port, why or str(error)) from error
+    # Head and body of an answer are two writes; without this the second waits for the client's delayed ACK. asyncio sets
+    # it too, but not on what such a listener accepts.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     host = f"[{address.ip}]" if address.family == socket.AF_INET6 else address.ip
     return Place(listener, f"http://{host}:{listener.getsockname()[1]}/")
 
@@ -200,9 +203,8 @@ def serve(app: ASGIApp, place: Place, greeting: str) -> None:
     _say(greeting)
     notify(b"READY=1")
     server.run(sockets=[place.listener])  # waits for its threads, too
-    signal.setitimer(
-        signal.ITIMER_REAL, 0
-    )  # Python's own end gives the alarm back its default, which is no end with 0
+    # Python's own end gives the alarm back its default, which is no end with 0.
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _say(greeting: str) -> None:

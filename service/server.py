@@ -100,8 +100,8 @@ def listen(address: Address) -> Place:
         taken = error.errno == errno.EADDRINUSE
         why = "it is taken, perhaps by another tierd; choose another --port" if taken else error.strerror
         raise _no_listening(address.ip, address.port, why or str(error)) from error
-    # Head and body of an answer are two writes; without this the second waits for the client's delayed ACK. asyncio sets
-    # it too, but not on what such a listener accepts.
+    # Head and body of an answer are two writes, and without this the second waits for the client's delayed ACK. asyncio
+    # sets it too, but not on what such a listener accepts.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     host = f"[{address.ip}]" if address.family == socket.AF_INET6 else address.ip
     return Place(listener, f"http://{host}:{listener.getsockname()[1]}/")

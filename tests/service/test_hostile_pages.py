@@ -21,6 +21,8 @@ from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter
 
 from service.app import create_app
@@ -247,7 +249,7 @@ def test_no_content_makes_reading_swell(tmp_path: Path, burst: str) -> None:
 # --- what is served of it --------------------------------------------------------------------------------
 
 INTEGERS = st.sampled_from([-1, 0, 1 << 31, 1 << 53, 1 << 63, 1 << 64, 10**30, 10**400])
-FLOATS = st.sampled_from([-1.0, 0.0, 5e-324, 1e308, -1e308])
+FLOATS = st.sampled_from([-1.0, 0.0, 5e-324, 1e308, -1e308, float("nan"), float("inf"), float("-inf")])
 TEXTS = st.sampled_from(
     [
         "",
@@ -284,20 +286,20 @@ def hostile(value: Any) -> st.SearchStrategy[Any]:
         case int():
             fitting = INTEGERS
         case float():
-            fitting = FLOATS
+            fitting = FLOATS | INTEGERS
         case str():
             fitting = TEXTS
         case list():
             fitting = st.sampled_from([[], value * 2])
         case _:
             fitting = st.dictionaries(TEXTS, st.sampled_from(list(value.values())), max_size=3)
-    return st.one_of(fitting, fitting, fitting, fitting, WRONG)
+    return st.one_of(*8 * [fitting], WRONG)
 
 
 def lies(kind: type[Snapshot | Description]) -> st.SearchStrategy[Lies]:
     """Places in such a record, and what stands there in place of the truth."""
     found = st.sampled_from(list(places(json.loads(numbered(kind, 5).to_json()))))
-    return st.lists(found.flatmap(lambda one: st.tuples(st.just(one[0]), hostile(one[1]))), max_size=6)
+    return st.lists(found.flatmap(lambda one: st.tuples(st.just(one[0]), hostile(one[1]))), max_size=3)
 
 
 def told(kind: type[Snapshot | Description], replaced: Lies) -> bytes:
@@ -336,6 +338,9 @@ def ask_everything(directory: Path) -> dict[str, Any]:
                 }
                 assert answer.status_code in allowed.get(route.path, (200,)), answer.text[:300]
                 answers[route.path] = answer
+        assert len(list(text_string_to_metric_families(answers["/metrics"].text))) > 10
+        asked = client.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"}).text
+        assert len(list(openmetrics.text_string_to_metric_families(asked))) > 10
     return answers
 
 
@@ -371,5 +376,5 @@ def test_whatever_lies_in_the_directory_is_answered(tmp_path: Path) -> None:
             (Path(os.fsdecode(name + b"/" + strange))).touch()
         answers = ask_everything(tmp_path)
         shown = [rank for run in answers["/v1/status"].json()["runs"] for rank in run["ranks"]]
-        assert sorted(rank["state"] for rank in shown) == ["live"] + 9 * ["unreadable"]
+        assert sorted(rank["state"] for rank in shown) == ["live"] + 11 * ["unreadable"]
         assert [numbers(rank["tiers"]) for rank in shown if rank["state"] == "live"] == [{5.0}]

@@ -8,6 +8,8 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
+from tiering.telemetry.snapshot import Integer
+
 
 @dataclass(frozen=True)
 class SettingStatus:
@@ -33,7 +35,7 @@ class ConfigurationStatus:
 
     source: str
     outcome: str
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, Integer] = field(default_factory=dict)
     without_effect: list[str] = field(default_factory=list)
     deprecated: list[str] = field(default_factory=list)
     settings: list[SettingStatus] = field(default_factory=list)
@@ -44,9 +46,9 @@ class PlannedTier:
     """What the plan puts on one tier of a rank, in bytes, in all and by kind."""
 
     name: Literal["device", "host", "nvme"]
-    budget: int
-    planned: int
-    by_kind: dict[str, int] = field(default_factory=dict)
+    budget: Integer
+    planned: Integer
+    by_kind: dict[str, Integer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,12 @@ class PlanStatus:
     """
 
     tiers: list[PlannedTier] = field(default_factory=list)
-    read: dict[str, int] = field(default_factory=dict)
-    written: dict[str, int] = field(default_factory=dict)
-    sent: dict[str, int] = field(default_factory=dict)
-    groups: int = 0
-    parameters: int = 0  # elements of the model, those of all ranks
-    micro_batches: int = 1  # forward and backward passes per step
+    read: dict[str, Integer] = field(default_factory=dict)
+    written: dict[str, Integer] = field(default_factory=dict)
+    sent: dict[str, Integer] = field(default_factory=dict)
+    groups: Integer = 0
+    parameters: Integer = 0  # elements of the model, those of all ranks
+    micro_batches: Integer = 1  # forward and backward passes per step
     state_format: str = ""
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AllowInfNan, ConfigDict, TypeAdapter
+from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, WithJsonSchema
 
 Phase = Literal["start", "forward", "backward", "step", "idle"]
+
+Integer = Annotated[
+    int, Field(ge=-(1 << 63), lt=1 << 63), WithJsonSchema({"type": "integer", "format": "int64"})
+]
+"""One as C counts: what is larger is damage, and may be more than a float can hold."""
 
 Diverging = Annotated[float, AllowInfNan(True)]
 """A number that training gives: it may be infinite, or none."""
@@ -21,20 +26,20 @@ class TierStatus:
     """
 
     name: Literal["device", "host", "nvme"]
-    budget: int
-    capacity: int
-    used: int
-    peak: int
-    by_kind: dict[str, int] = field(default_factory=dict)
-    available: int | None = None
+    budget: Integer
+    capacity: Integer
+    used: Integer
+    peak: Integer
+    by_kind: dict[str, Integer] = field(default_factory=dict)
+    available: Integer | None = None
 
 
 @dataclass(frozen=True)
 class ActivationStatus:
     """Bytes that autograd keeps for backward, beside the tiers: now, and the most so far."""
 
-    used: int
-    peak: int
+    used: Integer
+    peak: Integer
 
 
 @dataclass(frozen=True)
@@ -57,17 +62,17 @@ class DirectionStatus:
     ``latency`` comes from a finer histogram; None while nothing has moved.
     """
 
-    bytes: int = 0
-    ops: int = 0
-    retries: int = 0
-    errors: int = 0
-    in_flight: int = 0
+    bytes: Integer = 0
+    ops: Integer = 0
+    retries: Integer = 0
+    errors: Integer = 0
+    in_flight: Integer = 0
     busy_seconds: float = 0.0
     bytes_per_second: float = 0.0  # over the publisher's last window
     average_bytes_per_second: float = 0.0  # over the time with at least one transfer in flight
     peak_bytes_per_second: float = 0.0  # of all the publisher's windows
-    errors_by_errno: dict[str, int] = field(default_factory=dict)
-    latency_buckets: list[int] = field(default_factory=list)
+    errors_by_errno: dict[str, Integer] = field(default_factory=dict)
+    latency_buckets: list[Integer] = field(default_factory=list)
     latency_seconds: float = 0.0
     latency: LatencyStatus | None = None
 
@@ -87,7 +92,7 @@ class PathStatus:
     read: DirectionStatus = field(default_factory=DirectionStatus)
     written: DirectionStatus = field(default_factory=DirectionStatus)
     queue_full_seconds: float = 0.0
-    measured_bytes_per_second: int | None = None
+    measured_bytes_per_second: Integer | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class IoEngineStatus:
 
     name: str
     flags: list[str] = field(default_factory=list)
-    registered_bytes: int = 0
+    registered_bytes: Integer = 0
     passed_over: dict[str, str] = field(default_factory=dict)
 
 
@@ -112,8 +117,8 @@ class CollectiveStatus:
     """
 
     kind: str
-    calls: int = 0
-    sent_bytes: int = 0
+    calls: Integer = 0
+    sent_bytes: Integer = 0
     sent_bytes_per_second: float = 0.0  # over the publisher's last window
 
 
@@ -124,15 +129,15 @@ class StepRecord:
     ``stalls`` splits ``stall`` by cause; ``ended_at`` is Unix time.
     """
 
-    step: int
+    step: Integer
     seconds: float
     forward: float = 0.0
     backward: float = 0.0
     update: float = 0.0
     stall: float = 0.0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    sent_bytes: int = 0
+    read_bytes: Integer = 0
+    written_bytes: Integer = 0
+    sent_bytes: Integer = 0
     stalls: dict[str, float] = field(default_factory=dict)
     ended_at: float = 0.0
 
@@ -146,13 +151,13 @@ class CheckpointStatus:
     """
 
     under_way: bool = False
-    saved: int = 0
-    failed: int = 0
+    saved: Integer = 0
+    failed: Integer = 0
     path: str | None = None
     ended_at: float | None = None  # Unix time
     seconds: float | None = None
     stalled: float | None = None
-    nbytes: int | None = None
+    nbytes: Integer | None = None
     error: str = ""
 
 
@@ -172,22 +177,22 @@ class Snapshot:
     """
 
     run_name: str
-    rank: int
-    world_size: int
-    pid: int
+    rank: Integer
+    world_size: Integer
+    pid: Integer
     started_at: float
-    step: int = 0
+    step: Integer = 0
     phase: Phase = "start"
     loss: Diverging | None = None
     run_id: str = ""
     node: str = ""
-    local_rank: int = 0
-    local_world_size: int = 1
-    global_step: int = 0
+    local_rank: Integer = 0
+    local_world_size: Integer = 1
+    global_step: Integer = 0
     phase_since: float = 0.0
     broken: str = ""
-    samples: int = 0
-    skipped_steps: int = 0
+    samples: Integer = 0
+    skipped_steps: Integer = 0
     gradient_norm: Diverging | None = None
     learning_rate: Diverging | None = None
     loss_scale: Diverging | None = None

@@ -58,7 +58,7 @@ def is_whole(reading: PageReading, *published: int) -> bool:
     """Whether it shows nothing, or one publication and nothing else."""
     if reading.snapshot is None:
         return reading.state != "live"
-    return numbers(reading.snapshot) in [{float(number)} for number in published]
+    return reading.snapshot in [numbered(Snapshot, number) for number in published]
 
 
 # --- updates that stop anywhere -------------------------------------------------------------------------
@@ -150,8 +150,8 @@ EXTREMES = st.sampled_from(
 
 @DIRECTORY_OF_ALL
 @given(
-    lies=st.dictionaries(st.sampled_from(page_module._Header._fields[1:]), EXTREMES, min_size=1),
-    flips=st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 255)), max_size=3),
+    lies=st.dictionaries(st.sampled_from(page_module._Header._fields[1:]), EXTREMES, max_size=2),
+    flips=st.lists(st.tuples(st.integers(0, 5_000), st.integers(1, 255)), max_size=3),
     length=st.none() | st.integers(0, 20_000) | st.just(1 << 40),
     alive=st.booleans(),
 )

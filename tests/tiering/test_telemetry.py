@@ -469,6 +469,7 @@ def test_a_killed_writer_leaves_a_stale_page_that_the_next_one_sweeps(tmp_path: 
     assert reading.snapshot.step == 41
     (dead,) = find_pages(tmp_path)
     assert sweep(tmp_path, keep_seconds=3600) == []
+    os.utime(dead.path, (time.time() + 3600,) * 2)  # as after a clock was set back
     writer = PageWriter("next", directory=tmp_path)
     assert [page.path for page in find_pages(tmp_path)] == [writer.path]
     assert dead.read() == PageReading("stale", None, None, "the page has been removed")
@@ -554,7 +555,37 @@ def test_a_surviving_child_does_not_make_a_dead_run_look_alive(tmp_path: Path) -
             os.kill(orphan, signal.SIGKILL)
 
 
-def test_a_page_under_construction_is_not_swept(tmp_path: Path) -> None:
+def test_a_child_forked_while_a_page_is_made_does_not_keep_its_lock(tmp_path: Path) -> None:
+    script = """
+        import threading
+        def fork():
+            if os.fork() == 0:
+                say(os.getpid())
+                time.sleep(600)
+        forking = threading.Thread(target=fork)
+        reserve = os.posix_fallocate
+        def interrupted(*arguments):
+            forking.start()
+            forking.join(0.3)  # it is held up, and goes on when the page is made
+            reserve(*arguments)
+        os.posix_fallocate = interrupted
+        writer = PageWriter("gpt", directory=directory)
+        forking.join()
+        time.sleep(600)
+    """
+    with child(script, tmp_path) as process:
+        orphan = int(first_line(process))
+        try:
+            (page,) = find_pages(tmp_path)
+            assert page.read().state == "live"
+            process.kill()
+            process.wait()
+            until(lambda: page.read().state == "stale")
+        finally:
+            os.kill(orphan, signal.SIGKILL)
+
+
+def test_a_page_under_construction_is_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh, left_behind = tmp_path / "gpt.0.1-aa.new", tmp_path / "gpt.0.2-bb.new"
     fresh.touch()
     left_behind.touch()
@@ -562,6 +593,9 @@ def test_a_page_under_construction_is_not_swept(tmp_path: Path) -> None:
     assert sweep(tmp_path) == [left_behind]
     assert fresh.exists()
     assert find_pages(tmp_path) == []
+    with monkeypatch.context() as patch:  # a sweeper that is stopped with its lock would stop its writer, too
+        patch.setattr(page_module.fcntl, "flock", lambda *_: pytest.fail("asked for the lock"))
+        assert sweep(tmp_path) == []
 
 
 # --- damage ---------------------------------------------------------------------------------------------
@@ -731,6 +765,16 @@ def test_the_end_of_the_interpreter_removes_the_page(tmp_path: Path) -> None:
         out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "1\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_of_a_run_does_not_fail_for_its_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    publisher = Publisher(PageWriter("gpt", directory=directory), snapshot, 60)
+    publisher.start()
+    directory.rename(tmp_path / "moved")
+    directory.write_text("another's")
+    publisher.close()
+    assert only_reading(tmp_path / "moved").state == "stale"
 
 
 def test_telemetry_loads_no_torch() -> None:

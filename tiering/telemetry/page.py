@@ -31,6 +31,7 @@ import threading
 import time
 import weakref
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -115,6 +116,7 @@ def _locked_by_another(fd: int) -> bool:
 
 
 _inherited: weakref.WeakSet[PageWriter] = weakref.WeakSet()
+_forking = threading.RLock()  # held while a page is made: no child gets a lock that it knows nothing of
 
 
 class PageWriter:
@@ -137,7 +139,8 @@ class PageWriter:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside a world of {world_size}")
         directory = run_directory() if directory is None else private_directory(Path(directory))
-        sweep(directory)
+        with suppress(OSError):  # whether there can be a page shows when it is made
+            sweep(directory)
         self._description = b"" if description is None else description.fitted(LARGEST_DESCRIPTION).encode()
         if len(self._description) > LARGEST_DESCRIPTION:
             raise TelemetryError(
@@ -148,8 +151,9 @@ class PageWriter:
         self.path = directory / (name + SUFFIX)
         self._lock = threading.Lock()
         self._sequence = 0
-        self._fd = self._create(directory / (name + ".new"))
-        _inherited.add(self)
+        with _forking:
+            self._fd = self._create(directory / (name + ".new"))
+            _inherited.add(self)
 
     def _create(self, unfinished: Path) -> int:
         fd = -1
@@ -208,9 +212,12 @@ class PageWriter:
         with self._lock:
             if self._fd < 0:
                 return
-            self.path.unlink(missing_ok=True)
-            os.close(self._fd)
-            self._fd = _CLOSED
+            # Training must not fail for its page at the end; what stays has no lock, and is swept.
+            with suppress(OSError):
+                self.path.unlink()
+            # A child forked between these two finds no descriptor to close; closing first, it would find another's.
+            fd, self._fd = self._fd, _CLOSED
+            os.close(fd)
 
     def _abandon(self) -> None:
         """In a forked child: drop the shared description, leave page and lock to the parent."""
@@ -224,11 +231,14 @@ _CLOSED, _ABANDONED = -1, -2
 
 
 def _abandon_inherited() -> None:
+    _forking.release()
     for one in list(_inherited):
         one._abandon()
 
 
-os.register_at_fork(after_in_child=_abandon_inherited)
+os.register_at_fork(
+    before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_abandon_inherited
+)
 
 
 def _fitted(snapshot: Snapshot) -> bytes:
@@ -309,20 +319,24 @@ def sweep(directory: Path, keep_seconds: float = 0.0) -> list[Path]:
     unfinished_keep = max(keep_seconds, 60.0)  # between open and lock a new page looks dead
     for pattern, keep in (("*" + SUFFIX, keep_seconds), ("*.new", unfinished_keep)):
         for path in directory.glob(pattern):
-            if _is_ours(path) and _dead_for(path) > keep:
-                path.unlink(missing_ok=True)
-                swept.append(path)
+            if _is_ours(path) and _is_dead(path, keep):
+                with suppress(OSError):  # gone already, or on a file system that became read-only: it stays
+                    path.unlink()
+                    swept.append(path)
     return swept
 
 
-def _dead_for(path: Path) -> float:
-    """Seconds since the last update of a page without a writer; -1 when it has one or is gone."""
+def _is_dead(path: Path, keep_seconds: float) -> bool:
+    """Whether the page is without a writer, and its last update over ``keep_seconds`` old."""
     try:
         fd = _open_page(path)
     except OSError:
-        return -1.0
+        return False
     try:
-        return -1.0 if _locked_by_another(fd) else max(0.0, time.time() - os.fstat(fd).st_mtime)
+        # Age first: to ask for the lock of a page that is being made would hold up who makes it, and for long if we
+        # are stopped just then.
+        age = abs(time.time() - os.fstat(fd).st_mtime)  # a clock set back must not keep the dead
+        return age > keep_seconds and not _locked_by_another(fd)
     finally:
         os.close(fd)
 

@@ -5,8 +5,9 @@ tierd.js     which run is shown, and when   theme.js    light or dark, before th
 follow.js    the events of the sidecar, again after every loss, with a token where one is wanted
 figures.js   numbers as words               totals.js   ranks added up
 patch.js     a description of elements brought into the document with as few changes as possible
-sections.js  run, warnings, tiers, plan, paths, ranks     steps.js   the recent steps
-charts.js    bandwidth and stalls over time, drawn by vendor/uPlot     settings.js   the configuration
+run.js       a run in short, its warnings   tables.js   tiers, plan, paths, ranks
+steps.js     the recent steps               settings.js the configuration
+charts.js    bandwidth and stalls over time, drawn by vendor/uPlot
 """
 
 from __future__ import annotations

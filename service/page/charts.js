@@ -5,6 +5,7 @@ import {h, patch, table} from "./patch.js";
 import {counters} from "./totals.js";
 
 const WINDOW = 600; // seconds
+const POINTS = 120; // of a line
 
 /** One entry a second of a run: Unix times, and values that are null where nothing was known. */
 export class Series {
@@ -17,7 +18,8 @@ export class Series {
   /** Starts with what /v1/history tells of a run. */
   fill(history) {
     this.at = [...(history?.at || [])];
-    for (const name of Object.keys(this.values)) this.values[name] = this.at.map((_, i) => history[name]?.[i] ?? null);
+    for (const name of Object.keys(this.values))
+      this.values[name] = this.at.map((_, i) => history[name]?.[i] ?? null);
   }
 
   get latest() {
@@ -26,7 +28,8 @@ export class Series {
 
   /** Adds what happened between the last status of the run and this one. */
   add(run, at) {
-    const now = counters(run, at), before = this.last;
+    const now = counters(run, at),
+      before = this.last;
     const took = before ? at - before.at : 0;
     if (before && took < 0.5) return;
     this.last = now;
@@ -40,6 +43,22 @@ export class Series {
     const old = this.at.findIndex(time => time >= at - WINDOW);
     for (const list of [this.at, ...Object.values(this.values)]) list.splice(0, old);
   }
+}
+
+/** Means of so many seconds that a line stays a line. Their bounds stand still while time goes on. */
+function thinned({at, values}) {
+  const every = Math.max(1, Math.ceil((at.at(-1) - at[0]) / POINTS));
+  if (!(every > 1)) return {at, values};
+  const groups = new Map();
+  at.forEach((time, i) =>
+    groups.set(Math.floor(time / every), [...(groups.get(Math.floor(time / every)) || []), i]),
+  );
+  const mean = list => indices => {
+    const known = indices.map(i => list[i]).filter(value => value !== null);
+    return known.length ? sum(known) / known.length : null;
+  };
+  const means = Object.entries(values).map(([name, list]) => [name, [...groups.values()].map(mean(list))]);
+  return {at: [...groups.values()].map(indices => at[indices.at(-1)]), values: Object.fromEntries(means)};
 }
 
 // A canvas knows no light-dark(): the document resolves it.
@@ -64,7 +83,19 @@ function byteTicks(_, __, low, high) {
 
 class Chart {
   constructor(figure, {name, series, format, top, ticks}) {
-    Object.assign(this, {name, series, format, top, ticks, figure, plot: null, at: [], data: {}, cursor: null});
+    Object.assign(this, {
+      name,
+      series,
+      format,
+      top,
+      ticks,
+      figure,
+      plot: null,
+      at: [],
+      data: {},
+      drawn: {at: [], values: {}},
+      cursor: null,
+    });
     this.box = figure.querySelector(".plot");
     figure.querySelector("details").addEventListener("toggle", () => this.tabulate());
     new ResizeObserver(() => this.plot?.setSize(this.size())).observe(this.box);
@@ -77,23 +108,44 @@ class Chart {
   /** Draws with the colours of the moment. */
   restart() {
     this.plot?.destroy();
-    const ink = color("ink"), grid = color("grid");
-    const axis = {stroke: ink, grid: {stroke: grid, width: 1}, ticks: {show: false}, font: "12px system-ui, sans-serif"};
-    this.plot = new uPlot({
-      ...this.size(),
-      legend: {show: false},
-      cursor: {sync: {key: "tierd"}, drag: {x: false, y: false}, y: false, points: {size: 6}},
-      scales: {x: {time: true}, y: {range: (_, low, high) => [0, this.top(high)]}},
-      axes: [
-        {...axis, grid: {show: false}, space: 90, size: 30, values: (_, ticks) => ticks.map(clock)},
-        {...axis, size: 74, splits: this.ticks, values: (_, ticks) => ticks.map(tick => this.format(tick))},
-      ],
-      series: [{}, ...this.series.map(one => {
-        const solid = color(one.name);
-        return {label: one.label, stroke: solid, fill: faint(solid), width: 1.75, dash: one.dash, points: {show: false}, show: this.has(one)};
-      })],
-      hooks: {setCursor: [plot => this.point(plot.cursor.idx)]},
-    }, [this.at, ...this.series.map(one => this.data[one.name] || [])], this.box);
+    const ink = color("ink"),
+      grid = color("grid");
+    const axis = {
+      stroke: ink,
+      grid: {stroke: grid, width: 1},
+      ticks: {show: false},
+      font: "12px system-ui, sans-serif",
+    };
+    this.plot = new uPlot(
+      {
+        ...this.size(),
+        legend: {show: false},
+        cursor: {sync: {key: "tierd"}, drag: {x: false, y: false}, y: false, points: {size: 6}},
+        scales: {x: {time: true}, y: {range: (_, low, high) => [0, this.top(high)]}},
+        axes: [
+          {...axis, grid: {show: false}, space: 90, size: 30, values: (_, ticks) => ticks.map(clock)},
+          {...axis, size: 74, splits: this.ticks, values: (_, ticks) => ticks.map(tick => this.format(tick))},
+        ],
+        series: [
+          {},
+          ...this.series.map(one => {
+            const solid = color(one.name);
+            return {
+              label: one.label,
+              stroke: solid,
+              fill: faint(solid),
+              width: 1.75,
+              dash: one.dash,
+              points: {show: false},
+              show: this.has(one),
+            };
+          }),
+        ],
+        hooks: {setCursor: [plot => this.point(plot.cursor.idx)]},
+      },
+      [this.drawn.at, ...this.series.map(one => this.drawn.values[one.name] || [])],
+      this.box,
+    );
   }
 
   has(one) {
@@ -104,8 +156,9 @@ class Chart {
     const shown = this.series.map(one => this.has(one)).join();
     this.at = at;
     this.data = values;
+    this.drawn = thinned({at, values});
     if (!this.plot || shown !== this.series.map(one => this.has(one)).join()) this.restart();
-    else this.plot.setData([at, ...this.series.map(one => values[one.name])]);
+    else this.plot.setData([this.drawn.at, ...this.series.map(one => this.drawn.values[one.name])]);
     const said = this.summary();
     this.box.setAttribute("aria-label", `${this.name} over time. ${said}`);
     patch(this.figure.querySelector("figcaption"), said);
@@ -116,11 +169,19 @@ class Chart {
   summary() {
     const minutes = this.at.length > 1 ? (this.at.at(-1) - this.at[0]) / 60 : 0;
     if (!minutes) return "Figures come with the next seconds.";
-    const over = minutes < 1.5 ? plural(Math.round(60 * minutes), "second") : plural(Math.round(minutes), "minute");
-    return `Over ${over}: ` + this.series.filter(one => this.has(one)).map(one => {
-      const known = this.data[one.name].filter(value => value !== null);
-      return `${one.label} ${this.format(known.length ? sum(known) / known.length : null)} on average, ${this.format(most(known))} at most`;
-    }).join("; ") + ".";
+    const over =
+      minutes < 1.5 ? plural(Math.round(60 * minutes), "second") : plural(Math.round(minutes), "minute");
+    return (
+      `Over ${over}: ` +
+      this.series
+        .filter(one => this.has(one))
+        .map(one => {
+          const known = this.data[one.name].filter(value => value !== null);
+          return `${one.label} ${this.format(known.length ? sum(known) / known.length : null)} on average, ${this.format(most(known))} at most`;
+        })
+        .join("; ") +
+      "."
+    );
   }
 
   point(index) {
@@ -129,11 +190,24 @@ class Chart {
   }
 
   readout() {
-    const index = this.cursor !== null && this.cursor < this.at.length ? this.cursor : this.at.length - 1;
-    patch(this.figure.querySelector(".now"),
-      this.series.filter(one => this.has(one)).map(one => h("span", {key: one.name}, h("i", {class: `line ${one.name}`}), `${one.label} `,
-        h("b", {}, this.format((this.data[one.name] || [])[index])))),
-      h("span", {class: "soft", key: "at"}, this.cursor === null ? "now" : `at ${clock(this.at[index])}`));
+    const pointed = this.cursor !== null && this.cursor < this.drawn.at.length;
+    const {at, values} = pointed ? this.drawn : {at: this.at, values: this.data};
+    const index = pointed ? this.cursor : at.length - 1;
+    patch(
+      this.figure.querySelector(".now"),
+      this.series
+        .filter(one => this.has(one))
+        .map(one =>
+          h(
+            "span",
+            {key: one.name},
+            h("i", {class: `line ${one.name}`}),
+            `${one.label} `,
+            h("b", {}, this.format((values[one.name] || [])[index])),
+          ),
+        ),
+      h("span", {class: "soft", key: "at"}, pointed ? `at ${clock(at[index])}` : "now"),
+    );
   }
 
   /** By minute: six hundred rows would help nobody. */
@@ -141,14 +215,32 @@ class Chart {
     const details = this.figure.querySelector("details");
     if (!details.open) return;
     const minutes = new Map();
-    this.at.forEach((at, i) => minutes.set(Math.floor(at / 60), [...(minutes.get(Math.floor(at / 60)) || []), i]));
+    this.at.forEach((at, i) =>
+      minutes.set(Math.floor(at / 60), [...(minutes.get(Math.floor(at / 60)) || []), i]),
+    );
     const shown = this.series.filter(one => this.has(one));
-    patch(details.querySelector(".wide"), table(`${this.name} by minute`, "minutes",
-      ["minute from", ...shown.flatMap(one => [`${one.label}, average`, "at most"])],
-      [...minutes].map(([minute, indices]) => h("tr", {key: minute}, h("th", {scope: "row"}, clock(60 * minute)), shown.map(one => {
-        const known = indices.map(i => this.data[one.name][i]).filter(value => value !== null);
-        return [h("td", {}, this.format(known.length ? sum(known) / known.length : null)), h("td", {}, this.format(most(known)))];
-      })))));
+    patch(
+      details.querySelector(".wide"),
+      table(
+        `${this.name} by minute`,
+        "minutes",
+        ["minute from", ...shown.flatMap(one => [`${one.label}, average`, "at most"])],
+        [...minutes].map(([minute, indices]) =>
+          h(
+            "tr",
+            {key: minute},
+            h("th", {scope: "row"}, clock(60 * minute)),
+            shown.map(one => {
+              const known = indices.map(i => this.data[one.name][i]).filter(value => value !== null);
+              return [
+                h("td", {}, this.format(known.length ? sum(known) / known.length : null)),
+                h("td", {}, this.format(most(known))),
+              ];
+            }),
+          ),
+        ),
+      ),
+    );
   }
 }
 
@@ -156,12 +248,21 @@ class Chart {
 export function charts() {
   return [
     new Chart(document.getElementById("bandwidth"), {
-      name: "Bandwidth", format: rate, top: high => Math.max(high || 0, 1024) * 1.1, ticks: byteTicks,
-      series: [{name: "read", label: "read"}, {name: "written", label: "written", dash: [6, 3]},
-        {name: "sent", label: "sent", dash: [2, 3], optional: true}],
+      name: "Bandwidth",
+      format: rate,
+      top: high => Math.max(high || 0, 1024) * 1.1,
+      ticks: byteTicks,
+      series: [
+        {name: "read", label: "read"},
+        {name: "written", label: "written", dash: [6, 3]},
+        {name: "sent", label: "sent", dash: [2, 3], optional: true},
+      ],
     }),
     new Chart(document.getElementById("stall"), {
-      name: "Stall", format: percent, top: () => 1, ticks: () => [0, 0.25, 0.5, 0.75, 1],
+      name: "Stall",
+      format: percent,
+      top: () => 1,
+      ticks: () => [0, 0.25, 0.5, 0.75, 1],
       series: [{name: "stall", label: "share of the time stalled"}],
     }),
   ];

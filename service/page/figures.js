@@ -30,7 +30,8 @@ export function seconds(value) {
   if (value < 0.9995) return spaced(digits(value * 1e3), "ms");
   if (value < 119.5) return spaced(digits(value), "s");
   if (value < 7170) return `${spaced(Math.floor(value / 60), "min")} ${spaced(Math.floor(value % 60), "s")}`;
-  if (value < 172800) return `${spaced(Math.floor(value / 3600), "h")} ${spaced(Math.floor((value % 3600) / 60), "min")}`;
+  if (value < 172800)
+    return `${spaced(Math.floor(value / 3600), "h")} ${spaced(Math.floor((value % 3600) / 60), "min")}`;
   return spaced((value / 86400).toFixed(1), "days");
 }
 
@@ -38,7 +39,10 @@ export function seconds(value) {
 export function percent(share) {
   if (!known(share)) return UNKNOWN;
   const value = 100 * share;
-  return spaced(value > 0 && value < 0.1 ? "< 0.1" : value < 9.95 && value > 0 ? value.toFixed(1) : value.toFixed(0), "%");
+  return spaced(
+    value > 0 && value < 0.1 ? "< 0.1" : value < 9.95 && value > 0 ? value.toFixed(1) : value.toFixed(0),
+    "%",
+  );
 }
 
 export const count = value => (known(value) ? Math.round(value).toLocaleString("en") : UNKNOWN);
@@ -48,8 +52,15 @@ export function plain(value) {
   if (typeof value === "string") return value === "NaN" ? "diverged" : "infinite";
   if (!known(value)) return UNKNOWN;
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace("-", "−").replace("e+", "e");
-  return size >= 1000 ? count(value) : size >= 100 ? value.toFixed(1) : size >= 1 ? value.toFixed(3) : value.toFixed(4);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6))
+    return value.toExponential(2).replace("-", "−").replace("e+", "e");
+  return size >= 1000
+    ? count(value)
+    : size >= 100
+      ? value.toFixed(1)
+      : size >= 1
+        ? value.toFixed(3)
+        : value.toFixed(4);
 }
 
 /** A number with three digits, for what nobody reads to the last one. */
@@ -57,12 +68,15 @@ export function rough(value) {
   if (!known(value)) return plain(value);
   const size = Math.abs(value);
   if (size >= 1000 && size < 1e6) return count(value);
-  return size !== 0 && (size < 1e-2 || size >= 1e6) ? value.toExponential(1).replace(".0", "").replace("e+", "e").replace(/-/g, "−") : digits(value);
+  return size !== 0 && (size < 1e-2 || size >= 1e6)
+    ? value.toExponential(1).replace(".0", "").replace("e+", "e").replace(/-/g, "−")
+    : digits(value);
 }
 
 /** The time of day of a Unix time. */
 export const clock = at => (known(at) ? new Date(at * 1000).toLocaleTimeString("en-GB") : UNKNOWN);
 
 export const sum = numbers => numbers.reduce((total, value) => total + (known(value) ? value : 0), 0);
-export const most = numbers => numbers.reduce((top, value) => (known(value) && !(top >= value) ? value : top), null);
+export const most = numbers =>
+  numbers.reduce((top, value) => (known(value) && !(top >= value) ? value : top), null);
 export const plural = (many, one, more = `${one}s`) => `${count(many)} ${many === 1 ? one : more}`;

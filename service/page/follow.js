@@ -32,22 +32,23 @@ export async function get(address) {
 }
 
 /**
- * Calls `on.status` with every status, `on.lost` with the reason and the ms to the next attempt (null: the sidecar tries
- * by itself), and `on.wanted` where a token is. Goes on until `stop()`; `again()` tries at once. While the sidecar has no
- * room for one more subscriber, it is asked now and then.
+ * Calls `on.status` with every status, `on.lost` with the reason and the ms to the next attempt (null: the sidecar
+ * tries by itself), and `on.wanted` where a token is. Goes on until `stop()`; `again()` tries at once. While the
+ * sidecar has no room for one more subscriber, it is asked now and then.
  */
 export function follow(on) {
   const stopped = new AbortController();
   let wake = () => {};
   let failed = 0;
 
-  const pause = delay => new Promise(resolve => {
-    const timer = setTimeout(resolve, delay);
-    wake = () => {
-      clearTimeout(timer);
-      resolve();
-    };
-  });
+  const pause = delay =>
+    new Promise(resolve => {
+      const timer = setTimeout(resolve, delay);
+      wake = () => {
+        clearTimeout(timer);
+        resolve();
+      };
+    });
 
   const heard = status => {
     failed = 0;
@@ -55,7 +56,11 @@ export function follow(on) {
   };
 
   const take = event => {
-    const field = name => event.split("\n").find(line => line.startsWith(`${name}: `))?.slice(name.length + 2);
+    const field = name =>
+      event
+        .split("\n")
+        .find(line => line.startsWith(`${name}: `))
+        ?.slice(name.length + 2);
     if (field("event") === "status") heard(JSON.parse(field("data")));
     else if (field("event") === "problem") on.lost(JSON.parse(field("data")).detail, null);
   };
@@ -64,7 +69,9 @@ export function follow(on) {
     const silent = new AbortController();
     let timer = setTimeout(() => silent.abort(), SILENCE);
     try {
-      const answer = await ask("/v1/events?interval=1", {signal: AbortSignal.any([stopped.signal, silent.signal])});
+      const answer = await ask("/v1/events?interval=1", {
+        signal: AbortSignal.any([stopped.signal, silent.signal]),
+      });
       if (!answer.ok) {
         await answer.body?.cancel();
         heard(await get("/v1/status"));

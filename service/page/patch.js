@@ -7,18 +7,22 @@ export function h(tag, props, ...children) {
   return {tag, props: props || {}, children};
 }
 
-/** Makes the children of `parent` what `children` describes: elements, text, nested lists; null and false are left out. */
+/** Makes the children of `parent` what `children` describes: elements, text, lists of them; not null and false. */
 export function patch(parent, ...children) {
-  const wanted = children.flat(Infinity).filter(child => child !== null && child !== undefined && child !== false);
+  const wanted = children
+    .flat(Infinity)
+    .filter(child => child !== null && child !== undefined && child !== false);
   const keys = new Set(wanted.map(child => child.props?.key).filter(key => key !== undefined));
   const kept = new Map();
   for (const node of [...parent.childNodes])
     if (node.key !== undefined)
-      if (keys.has(node.key)) kept.set(node.key, node); else node.remove();
+      if (keys.has(node.key)) kept.set(node.key, node);
+      else node.remove();
   let at = parent.firstChild;
   for (const child of wanted) {
     const node = typeof child === "object" ? element(child, at, kept) : text(String(child), at);
-    if (node === at) at = at.nextSibling; else parent.insertBefore(node, at);
+    if (node === at) at = at.nextSibling;
+    else parent.insertBefore(node, at);
     if (typeof child === "object") {
       assign(node, child.props);
       patch(node, child.children);
@@ -66,7 +70,26 @@ function style(node, wanted, before) {
 
 /** A table that scrolls by itself where it is too wide: `head` are texts, and each of `bodies` a list of rows. */
 export function table(label, look, head, ...bodies) {
-  return h("div", {class: "wide", role: "group", "aria-label": label, tabindex: "0"},
-    h("table", {class: look}, h("thead", {}, h("tr", {}, head.map(cell => h("th", {scope: "col"}, cell)))),
-      bodies.map(rows => h("tbody", {}, rows))));
+  return h(
+    "div",
+    {class: "wide", role: "group", "aria-label": label, tabindex: "0"},
+    h(
+      "table",
+      {class: look},
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          head.map(cell => h("th", {scope: "col"}, cell)),
+        ),
+      ),
+      bodies.map(rows => h("tbody", {}, rows)),
+    ),
+  );
 }
+
+/** A state: a shape and a word, never a colour alone. */
+export const marked = ([word, shape], className = "state") =>
+  h("span", {class: `${className} ${shape}`}, h("i", {class: "mark"}), word);

@@ -45,21 +45,61 @@ export class Settings {
       this.draw();
     } catch (error) {
       if (error instanceof TokenWanted) this.wanted();
-      else patch(document.getElementById("found"), h("p", {class: "soft"}, `The configuration did not come: ${error.message}. Close and open this to ask again.`));
+      else
+        patch(
+          document.getElementById("found"),
+          h(
+            "p",
+            {class: "soft"},
+            `The configuration did not come: ${error.message}. Close and open this to ask again.`,
+          ),
+        );
     }
   }
 
   draw() {
     if (!this.all) return;
     const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const found = this.all.filter(one => within(one, words) && !(this.given.checked && one.origin === "default"));
-    patch(document.getElementById("matches"), this.all.length ? `${count(found.length)} of ${plural(this.all.length, "setting")}` : "");
-    const idle = [["Without effect here", this.configuration?.without_effect], ["Deprecated", this.configuration?.deprecated]]
-      .filter(([, keys]) => keys?.length).map(([word, keys]) => h("p", {key: word, class: "soft"}, `${word}: ${keys.join(", ")}.`));
-    patch(document.getElementById("found"),
-      this.configuration?.source ? h("p", {class: "soft"}, "From ", h("code", {}, this.configuration.source), ".") : null, idle,
-      found.length ? table("Settings", "settings", ["setting", "value", "origin", "what became of it"], found.map(one => h("tr", {key: one.key},
-        h("th", {scope: "row"}, h("code", {}, one.key)), h("td", {class: "left"}, h("code", {}, shown(one.value))),
-        h("td", {class: "left"}, ORIGINS[one.origin] || one.origin), h("td", {class: "left note"}, [one.verdict, one.note].filter(Boolean).join(": "))))) : h("p", {class: "soft"}, this.all.length ? "No setting has these words." : "This run does not tell its settings."));
+    const found = this.all.filter(
+      one => within(one, words) && !(this.given.checked && one.origin === "default"),
+    );
+    patch(
+      document.getElementById("matches"),
+      this.all.length ? `${count(found.length)} of ${plural(this.all.length, "setting")}` : "",
+    );
+    const idle = [
+      ["Without effect here", this.configuration?.without_effect],
+      ["Deprecated", this.configuration?.deprecated],
+    ]
+      .filter(([, keys]) => keys?.length)
+      .map(([word, keys]) => h("p", {key: word, class: "soft"}, `${word}: ${keys.join(", ")}.`));
+    patch(
+      document.getElementById("found"),
+      this.configuration?.source
+        ? h("p", {class: "soft"}, "From ", h("code", {}, this.configuration.source), ".")
+        : null,
+      idle,
+      found.length
+        ? table(
+            "Settings",
+            "settings",
+            ["setting", "value", "origin", "what became of it"],
+            found.map(one =>
+              h(
+                "tr",
+                {key: one.key},
+                h("th", {scope: "row"}, h("code", {}, one.key)),
+                h("td", {class: "left"}, h("code", {}, shown(one.value))),
+                h("td", {class: "left"}, ORIGINS[one.origin] || one.origin),
+                h("td", {class: "left note"}, [one.verdict, one.note].filter(Boolean).join(": ")),
+              ),
+            ),
+          )
+        : h(
+            "p",
+            {class: "soft"},
+            this.all.length ? "No setting has these words." : "This run does not tell its settings.",
+          ),
+    );
   }
 }

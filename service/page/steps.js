@@ -15,43 +15,110 @@ function parts(step) {
 }
 
 const causes = step => {
-  const named = Object.entries(step.stalls || {}).filter(([, time]) => time > 0).sort((a, b) => b[1] - a[1]);
+  const named = Object.entries(step.stalls || {})
+    .filter(([, time]) => time > 0)
+    .sort((a, b) => b[1] - a[1]);
   return named.length || !(step.stall > 0) ? named : [["not told", step.stall]];
 };
 
 const words = step =>
   `Step ${count(step.step)}: ${seconds(step.seconds)}; ` +
-  parts(step).map(([name, time]) => `${name} ${seconds(time)}`).join(", ") +
+  parts(step)
+    .map(([name, time]) => `${name} ${seconds(time)}`)
+    .join(", ") +
   `; stalled ${seconds(step.stall)}` +
-  (step.stall > 0 ? ` (${causes(step).map(([cause, time]) => `${cause} ${seconds(time)}`).join(", ")})` : "");
+  (step.stall > 0
+    ? ` (${causes(step)
+        .map(([cause, time]) => `${cause} ${seconds(time)}`)
+        .join(", ")})`
+    : "");
 
 function bar(step, longest, chosen) {
   const share = value => `${(100 * value) / longest}%`;
-  return h("div", {
-    key: step.step, role: "option", id: `step-${step.step}`, class: "step", "data-step": step.step,
-    "aria-selected": String(chosen), "aria-label": words(step),
-  },
-    h("div", {class: "phases"}, parts(step).map(([name, time]) => h("i", {class: phaseClass(name), style: {height: share(time)}}))),
-    h("div", {class: "waits"}, causes(step).map(([cause, time]) => h("i", {class: causeClass(cause), style: {height: share(time)}}))));
+  return h(
+    "div",
+    {
+      key: step.step,
+      role: "option",
+      id: `step-${step.step}`,
+      class: "step",
+      "data-step": step.step,
+      "aria-selected": String(chosen),
+      "aria-label": words(step),
+    },
+    h(
+      "div",
+      {class: "phases"},
+      parts(step).map(([name, time]) => h("i", {class: phaseClass(name), style: {height: share(time)}})),
+    ),
+    h(
+      "div",
+      {class: "waits"},
+      causes(step).map(([cause, time]) => h("i", {class: causeClass(cause), style: {height: share(time)}})),
+    ),
+  );
 }
 
 function line(kind, name, time, whole) {
-  return h("tr", {}, h("th", {scope: "row"}, h("i", {class: `swatch ${kind}`}), name),
-    h("td", {}, seconds(time)), h("td", {}, percent(whole > 0 ? time / whole : 0)));
+  return h(
+    "tr",
+    {},
+    h("th", {scope: "row"}, h("i", {class: `swatch ${kind}`}), name),
+    h("td", {}, seconds(time)),
+    h("td", {}, percent(whole > 0 ? time / whole : 0)),
+  );
 }
 
 function breakdown(step, follows) {
-  return h("div", {class: "step-told"},
+  return h(
+    "div",
+    {class: "step-told"},
     h("h3", {}, `Step ${count(step.step)}`, follows ? h("span", {class: "soft"}, " the last one") : null),
-    h("table", {}, h("caption", {class: "hidden"}, `Where the time of step ${step.step} went`),
-      h("thead", {class: "hidden"}, h("tr", {}, ["part", "time", "share"].map(name => h("th", {scope: "col"}, name)))),
-      h("tbody", {}, parts(step).map(([name, time]) => line(phaseClass(name), name, time, step.seconds)),
-        h("tr", {class: "total"}, h("th", {scope: "row"}, "in all"), h("td", {}, seconds(step.seconds)), h("td", {}, ""))),
-      h("tbody", {}, h("tr", {class: "within"}, h("th", {scope: "row"}, "of that, stalled"), h("td", {}, seconds(step.stall)),
-        h("td", {}, percent(step.seconds > 0 ? step.stall / step.seconds : 0))),
-        causes(step).map(([cause, time]) => line(causeClass(cause), `for ${cause}`, time, step.seconds)))),
-    h("p", {class: "soft"}, `read ${bytes(step.read_bytes)}, wrote ${bytes(step.written_bytes)}`,
-      step.sent_bytes ? `, sent ${bytes(step.sent_bytes)}` : ""));
+    h(
+      "table",
+      {},
+      h("caption", {class: "hidden"}, `Where the time of step ${step.step} went`),
+      h(
+        "thead",
+        {class: "hidden"},
+        h(
+          "tr",
+          {},
+          ["part", "time", "share"].map(name => h("th", {scope: "col"}, name)),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        parts(step).map(([name, time]) => line(phaseClass(name), name, time, step.seconds)),
+        h(
+          "tr",
+          {class: "total"},
+          h("th", {scope: "row"}, "in all"),
+          h("td", {}, seconds(step.seconds)),
+          h("td", {}, ""),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        h(
+          "tr",
+          {class: "within"},
+          h("th", {scope: "row"}, "of that, stalled"),
+          h("td", {}, seconds(step.stall)),
+          h("td", {}, percent(step.seconds > 0 ? step.stall / step.seconds : 0)),
+        ),
+        causes(step).map(([cause, time]) => line(causeClass(cause), `for ${cause}`, time, step.seconds)),
+      ),
+    ),
+    h(
+      "p",
+      {class: "soft"},
+      `read ${bytes(step.read_bytes)}, wrote ${bytes(step.written_bytes)}`,
+      step.sent_bytes ? `, sent ${bytes(step.sent_bytes)}` : "",
+    ),
+  );
 }
 
 /** Shows the steps of a rank in `box`; arrow keys, a click or the pointer choose one, Escape the last one again. */
@@ -96,7 +163,8 @@ export class Steps {
 
   key(event) {
     if (!event.target.closest(".steps") || !this.steps.length) return;
-    const now = this.steps.indexOf(this.at(this.chosen)), end = this.steps.length - 1;
+    const now = this.steps.indexOf(this.at(this.chosen)),
+      end = this.steps.length - 1;
     const to = {ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: end, Escape: end}[event.key];
     if (to === undefined) return;
     event.preventDefault();
@@ -114,22 +182,57 @@ export class Steps {
       return;
     }
     const longest = most(this.steps.map(step => step.seconds)) || 1;
-    const shown = this.at(this.pointed ?? this.chosen), chosen = this.at(this.chosen);
-    const stalled = sum(this.steps.map(step => step.stall)) / Math.max(sum(this.steps.map(step => step.seconds)), 1e-9);
+    const shown = this.at(this.pointed ?? this.chosen),
+      chosen = this.at(this.chosen);
+    const stalled =
+      sum(this.steps.map(step => step.stall)) / Math.max(sum(this.steps.map(step => step.seconds)), 1e-9);
     const seen = new Set(this.steps.flatMap(step => causes(step).map(([cause]) => cause)));
-    patch(this.box,
-      h("p", {class: "soft"}, `${plural(this.steps.length, "step")}${this.of ? ` of ${this.of}` : ""}: half of them took at most `,
+    patch(
+      this.box,
+      h(
+        "p",
+        {class: "soft"},
+        `${plural(this.steps.length, "step")}${this.of ? ` of ${this.of}` : ""}: half of them took at most `,
         `${seconds(median(this.steps.map(step => step.seconds)))}, the longest ${seconds(longest)}; `,
-        `${percent(stalled)} of their time was stall.`),
-      h("div", {class: "steps-and-told"},
-        h("div", {class: "axis", "aria-hidden": "true"}, h("span", {}, seconds(longest)), h("span", {}, seconds(longest / 2)), h("span", {}, "0")),
-        h("div", {
-          class: "steps", role: "listbox", tabindex: "0", "aria-orientation": "horizontal",
-          "aria-label": "Recent steps, oldest first", "aria-activedescendant": `step-${chosen.step}`,
-        }, this.steps.map(step => bar(step, longest, step === chosen))),
-        breakdown(shown, shown === this.steps.at(-1))),
-      h("ul", {class: "legend"}, [...PHASES, "between phases"].map(name => h("li", {}, h("i", {class: `swatch ${phaseClass(name)}`}), name)),
-        [...seen].sort().map(cause => h("li", {key: cause}, h("i", {class: `swatch ${causeClass(cause)}`}), `stall: ${cause}`))),
-      h("p", {class: "soft keys"}, "Arrow keys move between steps, Escape goes to the last one."));
+        `${percent(stalled)} of their time was stall.`,
+      ),
+      h(
+        "div",
+        {class: "steps-and-told"},
+        h(
+          "div",
+          {class: "axis", "aria-hidden": "true"},
+          h("span", {}, seconds(longest)),
+          h("span", {}, seconds(longest / 2)),
+          h("span", {}, "0"),
+        ),
+        h(
+          "div",
+          {
+            class: "steps",
+            role: "listbox",
+            tabindex: "0",
+            "aria-orientation": "horizontal",
+            "aria-label": "Recent steps, oldest first",
+            "aria-activedescendant": `step-${chosen.step}`,
+          },
+          this.steps.map(step => bar(step, longest, step === chosen)),
+        ),
+        breakdown(shown, shown === this.steps.at(-1)),
+      ),
+      h(
+        "ul",
+        {class: "legend"},
+        [...PHASES, "between phases"].map(name =>
+          h("li", {}, h("i", {class: `swatch ${phaseClass(name)}`}), name),
+        ),
+        [...seen]
+          .sort()
+          .map(cause =>
+            h("li", {key: cause}, h("i", {class: `swatch ${causeClass(cause)}`}), `stall: ${cause}`),
+          ),
+      ),
+      h("p", {class: "soft keys"}, "Arrow keys move between steps, Escape goes to the last one."),
+    );
   }
 }

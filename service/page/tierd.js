@@ -4,9 +4,10 @@ import {charts, Series} from "./charts.js";
 import {clock, plural} from "./figures.js";
 import {follow, get, token, TokenWanted} from "./follow.js";
 import {h, patch} from "./patch.js";
-import * as sections from "./sections.js";
+import * as summary from "./run.js";
 import {Settings} from "./settings.js";
 import {Steps} from "./steps.js";
+import * as tables from "./tables.js";
 import * as totals from "./totals.js";
 
 const MOST_WARNINGS = 4;
@@ -69,7 +70,7 @@ function show() {
   }
   if (before?.id !== state.run.id) fresh();
   else if (chosen) state.series.add(chosen, now);
-  const told = sections.news(before, state.run, now);
+  const told = summary.news(before, state.run, now);
   if (told) at("news").textContent = told;
   draw(now);
 }
@@ -117,30 +118,38 @@ const inScope = ranks => (scope() === null ? ranks : ranks.filter(one => one.ran
 
 function plan() {
   const ranks = inScope(state.plan);
-  patch(at("plan"), sections.plan(totals.compared(ranks), sections.planned(ranks)));
+  patch(at("plan"), tables.plan(totals.compared(ranks), tables.planned(ranks)));
 }
 
 function draw(now) {
   const {run} = state;
   const ranks = inScope(run.ranks.filter(rank => rank.pid !== null));
-  document.title = run.state === "training" ? `${run.name} · step ${run.step ?? 0} · tierd` : `${run.name} ${run.state} · tierd`;
+  document.title =
+    run.state === "training"
+      ? `${run.name} · step ${run.step ?? 0} · tierd`
+      : `${run.name} ${run.state} · tierd`;
   picks();
   patch(at("name"), run.name);
-  patch(at("state"), sections.runState(run));
-  patch(at("about"), sections.about(run));
+  patch(at("state"), summary.runState(run));
+  patch(at("about"), summary.about(run));
   const asked = picked().run;
   at("elsewhere").hidden = asked === null || asked === run.id;
-  patch(at("elsewhere"), "The run of this link, ", h("code", {}, asked ?? ""), ", has no page here; this is another one.");
-  patch(at("facts"), sections.facts(run, now, state.series.latest));
+  patch(
+    at("elsewhere"),
+    "The run of this link, ",
+    h("code", {}, asked ?? ""),
+    ", has no page here; this is another one.",
+  );
+  patch(at("facts"), summary.facts(run, now, state.series.latest));
   warn();
-  patch(at("tiers"), sections.tiers(totals.tiers(ranks, run.device), ranks));
-  patch(at("paths"), sections.paths(totals.paths(ranks), ranks));
-  patch(at("ranks"), sections.ranks(run));
+  patch(at("tiers"), tables.tiers(totals.tiers(ranks, run.device), ranks));
+  patch(at("paths"), tables.paths(totals.paths(ranks), ranks));
+  patch(at("ranks"), tables.ranks(run));
   const sent = totals.collectives(ranks);
   at("network").hidden = !sent.length;
-  patch(at("collectives"), sent.length ? sections.collectives(sent) : null);
+  patch(at("collectives"), sent.length ? tables.collectives(sent) : null);
   patch(at("outcome"), run.configuration || "This run does not tell its configuration.");
-  patch(at("versions"), sections.versions(run));
+  patch(at("versions"), summary.versions(run));
   steps.show(ranks, scope());
   settings.show(run);
   bandwidth.show(state.series);
@@ -152,28 +161,46 @@ function draw(now) {
 /** The gravest first; the rest does not push the figures off the screen. */
 function warn() {
   const {run} = state;
-  const [first, rest] = at("warnings").querySelectorAll("ul"), more = rest.closest("details");
+  const [first, rest] = at("warnings").querySelectorAll("ul"),
+    more = rest.closest("details");
   const shown = run.warnings.length > MOST_WARNINGS ? MOST_WARNINGS - 1 : MOST_WARNINGS;
   at("warnings").hidden = !run.warnings.length;
-  patch(first, sections.warnings(run, 0, shown));
+  patch(first, summary.warnings(run, 0, shown));
   more.hidden = run.warnings.length <= shown;
   patch(more.querySelector("summary"), `${run.warnings.length - shown} more`);
-  patch(rest, sections.warnings(run, shown));
+  patch(rest, summary.warnings(run, shown));
 }
 
 function picks() {
-  const runs = state.status.runs.some(run => run.id === state.run.id) ? state.status.runs : [...state.status.runs, state.run];
+  const runs = state.status.runs.some(run => run.id === state.run.id)
+    ? state.status.runs
+    : [...state.status.runs, state.run];
   const names = runs.map(run => run.name);
   at("pick-run").hidden = runs.length < 2;
-  options(at("run"), runs.map(run => [run.id, names.filter(name => name === run.name).length > 1
-    ? `${run.name}, ${clock(run.started_at)}` : run.name]), state.run.id);
+  options(
+    at("run"),
+    runs.map(run => [
+      run.id,
+      names.filter(name => name === run.name).length > 1 ? `${run.name}, ${clock(run.started_at)}` : run.name,
+    ]),
+    state.run.id,
+  );
   at("pick-rank").hidden = state.run.ranks.length < 2;
-  options(at("rank"), [["", `all ${state.run.ranks.length}`], ...[...new Set(state.run.ranks.map(rank => rank.rank))]
-    .map(rank => [String(rank), String(rank)])], scope() === null ? "" : String(scope()));
+  options(
+    at("rank"),
+    [
+      ["", `all ${state.run.ranks.length}`],
+      ...[...new Set(state.run.ranks.map(rank => rank.rank))].map(rank => [String(rank), String(rank)]),
+    ],
+    scope() === null ? "" : String(scope()),
+  );
 }
 
 function options(select, wantedOptions, chosen) {
-  patch(select, wantedOptions.map(([value, text]) => h("option", {key: value, value}, text)));
+  patch(
+    select,
+    wantedOptions.map(([value, text]) => h("option", {key: value, value}, text)),
+  );
   if (select.value !== chosen) select.value = chosen;
 }
 
@@ -199,8 +226,12 @@ function lost(reason, delay) {
   link("lost");
   const told = state.status ? ` The figures below are of ${clock(state.status.taken_at)}.` : "";
   at("retry").hidden = delay === null;
-  patch(at("trouble").querySelector("p"), h("strong", {}, delay === null ? "The sidecar sees nothing" : "The sidecar does not answer"),
-    `: ${reason}.${told} Training is not affected.`, delay === null ? "" : ` Next try in ${plural(Math.round(delay / 1000), "second")}.`);
+  patch(
+    at("trouble").querySelector("p"),
+    h("strong", {}, delay === null ? "The sidecar sees nothing" : "The sidecar does not answer"),
+    `: ${reason}.${told} Training is not affected.`,
+    delay === null ? "" : ` Next try in ${plural(Math.round(delay / 1000), "second")}.`,
+  );
 }
 
 function wanted() {
@@ -216,8 +247,14 @@ function wanted() {
 
 function where() {
   const {directory} = state.status;
-  patch(at("where"), "This sidecar looks in ", h("code", {}, directory), ". Runs with another ", h("code", {}, "TIERING_RUN_DIR"),
-    ", and those of other users, are not seen here.");
+  patch(
+    at("where"),
+    "This sidecar looks in ",
+    h("code", {}, directory),
+    ". Runs with another ",
+    h("code", {}, "TIERING_RUN_DIR"),
+    ", and those of other users, are not seen here.",
+  );
 }
 
 function connect() {
@@ -239,7 +276,10 @@ function themed() {
   const next = THEMES[(THEMES.indexOf(themeNow()) + 1) % THEMES.length];
   theme.dataset.now = themeNow();
   theme.textContent = {system: "Auto", light: "Light", dark: "Dark"}[themeNow()];
-  theme.setAttribute("aria-label", `Theme: ${theme.textContent}. Change to ${next === "system" ? "auto" : next}`);
+  theme.setAttribute(
+    "aria-label",
+    `Theme: ${theme.textContent}. Change to ${next === "system" ? "auto" : next}`,
+  );
   if (state.run) for (const chart of [bandwidth, stall]) chart.restart();
 }
 
@@ -252,7 +292,9 @@ theme.addEventListener("click", () => {
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themed);
 at("run").addEventListener("change", event => pick(event.target.value, null));
-at("rank").addEventListener("change", event => pick(state.run.id, event.target.value === "" ? null : Number(event.target.value)));
+at("rank").addEventListener("change", event =>
+  pick(state.run.id, event.target.value === "" ? null : Number(event.target.value)),
+);
 at("retry").addEventListener("click", () => connection?.again());
 at("token-form").addEventListener("submit", event => {
   event.preventDefault();

@@ -4,7 +4,8 @@ import {most, sum} from "./figures.js";
 
 const merged = maps => {
   const totals = {};
-  for (const map of maps) for (const [key, value] of Object.entries(map || {})) totals[key] = (totals[key] || 0) + value;
+  for (const map of maps)
+    for (const [key, value] of Object.entries(map || {})) totals[key] = (totals[key] || 0) + value;
   return totals;
 };
 
@@ -16,13 +17,21 @@ function grouped(lists, key) {
 
 /** Tiers of all `ranks`: budgets and bytes add up. The memory of a node is there once, that of GPUs once for each. */
 export function tiers(ranks, device) {
-  return grouped(ranks.map(rank => rank.tiers), "name").map(same => {
+  return grouped(
+    ranks.map(rank => rank.tiers),
+    "name",
+  ).map(same => {
     const total = name => sum(same.map(tier => tier[name]));
     const each = same[0].name === "device" && String(device || "").startsWith("cuda");
     const machine = name => (each ? total(name) : most(same.map(tier => tier[name])));
     return {
-      name: same[0].name, budget: total("budget"), used: total("used"), peak: total("peak"),
-      by_kind: merged(same.map(tier => tier.by_kind)), capacity: machine("capacity"), available: machine("available"),
+      name: same[0].name,
+      budget: total("budget"),
+      used: total("used"),
+      peak: total("peak"),
+      by_kind: merged(same.map(tier => tier.by_kind)),
+      capacity: machine("capacity"),
+      available: machine("available"),
     };
   });
 }
@@ -34,31 +43,53 @@ const MOMENTARY = ["in_flight", "bytes_per_second"]; // of a rank that is heard 
 export function paths(ranks) {
   const added = (names, all) => Object.fromEntries(names.map(name => [name, sum(all.map(one => one[name]))]));
   const direction = (all, live) => ({
-    ...added(LASTING, all), ...added(MOMENTARY, all.filter((_, place) => live[place])),
+    ...added(LASTING, all),
+    ...added(
+      MOMENTARY,
+      all.filter((_, place) => live[place]),
+    ),
     errors_by_errno: merged(all.map(one => one.errors_by_errno)),
-    p50: most(all.map(one => one.latency?.p50)), p99: most(all.map(one => one.latency?.p99)),
+    p50: most(all.map(one => one.latency?.p50)),
+    p99: most(all.map(one => one.latency?.p99)),
   });
   const told = ranks.map(rank => rank.io.map(path => ({...path, live: rank.state === "live"})));
   return grouped(told, "path").map(same => ({
-    path: same[0].path, engine: same[0].engine, direct: same.every(one => one.direct),
+    path: same[0].path,
+    engine: same[0].engine,
+    direct: same.every(one => one.direct),
     queue_full_seconds: most(same.map(one => one.queue_full_seconds)),
     measured: sum(same.map(one => one.measured_bytes_per_second)),
-    read: direction(same.map(one => one.read), same.map(one => one.live)),
-    written: direction(same.map(one => one.written), same.map(one => one.live)),
+    read: direction(
+      same.map(one => one.read),
+      same.map(one => one.live),
+    ),
+    written: direction(
+      same.map(one => one.written),
+      same.map(one => one.live),
+    ),
   }));
 }
 
 export function collectives(ranks) {
-  return grouped(ranks.map(rank => rank.collectives), "kind").map(same => ({
-    kind: same[0].kind, calls: most(same.map(one => one.calls)), sent: sum(same.map(one => one.sent_bytes)),
+  return grouped(
+    ranks.map(rank => rank.collectives),
+    "kind",
+  ).map(same => ({
+    kind: same[0].kind,
+    calls: most(same.map(one => one.calls)),
+    sent: sum(same.map(one => one.sent_bytes)),
     rate: sum(same.map(one => one.sent_bytes_per_second)),
   }));
 }
 
 /** Plans beside reality, of the ranks' answers to /v1/plan. */
 export function compared(ranks) {
-  return grouped(ranks.map(rank => rank.compared), "name").map(same => ({
-    ...same[0], planned: sum(same.map(one => one.planned)),
+  return grouped(
+    ranks.map(rank => rank.compared),
+    "name",
+  ).map(same => ({
+    ...same[0],
+    planned: sum(same.map(one => one.planned)),
     found: same.some(one => one.found === null) ? null : sum(same.map(one => one.found)),
   }));
 }
@@ -67,7 +98,9 @@ export const median = numbers => [...numbers].sort((a, b) => a - b)[Math.floor(n
 
 /** The rank whose recent steps take longest. */
 export function slowest(ranks) {
-  const taking = ranks.filter(rank => rank.steps.length).map(rank => [median(rank.steps.map(step => step.seconds)), rank]);
+  const taking = ranks
+    .filter(rank => rank.steps.length)
+    .map(rank => [median(rank.steps.map(step => step.seconds)), rank]);
   return taking.sort((a, b) => b[0] - a[0])[0]?.[1] || null;
 }
 
@@ -99,7 +132,10 @@ export function counters(run, at) {
   const ranks = run.ranks.filter(rank => rank.pid !== null);
   const moved = way => sum(ranks.map(rank => sum(rank.io.map(path => path[way].bytes))));
   return {
-    at, ranks: ranks.map(rank => `${rank.rank}:${rank.pid}`).join(), read: moved("read"), written: moved("written"),
+    at,
+    ranks: ranks.map(rank => `${rank.rank}:${rank.pid}`).join(),
+    read: moved("read"),
+    written: moved("written"),
     sent: sum(ranks.map(rank => sum(rank.collectives.map(one => one.sent_bytes)))),
     stall: sum(ranks.map(rank => sum(Object.values(rank.stalls)))) / Math.max(ranks.length, 1),
   };

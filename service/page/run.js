@@ -1,0 +1,162 @@
+// A run in short, and what is wrong with it: of a run to descriptions of elements. Pure.
+
+import {clock, count, most, percent, plain, plural, rate, rough, seconds, UNKNOWN} from "./figures.js";
+import {h, marked} from "./patch.js";
+
+const RUN_STATES = {training: ["Training", "good"], degraded: ["Degraded", "poor"], ended: ["Ended", "over"]};
+
+const SEVERITIES = {error: ["Error", "bad"], warning: ["Warning", "poor"], info: ["Note", "note"]};
+
+export const runState = run => marked(RUN_STATES[run.state] || [run.state, "note"], "state badge");
+
+export function about(run) {
+  const nodes = [...new Set(run.ranks.map(rank => rank.node).filter(Boolean))];
+  const said = [
+    run.device,
+    nodes.length ? `on ${nodes.join(", ")}` : null,
+    run.ranks_expected > 1 || run.world_size > 1
+      ? `${count(run.ranks_live)} of ${plural(run.ranks_expected, "rank")} live here` +
+        (run.world_size > run.ranks_expected ? `, ${count(run.world_size)} in all` : "")
+      : null,
+    run.started_at
+      ? `since ${new Date(run.started_at * 1000).toLocaleString("en-GB", {dateStyle: "medium", timeStyle: "short"})}`
+      : null,
+  ];
+  return [said.filter(Boolean).join(" · "), run.id !== run.name ? [" · ", h("code", {}, run.id)] : null];
+}
+
+/** Samples of all ranks per second, at the pace of the recent steps. */
+function samplesPerSecond(run) {
+  const rank = run.ranks.find(one => one.samples > 0 && one.step > 0);
+  return rank && run.step_seconds > 0 ? rank.samples / rank.step / run.step_seconds : null;
+}
+
+/** What the ranks are in, and since when where that is long. */
+function phase(ranks, run, at) {
+  const phases = [...new Set(ranks.map(rank => rank.phase))];
+  if (phases.length !== 1) return phases.length ? "phases differ" : "";
+  const since = most(ranks.map(rank => (rank.phase_since ? at - rank.phase_since : null)));
+  return `in ${phases[0]}${since > Math.max(10, 3 * (run.step_seconds || 0)) ? ` for ${seconds(since)}` : ""}`;
+}
+
+function checkpoint(ranks, at) {
+  const told = ranks
+    .map(rank => rank.checkpoint)
+    .find(one => one && (one.under_way || one.saved || one.failed));
+  if (!told) return null;
+  const many = [
+    told.saved ? `${count(told.saved)} saved` : null,
+    told.failed ? `${count(told.failed)} failed` : null,
+  ];
+  const word = told.under_way
+    ? "saving"
+    : told.error
+      ? h("span", {class: "bad"}, "failed")
+      : `${seconds(Math.round(at - told.ended_at))} ago`;
+  return [
+    "Checkpoint",
+    word,
+    [...many, told.seconds ? `took ${seconds(told.seconds)}` : null].filter(Boolean).join(", "),
+  ];
+}
+
+/** `moving`: bytes per second of the last moment that was measured. */
+export function facts(run, at, moving) {
+  const ranks = run.ranks.filter(rank => rank.pid !== null);
+  const last = most(ranks.map(rank => rank.steps.at(-1)?.seconds));
+  const first = ranks[0] || {};
+  const live = run.state !== "ended";
+  const until = live ? at : most(ranks.map(rank => at - (rank.heartbeat_age ?? 0)));
+  const extra = [
+    ["gradient norm", first.gradient_norm],
+    ["lr", first.learning_rate],
+    ["loss scale", first.loss_scale],
+  ]
+    .filter(([, value]) => value !== null && value !== undefined)
+    .map(([name, value]) => `${name} ${rough(value)}`);
+  const swaps = ranks.some(rank => rank.io.length);
+  return [
+    [
+      "Step",
+      count(run.step),
+      [
+        first.global_step > first.step ? `${count(first.global_step)} in all` : null,
+        live ? phase(ranks, run, at) : null,
+      ]
+        .filter(Boolean)
+        .join(", "),
+    ],
+    ["Step time", seconds(run.step_seconds), last === null ? "" : `last one ${seconds(last)}`],
+    ["Stalled", percent(run.stall_share), "of the recent steps"],
+    [
+      "Samples",
+      samplesPerSecond(run) === null ? UNKNOWN : `${rough(samplesPerSecond(run))}/s`,
+      first.samples ? `${count(first.samples)} so far` : "",
+    ],
+    [
+      "Loss",
+      typeof run.loss === "string" ? h("span", {class: "bad"}, plain(run.loss)) : plain(run.loss),
+      first.skipped_steps ? `${plural(first.skipped_steps, "step")} skipped` : extra[0] || "",
+    ],
+    swaps ? ["Reading", live ? rate(moving.read) : UNKNOWN, "from NVMe"] : null,
+    swaps ? ["Writing", live ? rate(moving.written) : UNKNOWN, "to NVMe"] : null,
+    [
+      "Running for",
+      run.started_at && until ? seconds(Math.max(0, until - run.started_at)) : UNKNOWN,
+      extra.find(text => text.startsWith("lr")) || "",
+    ],
+    checkpoint(ranks, at),
+  ]
+    .filter(Boolean)
+    .map(([name, value, more]) =>
+      h("div", {key: name}, h("dt", {}, name), h("dd", {}, value), h("dd", {class: "more"}, more)),
+    );
+}
+
+// What stands between backticks is to be typed.
+const prose = text => text.split("`").map((part, place) => (place % 2 ? h("code", {}, part) : part));
+
+/** Descriptions of the warnings `from` the first of them `to` before another. */
+export function warnings(run, from, to) {
+  const several = run.ranks.length > 1;
+  return run.warnings
+    .slice(from, to)
+    .map(({code, severity, ranks, text, remedy}) =>
+      h(
+        "li",
+        {key: `${code} ${ranks.join()}`, class: (SEVERITIES[severity] || SEVERITIES.info)[1]},
+        h(
+          "p",
+          {},
+          marked(SEVERITIES[severity] || [severity, "note"], "severity"),
+          " ",
+          several && ranks.length
+            ? h("span", {class: "whom"}, `${ranks.length === 1 ? "rank" : "ranks"} ${ranks.join(", ")}: `)
+            : null,
+          prose(text),
+        ),
+        remedy ? h("p", {class: "remedy"}, prose(remedy)) : null,
+      ),
+    );
+}
+
+export const versions = run =>
+  Object.entries(run?.versions || {})
+    .map(([name, version]) => `${name} ${version}`)
+    .join(" · ");
+
+/** What is wrong or new since `before`, for who listens instead of looking; empty: nothing. */
+export function news(before, run, at) {
+  if (!before || before.id !== run.id) return `Run ${run.name}: ${(RUN_STATES[run.state] || [run.state])[0]}`;
+  const known = new Set(before.warnings.map(one => one.code));
+  return [
+    before.state !== run.state
+      ? `Run ${run.name} is now: ${(RUN_STATES[run.state] || [run.state])[0]}, ${clock(at)}`
+      : null,
+    ...run.warnings
+      .filter(one => !known.has(one.code) && one.severity !== "info")
+      .map(one => `${(SEVERITIES[one.severity] || [one.severity])[0]}: ${one.text}`),
+  ]
+    .filter(Boolean)
+    .join(". ");
+}

@@ -113,6 +113,9 @@ def test_what_nobody_gave_is_told_with_its_default() -> None:
     assert defaults["fp16.initial_scale_power"].value == 16
     assert defaults["zero_optimization.sub_group_size"].value == 10**9
     assert not defaults.keys() & {"train_batch_size", "fp16.enabled", "optimizer.params.lr", "bf16.enabled"}
+    plain = {entry.key: entry for entry in load({"train_batch_size": 4})[1].defaults}
+    assert plain["data_types.param_dtype"].value == "fp32", "in a key that has such values"
+    assert not [entry for entry in plain.values() if entry.verdict is Verdict.DEPRECATED]
     json.dumps(report.as_json(), allow_nan=False)
 
 

@@ -14,26 +14,34 @@ from tiering.optimizer_config import RULES
 from tiering.scheduler_config import PARAMS
 
 
-def translates(rule: Key) -> bool:
-    """Whether the value of the key and that of the field are not of one kind."""
-    return rule.verdict is Verdict.MAPPED and rule.read is not None
+def tells(rule: Key, value: object) -> bool:
+    """Whether the key would have ``value`` for a field that is ``value``: some have true, say, for "bf16"."""
+    try:
+        return rule.read is None or rule.read(value) == value
+    except ValueError:
+        return False
 
 
 def shown(entry: Entry, config: TieringConfig) -> Entry:
     """``entry`` with the default in place of an "auto" that comes to it."""
     rule = KEYS.get(entry.key)
-    if entry.origin is not Origin.AUTO or entry.value != "auto" or rule is None or translates(rule):
+    if entry.origin is not Origin.AUTO or entry.value != "auto" or rule is None:
         return entry
-    return replace(entry, value=value_of(config, rule.to)) if rule.to and _applies(rule.to, config) else entry
+    if not rule.to or not _applies(rule.to, config):
+        return entry
+    value = value_of(config, rule.to)
+    return replace(entry, value=value) if tells(rule, value) else entry
 
 
 def defaults(config: TieringConfig, given: Mapping[str, Entry]) -> Iterator[Entry]:
-    """The settings that nobody gave, by the first of their names, with what the rest has made of them."""
+    """The settings that nobody gave, by the first of their names in use, with what the rest has made of them."""
     settled = {KEYS[key].to for key in given if key in KEYS}
     for key, rule in KEYS.items():
-        if rule.to and rule.to not in settled and not translates(rule) and _applies(rule.to, config):
+        if not rule.to or rule.to in settled or rule.verdict is Verdict.DEPRECATED:
+            continue
+        if _applies(rule.to, config) and tells(rule, value := value_of(config, rule.to)):
             settled.add(rule.to)
-            yield Entry(key, value_of(config, rule.to), rule.verdict, description(rule.to), Origin.DEFAULT)
+            yield Entry(key, value, rule.verdict, description(rule.to), Origin.DEFAULT)
 
 
 def _applies(to: str, config: TieringConfig) -> bool:

@@ -381,6 +381,7 @@ class Plan:
             parameters=parameters,
             micro_batches=self.workload.micro_batches,
             state_format=self.workload.state_format,
+            moved_by_format=dict(self.moved_by_format),
         )
 
     def __str__(self) -> str:

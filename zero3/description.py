@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 import tiering
-from tiering.telemetry import ConfigurationStatus, Description
+from tiering.config import TieringConfig
+from tiering.plan import Tier
+from tiering.telemetry import ConfigurationStatus, Description, SettingStatus
+from tiering.workload import settle_dtypes
 from zero3.assembly import Assembly
 
 
-def describe(parts: Assembly, configuration: ConfigurationStatus | None) -> Description:
+def describe(
+    parts: Assembly, config: TieringConfig, configuration: ConfigurationStatus | None
+) -> Description:
     """The engine that is made of ``parts``, and of ``configuration``, if it came from one."""
     parameters = sum(piece.numel for group in parts.groups for piece in group.layout.pieces)
+    if configuration is not None:
+        settled = _settled(parts, config)
+        settings = [_filled_in(one, settled) for one in configuration.settings]
+        configuration = replace(configuration, settings=settings)
     return Description(
         device=_device(parts.device),
         versions={
@@ -25,6 +36,24 @@ def describe(parts: Assembly, configuration: ConfigurationStatus | None) -> Desc
         configuration=configuration,
         plan=parts.plan.status(parameters),
     )
+
+
+def _settled(parts: Assembly, config: TieringConfig) -> Mapping[str, object]:
+    """What an "auto" came to, where only the machine and the model say; budgets are those of the node."""
+    dtypes = settle_dtypes(config, whole_groups=parts.plan.workload.whole_groups)
+    settled: dict[str, object] = {
+        f"tiering.{tier.value}_budget": parts.plan.budgets.of(tier) * parts.world.local_size for tier in Tier
+    }
+    settled |= {"tiering.grad_accum_dtype": dtypes.grad, "tiering.reduce_dtype": dtypes.reduce}
+    if parts.tiers.aio is not None:
+        settled["tiering.io.engine"] = parts.tiers.aio.engine
+    return settled
+
+
+def _filled_in(setting: SettingStatus, settled: Mapping[str, object]) -> SettingStatus:
+    if setting.value != "auto" or setting.key not in settled:
+        return setting
+    return replace(setting, value=settled[setting.key], origin="auto")
 
 
 def _device(device: torch.device) -> str:

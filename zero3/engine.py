@@ -119,7 +119,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
             learning=self._updates,
             param_groups=parts.optimizer.param_groups,
             checkpoint=self._checkpoints.status,
-            description=describe(parts, self._configuration),
+            description=describe(parts, config, self._configuration),
         )
         self._publisher: Publisher | None = None
         self._handles = hooks.install(model, self._groups, self._schedule)

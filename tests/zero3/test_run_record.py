@@ -164,6 +164,12 @@ def test_an_engine_describes_its_plan_and_its_configuration(
     settings = {setting.key: (setting.value, setting.origin) for setting in told.configuration.settings}
     assert settings["tiering.state"] == ("split", "file")
     assert settings["tiering.verify"] == (False, "default")
+    for tier in Tier:
+        value, origin = settings[f"tiering.{tier.value}_budget"]
+        assert origin == "file" or (value, origin) == (engine.plan.budgets.of(tier), "auto")
+    assert settings["tiering.grad_accum_dtype"] == ("fp32", "auto"), "of two micro-batches"
+    assert settings["tiering.io.engine"] == (engine._tiers.aio.engine, "auto")
+    assert plan.moved_by_format == engine.plan.moved_by_format and len(plan.moved_by_format) > 1
 
 
 def test_an_engine_that_cannot_go_on_says_why(

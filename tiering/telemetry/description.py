@@ -56,6 +56,7 @@ class PlanStatus:
     """The placement that a rank trains with, and what a steady step moves, in bytes by kind.
 
     ``read`` and ``written`` are over NVMe, ``sent`` to other ranks; the kinds are those of the tiers.
+    ``moved_by_format`` has what a step would read and write with each format of the state, within the same budgets.
     """
 
     tiers: list[PlannedTier] = field(default_factory=list)
@@ -66,6 +67,7 @@ class PlanStatus:
     parameters: Integer = 0  # elements of the model, those of all ranks
     micro_batches: Integer = 1  # forward and backward passes per step
     state_format: str = ""
+    moved_by_format: dict[str, Integer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

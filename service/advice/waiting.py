@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from service.advice.advice import Advice, warning
-from service.advice.relief import Relief, as_setting, relief
+from service.advice.relief import NEGLIGIBLE, Relief, as_setting, on_tier, relief
 from service.advice.waits import ON_NVME, ON_RANKS, Waits, direction, steady, waits
 from service.view import RankView, RunView
 from service.words import listed, moved, seconds, share, size
@@ -67,11 +67,16 @@ def _less_over_nvme(rank: RankView, said: Snapshot) -> str:
     if described is None or planned is None or host is None or host.available is None:
         return "raise tiering.host_budget if the machine has memory to spare; `tiering plan` tells what that changes"
     ranks = max(1, said.local_world_size)
-    if not _caches(rank):
-        fits = f"what fits into host_budget, {size(ranks * host.budget)},"
-        return f"set tiering.cache_in_host to true: {fits} then stays in RAM"
     free = int(host.available - SPARED * host.capacity) // ranks
     more = relief(planned, max(0, free), device_is_host=described.device.startswith("cpu"))
+    if not _caches(rank):
+        here = on_tier(planned, "host")
+        left = max(0, host.budget - (here.planned if here is not None else 0)) * ranks
+        cached = (
+            "set tiering.cache_in_host to true: what fits into the"
+            f" {size(left)} that host_budget has left then stays in RAM"
+        )
+        return cached if more is None else f"{cached}; {_with_memory(more, ranks, host)}"
     if more is None:
         return f"the machine has no memory for a larger tiering.host_budget; {_without_memory(planned, said)}"
     if more.saved == more.moved:
@@ -104,13 +109,32 @@ def _without_memory(planned: PlanStatus, said: Snapshot) -> str:
     """What moves them faster, moves fewer bytes, or moves them less often."""
     state = planned.read.get("optimizer state", 0) + planned.written.get("optimizer state", 0)
     remedies = ["one more directory in nvme_path, on another drive, adds its bandwidth"]
-    if state and "bf16" not in planned.state_format:
-        remedies.append('tiering.state "bf16" halves the moments of the optimizer')
+    remedies += _smaller_formats(planned, max(1, said.local_world_size))
     if 2 * state > sum(planned.read.values()) + sum(planned.written.values()):
         remedies.append("more gradient_accumulation_steps move the optimizer state once for more samples")
     else:
         remedies.append("a larger micro-batch fetches the parameters once for more samples")
     return listed(remedies)
+
+
+EXACT = ("fp32", "split")  # formats of the state in which no bit of an fp32 one is lost
+
+
+def _smaller_formats(planned: PlanStatus, ranks: int) -> list[str]:
+    """What a step saves with the best format of the state, and with the best in which the state keeps all its bits."""
+    moves = sum(planned.read.values()) + sum(planned.written.values())
+    by_format = planned.moved_by_format
+    worthwhile = [name for name, nbytes in by_format.items() if moves - nbytes >= NEGLIGIBLE * moves]
+    best = min(worthwhile, key=by_format.__getitem__, default=None)
+    if best is None:
+        return []
+    exact = min((name for name in worthwhile if name in EXACT), key=by_format.__getitem__, default=best)
+    told = [
+        f'tiering.state "{name}" saves {moved((moves - by_format[name]) * ranks)} a step'
+        + ("" if name in EXACT else " (moments in bf16)")
+        for name in dict.fromkeys((exact, best))
+    ]
+    return [" or ".join(told)]
 
 
 STUCK = 10.0  # times a usual step, and
@@ -221,13 +245,14 @@ def _outside(step: StepRecord) -> float:
 
 SLOWER = 1.5  # times as long as the earlier steps: more than the spread of a healthy run
 LATEST = 3  # steps: one slow step is an event, three are a state
+LATEST_SECONDS = 5.0  # together at least: short steps meet a busy moment of the machine several at a time
 EARLIER = 8  # steps to compare with
 
 
 def longer_than_before(run: RunView) -> Iterator[Advice]:
     """Steps that take much longer than the run's own did a little while ago."""
     for rank, said, _ in _stepping(run):
-        before, now = steady(said)[:-LATEST], steady(said)[-LATEST:]
+        before, now = _before_and_now(steady(said))
         if len(before) < EARLIER:
             continue
         then, latest = median(step.seconds for step in before), min(step.seconds for step in now)
@@ -235,11 +260,21 @@ def longer_than_before(run: RunView) -> Iterator[Advice]:
             added = median(step.stall for step in now) - median(step.stall for step in before)
             yield warning(
                 "slower-now",
-                f"each of the last {LATEST} steps took {seconds(latest)} or more, those before {seconds(then)};"
+                f"each of the last {len(now)} steps took {seconds(latest)} or more, those before {seconds(then)};"
                 f" {seconds(max(0.0, added))} of the difference is stall",
                 _why_slower(said, before, now),
                 rank.rank,
             )
+
+
+def _before_and_now(steps: list[StepRecord]) -> tuple[list[StepRecord], list[StepRecord]]:
+    """The latest steps, enough for a state, apart from those before; none are before where all are not enough."""
+    took = 0.0
+    for count, step in enumerate(reversed(steps), 1):
+        took += step.seconds
+        if count >= LATEST and took >= LATEST_SECONDS:
+            return steps[:-count], steps[-count:]
+    return [], steps
 
 
 def _why_slower(said: Snapshot, before: list[StepRecord], now: list[StepRecord]) -> str:

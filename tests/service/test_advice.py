@@ -154,7 +154,8 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
     ("nvme-bound", said(steps=steps(*[2.0] * 3, **bound)), said(steps=steps(*[2.0] * 3, stall=0.1)), "state 60 %"),
     ("network-bound", each(steps=steps(*[1.0] * 11, **waiting)), two(), "40 % of the step"),
     ("straggler", two(steps=steps(*[1.3] * 11)), two(steps=steps(*[1.1] * 11)), "rank 1 is busy for 1.3 s"),
-    ("slower-now", said(steps=steps(*[1.0] * 8, *[1.6] * 3)), said(steps=steps(*[1.0] * 9, *[1.6] * 2)), "1.6 s"),
+    ("slower-now", said(steps=steps(*[1.0] * 8, *[1.7] * 3)), said(steps=steps(*[1.0] * 9, *[2.7] * 2)), "1.7 s"),
+    ("slower-now", said(steps=steps(*[0.3] * 20, *[0.5] * 11)), said(steps=steps(*[0.3] * 20, *[0.5] * 9)), "10 steps"),
     (
         "program-bound",
         said(steps=[replace(one, update=0.0) for one in SAID.steps]),
@@ -256,14 +257,17 @@ def test_the_remedy_for_slower_steps_and_stragglers_is_of_their_reason(
         assert {"disks": "disk", "the program": "its program"}.get(why, why) in found.remedy
 
 
-def remedy(available: int, *, device: str = "cpu", **settings: bool) -> str:
+def remedy(
+    available: int, *, device: str = "cpu", formats: dict[str, int] | None = None, **settings: bool
+) -> str:
     host = replace(HOST, available=available)
     configuration = ConfigurationStatus(
         "ds.json",
         "",
         settings=[SettingStatus(f"tiering.{key}", value, "file") for key, value in settings.items()],
     )
-    described = replace(DESCRIBED, device=device, configuration=configuration)
+    plan = replace(PLAN, moved_by_format=formats or {})
+    described = replace(DESCRIBED, device=device, configuration=configuration, plan=plan)
     waits = replace(SAID, tiers=[host, DISK], steps=steps(*[2.0] * 3, **bound))
     (found,) = of(rank(waits, described))
     return found.remedy
@@ -283,16 +287,35 @@ def test_the_remedy_for_nvme_is_the_memory_that_is_there() -> None:
     assert remedy(GIB).startswith(
         "the machine has no memory for a larger tiering.host_budget; one more directory"
     )
-    assert remedy(10 * GIB, cache_in_host=False).startswith("set tiering.cache_in_host to true")
+    assert remedy(10 * GIB, cache_in_host=False).startswith(
+        "set tiering.cache_in_host to true: what fits into the 0 B that host_budget has left then stays in RAM;"
+        " 2.0 GiB more host budget"
+    )
     # A GPU's parameters pass through staging, for which there has to be room as well.
     assert "2.2 GiB more" in remedy(10 * GIB, device="cuda:0 H200")
+
+
+@pytest.mark.parametrize(
+    ("formats", "said"),
+    [
+        ({"fp32": 4 * GIB, "split": 3 * GIB, "bf16": 3 * GIB, "split+bf16": 2 * GIB},
+         'tiering.state "split" saves 1.1 GB a step or tiering.state "split+bf16" saves 2.1 GB a step (mo'),
+        ({"split": 4 * GIB, "fp32": 5 * GIB, "split+bf16": 3 * GIB, "bf16": 4 * GIB},
+         'bandwidth, tiering.state "split+bf16" saves 1.1 GB a step (moments in bf16) and more'),
+        ({"fp32": 4 * GIB, "bf16": 4 * GIB - 1}, "bandwidth and more gradient_accumulation_steps"),
+    ],
+)  # fmt: skip
+def test_where_memory_lacks_the_remedy_tells_what_another_format_saves(
+    formats: dict[str, int], said: str
+) -> None:
+    assert said in remedy(GIB, formats=formats)
 
 
 @settings(max_examples=40, deadline=None)
 @given(workloads(), budgets, st.integers(0, 400 * MIB))
 def test_a_plan_with_the_named_budget_keeps_the_named_kinds(load: Any, limits: Budgets, free: int) -> None:
-    load = replace(load, cache_in_host=True)
     plan = planned(load, limits)
+    load = replace(load, cache_in_host=True)
     more = relief(plan.status(0), free, device_is_host=load.device_is_host)
     if more is None:
         return

@@ -18,10 +18,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from service.app import create_app
-from service.families import OF_PLAN, OF_RANK, OF_RUN, OF_SIDECAR, RANK_UP
 from service.metrics import OPENMETRICS, TEXT, render
-from service.monitoring.__main__ import table
-from service.snapshot_families import OF_SNAPSHOT
+from service.metrics.of_rank import OF_PLAN, OF_RANK, OF_SNAPSHOT, RANK_UP
+from service.metrics.of_run import OF_RUN
+from service.metrics.of_sidecar import OF_SIDECAR
+from service.metrics.shipped import table
 from service.version import own_version
 from service.view import RankView, RunView, View
 from tiering.telemetry import (
@@ -332,5 +333,5 @@ def test_counters_of_a_training_engine_only_rise(training: Training) -> None:
 
 
 def test_the_documented_table_is_the_one_of_the_code() -> None:
-    """python -m service.monitoring metrics prints it anew."""
+    """tierd metrics prints it anew."""
     assert table() in DOCS.read_text(encoding="utf-8")

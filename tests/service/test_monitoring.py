@@ -13,7 +13,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.metrics import render
-from service.monitoring.__main__ import FILES, main, text
+from service.metrics.shipped import FILES, main, text
 
 from .full_view import FULL
 from .promtool import promtool
@@ -120,7 +120,7 @@ def test_prometheus_accepts_the_rules_and_their_tests_pass(
 ) -> None:
     """As an operator gets them."""
     for what, file in FILES.items():
-        assert main([what]) == 0
+        assert main(what) == 0
         (tmp_path / file).write_text(capsys.readouterr().out, encoding="utf-8")
     assert json.loads((tmp_path / FILES["dashboard"]).read_text(encoding="utf-8")) == DASHBOARD
     promtool("check", "rules", tmp_path / FILES["alerts"])

@@ -1,39 +1,39 @@
-"""``python -m service.monitoring WHAT``: print one of the files that come with the sidecar, or the table of metrics."""
+"""What a Prometheus and a Grafana beside the sidecar want, as ``tierd dashboard`` and its like print it."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from service.families import OF_PLAN, OF_RANK, OF_RUN, OF_SIDECAR, RANK_UP, Family
-from service.snapshot_families import OF_SNAPSHOT
+from service.metrics.families import Family
+from service.metrics.of_rank import OF_PLAN, OF_RANK, OF_SNAPSHOT, RANK_UP
+from service.metrics.of_run import OF_RUN
+from service.metrics.of_sidecar import OF_SIDECAR
 
 FILES = {
     "dashboard": "tierd-dashboard.json",
     "alerts": "tierd-alerts.yaml",
     "alerts-test": "tierd-alerts-test.yaml",
 }
+PRINTED = {
+    "dashboard": "a dashboard for Grafana to import",
+    "alerts": "alert rules for Prometheus",
+    "alerts-test": "tests of the alert rules, for promtool",
+    "metrics": "a table of all metrics in Markdown",
+}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m service.monitoring", description=__doc__)
-    parser.add_argument(
-        "what",
-        choices=[*FILES, "metrics"],
-        help="a dashboard for Grafana, alert rules for Prometheus, the tests of these for promtool,"
-        " or a table of all metrics in Markdown",
-    )
-    what = parser.parse_args(arguments).what
-    sys.stdout.write(table() if what == "metrics" else text(FILES[what]))
+def main(name: str) -> int:
+    """Print one of PRINTED."""
+    sys.stdout.write(table() if name == "metrics" else text(FILES[name]))
     return 0
 
 
 def text(file: str) -> str:
     """What one of the files holds."""
-    return resources.files("service.monitoring").joinpath(file).read_text(encoding="utf-8")
+    return resources.files("service.metrics").joinpath(file).read_text(encoding="utf-8")
 
 
 def table() -> str:
@@ -53,7 +53,3 @@ def _part(title: str, families: Sequence[Family[Any]], labels: str) -> str:
     )
     head = "| metric | type | further labels | what it says |\n|---|---|---|---|\n"
     return f"### {title}: {labels}\n\n{head}{''.join(rows)}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -25,18 +25,10 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from service.families import (
-    OF_PLAN,
-    OF_RANK,
-    OF_RUN,
-    OF_SIDECAR,
-    RANK_UP,
-    Family,
-    Histogram,
-    Sidecar,
-    Values,
-)
-from service.snapshot_families import OF_SNAPSHOT
+from service.metrics.families import Family, Histogram, Values
+from service.metrics.of_rank import OF_PLAN, OF_RANK, OF_SNAPSHOT, RANK_UP
+from service.metrics.of_run import OF_RUN
+from service.metrics.of_sidecar import OF_SIDECAR, Scrape
 from service.view import RankView, RunView, View
 
 Subject = TypeVar("Subject")
@@ -49,7 +41,7 @@ _UNSPEAKABLE = re.compile("[\0\ud800-\udfff]")  # what no text in UTF-8 holds, o
 
 def render(view: View, accept: str | None, subscribers: int = 0) -> tuple[bytes, str]:
     """The metrics of ``view`` in the form that the header ``accept`` prefers, and its content type."""
-    collected = _Collected(Sidecar(view, subscribers))
+    collected = _Collected(Scrape(view, subscribers))
     if prefers_openmetrics(accept or ""):
         return openmetrics.generate_latest(collected), OPENMETRICS  # type: ignore[no-untyped-call]  # it has no types
     return exposition.generate_latest(collected), TEXT
@@ -73,13 +65,13 @@ def _quality(parameters: Iterable[str]) -> float:
 class _Collected(Collector):
     """A registry of its own: what prometheus_client's default one tells of this process is not about training."""
 
-    def __init__(self, sidecar: Sidecar) -> None:
-        self._sidecar = sidecar
+    def __init__(self, scrape: Scrape) -> None:
+        self._scrape = scrape
 
     def collect(self) -> Iterator[Metric]:
         up: dict[Labels, RankView] = {}
         runs: dict[Labels, RunView] = {}
-        for run in self._sidecar.view.runs:
+        for run in self._scrape.view.runs:
             for rank in run.ranks:
                 labels = run.id, str(rank.rank)
                 # Of a rank that was started again under the name of an older page, the one that lives counts.
@@ -94,7 +86,7 @@ class _Collected(Collector):
             for labels, rank in live.items()
             if rank.description is not None and rank.description.plan is not None
         }
-        yield from _metrics(OF_SIDECAR, (), {(): self._sidecar})
+        yield from _metrics(OF_SIDECAR, (), {(): self._scrape})
         yield from _PROCESS.collect()
         yield from _metrics(OF_RUN, ("run",), runs)
         of_rank = "run", "rank"

@@ -1,4 +1,8 @@
-"""The part of ``/metrics`` that is read from a rank's snapshot: steps, tiers, swapping, collectives, checkpoints."""
+"""Metrics of a rank: its process, its steps, tiers, swapping, collectives, checkpoints, and its plan.
+
+Units are bytes and seconds. What pages have as rates and percentiles is left out: those of several ranks, or of another
+window, can be made of counters and buckets, but not of each other.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,48 @@ from itertools import accumulate
 from statistics import median
 from typing import Literal
 
-from service.families import Family, Histogram, Values, counter, gauge
-from tiering.telemetry import DirectionStatus, PathStatus, Snapshot
+from service.metrics.families import Family, Histogram, Values, counter, gauge
+from service.view import RankView
+from tiering.telemetry import DirectionStatus, PathStatus, PlanStatus, Snapshot
 
 # Powers of two nanoseconds, as engines count them, from 16 us to 8.6 s. The same from the first scrape on: a bucket
 # that appears later would be missing in a rate.
 LATENCY_POWERS = range(14, 34)
 LATENCY_BOUNDS = tuple(str(2.0**power / 1e9) for power in LATENCY_POWERS)
+
+
+RANK_UP: Family[RankView] = gauge(
+    "tiering_rank_up",
+    "Whether the rank's process lives and its page can be read (1), or not (0).",
+    lambda rank: float(rank.state in ("live", "silent")),
+)
+
+
+def _rank_info(rank: RankView) -> Values:
+    said, engine = rank.snapshot, rank.snapshot.io_engine if rank.snapshot is not None else None
+    if said is None:
+        return {}
+    device = rank.description.device if rank.description is not None else ""
+    name, flags = (engine.name, ",".join(sorted(engine.flags))) if engine is not None else ("", "")
+    return {(said.node, str(said.local_rank), device, name, flags): 1}
+
+
+# Of ranks that live; their process may hang, which is what the age is for.
+OF_RANK: tuple[Family[RankView], ...] = (
+    # An age, though moments are more common: the clock of whoever asks need not be this node's.
+    gauge(
+        "tiering_rank_heartbeat_age_seconds",
+        "Seconds since the rank last published, which it does four times a second.",
+        lambda rank: rank.heartbeat_age,
+    ),
+    Family(
+        "info",
+        "tiering_rank_info",
+        "Where the rank runs, on what it computes, and the I/O engine that swaps for it.",
+        ("node", "local_rank", "device", "io_engine", "io_flags"),
+        _rank_info,
+    ),
+)
 
 
 def _by_phase_and_cause(said: Snapshot) -> Values:
@@ -326,3 +365,26 @@ _OF_CHECKPOINTS: tuple[Family[Snapshot], ...] = (
 )
 
 OF_SNAPSHOT = _OF_STEPS + _OF_TIERS + _OF_SWAPPING + _OF_COLLECTIVES + _OF_CHECKPOINTS
+
+OF_PLAN: tuple[Family[PlanStatus], ...] = (
+    Family(
+        "gauge",
+        "tiering_plan_tier_bytes",
+        "Bytes that the plan puts on the tier, by what they hold.",
+        ("tier", "kind"),
+        lambda plan: {
+            (tier.name, kind): nbytes for tier in plan.tiers for kind, nbytes in tier.by_kind.items()
+        },
+    ),
+    Family(
+        "gauge",
+        "tiering_plan_step_bytes",
+        "Bytes that a step moves by the plan, by what they hold: read and written over NVMe, sent to other ranks.",
+        ("direction", "kind"),
+        lambda plan: {
+            (direction, kind): nbytes
+            for direction, moved in (("read", plan.read), ("write", plan.written), ("send", plan.sent))
+            for kind, nbytes in moved.items()
+        },
+    ),
+)

@@ -1,0 +1,49 @@
+"""What a metric is: its name, its words, its labels, and what it reads of its subject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+Subject = TypeVar("Subject")
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """``below[i]`` of ``count`` observations were below ``bounds[i]``, which is spelled as in the label."""
+
+    bounds: Sequence[str]
+    below: Sequence[int]
+    count: int
+    sum: float
+
+
+Values = Mapping[tuple[str, ...], float | Histogram | None]  # by the values of the labels; None: not known
+
+
+@dataclass(frozen=True)
+class Family(Generic[Subject]):
+    """One metric, named as in queries. ``labels`` come after those of the subject: a run, or a run and a rank."""
+
+    kind: Literal["gauge", "counter", "info", "histogram"]
+    name: str
+    help: str
+    labels: tuple[str, ...]
+    read: Callable[[Subject], Values]
+
+    @property
+    def unit(self) -> str:
+        """The one that the name ends in; empty for a plain number."""
+        base = self.name.removesuffix("_total")
+        return next((unit for unit in ("seconds", "bytes", "ratio") if base.endswith("_" + unit)), "")
+
+
+def gauge(name: str, text: str, read: Callable[[Subject], float | None]) -> Family[Subject]:
+    """One without labels of its own."""
+    return Family("gauge", name, text, (), lambda subject: {(): read(subject)})
+
+
+def counter(name: str, text: str, read: Callable[[Subject], float]) -> Family[Subject]:
+    """One without labels of its own."""
+    return Family("counter", name, text, (), lambda subject: {(): read(subject)})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -86,51 +86,68 @@ class Timeline:
 class StallClock:
     """Seconds that compute waited for bytes, by cause, and by the ``phase`` in which the wait began.
 
-    Threads may wait at the same time; a wait within a wait is part of the outer one, and of its cause.
+    Threads may wait at the same time; a wait within a wait is part of the outer one, and of its cause. A wait counts
+    while it goes on: who watches from another thread sees a long one grow, not appear when it is over.
     """
 
     def __init__(self, timeline: Timeline) -> None:
         self.phase = "idle"
         self.timeline = timeline
-        self._waiting = threading.local()
         self._lock = threading.Lock()
-        self._seconds: dict[tuple[str, str], float] = {}  # (lock) by phase and cause
+        self._ended: dict[tuple[str, str], int] = {}  # (lock) nanoseconds by phase and cause
+        self._under_way: dict[
+            int, tuple[tuple[str, str], int]
+        ] = {}  # (lock) by thread: phase and cause, beginning
 
     @contextmanager
     def waiting_for(self, cause: str) -> Iterator[None]:
         """A block in which compute waits."""
-        if getattr(self._waiting, "already", False):
+        thread = threading.get_ident()
+        if thread in self._under_way:
             yield
             return
-        key, began = (self.phase, cause), time.monotonic_ns()
-        self._waiting.already = True
+        began = time.monotonic_ns()
         try:
+            with self._lock:
+                self._under_way[thread] = (self.phase, cause), began
             yield
         finally:
-            ended = time.monotonic_ns()
-            self._waiting.already = False
-            with self._lock:
-                self._seconds[key] = self._seconds.get(key, 0.0) + (ended - began) / 1e9
-            self.timeline.stalled(cause, began, ended)
+            self.timeline.stalled(cause, began, self._end(thread))
+
+    def _end(self, thread: int) -> int:
+        with self._lock:
+            ended = time.monotonic_ns()  # asked under the lock: whoever asked before it has counted less
+            if wait := self._under_way.pop(thread, None):  # None if an interrupt came before it began
+                key, began = wait
+                self._ended[key] = self._ended.get(key, 0) + ended - began
+        return ended
 
     def by_phase(self) -> dict[str, dict[str, float]]:
-        """Seconds so far by phase, and there by cause."""
+        """Seconds so far by phase, and there by cause, those of waits under way included. They never fall."""
         with self._lock:
-            seconds = dict(self._seconds)
+            waited = Counter(self._ended)
+            now = time.monotonic_ns()
+            for key, began in self._under_way.values():
+                waited[key] += now - began
         phases: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        for (phase, cause), waited in seconds.items():
-            phases[phase][cause] = waited
+        for (phase, cause), nanoseconds in waited.items():
+            phases[phase][cause] = nanoseconds / 1e9
         return dict(phases)
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds so far by cause."""
-        causes: defaultdict[str, float] = defaultdict(float)
-        for waits in self.by_phase().values():
-            for cause, waited in waits.items():
-                causes[cause] += waited
-        return dict(causes)
+        return by_cause(self.by_phase())
 
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
+
+
+def by_cause(phases: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Seconds by cause, of all phases."""
+    causes: defaultdict[str, float] = defaultdict(float)
+    for waits in phases.values():
+        for cause, waited in waits.items():
+            causes[cause] += waited
+    return dict(causes)

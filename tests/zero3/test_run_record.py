@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,7 +228,7 @@ def test_free_room_is_asked_for_now_and_then(
 
 def test_waits_are_told_by_the_phase_in_which_they_began_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0
-    monkeypatch.setattr(timeline.time, "monotonic_ns", lambda: now)
+    monkeypatch.setattr(timeline, "time", SimpleNamespace(monotonic_ns=lambda: now))
     clock = timeline.StallClock(timeline.Timeline())
 
     def wait(cause: str, seconds: int) -> None:
@@ -253,6 +254,32 @@ def test_waits_are_told_by_the_phase_in_which_they_began_and_once(monkeypatch: p
         "step": {"parameters": 24.0, "staging": 0.0},
     }
     assert clock.seconds == {"agreement": 1.0, "parameters": 26.0, "checkpoint": 12.0, "staging": 0.0}
+
+
+def test_a_wait_counts_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0
+    monkeypatch.setattr(timeline, "time", SimpleNamespace(monotonic_ns=lambda: now))
+    clock = timeline.StallClock(timeline.Timeline())
+    begun, over = threading.Barrier(3), threading.Event()
+
+    def wait(cause: str) -> None:
+        with clock.waiting_for(cause), clock.waiting_for("within"):
+            begun.wait(20)
+            over.wait(20)
+
+    clock.phase = "forward"
+    waiting = [threading.Thread(target=wait, args=(cause,)) for cause in ("parameters", "agreement")]
+    for thread in waiting:
+        thread.start()
+    begun.wait(20)
+    clock.phase = "backward"
+    for now in (10**9, 3 * 10**9):  # nobody has stopped to wait yet
+        assert clock.by_phase() == {"forward": {"parameters": now / 1e9, "agreement": now / 1e9}}
+    over.set()
+    for thread in waiting:
+        thread.join()
+    now = 9 * 10**9
+    assert clock.seconds == {"parameters": 3.0, "agreement": 3.0}
 
 
 class Counted:

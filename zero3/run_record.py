@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -129,7 +130,7 @@ class RunRecord:
         # A page that cannot be read is told by the name of its file to be one of this run.
         name = self.run_id or self.run_name
         writer = PageWriter(name, self.world.rank, self.world.size, telemetry.dir, self.description)
-        publisher = Publisher(writer, self.snapshot)
+        publisher = Publisher(writer, _while_it_lives(self))
         publisher.start()
         return publisher
 
@@ -288,6 +289,17 @@ class RunRecord:
             return None
         info = self._tiers.aio.info
         return IoEngineStatus(info.engine, list(info.flags), info.registered_bytes, info.passed_over)
+
+
+def _while_it_lives(record: RunRecord) -> Callable[[], Snapshot | None]:
+    """Its snapshots, without keeping it: an engine that nobody closed and nobody has any more would stay for ever."""
+    snapshot = weakref.WeakMethod(record.snapshot)
+
+    def source() -> Snapshot | None:
+        living = snapshot()
+        return None if living is None else living()
+
+    return source
 
 
 def _moved(files: Sequence[FileStats]) -> tuple[int, int]:

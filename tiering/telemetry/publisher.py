@@ -18,10 +18,13 @@ log = logging.getLogger(__name__)
 class Publisher:
     """Publishes what ``source`` returns, every ``interval`` seconds, from a daemon thread. Owns ``writer``.
 
+    None in place of a snapshot says that what was told of is gone: then the page goes, too.
     Watching must never stop training: whatever ``source`` or the page raises is logged once and then ignored.
     """
 
-    def __init__(self, writer: PageWriter, source: Callable[[], Snapshot], interval: float = 0.25) -> None:
+    def __init__(
+        self, writer: PageWriter, source: Callable[[], Snapshot | None], interval: float = 0.25
+    ) -> None:
         if interval <= 0:
             raise ValueError(f"interval must be positive seconds, not {interval}")
         self._writer = writer
@@ -52,6 +55,9 @@ class Publisher:
             # Not under our lock: a source that waits for a lock of the caller's would deadlock.
             taken_at = time.monotonic()
             raw = self._source()
+            if raw is None:
+                self.close()
+                return
             with self._lock:
                 if not self._closing.is_set():
                     self._publish(raw, taken_at)

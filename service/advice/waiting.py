@@ -175,6 +175,7 @@ def for_the_program(run: RunView) -> Iterator[Advice]:
             )
 
 
+_SENDING = "all ranks are on this node, and take this time to send each other what they compute"
 STRAGGLES = 1.25  # times as busy as the others: the spread of equal ranks that share a machine stays below
 
 
@@ -190,11 +191,12 @@ def for_other_ranks(run: RunView) -> Iterator[Advice]:
     found = [one for one in told if one.waited.on(ON_RANKS) >= STALLED]
     if found:
         most = max(one.waited.on(ON_RANKS) for one in found)
+        elsewhere = any(one.said.world_size > one.said.local_world_size for one in found)
         yield warning(
             "network-bound",
             f"{share(most)} of the step is waiting for other ranks, and no rank of this node is a straggler",
-            "look on the other nodes for a slower rank; else it is the network: a larger micro-batch or, below stage 3,"
-            " more gradient_accumulation_steps send less for each sample",
+            ("look on the other nodes for a slower rank; else it is the network" if elsewhere else _SENDING)
+            + ": a larger micro-batch or, below stage 3, more gradient_accumulation_steps send less for each sample",
             *[one.rank.rank for one in found],
         )
 

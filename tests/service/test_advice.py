@@ -18,7 +18,7 @@ import tiering
 from service.advice import Advice, advise
 from service.advice.relief import relief
 from service.answers.status import status
-from service.picture import ASCII, pictured
+from service.terminal.picture import ASCII, pictured
 from service.view import RankView, RunView, View
 from service.watch import Watch
 from tests.tiering.workloads import MIB, PLENTY, budgets, example, planned, workloads
@@ -118,7 +118,7 @@ def two(**changes: Any) -> list[RankView]:
 
 def each(**changes: Any) -> list[RankView]:
     """Both ranks alike."""
-    both = replace(SAID, world_size=2, local_world_size=2, **changes)
+    both = replace(SAID, **{"world_size": 2, "local_world_size": 2, **changes})
     return [rank(both), rank(replace(both, rank=1))]
 
 
@@ -153,6 +153,7 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
     ("nvme-bound", said(steps=steps(*[2.0] * 3, **bound)), said(steps=steps(*[2.0] * 2, **bound)), "writes: 71 %"),
     ("nvme-bound", said(steps=steps(*[2.0] * 3, **bound)), said(steps=steps(*[2.0] * 3, stall=0.1)), "state 60 %"),
     ("network-bound", each(steps=steps(*[1.0] * 11, **waiting)), two(), "40 % of the step"),
+    ("network-bound", each(steps=steps(*[1.0] * 11, **waiting), world_size=4), each(), "40 % of the step"),
     ("straggler", two(steps=steps(*[1.3] * 11)), two(steps=steps(*[1.1] * 11)), "rank 1 is busy for 1.3 s"),
     ("slower-now", said(steps=steps(*[1.0] * 8, *[1.7] * 3)), said(steps=steps(*[1.0] * 9, *[2.7] * 2)), "1.7 s"),
     ("slower-now", said(steps=steps(*[0.3] * 20, *[0.5] * 11)), said(steps=steps(*[0.3] * 20, *[0.5] * 9)), "10 steps"),
@@ -218,6 +219,9 @@ def test_it_fires_on_what_has_it_and_not_on_its_neighbour(
     (found,) = [one for one in of(*having) if one.code == code]
     assert says in found.text
     assert found.remedy
+    assert ("other nodes" in found.remedy) == any(
+        one.snapshot and one.snapshot.world_size > 2 for one in having
+    )
     assert code not in {one.code for one in of(*without)}
 
 

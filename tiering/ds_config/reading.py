@@ -295,7 +295,9 @@ class Reading:
         if self._value("tiering.step_in_backward") is not True or self._value("precision") != "bf16":
             return
         for key in ("bf16.check_grad_overflow", "bfloat16.check_grad_overflow"):
-            if key in self.entries and self.entries[key].value not in (False, None):
+            if key in self.entries and self.entries[key].value is False:
+                self.entries[key] = replace(self.entries[key], off=True)  # as it is here
+            elif key in self.entries and self.entries[key].value is not None:
                 self._refuse(
                     key,
                     f"{self.entries[key].value!r} with tiering.step_in_backward, which updates parameters before all"

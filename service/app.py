@@ -23,9 +23,9 @@ from service.answers.status import Runs, RunStatus, Status, run_status, runs, st
 from service.answers.steps import RankSteps, steps
 from service.answers.tiers import RankTiers, tiers
 from service.events import Events, Subscription
-from service.guard import REFUSALS, Access, Guard, Refused
 from service.health import Alive, Health, Readiness, Sidecar, ready
 from service.history import History
+from service.http.guard import REFUSALS, Access, Guard, Refused
 from service.metrics import prefers_openmetrics, render
 from service.page import File, read_files
 from service.view import FRESH_SECONDS, NotHereError, View
@@ -63,7 +63,7 @@ def create_app(
         directory, keep_stale_seconds=keep_stale_seconds, fresh_seconds=fresh_seconds, max_age=max_age
     )
     past = History()
-    events = Events(watch, lambda view: _of(view, "status", lambda: status(view)))
+    events = Events(watch, lambda view: _of(view, "status", lambda: status(view, past.latest)))
     sidecar = Sidecar(str(watch.directory), expect_ranks)
 
     @asynccontextmanager
@@ -90,7 +90,7 @@ def create_app(
     async def get_status() -> Response:
         """Everything at a glance."""
         view = await watch.now()
-        return _json(_of(view, "status", lambda: status(view)))
+        return _json(_of(view, "status", lambda: status(view, past.latest)))
 
     @app.get("/v1/runs", response_model=Runs)
     async def get_runs() -> Response:
@@ -103,7 +103,7 @@ def create_app(
         """One run with all its ranks on this node."""
         view = await watch.now()
         (run,) = view.select(run_id)
-        return _json(_of(view, ("run", run_id), lambda: run_status(run)))
+        return _json(_of(view, ("run", run_id), lambda: run_status(run, past.latest)))
 
     @app.get("/v1/tiers", response_model=ByRank[RankTiers], responses=ASKED)
     async def get_tiers(run: Run = None, rank: Rank = None) -> Response:

@@ -7,12 +7,13 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 
 from service.app import create_app
-from service.bearer import HOW_TO_MAKE_ONE, TokenError, token_of
-from service.guard import Access, host_of
-from service.server import CannotListenError, Place, be_modest, listen, listen_at, resolve, serve
+from service.http.bearer import HOW_TO_MAKE_ONE, TokenError, token_of
+from service.http.guard import Access, host_of
+from service.http.server import CannotListenError, Place, be_modest, listen, listen_at, resolve, serve
 from service.watch import Watch
 from tiering.telemetry import TelemetryError, run_directory
 
@@ -29,6 +30,10 @@ exit status of the service: 0 when SIGINT or SIGTERM ended it, 2 when it cannot 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; its exit status."""
+    if isinstance(
+        sys.stdout, TextIOWrapper
+    ):  # a name that the terminal cannot show is no reason to show nothing
+        sys.stdout.reconfigure(errors="backslashreplace")
     parser = _parser()
     options = parser.parse_args(arguments)
     if wrong := _contradiction(options):

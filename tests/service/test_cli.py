@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 
 import service.cli
-from service.bearer import TokenError, token_of
+from service.http.bearer import TokenError, token_of
 
 from .processes import Sidecar, running
 

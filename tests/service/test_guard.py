@@ -15,9 +15,9 @@ from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
-import service.guard
+import service.http.guard
 from service.app import create_app
-from service.guard import Access, Guard, Pace, host_of
+from service.http.guard import Access, Guard, Pace, host_of
 
 HERE = "http://localhost"
 TOKEN = "Zm9yZ2V0LW1lLW5vdC4"
@@ -187,7 +187,7 @@ def test_only_the_token_opens_what_holds_data(directory: Path, monkeypatch: pyte
         judged.append(given)
         return hmac.compare_digest(given, token)
 
-    monkeypatch.setattr(service.guard, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
+    monkeypatch.setattr(service.http.guard, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
     app = create_app(directory, access=Access(token=TOKEN.encode(), requests_per_second=1e6))
     client = TestClient(app, base_url=HERE)
 

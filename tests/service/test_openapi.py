@@ -19,7 +19,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import negative_data_rejection, not_a_server_error
 
 from service.app import create_app
-from service.guard import Access
+from service.http.guard import Access
 from tiering.ds_config import load
 from tiering.telemetry import PageWriter
 

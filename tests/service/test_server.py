@@ -28,8 +28,8 @@ HEAD = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
 # A sidecar whose limits come soon, and whose /v1/status may hang as on a disk that does not answer.
 IMPATIENT = """
 import sys, threading
-import service.app, service.cli, service.server
-service.server.HEAD_SECONDS = service.server.READ_SECONDS = service.server.END_SECONDS = 0.4
+import service.app, service.cli, service.http.server
+service.http.server.HEAD_SECONDS = service.http.server.READ_SECONDS = service.http.server.END_SECONDS = 0.4
 if "hang" in sys.argv[1]:
     service.app.Watch.view = lambda _: threading.Event().wait()
 sys.exit(service.cli.main(["--port", "0", "--dir", sys.argv[2]]))
@@ -204,7 +204,7 @@ def test_a_unix_socket_is_its_owners_alone_and_gone_at_the_end(tmp_path: Path) -
 
 
 def test_only_a_socket_without_a_listener_is_replaced(tmp_path: Path) -> None:
-    from service.server import CannotListenError, listen_at
+    from service.http.server import CannotListenError, listen_at
 
     path = tmp_path / "tierd.sock"
     dead = socket.socket(socket.AF_UNIX)

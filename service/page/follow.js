@@ -7,10 +7,27 @@ const LONGEST = 30_000; // ms between two attempts
 /** The sidecar wants a token, or another one. */
 export class TokenWanted extends Error {}
 
+let kept = null; // where site data are blocked, the token lives as long as this document
+
+/** Runs `what`; a browser that blocks site data throws, and null is what it remembers then. */
+function stored(what) {
+  try {
+    return what();
+  } catch {
+    return null;
+  }
+}
+
 export const token = {
-  get: () => sessionStorage.getItem(TOKEN),
-  keep: text => sessionStorage.setItem(TOKEN, text),
-  drop: () => sessionStorage.removeItem(TOKEN),
+  get: () => stored(() => sessionStorage.getItem(TOKEN)) ?? kept,
+  keep: text => {
+    kept = text;
+    stored(() => sessionStorage.setItem(TOKEN, text));
+  },
+  drop: () => {
+    kept = null;
+    stored(() => sessionStorage.removeItem(TOKEN));
+  },
 };
 
 async function ask(address, options = {}) {
@@ -77,11 +94,15 @@ export function follow(on) {
         heard(await get("/v1/status"));
         return pause(2000);
       }
+      const reader = answer.body.getReader(); // streams of Safari cannot be iterated over
+      const decoder = new TextDecoder();
       let rest = "";
-      for await (const text of answer.body.pipeThrough(new TextDecoderStream())) {
+      for (;;) {
+        const {done, value} = await reader.read();
+        if (done) break;
         clearTimeout(timer);
         timer = setTimeout(() => silent.abort(), SILENCE);
-        const events = (rest + text).split("\n\n");
+        const events = (rest + decoder.decode(value, {stream: true})).split("\n\n");
         rest = events.pop();
         for (const event of events) take(event);
       }

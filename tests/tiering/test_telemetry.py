@@ -590,8 +590,11 @@ def test_a_page_under_construction_is_not_swept(tmp_path: Path, monkeypatch: pyt
     fresh.touch()
     left_behind.touch()
     os.utime(left_behind, (time.time() - 3600,) * 2)
+    foreign = tmp_path / "thesis.new"  # in a directory that somebody else uses, too
+    foreign.touch()
+    os.utime(foreign, (time.time() - 3600,) * 2)
     assert sweep(tmp_path) == [left_behind]
-    assert fresh.exists()
+    assert fresh.exists() and foreign.exists()
     assert find_pages(tmp_path) == []
     with monkeypatch.context() as patch:  # a sweeper that is stopped with its lock would stop its writer, too
         patch.setattr(page_module.fcntl, "flock", lambda *_: pytest.fail("asked for the lock"))

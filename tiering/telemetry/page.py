@@ -49,6 +49,7 @@ VERSION = 1
 CAPACITY = 64 << 10  # bytes of payload; one of three tiers, four paths and 32 steps takes about 20 KiB
 SUFFIX = ".page"
 RECENT_STEPS = 32
+_WRITERS_NAME = re.compile(r".+\.[0-9]+\.[0-9]+-[0-9a-f]+", re.DOTALL)
 
 
 State = Literal["live", "stale", "newer-version", "torn", "unreadable"]
@@ -314,12 +315,15 @@ def find_pages(directory: Path | None = None) -> list[Page]:
 
 
 def sweep(directory: Path, keep_seconds: float = 0.0) -> list[Path]:
-    """Remove pages whose writer is dead and whose last update is over ``keep_seconds`` old; return them."""
+    """Remove pages whose writer is dead and whose last update is over ``keep_seconds`` old; return them.
+
+    Files with names that no writer gives are let alone: the directory may be one that is used for something else, too.
+    """
     swept = []
     unfinished_keep = max(keep_seconds, 60.0)  # between open and lock a new page looks dead
     for pattern, keep in (("*" + SUFFIX, keep_seconds), ("*.new", unfinished_keep)):
         for path in directory.glob(pattern):
-            if _is_ours(path) and _is_dead(path, keep):
+            if _WRITERS_NAME.fullmatch(path.stem) and _is_ours(path) and _is_dead(path, keep):
                 with suppress(OSError):  # gone already, or on a file system that became read-only: it stays
                     path.unlink()
                     swept.append(path)

@@ -23,8 +23,13 @@ TierName = Literal["device", "host", "nvme"]
 TIERS: tuple[TierName, ...] = ("device", "host", "nvme")
 
 
-class Entry(NamedTuple):
-    """One second of a run, over its ranks on this node. None where nothing was known."""
+@dataclass(frozen=True)
+class Entry:
+    """One second of a run, over its ranks on this node. None where nothing was known.
+
+    ``at`` is Unix time; rates are bytes per second over NVMe, and sent to other ranks; ``stall`` is the share of the
+    time in which compute waited, the mean over the ranks.
+    """
 
     at: float
     step: int | None
@@ -62,6 +67,11 @@ class History:
         ring = self._rings.get(run_id)
         return list(ring.entries) if ring is not None else []
 
+    def latest(self, run_id: str) -> Entry | None:
+        """The newest of them."""
+        ring = self._rings.get(run_id)
+        return ring.entries[-1] if ring is not None and ring.entries else None
+
     async def follow(self, watch: Watch) -> None:
         """Add an entry every second until cancelled, whatever happens to the pages."""
         due = time.monotonic()
@@ -82,6 +92,8 @@ class History:
             if not run.over:
                 ring = self._rings[run.id]
                 entry, ring.counted = _entry(run, view.taken_at, ring.counted)
+                while ring.entries and ring.entries[-1].at > entry.at:  # the clock was set back
+                    ring.entries.pop()
                 ring.entries.append(entry)
 
 

@@ -47,9 +47,9 @@ def answers() -> dict[str, BaseModel]:
     (run,) = view.runs
     readiness = ready(view)
     return {
-        "/v1/status": status(view),
+        "/v1/status": status(view, lambda _: _entries()[-1]),
         "/v1/runs": runs(view),
-        "/v1/runs/{run_id}": run_status(run),
+        "/v1/runs/{run_id}": run_status(run, lambda _: _entries()[-1]),
         "/v1/tiers": tiers(view),
         "/v1/bandwidth": bandwidth(view),
         "/v1/steps": steps(view),
@@ -132,8 +132,8 @@ def _snapshot() -> Snapshot:
         ],
         io_engine=IoEngineStatus("io_uring", ["registered_buffers"], 512 * MIB),
         collectives=[CollectiveStatus("all-gather", 960, 40 * GIB, 2e8)],
-        stalls={"optimizer state read": 9.0, "optimizer state write": 3.0},
-        stalls_by_phase={"step": {"optimizer state read": 9.0, "optimizer state write": 3.0}},
+        stalls={"optimizer state": 9.0, "staging": 3.0},
+        stalls_by_phase={"step": {"optimizer state": 9.0, "staging": 3.0}},
         steps=[_step(19), _step(20)],
     )
 
@@ -164,7 +164,7 @@ def _step(step: int) -> StepRecord:
         read_bytes=9 * GIB,
         written_bytes=9 * GIB,
         sent_bytes=2 * GIB,
-        stalls={"optimizer state read": 0.45, "optimizer state write": 0.15},
+        stalls={"optimizer state": 0.45, "staging": 0.15},
         ended_at=TAKEN_AT - 2.75 * (21 - step),
     )
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from statistics import median
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 from service.advice import Advice, advise
 from service.answers.numbers import Number
+from service.history import Entry
+from service.recent import recent
 from service.view import RankView, RunView, State, View
 from tiering.telemetry import (
     ActivationStatus,
@@ -52,6 +54,13 @@ class RankStatus(BaseModel):
     phase_seconds: dict[str, float] = Field(default={}, description="seconds since the start, by phase")
     stalls: dict[str, float] = Field(default={}, description="seconds that compute waited, by cause")
     steps: list[StepRecord] = Field(default=[], description="the most recent steps, oldest first")
+    step_seconds: float | None = Field(
+        default=None, description="the median of the recent steps, the first of the run left out"
+    )
+    stall_share: float | None = Field(
+        default=None, description="of the time of the same steps, in which compute waited; 0 to 1"
+    )
+    stall_causes: dict[str, float] = Field(default={}, description="the same by cause, the largest first")
     checkpoint: CheckpointStatus | None = Field(default=None, description="null before the first save")
 
 
@@ -68,9 +77,10 @@ class RunSummary(BaseModel):
     ranks_live: int = Field(description="those of them with a fresh page")
     started_at: float | None = Field(description="Unix time in seconds")
     step: int | None = Field(description="optimizer steps finished since the start")
-    step_seconds: float | None = Field(description="the median of the recent steps of the slowest rank")
-    stall_share: float | None = Field(
-        description="of the recent steps, of the rank that stalled most; 0 to 1"
+    step_seconds: float | None = Field(description="that of the slowest rank")
+    stall_share: float | None = Field(description="that of the rank that stalled most")
+    samples_per_second: float | None = Field(
+        description="of all ranks: the samples of an average step, in step_seconds"
     )
     loss: Number | None = Field(description="of the first rank here")
     warnings: list[Advice] = Field(description="what deserves attention, the gravest first")
@@ -82,6 +92,9 @@ class RunStatus(RunSummary):
     device: str | None = Field(description="what rank 0, or the first rank here, computes on")
     configuration: str | None = Field(description="what the configuration comes to, in one line")
     versions: dict[str, str] = Field(description="of what it runs, by name")
+    latest: Entry | None = Field(
+        description="what /v1/history has of the last second; null before the first, and of a run that has ended"
+    )
     ranks: list[RankStatus]
 
 
@@ -99,33 +112,47 @@ class Status(BaseModel):
     runs: list[RunStatus]
 
 
-def status(view: View) -> Status:
+Latest = Callable[[str], Entry | None]
+
+
+def nothing_yet(_: str) -> None:
+    """The latest entry of a run that nobody watches."""
+
+
+def status(view: View, latest: Latest = nothing_yet) -> Status:
+    """``latest`` gives the newest entry of the history of a run by its id."""
     return Status(
-        taken_at=view.taken_at, directory=view.directory, runs=[run_status(run) for run in view.runs]
+        taken_at=view.taken_at, directory=view.directory, runs=[run_status(run, latest) for run in view.runs]
     )
 
 
 def runs(view: View) -> Runs:
-    return Runs(runs=[RunSummary(**_summary(run)) for run in view.runs])
+    return Runs(runs=[RunSummary(**_summary(run, _ranks(run))) for run in view.runs])
 
 
-def run_status(run: RunView) -> RunStatus:
+def run_status(run: RunView, latest: Latest = nothing_yet) -> RunStatus:
     said = next((rank.description for rank in run.ranks if rank.description is not None), None)
     configuration = None if said is None else said.configuration
+    ranks = _ranks(run)
     return RunStatus(
-        **_summary(run),
+        **_summary(run, ranks),
         device=None if said is None else said.device,
         configuration=None if configuration is None else configuration.outcome,
         versions={} if said is None else said.versions,
-        ranks=[rank_status(rank) for rank in run.ranks],
+        latest=None if run.over else latest(run.id),
+        ranks=ranks,
     )
 
 
-def _summary(run: RunView) -> dict[str, Any]:
+def _ranks(run: RunView) -> list[RankStatus]:
+    return [rank_status(rank) for rank in run.ranks]
+
+
+def _summary(run: RunView, ranks: list[RankStatus]) -> dict[str, Any]:
     live = len(run.fresh)
     said = list(run.snapshots)
     whole = live == run.expected and not any(one.broken for one in said)
-    recent = [one.steps for one in said if one.steps]
+    took = max((rank.step_seconds for rank in ranks if rank.step_seconds is not None), default=None)
     return {
         "id": run.id,
         "name": run.name,
@@ -135,15 +162,12 @@ def _summary(run: RunView) -> dict[str, Any]:
         "ranks_live": live,
         "started_at": min((one.started_at for one in said), default=None),
         "step": max((one.step for one in said), default=None),
-        "step_seconds": max((median(step.seconds for step in steps) for steps in recent), default=None),
-        "stall_share": max((_stalled(steps) for steps in recent), default=None),
+        "step_seconds": took,
+        "stall_share": max((one.stall_share for one in ranks if one.stall_share is not None), default=None),
+        "samples_per_second": said[0].samples / said[0].step / took if took and said[0].step > 0 else None,
         "loss": said[0].loss if said else None,
         "warnings": advise(run),
     }
-
-
-def _stalled(steps: list[StepRecord]) -> float:
-    return sum(step.stall for step in steps) / max(sum(step.seconds for step in steps), 1e-9)
 
 
 def rank_status(rank: RankView) -> RankStatus:
@@ -151,5 +175,11 @@ def rank_status(rank: RankView) -> RankStatus:
     seen: dict[str, Any] = {"state": rank.state, "heartbeat_age": rank.heartbeat_age, "reason": rank.reason}
     if said is None:
         return RankStatus(rank=rank.rank, **seen)
-    told = {name: getattr(said, name) for name in RankStatus.model_fields if name not in seen}
+    if (found := recent(said)) is not None:
+        seen |= {"step_seconds": found.seconds, "stall_share": found.share, "stall_causes": found.causes}
+    told = {
+        name: getattr(said, name)
+        for name in RankStatus.model_fields
+        if name not in seen and hasattr(said, name)
+    }
     return RankStatus(**told, **seen)

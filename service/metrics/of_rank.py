@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from statistics import median
 from typing import Literal
 
 from service.metrics.families import Family, Histogram, Values, counter, gauge
+from service.recent import recent
 from service.view import RankView
 from tiering.telemetry import DirectionStatus, PathStatus, PlanStatus, Snapshot
 
@@ -64,12 +64,13 @@ def _by_phase_and_cause(said: Snapshot) -> Values:
 
 
 def _recent_step(said: Snapshot) -> float | None:
-    return median(step.seconds for step in said.steps) if said.steps else None
+    found = recent(said)
+    return None if found is None else found.seconds
 
 
 def _recent_stall(said: Snapshot) -> float | None:
-    seconds = sum(step.seconds for step in said.steps)
-    return sum(step.stall for step in said.steps) / seconds if seconds > 0 else None
+    found = recent(said)
+    return None if found is None else found.share
 
 
 def _of_tiers(name: str, text: str, attribute: str) -> Family[Snapshot]:

@@ -6,10 +6,8 @@ that lacks block characters gets ASCII.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -24,7 +22,7 @@ from tiering.telemetry import DirectionStatus, PathStatus
 _STATE_STYLES = {"training": "green", "live": "green", "degraded": "bold red", "ended": "bold red"}
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
 MOST_PATHS = 6
-TOLD = 0.01  # of the steps: stalls of less are left out
+TOLD = 0.01  # of the steps: causes of less are left out
 
 
 @dataclass(frozen=True)
@@ -199,9 +197,9 @@ def _lately(
     stalls = [one.stall for one in entries][-room:]
     if any(stalls):
         rows.add_row("stall", sparkline(stalls, 1.0, drawn), "of each second")
-    stepping = [rank.steps for rank in ranks if rank.steps]
+    stepping = [rank for rank in ranks if rank.steps]
     if stepping:
-        steps = max(stepping, key=lambda steps: median(step.seconds for step in steps))[-room:]
+        steps = max(stepping, key=lambda rank: rank.step_seconds or 0.0).steps[-room:]
         most = max(step.seconds for step in steps)
         if most:
             line = sparkline([step.seconds for step in steps], most, drawn)
@@ -222,16 +220,8 @@ def sparkline(values: Sequence[float | None], most: float, drawn: Marks) -> Text
 
 def _stalls(ranks: Sequence[RankStatus]) -> Iterator[RenderableType]:
     """Of the rank that stalled most in its recent steps."""
-    stalled = max(
-        (rank.steps for rank in ranks), key=lambda steps: sum(one.stall for one in steps), default=[]
-    )
-    total = sum(step.seconds for step in stalled)
-    causes = Counter[str]()
-    for step in stalled:
-        causes.update(step.stalls)
-    told = [
-        f"{cause} {share(waited / total)}" for cause, waited in causes.most_common() if waited > TOLD * total
-    ]
+    most = max(ranks, key=lambda rank: rank.stall_share or 0.0)
+    told = [f"{cause} {share(part)}" for cause, part in most.stall_causes.items() if part > TOLD]
     if told:
         yield Text(plain(f"stalls of recent steps: {', '.join(told)}"))
 
@@ -245,14 +235,13 @@ def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
         )
     rows.add_row(*(Text(heading, "dim") for heading in headings))
     for rank in ranks:
-        took = sum(step.seconds for step in rank.steps)
         rows.add_row(
             str(rank.rank),
             Text(rank.state, _STATE_STYLES.get(rank.state, "red")),
             "" if rank.step is None else str(rank.step),
             plain(rank.phase or ""),
-            seconds(median(step.seconds for step in rank.steps)) if rank.steps else "",
-            share(sum(step.stall for step in rank.steps) / took) if took else "",
+            "" if rank.step_seconds is None else seconds(rank.step_seconds),
+            "" if rank.stall_share is None else share(rank.stall_share),
             moved(sum(path.read.bytes for path in rank.io)),
             moved(sum(path.written.bytes for path in rank.io)),
         )

@@ -29,7 +29,7 @@ from .conftest import Publish
 (EXAMPLE,) = examples.example().runs[0].ranks
 SAID = EXAMPLE.snapshot
 assert SAID is not None
-OF_THE_MOMENT = {"taken_at", "heartbeat_age", "directory"}
+OF_THE_MOMENT = {"taken_at", "heartbeat_age", "directory", "latest"}
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol
@@ -44,6 +44,7 @@ from zero3.activations import Activations
 from zero3.collectives import ALONE, World
 from zero3.room import Room
 from zero3.tiers import Tiers
+from zero3.timeline import PhaseClock, by_cause
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,6 @@ class RunRecord:
         self.samples = 0
         self.skipped = 0
         self.elapsed = 0.0  # seconds from the first forward to the end of the last step
-        self.seconds: defaultdict[str, float] = defaultdict(float)  # by phase, since the run began
         self._tiers = tiers
         self._activations = activations
         self._traffic = traffic
@@ -109,10 +109,8 @@ class RunRecord:
         self._param_groups = param_groups
         self._checkpoint = checkpoint
         self._node = socket.gethostname()
-        self._started_at = self._phase_since = time.time()
-        self._phase: Phase = "start"
-        self._idle = 0.0  # seconds between phases
-        self._left_at = 0.0  # when the last phase ended
+        self._started_at = time.time()
+        self._phases = PhaseClock()
         self._seconds_before: dict[str, float] = {}
         self._steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self._step_began = time.perf_counter()
@@ -137,21 +135,23 @@ class RunRecord:
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Time the block as ``phase`` of the step that is under way."""
-        began = time.perf_counter()
-        if self._phase == "start":  # what a program does before its first forward is no part of a step
-            self._step_began = self._left_at = began
-        self._idle += began - self._left_at
-        self._enter(phase)
+        before = self._phases.phase
+        began = self._enter(phase)
+        if before == "start":  # what a program does before its first forward is no part of a step
+            self._step_began, before = began, "idle"
         try:
             yield
         finally:
-            self._enter("idle")
-            self._left_at = time.perf_counter()
-            self.seconds[phase] += self._left_at - began
+            self._enter(before)
 
-    def _enter(self, phase: Phase) -> None:
-        self._phase = self._tiers.stalls.phase = phase
-        self._phase_since = time.time()
+    def _enter(self, phase: Phase) -> float:
+        self._tiers.stalls.phase = phase
+        return self._phases.enter(phase)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds so far by phase, "idle" between them."""
+        return self._phases.seconds
 
     def end_step(self, samples: int = 0, *, skipped: bool = False) -> None:
         """An optimizer step of ``samples``, on all ranks, has ended: record it."""
@@ -162,15 +162,16 @@ class RunRecord:
         now, moved, stalls = time.perf_counter(), _moved(self.files), self._tiers.stalls.seconds
         sent = self.sent()
         stalled = {cause: waited - self._stalls_before.get(cause, 0.0) for cause, waited in stalls.items()}
-        seconds = now - self._step_began
+        seconds, phases = now - self._step_began, self.seconds
+        in_phase = {phase: spent - self._seconds_before.get(phase, 0.0) for phase, spent in phases.items()}
         self.elapsed += seconds
         self._steps.append(
             StepRecord(
                 step=self.step,
                 seconds=seconds,
-                forward=self._in_step("forward"),
-                backward=self._in_step("backward"),
-                update=self._in_step("step"),
+                forward=in_phase.get("forward", 0.0),
+                backward=in_phase.get("backward", 0.0),
+                update=in_phase.get("step", 0.0),
                 stall=sum(stalled.values()),
                 read_bytes=moved[0] - self._moved_before[0],
                 written_bytes=moved[1] - self._moved_before[1],
@@ -181,16 +182,13 @@ class RunRecord:
         )
         self._sent_before = sent
         self._step_began, self._moved_before, self._stalls_before = now, moved, stalls
-        self._seconds_before = dict(self.seconds)
+        self._seconds_before = phases
         if self.step == 1:
             log.log(
                 logs.once(logging.INFO),
                 "beside the tiers, activations of the first step took up to %s",
                 format_size(self._activations.peak),
             )
-
-    def _in_step(self, phase: Phase) -> float:
-        return self.seconds[phase] - self._seconds_before.get(phase, 0.0)
 
     def moved(self) -> tuple[int, int]:
         """Bytes (read, written) over NVMe so far."""
@@ -205,7 +203,7 @@ class RunRecord:
 
     def snapshot(self) -> Snapshot:
         """Everything as of now. Bandwidths over a window are the publisher's to fill in."""
-        learning = self._learning
+        learning, stalls = self._learning, self._tiers.stalls.by_phase()
         return Snapshot(
             run_name=self.run_name,
             rank=self.world.rank,
@@ -213,28 +211,28 @@ class RunRecord:
             pid=os.getpid(),
             started_at=self._started_at,
             step=self.step,
-            phase=self._phase,
+            phase=self._phases.phase,
             loss=self.loss,
             run_id=self.run_id,
             node=self._node,
             local_rank=self.world.local_rank,
             local_world_size=self.world.local_size,
             global_step=self.step if learning is None else learning.steps,
-            phase_since=self._phase_since,
+            phase_since=self._phases.since,
             broken="" if learning is None else as_text(learning.broken[:LONGEST_REASON]),
             samples=self.samples,
             skipped_steps=self.skipped,
             gradient_norm=None if learning is None else learning.norm,
             learning_rate=self._learning_rate(),
             loss_scale=None if learning is None else learning.scale,
-            phase_seconds={**self.seconds, "idle": self._idle},
+            phase_seconds=self.seconds,
             tiers=[self._tier(tier) for tier in Tier],
             activations=self._activation_status(),
             io=self._paths(),
             io_engine=self._engine(),
             collectives=self._collectives(),
-            stalls=self._tiers.stalls.seconds,
-            stalls_by_phase=self._tiers.stalls.by_phase(),
+            stalls=by_cause(stalls),
+            stalls_by_phase=stalls,
             checkpoint=None if self._checkpoint is None else self._checkpoint(),
             steps=list(self._steps),
         )

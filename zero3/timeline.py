@@ -1,4 +1,4 @@
-"""What happens when: spans on the clock of the I/O, kept while a trace is recorded, and the seconds of stalls."""
+"""What happens when: spans on the clock of the I/O while a trace is recorded, and seconds of phases and stalls."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
+
+from tiering.telemetry.snapshot import Phase
 
 Track = Literal["step", "compute", "kernel", "fetch", "network", "read", "write", "stall"]
 
@@ -81,6 +83,39 @@ class Timeline:
         span = Span(track, name, time.monotonic_ns(), args=args)
         self.spans.append(span)
         return span
+
+
+class PhaseClock:
+    """The phase that a run is in, and seconds by phase since the first one began, the one under way included.
+
+    What the program does between the others is "idle"; what it does before the first, "start", is not counted. A phase
+    within a phase, as a forward in a backward, is not part of the outer one.
+    """
+
+    def __init__(self) -> None:
+        self.phase: Phase = "start"
+        self.since = time.time()  # Unix time
+        self._entered = time.perf_counter()
+        self._lock = threading.Lock()
+        self._seconds = {"idle": 0.0}  # (lock) without the phase under way
+
+    def enter(self, phase: Phase) -> float:
+        """``phase`` begins, and what was before it ends: now, on the clock of perf_counter."""
+        with self._lock:
+            now = time.perf_counter()
+            if self.phase != "start":
+                self._seconds[self.phase] = self._seconds.get(self.phase, 0.0) + (now - self._entered)
+            self.phase, self.since, self._entered = phase, time.time(), now
+        return now
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds so far by phase. Any thread may ask; they never fall."""
+        with self._lock:
+            seconds = dict(self._seconds)
+            if self.phase != "start":
+                seconds[self.phase] = seconds.get(self.phase, 0.0) + (time.perf_counter() - self._entered)
+        return seconds
 
 
 class StallClock:

@@ -232,8 +232,12 @@ def test_the_first_step_begins_with_its_first_forward(
         def perf_counter(self) -> float:
             return self.now
 
+        def monotonic_ns(self) -> int:
+            return 0
+
     engine, clock = start({}), Clock()
     monkeypatch.setattr(zero3.run_record, "time", clock)
+    monkeypatch.setattr(zero3.timeline, "time", clock)
     record = RunRecord("first", engine._tiers, engine._schedule.activations)
     for began, took in ((200.0, 3.0), (210.0, 5.0)):
         clock.now = began

@@ -29,7 +29,7 @@ from service.metrics.families import Family, Histogram, Values
 from service.metrics.of_rank import OF_PLAN, OF_RANK, OF_SNAPSHOT, RANK_UP
 from service.metrics.of_run import OF_RUN
 from service.metrics.of_sidecar import OF_SIDECAR, Scrape
-from service.view import RankView, RunView, View
+from service.view import RankView, RunView, State, View
 
 Subject = TypeVar("Subject")
 Labels = tuple[str, ...]
@@ -77,7 +77,7 @@ class _Collected(Collector):
                 # Of a rank that was started again under the name of an older page, the one that lives counts.
                 if labels not in up or _weight(rank) >= _weight(up[labels]):
                     up[labels] = rank
-            if not run.over and any(True for _ in run.snapshots):
+            if not run.over:
                 runs[run.id,] = run
         live = {labels: rank for labels, rank in up.items() if rank.state in ("live", "silent")}
         snapshots = {labels: rank.snapshot for labels, rank in live.items() if rank.snapshot is not None}
@@ -99,9 +99,12 @@ class _Collected(Collector):
 _PROCESS = ProcessCollector(registry=None)  # CPU time, memory and descriptors of the sidecar itself
 
 
-def _weight(rank: RankView) -> tuple[bool, bool, float]:
+_MOST_TELLING_LAST: tuple[State, ...] = ("stale", "unreadable", "newer-version", "torn", "silent", "live")
+
+
+def _weight(rank: RankView) -> tuple[int, float]:
     said = rank.snapshot
-    return rank.state in ("live", "silent"), rank.fresh, said.started_at if said is not None else 0.0
+    return _MOST_TELLING_LAST.index(rank.state), said.started_at if said is not None else 0.0
 
 
 def _metrics(

@@ -23,8 +23,9 @@ LATENCY_BOUNDS = tuple(str(2.0**power / 1e9) for power in LATENCY_POWERS)
 
 RANK_UP: Family[RankView] = gauge(
     "tiering_rank_up",
-    "Whether the rank's process lives and its page can be read (1), or not (0).",
-    lambda rank: float(rank.state in ("live", "silent")),
+    "Whether the rank may be running (1), or its process is gone and has left its page (0).",
+    # Not 0 where a page cannot be read: its process may well train.
+    lambda rank: float(rank.state != "stale"),
 )
 
 
@@ -141,12 +142,12 @@ _OF_STEPS: tuple[Family[Snapshot], ...] = (
     ),
     gauge(
         "tiering_recent_step_seconds",
-        "Seconds that a step takes, from the end of the one before: the median of the most recent, at most 32.",
+        "Seconds that a step takes, from the end of the one before: the median of the last 32, without the first.",
         _recent_step,
     ),
     gauge(
         "tiering_recent_stall_ratio",
-        "Share of the time of those most recent steps in which compute waited, 0 to 1.",
+        "Share of the time of those steps in which compute waited, 0 to 1.",
         _recent_stall,
     ),
     gauge(

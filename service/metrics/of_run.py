@@ -15,10 +15,12 @@ def _description(run: RunView) -> Description:
 
 
 def _run_info(run: RunView) -> Values:
+    said = next(run.snapshots, None)
+    if said is None:
+        return {}
     versions = _description(run).versions
-    world_size = next(run.snapshots).world_size
     packages = (versions.get(name, "") for name in ("tiering", "torch", "python"))
-    return {(run.name, str(world_size), *packages): 1}
+    return {(run.name, str(said.world_size), *packages): 1}
 
 
 def _configuration(run: RunView) -> Values:

@@ -17,16 +17,10 @@ FILES = {
     "alerts": "tierd-alerts.yaml",
     "alerts-test": "tierd-alerts-test.yaml",
 }
-PRINTED = {
-    "dashboard": "a dashboard for Grafana to import",
-    "alerts": "alert rules for Prometheus",
-    "alerts-test": "tests of the alert rules, for promtool",
-    "metrics": "a table of all metrics in Markdown",
-}
 
 
 def main(name: str) -> int:
-    """Print one of PRINTED."""
+    """Print one of FILES, or the table of metrics."""
     sys.stdout.write(table() if name == "metrics" else text(FILES[name]))
     return 0
 

@@ -214,6 +214,15 @@ def test_of_a_dead_rank_only_that_it_is_down_is_told() -> None:
     assert {name for name, labels in ended if ("run", "gpt") in labels} == {"tiering_rank_up"}
 
 
+def test_a_page_that_cannot_be_read_is_no_rank_that_is_gone() -> None:
+    """Somebody is called at night for those. Of a run with no other pages, that much is told."""
+    unreadable = RankView(0, "newer-version", "of version 9", None)
+    said = both(View(5.0, (RunView("gpt", "gpt", (unreadable,)),)))
+    assert of(said, "tiering_rank_up") == 1
+    assert of(said, "tiering_run_warnings", code="rank-newer-version") == 1
+    assert (of(said, "tiering_run_ranks_up"), of(said, "tiering_run_ranks_expected")) == (0, 1)
+
+
 def test_of_pages_of_one_rank_the_living_one_counts() -> None:
     """A series twice would cost all others the scrape."""
     stale = replace(FIRST, state="stale", snapshot=replace(SNAPSHOT, step=99, started_at=9e9))

@@ -30,7 +30,7 @@ from service.metrics import prefers_openmetrics, render
 from service.page import File, read_files
 from service.view import FRESH_SECONDS, NotHereError, View
 from service.watch import KEEP_STALE_SECONDS, MAX_AGE, Watch
-from tiering.telemetry import TelemetryError
+from tiering.telemetry import TelemetryError, as_text
 
 Run = Annotated[str | None, Query(description="only the run of this id", max_length=200)]
 Rank = Annotated[int | None, Query(description="only this rank", ge=0, le=1 << 31)]
@@ -181,7 +181,7 @@ def create_app(
         try:
             await watch.now()
         except TelemetryError as error:
-            problem = str(error)
+            problem = as_text(str(error))
         health = sidecar.health(watch.last, problem, events.subscribers)
         return _json(health.model_dump_json().encode(), 200 if health.ready else 503)
 
@@ -197,7 +197,7 @@ def create_app(
 
     @app.exception_handler(TelemetryError)
     async def directory_lost(_: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"detail": str(error)}, status_code=503)
+        return JSONResponse({"detail": as_text(str(error))}, status_code=503)
 
     @app.exception_handler(NotHereError)
     async def not_here(_: Request, error: Exception) -> JSONResponse:

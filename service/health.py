@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 
 from service.version import own_version
 from service.view import RankView, RunView, View
+from tiering.telemetry import as_text
 
 
 class Alive(BaseModel):
@@ -79,6 +80,7 @@ class Sidecar:
     directory: str
     expect: int | None = None
     started_at: float = field(default_factory=time.time)
+    _began: float = field(default_factory=time.monotonic)  # a clock that nobody sets
 
     def health(self, view: View | None, problem: str | None, subscribers: int) -> Health:
         """Of now; ``view`` is the last one there was, and ``problem`` why there is none newer."""
@@ -89,8 +91,8 @@ class Sidecar:
             reasons=reasons,
             version=own_version(),
             started_at=self.started_at,
-            uptime=time.time() - self.started_at,
-            directory=self.directory,
+            uptime=time.monotonic() - self._began,
+            directory=as_text(self.directory),
             directory_problem=problem,
             last_reading_at=None if view is None else view.taken_at,
             readings=0 if view is None else view.readings,

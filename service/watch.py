@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from service.view import FRESH_SECONDS, View, view_of
-from tiering.telemetry import TelemetryError, find_pages, run_directory, sweep
+from tiering.telemetry import TelemetryError, as_text, find_pages, run_directory, sweep
 
 KEEP_STALE_SECONDS = 30.0  # long enough for an operator to see that a run died
 MAX_AGE = 0.25  # seconds; ranks publish no more often
@@ -64,6 +64,8 @@ class Watch:
                     self._last = self._read()
                 except TelemetryError as error:
                     self._refusal = error
+                except OSError as error:  # no descriptor left, or a disk that fails
+                    self._refusal = self._unreadable(error)
                 self._read_at = time.monotonic()
         return self._told()
 
@@ -88,16 +90,21 @@ class Watch:
         view = view_of(readings, taken_at, fresh_seconds=self._fresh_seconds)
         before = self._last or View(0.0, ())
         changes = before.changes + (before.readings == 0 or view.tells_more_than(before))
-        return replace(view, directory=str(self.directory), readings=before.readings + 1, changes=changes)
+        return replace(
+            view, directory=as_text(str(self.directory)), readings=before.readings + 1, changes=changes
+        )
 
     def _look_inside(self) -> None:
         """Nothing there, or nothing to be seen? find_pages takes them for the same."""
         try:
             next(self.directory.iterdir(), None)
         except OSError as error:
-            raise TelemetryError(
-                f"run directory {self.directory} cannot be read: {error.strerror}; give it back to its owner, mode 0700"
-            ) from error
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> TelemetryError:
+        return TelemetryError(
+            f"run directory {self.directory} cannot be read: {error.strerror}; it should be its owner's, with mode 0700"
+        )
 
     def _sweep(self) -> None:
         with suppress(OSError):  # of a file system that has become read-only: what stays is shown for longer

@@ -221,10 +221,10 @@ def host_of(authority: str) -> str | None:
 
 def _is_address(host: str) -> bool:
     try:
-        ipaddress.ip_address(host)
+        address = ipaddress.ip_address(host)
     except ValueError:
         return False
-    return True
+    return getattr(address, "scope_id", None) is None  # what follows a "%" may be anything
 
 
 def _not_for(scope: Scope, access: Access) -> Refusal | None:

@@ -180,6 +180,12 @@ def be_modest(niceness: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def most_connections() -> int:
+    """MAX_CONNECTIONS, or half of the descriptors that we may have: others are for files and who is not counted yet."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(MAX_CONNECTIONS, most // 2)
+
+
 def serve(app: ASGIApp, place: Place, greeting: str) -> None:
     """Answer at ``place`` until SIGINT or SIGTERM; ``greeting`` is printed once that is under way."""
     config = uvicorn.Config(
@@ -188,6 +194,7 @@ def serve(app: ASGIApp, place: Place, greeting: str) -> None:
         ws="none",
         loop="asyncio",
         lifespan="on",
+        log_config=None,  # problems go to standard error; uvicorn's own needs a standard output to start
         log_level="error",
         access_log=False,
         server_header=False,
@@ -272,10 +279,11 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         self._idle_since = self.loop.time()
+        self._most = most_connections()
         self._head = _Deadline(self.loop, transport, HEAD_SECONDS)
         self._reader = _Deadline(self.loop, transport, READ_SECONDS)
         self._head.start()
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > self._most:
             self._longest_idle().drop()
 
     def _longest_idle(self) -> _Connection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import errno
 import math
 import os
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -277,6 +279,20 @@ def test_a_lost_directory_is_a_503_with_the_reason_until_it_is_back(
         closed.setattr("service.watch.find_pages", lambda _: [])
         assert "cannot be read: Permission denied" in problem()
     assert the_rank(client)["state"] == "live"
+
+
+def test_a_directory_of_any_name_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / os.fsdecode(b"\xff")
+    client = TestClient(create_app(directory, max_age=0), base_url="http://localhost")
+    for path in ("/v1/status", "/healthz"):
+        assert client.get(path).json()["directory"] == f"{tmp_path}/?"
+    monkeypatch.setattr(
+        "service.watch.find_pages", Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
+    )
+    for path in ("/v1/status", "/metrics"):
+        refused = client.get(path)
+        assert refused.status_code == 503
+        assert f"{tmp_path}/? cannot be read: Too many open files" in refused.json()["detail"]
 
 
 def test_a_bad_directory_is_refused_at_start(tmp_path: Path) -> None:

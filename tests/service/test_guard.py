@@ -43,7 +43,8 @@ def client(directory: Path) -> TestClient:
             Access(),
             "127.0.0.1 127.0.0.1:8471 [::1] [::1]:8471 192.0.2.7 localhost LOCALHOST:80 localhost. localhost:",
             "evil.example localhost.evil.example 127.0.0.1.evil.example evil.example:8471 ::1 [::1 [localhost] "
-            "localhost:x localhost:80:80 user@localhost 127.0.0.1@evil.example 2130706433 localhost,evil.example",
+            "localhost:x localhost:80:80 user@localhost 127.0.0.1@evil.example 2130706433 localhost,evil.example "
+            "[::1%evil.example]",
             id="loopback",
         ),
         pytest.param(
@@ -187,7 +188,9 @@ def test_only_the_token_opens_what_holds_data(directory: Path, monkeypatch: pyte
         judged.append(given)
         return hmac.compare_digest(given, token)
 
-    monkeypatch.setattr(service.http.guard, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)}))
+    monkeypatch.setattr(
+        service.http.guard, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)})
+    )
     app = create_app(directory, access=Access(token=TOKEN.encode(), requests_per_second=1e6))
     client = TestClient(app, base_url=HERE)
 

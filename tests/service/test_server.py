@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from service.http.server import most_connections
+
 from .processes import Sidecar, running, tierd, until
 
 TOKEN = "Zm9yZ2V0LW1lLW5vdC4"
@@ -130,6 +132,12 @@ def test_no_crowd_of_clients_takes_the_machine_from_training(sidecar: Sidecar) -
     ended_well(process)
 
 
+def test_connections_run_out_before_descriptors_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for descriptors, connections in ((1 << 20, 512), (1024, 512), (128, 64)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, most=descriptors: (most, most))
+        assert most_connections() == connections
+
+
 def test_what_is_no_request_is_refused_without_a_word(sidecar: Sidecar) -> None:
     """Nobody fills the log of an operator, nor the memory; bodies are not waited for."""
     for said, status in (
@@ -201,6 +209,22 @@ def test_a_unix_socket_is_its_owners_alone_and_gone_at_the_end(tmp_path: Path) -
             finally:
                 process.kill()
     assert not path.exists()
+
+
+def test_it_needs_no_standard_output(tmp_path: Path) -> None:
+    path = tmp_path / "tierd.sock"
+    with subprocess.Popen(
+        [sys.executable, "-m", "service.cli", "--uds", str(path), "--dir", str(tmp_path / "run")],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: os.close(1),
+    ) as process:
+        try:
+            until(lambda: path.exists() or process.poll() is not None)
+            assert at_socket(path).endswith('{"status":"ok"}')
+            ended_well(process)
+        finally:
+            process.kill()
 
 
 def test_only_a_socket_without_a_listener_is_replaced(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from service.health import ready
+from service.health import Sidecar, ready
 from service.history import LENGTH, History
 from service.view import NotHereError, View, view_of
 from tiering.telemetry import (
@@ -211,6 +212,15 @@ def test_history_comes_from_counters_over_the_time_between_publications() -> Non
     history.add(view_of([counting(0, 1.0, 200, 0.1), lost(counting(1, 0.5, 50, 0.2))], NOW + 1))
     known, unknown = history.of("gpt-1")[2:]
     assert (known.read, known.used["host"], unknown.read) == (pytest.approx(100.0), 5, None)
+
+
+def test_a_clock_that_is_set_back_makes_no_time_run_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    history, sidecar = History(), Sidecar("/run")
+    for second in (0, 1, 2, -3599, -3598):
+        history.add(view_of([live()], NOW + second))
+    assert [entry.at - NOW for entry in history.of("gpt-1")] == [-3599, -3598]
+    monkeypatch.setattr(time, "time", lambda: NOW - 3600)
+    assert sidecar.health(None, None, 0).uptime >= 0
 
 
 def test_history_forgets_what_is_old_and_who_is_gone() -> None:

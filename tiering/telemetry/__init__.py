@@ -1,9 +1,9 @@
 """Counters that outlive the process that counted them: one small page per rank, in a per-user run directory.
 
     snapshot.py     what a page says again and again     description.py   what it says once
-    page.py         the file: format, writer, reader, sweeper
+    page.py         the file: its format and its reader    writer.py        its writer
+    directory.py    where pages live, who may look, and the sweeper
     publisher.py    the thread that keeps a page fresh while training runs
-    directory.py    where pages live, and who may look
 
 Imports no torch. Directories are 0700 and pages 0600; what another user owns is refused or ignored.
 """
@@ -16,10 +16,11 @@ from tiering.telemetry.description import (
     PlanStatus,
     SettingStatus,
 )
-from tiering.telemetry.directory import run_directory
-from tiering.telemetry.page import Page, PageReading, PageWriter, find_pages, sweep
+from tiering.telemetry.directory import find_pages, plain_name, run_directory, sweep
+from tiering.telemetry.page import Page, PageReading, as_text
 from tiering.telemetry.publisher import Publisher
 from tiering.telemetry.snapshot import (
+    RECENT_STEPS,
     ActivationStatus,
     CheckpointStatus,
     CollectiveStatus,
@@ -27,13 +28,16 @@ from tiering.telemetry.snapshot import (
     IoEngineStatus,
     LatencyStatus,
     PathStatus,
+    Phase,
     Snapshot,
     StepRecord,
     TierStatus,
     with_rates,
 )
+from tiering.telemetry.writer import PageWriter
 
 __all__ = [
+    "RECENT_STEPS",
     "ActivationStatus",
     "CheckpointStatus",
     "CollectiveStatus",
@@ -46,6 +50,7 @@ __all__ = [
     "PageReading",
     "PageWriter",
     "PathStatus",
+    "Phase",
     "PlanStatus",
     "PlannedTier",
     "Publisher",
@@ -54,7 +59,9 @@ __all__ = [
     "StepRecord",
     "TelemetryError",
     "TierStatus",
+    "as_text",
     "find_pages",
+    "plain_name",
     "run_directory",
     "sweep",
     "with_rates",

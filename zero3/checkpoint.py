@@ -64,6 +64,7 @@ class Checkpoints:
         self._directory: CheckpointDirectory | None = None
         self._under_way: UnderWay | None = None
         self._last: Saving | None = None
+        self._shown: Saving | None = None  # the last one, or a later one that could not even begin
         self._saved = self._failed = 0
         self._standstill = Standstill(parts.tiers.stalls)
         self._half_loaded: set[nn.Parameter] = set()  # what loads were filling when they failed
@@ -86,7 +87,11 @@ class Checkpoints:
         tag = tag if tag is not None else f"global_step{self._updates.steps}"
         asked = Asked(str(save_dir), tag, latest, exclude_frozen, keep, background)
         with self._standstill.now():
-            under_way = self._begin(asked, client_state)
+            try:
+                under_way = self._begin(asked, client_state)
+            except TieringError as error:
+                self._note_refused(asked, error)
+                raise
             with deferred_interrupts():  # what is under way has begun
                 self._under_way = under_way
                 if self._collectives is not None:
@@ -119,7 +124,7 @@ class Checkpoints:
 
     def status(self) -> CheckpointStatus:
         """What has become of saves so far. Any thread may ask."""
-        last = self._last
+        last = self._shown
         told = CheckpointStatus(under_way=self.progress > 0, saved=self._saved, failed=self._failed)
         if last is None:
             return told
@@ -257,6 +262,14 @@ class Checkpoints:
         saving = Saving(self, partial.parent / asked.tag, asked.tag)
         return UnderWay(asked, saving, savers[0], self._manifest(share), partial, self._standstill)
 
+    def _note_refused(self, asked: Asked, error: TieringError) -> None:
+        """A save has failed before it began: whoever called it knows, and the sidecar is to tell others."""
+        refused = Saving(self, Path(asked.save_dir) / asked.tag, asked.tag)
+        refused.error, refused.ended_at, refused.done = error, time.time(), True
+        refused.seconds, refused.stalled = self._standstill.lasted, self._standstill.stalled
+        self._shown = refused
+        self._failed += 1
+
     def _opened(self, save_dir: Path) -> CheckpointDirectory:
         """The directory ``save_dir``, which is this engine's until it saves elsewhere."""
         wanted = CheckpointDirectory(save_dir)
@@ -356,7 +369,7 @@ class Checkpoints:
         self._under_way = None
         self._parts.optimizer.before_change = _nothing_is_saved
         uncommitted.discard(under_way.saving.path)
-        self._last = under_way.saving
+        self._last = self._shown = under_way.saving
         self._saved += self._last.error is None
         self._failed += self._last.error is not None
 

@@ -17,6 +17,7 @@ import torch
 
 from tiering.aio import AioContext
 from tiering.config import TelemetryConfig
+from tiering.errors import CheckpointError
 from tiering.plan import Tier
 from tiering.telemetry import CheckpointStatus, Snapshot, find_pages
 from zero3 import room, run_record, timeline
@@ -206,9 +207,15 @@ def test_an_engine_that_cannot_go_on_says_why(
 def test_saves_are_told(start: Callable[..., Any], tmp_path: Path) -> None:
     engine = start()
     assert engine.snapshot().checkpoint == CheckpointStatus()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError):
+        engine.save_checkpoint(tmp_path / "file", tag="nowhere")
+    refused = engine.snapshot().checkpoint
+    assert (refused.saved, refused.failed, refused.path) == (0, 1, str(tmp_path / "file" / "nowhere"))
+    assert refused.error and refused.nbytes == 0
     engine.save_checkpoint(tmp_path / "saves", tag="first")
     saved = engine.snapshot().checkpoint
-    assert (saved.under_way, saved.saved, saved.failed, saved.error) == (False, 1, 0, "")
+    assert (saved.under_way, saved.saved, saved.failed, saved.error) == (False, 1, 1, "")
     assert saved.path == str(tmp_path / "saves" / "first")
     assert saved.seconds >= saved.stalled > 0
     assert saved.ended_at >= engine.snapshot().started_at

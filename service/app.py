@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,15 +13,21 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 
-from service.answers.bandwidth import RankBandwidth, bandwidth
-from service.answers.by_rank import ByRank
-from service.answers.config import RankConfig, config
 from service.answers.examples import with_examples
 from service.answers.history import Histories, history
+from service.answers.of_rank import (
+    ByRank,
+    RankBandwidth,
+    RankConfig,
+    RankSteps,
+    RankTiers,
+    bandwidth,
+    config,
+    steps,
+    tiers,
+)
 from service.answers.plan import RankPlan, plan
 from service.answers.status import Runs, RunStatus, Status, run_status, runs, status
-from service.answers.steps import RankSteps, steps
-from service.answers.tiers import RankTiers, tiers
 from service.events import Events, Subscription
 from service.health import Alive, Health, Readiness, Sidecar, ready
 from service.history import History
@@ -39,6 +45,23 @@ Interval = Annotated[float, Query(description="seconds between events, at least"
 ASKED: dict[int | str, dict[str, Any]] = {
     404: {"model": Refused, "description": "What is asked for has no page on this node"},
     422: {"model": Refused, "description": "A parameter is not what it should be"},
+}
+
+Answering = Callable[..., Awaitable[Response]]
+OF_RANKS: dict[str, tuple[object, Callable[[View, str | None, int | None], BaseModel], str]] = {
+    "tiers": (ByRank[RankTiers], tiers, "What each tier holds, may hold and held at most."),
+    "bandwidth": (
+        ByRank[RankBandwidth],
+        bandwidth,
+        "Each path in both directions, and collectives: now, on average, at most; latencies; in flight.",
+    ),
+    "steps": (ByRank[RankSteps], steps, "The recent steps, and where their time went."),
+    "config": (
+        ByRank[RankConfig],
+        config,
+        "The configuration in effect, with the origin of each value.",
+    ),
+    "plan": (ByRank[RankPlan], plan, "What the placement said, beside what is."),
 }
 
 
@@ -105,35 +128,22 @@ def create_app(
         (run,) = view.select(run_id)
         return _json(_of(view, ("run", run_id), lambda: run_status(run, past.latest)))
 
-    @app.get("/v1/tiers", response_model=ByRank[RankTiers], responses=ASKED)
-    async def get_tiers(run: Run = None, rank: Rank = None) -> Response:
-        """What each tier holds, may hold and held at most."""
-        view = await watch.now()
-        return _json(_of(view, ("tiers", run, rank), lambda: tiers(view, run, rank)))
+    def by_rank(noun: str, answer: Callable[[View, str | None, int | None], BaseModel]) -> Answering:
+        async def answered(run: Run = None, rank: Rank = None) -> Response:
+            view = await watch.now()
+            return _json(_of(view, (noun, run, rank), lambda: answer(view, run, rank)))
 
-    @app.get("/v1/bandwidth", response_model=ByRank[RankBandwidth], responses=ASKED)
-    async def get_bandwidth(run: Run = None, rank: Rank = None) -> Response:
-        """Each path in both directions, and collectives: now, on average, at most; latencies; in flight."""
-        view = await watch.now()
-        return _json(_of(view, ("bandwidth", run, rank), lambda: bandwidth(view, run, rank)))
+        return answered
 
-    @app.get("/v1/steps", response_model=ByRank[RankSteps], responses=ASKED)
-    async def get_steps(run: Run = None, rank: Rank = None) -> Response:
-        """The recent steps, and where their time went."""
-        view = await watch.now()
-        return _json(_of(view, ("steps", run, rank), lambda: steps(view, run, rank)))
-
-    @app.get("/v1/config", response_model=ByRank[RankConfig], responses=ASKED)
-    async def get_config(run: Run = None, rank: Rank = None) -> Response:
-        """The configuration in effect, with the origin of each value."""
-        view = await watch.now()
-        return _json(_of(view, ("config", run, rank), lambda: config(view, run, rank)))
-
-    @app.get("/v1/plan", response_model=ByRank[RankPlan], responses=ASKED)
-    async def get_plan(run: Run = None, rank: Rank = None) -> Response:
-        """What the placement said, beside what is."""
-        view = await watch.now()
-        return _json(_of(view, ("plan", run, rank), lambda: plan(view, run, rank)))
+    for noun, (model, answer, told) in OF_RANKS.items():
+        app.add_api_route(
+            f"/v1/{noun}",
+            by_rank(noun, answer),
+            name=f"get_{noun}",
+            description=told,
+            response_model=model,
+            responses=ASKED,
+        )
 
     @app.get("/v1/history", response_model=Histories, responses=ASKED)
     async def get_history(run: Run = None) -> Response:

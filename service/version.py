@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 
+@cache
 def own_version() -> str:
     """That of the installed package; "unknown" in a source tree that was never installed."""
     try:

@@ -98,6 +98,8 @@ class Watch:
         """Nothing there, or nothing to be seen? find_pages takes them for the same."""
         try:
             next(self.directory.iterdir(), None)
+        except FileNotFoundError:  # nobody has published yet
+            pass
         except OSError as error:
             raise self._unreadable(error) from error
 

@@ -9,13 +9,10 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from service.answers.bandwidth import bandwidth
-from service.answers.config import config
 from service.answers.history import history
+from service.answers.of_rank import bandwidth, config, steps, tiers
 from service.answers.plan import plan
 from service.answers.status import run_status, runs, status
-from service.answers.steps import steps
-from service.answers.tiers import tiers
 from service.health import Alive, Health, ready
 from service.history import Entry
 from service.view import RankView, RunView, View

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from pydantic import BaseModel, Field
 
-from service.answers.by_rank import ByRank, OfRank, by_rank
+from service.answers.of_rank import ByRank, OfRank, by_rank
+from service.recent import steady
 from service.view import RankView, View
 from tiering.telemetry import PlanStatus, Snapshot, TierStatus
 
@@ -47,14 +50,14 @@ def compared(planned: PlanStatus, said: Snapshot) -> list[PlanAndReality]:
         )
         for tier in planned.tiers
     ]
-    recent = said.steps[1:] if len(said.steps) > 1 else said.steps  # the first one finds its order
+    recent = steady(said)
     for name, bytes_planned, moved in (
         ("read from NVMe", planned.read, [step.read_bytes for step in recent]),
         ("written to NVMe", planned.written, [step.written_bytes for step in recent]),
         ("sent to other ranks", planned.sent, [step.sent_bytes for step in recent]),
     ):
         total = sum(bytes_planned.values())
-        middle = sorted(moved)[len(moved) // 2] if moved else None
+        middle = round(median(moved)) if moved else None
         if total or middle:
             pairs.append(PlanAndReality(name=name, unit="bytes per step", planned=total, found=middle))
     return pairs

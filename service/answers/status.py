@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, PlainSerializer, WithJsonSchema
 
 from service.advice import Advice, advise
-from service.answers.numbers import Number
 from service.history import Entry
 from service.recent import recent
 from service.view import RankView, RunView, State, View
@@ -21,6 +21,20 @@ from tiering.telemetry import (
     StepRecord,
     TierStatus,
 )
+
+
+def _named(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+# JSON has no NaN, and a diverged loss must not look like a missing one.
+Number = Annotated[
+    float,
+    PlainSerializer(_named, return_type=float | str),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}),
+]
 
 
 class RankStatus(BaseModel):

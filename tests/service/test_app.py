@@ -262,12 +262,14 @@ def test_a_lost_directory_is_a_503_with_the_reason_until_it_is_back(
         return told
 
     assert get(client, "/v1/status")["runs"] == []
+    assert not directory.exists(), "who only looks makes nothing"
+    directory.mkdir(0o700)
     directory.chmod(0o777)
     assert "writable by others" in problem()
     directory.chmod(0o700)
     assert get(client, "/v1/status")["runs"] == []
     directory.rmdir()
-    assert get(client, "/v1/status")["runs"] == []  # made again
+    assert get(client, "/v1/status")["runs"] == []
     publishing(directory, SAID)
     assert the_rank(client)["state"] == "live"
 

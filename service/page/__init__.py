@@ -1,11 +1,12 @@
 """The page at ``/``: a few static files, read once and served by name. No path is ever made of what somebody asks for.
 
 index.html   what is on the page, empty     tierd.css   how it looks, light and dark
-tierd.js     which run is shown, and when   theme.js    light or dark, before the first paint
-follow.js    the events of the sidecar, again after every loss, with a token where one is wanted
+tierd.js     which run is shown, and when   chrome.js   what stands around the figures
+theme.js     light or dark                  follow.js   the events of the sidecar, again after every loss
 figures.js   numbers as words               totals.js   ranks added up
 patch.js     a description of elements brought into the document with as few changes as possible
-run.js       a run in short, its warnings   tables.js   tiers, plan, paths, ranks
+run.js       a run in short, its warnings   tiers.js    tiers, and the plan against reality
+paths.js     swap paths and collectives     ranks.js    the ranks
 steps.js     the recent steps               settings.js the configuration
 charts.js    bandwidth and stalls over time, drawn by vendor/uPlot
 """

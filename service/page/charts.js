@@ -1,10 +1,10 @@
-// Bandwidth and stalls over the last ten minutes: what the sidecar remembers, then what its events add.
+// Bandwidth and stalls over the last ten minutes: what /v1/history has, then the latest entry of each event.
 
 import {clock, most, percent, plural, rate, sum} from "./figures.js";
 import {h, patch, table} from "./patch.js";
-import {counters} from "./totals.js";
 
 const WINDOW = 600; // seconds
+const GAP = 10; // seconds
 const POINTS = 120; // of a line
 
 /** One entry a second of a run: Unix times, and values that are null where nothing was known. */
@@ -12,7 +12,6 @@ export class Series {
   constructor() {
     this.at = [];
     this.values = {read: [], written: [], sent: [], stall: []};
-    this.last = null;
   }
 
   /** Starts with what /v1/history tells of a run. */
@@ -22,25 +21,14 @@ export class Series {
       this.values[name] = this.at.map((_, i) => history[name]?.[i] ?? null);
   }
 
-  get latest() {
-    return Object.fromEntries(Object.entries(this.values).map(([name, values]) => [name, values.at(-1)]));
-  }
-
-  /** Adds what happened between the last status of the run and this one. */
-  add(run, at) {
-    const now = counters(run, at),
-      before = this.last;
-    const took = before ? at - before.at : 0;
-    if (before && took < 0.5) return;
-    this.last = now;
-    if (!before || at <= (this.at.at(-1) ?? 0)) return;
-    const same = before.ranks === now.ranks && took < 30 && run.state !== "ended";
-    this.at.push(at);
-    for (const [name, values] of Object.entries(this.values)) {
-      const per = same ? Math.max(0, now[name] - before[name]) / took : null;
-      values.push(name === "stall" && per !== null ? Math.min(1, per) : per);
-    }
-    const old = this.at.findIndex(time => time >= at - WINDOW);
+  /** Adds an entry, unless it is there. */
+  add(entry) {
+    const last = this.at.at(-1) ?? 0;
+    if (!entry || entry.at <= last) return;
+    const gap = last && entry.at - last > GAP; // over which no line may go
+    this.at.push(entry.at);
+    for (const [name, values] of Object.entries(this.values)) values.push(gap ? null : entry[name]);
+    const old = this.at.findIndex(time => time >= entry.at - WINDOW);
     for (const list of [this.at, ...Object.values(this.values)]) list.splice(0, old);
   }
 }
@@ -73,9 +61,11 @@ function color(name) {
 
 const faint = solid => solid.replace("rgb(", "rgba(").replace(")", ", 0.12)");
 
-/** Ticks for bytes at powers of two, which read as round numbers. */
-function byteTicks(_, __, low, high) {
-  const step = 2 ** Math.ceil(Math.log2(Math.max(high - low, 4) / 4));
+/** Four or five round numbers, zero among them. */
+function roundTicks(_, __, low, high) {
+  const rough = Math.max(high, 4) / 4;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find(factor => factor * power >= rough);
   const ticks = [];
   for (let tick = 0; tick <= high; tick += step) ticks.push(tick);
   return ticks;
@@ -250,8 +240,8 @@ export function charts() {
     new Chart(document.getElementById("bandwidth"), {
       name: "Bandwidth",
       format: rate,
-      top: high => Math.max(high || 0, 1024) * 1.1,
-      ticks: byteTicks,
+      top: high => Math.max(high || 0, 1000) * 1.1,
+      ticks: roundTicks,
       series: [
         {name: "read", label: "read"},
         {name: "written", label: "written", dash: [6, 3]},

@@ -6,21 +6,26 @@ const known = value => typeof value === "number" && Number.isFinite(value);
 const spaced = (value, unit) => `${value}\u00a0${unit}`;
 const digits = value => (value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(2));
 
-const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+const BINARY = [1024, "B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+const DECIMAL = [1000, "B", "kB", "MB", "GB", "TB", "PB", "EB"];
 
-/** Bytes in binary units, with three digits. */
-export function bytes(value) {
+function scaled(value, [base, ...units]) {
   if (!known(value)) return UNKNOWN;
-  if (value < 0) return `−${bytes(-value)}`;
   let unit = 0;
-  while (value >= 999.5 && unit < UNITS.length - 1) {
-    value /= 1024;
+  while (value >= 999.5 && unit < units.length - 1) {
+    value /= base;
     unit++;
   }
-  return spaced(unit === 0 ? value.toFixed(0) : digits(value), UNITS[unit]);
+  return spaced(unit === 0 ? value.toFixed(0) : digits(value), units[unit]);
 }
 
-export const rate = value => (known(value) ? `${bytes(value)}/s` : UNKNOWN);
+/** Bytes of memory or of a disk, with three digits. */
+export const bytes = value => scaled(value, BINARY);
+
+/** Bytes that were moved: in units of 1000, as disks and networks have it, and everything else that tierd prints. */
+export const moved = value => scaled(value, DECIMAL);
+
+export const rate = value => (known(value) ? `${moved(value)}/s` : UNKNOWN);
 
 /** A duration. */
 export function seconds(value) {

@@ -2,6 +2,7 @@
 
 import {clock, count, most, percent, plain, plural, rate, rough, seconds, UNKNOWN} from "./figures.js";
 import {h, marked} from "./patch.js";
+import {moving} from "./totals.js";
 
 const RUN_STATES = {training: ["Training", "good"], degraded: ["Degraded", "poor"], ended: ["Ended", "over"]};
 
@@ -23,12 +24,6 @@ export function about(run) {
       : null,
   ];
   return [said.filter(Boolean).join(" · "), run.id !== run.name ? [" · ", h("code", {}, run.id)] : null];
-}
-
-/** Samples of all ranks per second, at the pace of the recent steps. */
-function samplesPerSecond(run) {
-  const rank = run.ranks.find(one => one.samples > 0 && one.step > 0);
-  return rank && run.step_seconds > 0 ? rank.samples / rank.step / run.step_seconds : null;
 }
 
 /** What the ranks are in, and since when where that is long. */
@@ -60,12 +55,16 @@ function checkpoint(ranks, at) {
   ];
 }
 
-/** `moving`: bytes per second of the last moment that was measured. */
-export function facts(run, at, moving) {
-  const ranks = run.ranks.filter(rank => rank.pid !== null);
+/** Facts of all `ranks`, or of the only one. */
+export function facts(run, ranks, at) {
+  const alone = ranks.length === 1 && run.ranks.length > 1;
+  const of = alone ? ranks[0] : run;
   const last = most(ranks.map(rank => rank.steps.at(-1)?.seconds));
   const first = ranks[0] || {};
   const live = run.state !== "ended";
+  const rates = alone
+    ? {read: moving(first, "read"), written: moving(first, "written")}
+    : run.latest || {read: null, written: null};
   const until = live ? at : most(ranks.map(rank => at - (rank.heartbeat_age ?? 0)));
   const extra = [
     ["gradient norm", first.gradient_norm],
@@ -78,7 +77,7 @@ export function facts(run, at, moving) {
   return [
     [
       "Step",
-      count(run.step),
+      count(of.step),
       [
         first.global_step > first.step ? `${count(first.global_step)} in all` : null,
         live ? phase(ranks, run, at) : null,
@@ -86,20 +85,20 @@ export function facts(run, at, moving) {
         .filter(Boolean)
         .join(", "),
     ],
-    ["Step time", seconds(run.step_seconds), last === null ? "" : `last one ${seconds(last)}`],
-    ["Stalled", percent(run.stall_share), "of the recent steps"],
+    ["Step time", seconds(of.step_seconds), last === null ? "" : `last one ${seconds(last)}`],
+    ["Stalled", percent(of.stall_share), "of the recent steps"],
     [
       "Samples",
-      samplesPerSecond(run) === null ? UNKNOWN : `${rough(samplesPerSecond(run))}/s`,
-      first.samples ? `${count(first.samples)} so far` : "",
+      typeof run.samples_per_second === "number" ? `${rough(run.samples_per_second)}/s` : UNKNOWN,
+      first.samples ? `${count(first.samples)} of all ranks` : "",
     ],
     [
       "Loss",
-      typeof run.loss === "string" ? h("span", {class: "bad"}, plain(run.loss)) : plain(run.loss),
+      typeof of.loss === "string" ? h("span", {class: "bad"}, plain(of.loss)) : plain(of.loss),
       first.skipped_steps ? `${plural(first.skipped_steps, "step")} skipped` : extra[0] || "",
     ],
-    swaps ? ["Reading", live ? rate(moving.read) : UNKNOWN, "from NVMe"] : null,
-    swaps ? ["Writing", live ? rate(moving.written) : UNKNOWN, "to NVMe"] : null,
+    swaps ? ["Reading", live ? rate(rates.read) : UNKNOWN, "from NVMe"] : null,
+    swaps ? ["Writing", live ? rate(rates.written) : UNKNOWN, "to NVMe"] : null,
     [
       "Running for",
       run.started_at && until ? seconds(Math.max(0, until - run.started_at)) : UNKNOWN,

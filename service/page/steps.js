@@ -1,17 +1,18 @@
 // The recent steps side by side, each as high as it took long: its phases, and within it the stalls by their causes.
 
-import {bytes, count, most, percent, plural, seconds, sum} from "./figures.js";
-import {median, slowest} from "./totals.js";
+import {count, most, moved, percent, plural, seconds, sum} from "./figures.js";
+import {slowest} from "./totals.js";
 import {h, patch} from "./patch.js";
 
-const PHASES = ["forward", "backward", "update"];
+// By the names that phases have everywhere; a step's record has the last one under another.
+const PHASES = {forward: "forward", backward: "backward", step: "update"};
 export const causeClass = cause => `cause-${cause.replaceAll(/[^a-z]+/g, "-")}`;
 
-const phaseClass = name => name.split(" ")[0];
+const phaseClass = name => `phase-${name.split(" ")[0]}`;
 
 function parts(step) {
-  const named = PHASES.map(name => [name, step[name]]);
-  return [...named, ["between phases", Math.max(0, step.seconds - sum(PHASES.map(name => step[name])))]];
+  const named = Object.entries(PHASES).map(([name, key]) => [name, step[key]]);
+  return [...named, ["between phases", Math.max(0, step.seconds - sum(named.map(([, time]) => time)))]];
 }
 
 const causes = step => {
@@ -115,8 +116,8 @@ function breakdown(step, follows) {
     h(
       "p",
       {class: "soft"},
-      `read ${bytes(step.read_bytes)}, wrote ${bytes(step.written_bytes)}`,
-      step.sent_bytes ? `, sent ${bytes(step.sent_bytes)}` : "",
+      `read ${moved(step.read_bytes)}, wrote ${moved(step.written_bytes)}`,
+      step.sent_bytes ? `, sent ${moved(step.sent_bytes)}` : "",
     ),
   );
 }
@@ -184,17 +185,17 @@ export class Steps {
     const longest = most(this.steps.map(step => step.seconds)) || 1;
     const shown = this.at(this.pointed ?? this.chosen),
       chosen = this.at(this.chosen);
-    const stalled =
-      sum(this.steps.map(step => step.stall)) / Math.max(sum(this.steps.map(step => step.seconds)), 1e-9);
     const seen = new Set(this.steps.flatMap(step => causes(step).map(([cause]) => cause)));
     patch(
       this.box,
       h(
         "p",
         {class: "soft"},
-        `${plural(this.steps.length, "step")}${this.of ? ` of ${this.of}` : ""}: half of them took at most `,
-        `${seconds(median(this.steps.map(step => step.seconds)))}, the longest ${seconds(longest)}; `,
-        `${percent(stalled)} of their time was stall.`,
+        `${plural(this.steps.length, "step")}${this.of ? ` of ${this.of}` : ""}, the longest ${seconds(longest)}. `,
+        typeof this.rank.step_seconds === "number"
+          ? `Half of them took at most ${seconds(this.rank.step_seconds)}, and ${percent(this.rank.stall_share)} of ` +
+              `their time was stall; the first step of a run is left out of this.`
+          : "Medians come with the second step.",
       ),
       h(
         "div",
@@ -223,7 +224,7 @@ export class Steps {
       h(
         "ul",
         {class: "legend"},
-        [...PHASES, "between phases"].map(name =>
+        [...Object.keys(PHASES), "between phases"].map(name =>
           h("li", {}, h("i", {class: `swatch ${phaseClass(name)}`}), name),
         ),
         [...seen]

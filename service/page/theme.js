@@ -1,4 +1,43 @@
-// Before the first paint, so that who chose dark sees no white flash.
+// Light or dark. No module: it runs before the first paint, so that who chose dark sees no white flash.
 "use strict";
-const chosen = localStorage.getItem("tierd-theme");
-if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
+{
+  const KEY = "tierd-theme";
+  const NAMES = {system: "Auto", light: "Light", dark: "Dark"};
+  const THEMES = Object.keys(NAMES);
+  const root = document.documentElement;
+
+  const now = () => root.dataset.theme || "system";
+  const next = () => THEMES[(THEMES.indexOf(now()) + 1) % THEMES.length];
+
+  function choose(theme) {
+    if (theme === "light" || theme === "dark") root.dataset.theme = theme;
+    else delete root.dataset.theme;
+  }
+
+  function tell(button) {
+    button.dataset.now = now();
+    button.textContent = NAMES[now()];
+    button.setAttribute("aria-label", `Theme: ${NAMES[now()]}. Change to ${NAMES[next()].toLowerCase()}`);
+    document.dispatchEvent(new Event("themed"));
+  }
+
+  try {
+    choose(localStorage.getItem(KEY));
+  } catch {
+    // Site data are blocked: the choice holds until the page goes.
+  }
+  addEventListener("DOMContentLoaded", () => {
+    const button = document.getElementById("theme");
+    button.addEventListener("click", () => {
+      choose(next());
+      tell(button);
+      try {
+        localStorage.setItem(KEY, now());
+      } catch {
+        // The same.
+      }
+    });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => tell(button));
+    tell(button);
+  });
+}

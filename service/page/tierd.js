@@ -1,13 +1,15 @@
 // Which run is shown, and when: everything that the page knows between two events.
 
 import {charts, Series} from "./charts.js";
-import {clock, plural} from "./figures.js";
+import {link, lost, only, picks, where} from "./chrome.js";
 import {follow, get, token, TokenWanted} from "./follow.js";
 import {h, patch} from "./patch.js";
+import * as moving from "./paths.js";
+import {ranks as rankTable} from "./ranks.js";
 import * as summary from "./run.js";
 import {Settings} from "./settings.js";
 import {Steps} from "./steps.js";
-import * as tables from "./tables.js";
+import * as tiers from "./tiers.js";
 import * as totals from "./totals.js";
 
 const MOST_WARNINGS = 4;
@@ -20,7 +22,6 @@ const state = {
   series: new Series(),
   plan: [], // what /v1/plan tells of the ranks of that run
   planAt: 0,
-  link: "connecting",
 };
 const [bandwidth, stall] = charts();
 const steps = new Steps(at("steps"));
@@ -66,27 +67,29 @@ function show() {
   only(state.run ? "shown" : "nothing");
   if (!state.run) {
     document.title = "tierd";
-    return where();
+    return where(state.status.directory);
   }
   if (before?.id !== state.run.id) fresh();
-  else if (chosen) state.series.add(chosen, now);
+  else if (chosen) state.series.add(chosen.latest);
   const told = summary.news(before, state.run, now);
   if (told) at("news").textContent = told;
   draw(now);
 }
 
 /** Another run: what was known of the one before counts no more. */
-async function fresh() {
-  const run = state.run;
+function fresh() {
   state.series = new Series();
-  state.series.add(run, state.status.taken_at);
   state.plan = [];
+  remember();
+}
+
+/** Brings the charts what the sidecar remembers; they keep what they have while it does not come. */
+async function remember() {
+  const run = state.run.id;
   state.planAt = 0;
-  const told = await ask(`/v1/history?run=${encodeURIComponent(run.id)}`);
-  if (!told || state.run.id !== run.id) return;
-  const {last} = state.series;
+  const told = await ask(`/v1/history?run=${encodeURIComponent(run)}`);
+  if (!told || state.run.id !== run) return;
   state.series.fill(told.runs[0]);
-  state.series.last = last;
   draw(state.status.taken_at);
 }
 
@@ -118,7 +121,7 @@ const inScope = ranks => (scope() === null ? ranks : ranks.filter(one => one.ran
 
 function plan() {
   const ranks = inScope(state.plan);
-  patch(at("plan"), tables.plan(totals.compared(ranks), tables.planned(ranks)));
+  patch(at("plan"), tiers.plan(totals.compared(ranks), tiers.planned(ranks)));
 }
 
 function draw(now) {
@@ -128,7 +131,7 @@ function draw(now) {
     run.state === "training"
       ? `${run.name} · step ${run.step ?? 0} · tierd`
       : `${run.name} ${run.state} · tierd`;
-  picks();
+  picks(state.status.runs, run, scope());
   patch(at("name"), run.name);
   patch(at("state"), summary.runState(run));
   patch(at("about"), summary.about(run));
@@ -140,14 +143,14 @@ function draw(now) {
     h("code", {}, asked ?? ""),
     ", has no page here; this is another one.",
   );
-  patch(at("facts"), summary.facts(run, now, state.series.latest));
+  patch(at("facts"), summary.facts(run, ranks, now));
   warn();
-  patch(at("tiers"), tables.tiers(totals.tiers(ranks, run.device), ranks));
-  patch(at("paths"), tables.paths(totals.paths(ranks), ranks));
-  patch(at("ranks"), tables.ranks(run));
+  patch(at("tiers"), tiers.tiers(totals.tiers(ranks, run.device), ranks));
+  patch(at("paths"), moving.paths(totals.paths(ranks), ranks));
+  patch(at("ranks"), rankTable(run));
   const sent = totals.collectives(ranks);
   at("network").hidden = !sent.length;
-  patch(at("collectives"), sent.length ? tables.collectives(sent) : null);
+  patch(at("collectives"), sent.length ? moving.collectives(sent) : null);
   patch(at("outcome"), run.configuration || "This run does not tell its configuration.");
   patch(at("versions"), summary.versions(run));
   steps.show(ranks, scope());
@@ -171,69 +174,6 @@ function warn() {
   patch(rest, summary.warnings(run, shown));
 }
 
-function picks() {
-  const runs = state.status.runs.some(run => run.id === state.run.id)
-    ? state.status.runs
-    : [...state.status.runs, state.run];
-  const names = runs.map(run => run.name);
-  at("pick-run").hidden = runs.length < 2;
-  options(
-    at("run"),
-    runs.map(run => [
-      run.id,
-      names.filter(name => name === run.name).length > 1 ? `${run.name}, ${clock(run.started_at)}` : run.name,
-    ]),
-    state.run.id,
-  );
-  at("pick-rank").hidden = state.run.ranks.length < 2;
-  options(
-    at("rank"),
-    [
-      ["", `all ${state.run.ranks.length}`],
-      ...[...new Set(state.run.ranks.map(rank => rank.rank))].map(rank => [String(rank), String(rank)]),
-    ],
-    scope() === null ? "" : String(scope()),
-  );
-}
-
-function options(select, wantedOptions, chosen) {
-  patch(
-    select,
-    wantedOptions.map(([value, text]) => h("option", {key: value, value}, text)),
-  );
-  if (select.value !== chosen) select.value = chosen;
-}
-
-// What else there is to say about the link to the sidecar.
-
-function only(id) {
-  for (const one of ["waiting", "token", "nothing", "shown"]) at(one).hidden = one !== id;
-}
-
-const LINKS = {connecting: "connecting", live: "live", idle: "connected", lost: "no answer"};
-
-function link(now) {
-  if (state.link === "lost" && now !== "lost") at("news").textContent = "The sidecar answers again";
-  state.link = now;
-  at("link").dataset.link = now;
-  at("link").querySelector("span").textContent = LINKS[now];
-  at("trouble").hidden = now !== "lost";
-  at("main").classList.toggle("old", now === "lost");
-}
-
-function lost(reason, delay) {
-  if (state.link !== "lost") at("news").textContent = `The sidecar does not answer: ${reason}`;
-  link("lost");
-  const told = state.status ? ` The figures below are of ${clock(state.status.taken_at)}.` : "";
-  at("retry").hidden = delay === null;
-  patch(
-    at("trouble").querySelector("p"),
-    h("strong", {}, delay === null ? "The sidecar sees nothing" : "The sidecar does not answer"),
-    `: ${reason}.${told} Training is not affected.`,
-    delay === null ? "" : ` Next try in ${plural(Math.round(delay / 1000), "second")}.`,
-  );
-}
-
 function wanted() {
   connection?.stop();
   connection = null;
@@ -245,21 +185,13 @@ function wanted() {
   at("token-text").focus();
 }
 
-function where() {
-  const {directory} = state.status;
-  patch(
-    at("where"),
-    "This sidecar looks in ",
-    h("code", {}, directory),
-    ". Runs with another ",
-    h("code", {}, "TIERING_RUN_DIR"),
-    ", and those of other users, are not seen here.",
-  );
-}
-
 function connect() {
   connection?.stop();
-  connection = follow({status: heard, lost, wanted});
+  connection = follow({
+    status: heard,
+    lost: (reason, delay) => lost(reason, delay, state.status),
+    wanted,
+  });
   programs();
 }
 
@@ -268,29 +200,9 @@ function programs() {
   at("programs").hidden = token.get() !== null || !at("token").hidden;
 }
 
-const theme = at("theme");
-const THEMES = ["system", "light", "dark"];
-const themeNow = () => document.documentElement.dataset.theme || "system";
-
-function themed() {
-  const next = THEMES[(THEMES.indexOf(themeNow()) + 1) % THEMES.length];
-  theme.dataset.now = themeNow();
-  theme.textContent = {system: "Auto", light: "Light", dark: "Dark"}[themeNow()];
-  theme.setAttribute(
-    "aria-label",
-    `Theme: ${theme.textContent}. Change to ${next === "system" ? "auto" : next}`,
-  );
+document.addEventListener("themed", () => {
   if (state.run) for (const chart of [bandwidth, stall]) chart.restart();
-}
-
-theme.addEventListener("click", () => {
-  const next = THEMES[(THEMES.indexOf(themeNow()) + 1) % THEMES.length];
-  if (next === "system") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = next;
-  localStorage.setItem("tierd-theme", next);
-  themed();
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themed);
 at("run").addEventListener("change", event => pick(event.target.value, null));
 at("rank").addEventListener("change", event =>
   pick(state.run.id, event.target.value === "" ? null : Number(event.target.value)),
@@ -298,8 +210,14 @@ at("rank").addEventListener("change", event =>
 at("retry").addEventListener("click", () => connection?.again());
 at("token-form").addEventListener("submit", event => {
   event.preventDefault();
-  token.keep(at("token-text").value);
+  const given = at("token-text").value.trim();
   at("token-text").value = "";
+  // Fetch refuses a header with any other character, as if there were no connection.
+  if (!/^[\x21-\x7e]+$/.test(given)) {
+    at("token-refused").textContent = "No token has such characters: copy it again.";
+    return;
+  }
+  token.keep(given);
   only(state.run ? "shown" : "waiting");
   connect();
 });
@@ -307,12 +225,11 @@ addEventListener("hashchange", () => state.status && show());
 // Nobody looks at a hidden tab, and the sidecar has better things to do than to feed it.
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden) {
-    if (state.run) fresh();
+    if (state.run) remember();
     connect();
   } else if (connection) {
     connection.stop();
     connection = null;
   }
 });
-themed();
 connect();

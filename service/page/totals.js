@@ -94,49 +94,35 @@ export function compared(ranks) {
   }));
 }
 
-export const median = numbers => [...numbers].sort((a, b) => a - b)[Math.floor(numbers.length / 2)] ?? null;
-
 /** The rank whose recent steps take longest. */
 export function slowest(ranks) {
-  const taking = ranks
-    .filter(rank => rank.steps.length)
-    .map(rank => [median(rank.steps.map(step => step.seconds)), rank]);
-  return taking.sort((a, b) => b[0] - a[0])[0]?.[1] || null;
+  const stepping = ranks.filter(rank => rank.steps.length);
+  return stepping.sort((a, b) => (b.step_seconds ?? 0) - (a.step_seconds ?? 0))[0] || null;
 }
+
+/** Bytes per second that a rank moves in one direction. */
+export const moving = (rank, way) => sum(rank.io.map(path => path[way].bytes_per_second));
 
 /**
  * Bandwidths in `status` from its counters and those of `before`: ranks tell them over a quarter of a second, in which
  * a step is now all reading, now all computing, and nobody can read a number that changes so fast.
  */
 export function pace(status, before) {
-  const took = before ? status.taken_at - before.taken_at : 0;
-  if (took < 0.5 || took > 30) return;
-  const runs = new Map(before.runs.map(run => [run.id, run]));
+  const told = new Map((before?.runs || []).map(run => [run.id, run]));
   for (const run of status.runs)
     for (const rank of run.ranks) {
-      const then = runs.get(run.id)?.ranks.find(one => one.rank === rank.rank && one.pid === rank.pid);
+      const then = told.get(run.id)?.ranks.find(one => one.rank === rank.rank && one.pid === rank.pid);
+      // Counters are of the moment at which the rank published them.
+      const took = then ? status.taken_at - rank.heartbeat_age - (before.taken_at - then.heartbeat_age) : 0;
+      if (took < 0.5 || took > 30) continue;
       for (const path of rank.io)
         for (const way of ["read", "written"]) {
-          const moved = path[way].bytes - then?.io.find(one => one.path === path.path)?.[way].bytes;
+          const moved = path[way].bytes - then.io.find(one => one.path === path.path)?.[way].bytes;
           if (moved >= 0) path[way].bytes_per_second = moved / took;
         }
       for (const one of rank.collectives) {
-        const sent = one.sent_bytes - then?.collectives.find(other => other.kind === one.kind)?.sent_bytes;
+        const sent = one.sent_bytes - then.collectives.find(other => other.kind === one.kind)?.sent_bytes;
         if (sent >= 0) one.sent_bytes_per_second = sent / took;
       }
     }
-}
-
-/** Counters of a run whose differences are rates. */
-export function counters(run, at) {
-  const ranks = run.ranks.filter(rank => rank.pid !== null);
-  const moved = way => sum(ranks.map(rank => sum(rank.io.map(path => path[way].bytes))));
-  return {
-    at,
-    ranks: ranks.map(rank => `${rank.rank}:${rank.pid}`).join(),
-    read: moved("read"),
-    written: moved("written"),
-    sent: sum(ranks.map(rank => sum(rank.collectives.map(one => one.sent_bytes)))),
-    stall: sum(ranks.map(rank => sum(Object.values(rank.stalls)))) / Math.max(ranks.length, 1),
-  };
 }

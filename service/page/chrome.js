@@ -1,0 +1,86 @@
+// What stands around the figures of a run: which runs and ranks there are, and how the link to the sidecar is.
+
+import {clock, plural} from "./figures.js";
+import {h, patch} from "./patch.js";
+
+const at = id => document.getElementById(id);
+
+/** Shows one of the parts of the page instead of the others. */
+export function only(id) {
+  for (const one of ["waiting", "token", "nothing", "shown"]) at(one).hidden = one !== id;
+}
+
+function options(select, wanted, chosen) {
+  patch(
+    select,
+    wanted.map(([value, text]) => h("option", {key: value, value}, text)),
+  );
+  if (select.value !== chosen) select.value = chosen;
+}
+
+/** The runs to choose from, `run` among them, and its ranks; `rank` is the one chosen, or null. */
+export function picks(there, run, rank) {
+  const runs = there.some(one => one.id === run.id) ? there : [...there, run];
+  const names = runs.map(one => one.name);
+  at("pick-run").hidden = runs.length < 2;
+  options(
+    at("run"),
+    runs.map(one => [
+      one.id,
+      names.filter(name => name === one.name).length > 1 ? `${one.name}, ${clock(one.started_at)}` : one.name,
+    ]),
+    run.id,
+  );
+  at("pick-rank").hidden = run.ranks.length < 2;
+  options(
+    at("rank"),
+    [
+      ["", `all ${run.ranks.length}`],
+      ...[...new Set(run.ranks.map(one => one.rank))].map(one => [String(one), String(one)]),
+    ],
+    rank === null ? "" : String(rank),
+  );
+  for (const one of document.querySelectorAll(".of-all")) one.hidden = rank === null;
+}
+
+const LINKS = {connecting: "connecting", live: "live", idle: "connected", lost: "no answer"};
+
+const say = words => {
+  at("news").textContent = words;
+};
+
+/** The link is `now`: one of LINKS. */
+export function link(now) {
+  const shown = at("link");
+  if (shown.dataset.link === "lost" && now !== "lost") say("The sidecar answers again");
+  shown.dataset.link = now;
+  shown.querySelector("span").textContent = LINKS[now];
+  at("trouble").hidden = now !== "lost";
+  at("main").classList.toggle("old", now === "lost");
+}
+
+/** No status comes, for `reason`; the next try is after `delay` ms (null: the sidecar tries). The last was `status`. */
+export function lost(reason, delay, status) {
+  if (at("link").dataset.link !== "lost") say(`The sidecar does not answer: ${reason}`);
+  link("lost");
+  const told = status ? ` The figures below are of ${clock(status.taken_at)}.` : "";
+  at("retry").hidden = delay === null;
+  patch(
+    at("trouble").querySelector("p"),
+    h("strong", {}, delay === null ? "The sidecar sees nothing" : "The sidecar does not answer"),
+    `: ${reason}.${told} Training is not affected.`,
+    delay === null ? "" : ` Next try in ${plural(Math.round(delay / 1000), "second")}.`,
+  );
+}
+
+/** Where the sidecar looks, for who misses a run. */
+export function where(directory) {
+  patch(
+    at("where"),
+    "This sidecar looks in ",
+    h("code", {}, directory),
+    ". Runs with another ",
+    h("code", {}, "TIERING_RUN_DIR"),
+    ", and those of other users, are not seen here.",
+  );
+}

@@ -1,0 +1,112 @@
+// What moves, and where: swap paths and collectives as tables, of figures to descriptions of elements. Pure.
+
+import {bytes, count, moved, rate, seconds} from "./figures.js";
+import {h, table} from "./patch.js";
+
+const errors = way =>
+  way.errors
+    ? h(
+        "span",
+        {class: "state bad"},
+        h("i", {class: "mark"}),
+        Object.entries(way.errors_by_errno)
+          .map(([name, many]) => `${count(many)} ${name}`)
+          .join(", ") || count(way.errors),
+      )
+    : "0";
+
+function direction(word, way) {
+  return h(
+    "tr",
+    {},
+    h("th", {scope: "row"}, word),
+    [
+      rate(way.bytes_per_second),
+      rate(way.average_bytes_per_second),
+      rate(way.peak_bytes_per_second),
+      seconds(way.p50),
+      seconds(way.p99),
+      count(way.in_flight),
+      moved(way.bytes),
+      count(way.retries),
+      errors(way),
+    ].map(cell => h("td", {}, cell)),
+  );
+}
+
+export function paths(all, ranks) {
+  if (!all.length) return h("p", {class: "soft"}, "Nothing is swapped to NVMe.");
+  const engine = ranks.map(rank => rank.io_engine).find(Boolean);
+  const bodies = all.map(one => [
+    h(
+      "tr",
+      {},
+      h(
+        "th",
+        {scope: "rowgroup", colspan: "10", class: "path"},
+        h(
+          "div",
+          {},
+          h("code", {}, one.path),
+          " ",
+          h(
+            "span",
+            {class: "soft"},
+            [
+              one.engine,
+              one.direct ? "direct" : "through the page cache",
+              one.queue_full_seconds > 0 ? `queue full for ${seconds(one.queue_full_seconds)}` : null,
+              one.measured ? `measured at ${rate(one.measured)}` : null,
+            ]
+              .filter(Boolean)
+              .join(", "),
+          ),
+        ),
+      ),
+    ),
+    direction("read", one.read),
+    direction("written", one.written),
+  ]);
+  const flags = (engine?.flags || []).map(flag => flag.replaceAll("_", " "));
+  const missing = Object.entries(engine?.passed_over || {}).map(
+    ([what, why]) => `${what.replaceAll("_", " ")}: ${why}`,
+  );
+  return [
+    table(
+      "Swap paths",
+      "paths",
+      ["direction", "now", "average", "peak", "p50", "p99", "in flight", "in all", "retries", "errors"],
+      ...bodies,
+    ),
+    engine
+      ? h(
+          "p",
+          {class: "soft", key: "engine"},
+          `I/O engine ${engine.name}`,
+          flags.length ? ` with ${flags.join(", ")}` : "",
+          engine.registered_bytes ? `, ${bytes(engine.registered_bytes)} registered` : "",
+          ".",
+          missing.length ? ` Not to be had: ${missing.join("; ")}.` : "",
+          " Averages are over the time with transfers in flight, peaks over a quarter of a second.",
+        )
+      : null,
+  ];
+}
+
+export function collectives(all) {
+  return table(
+    "Collectives",
+    "",
+    ["collective", "now", "sent in all", "calls"],
+    all.map(one =>
+      h(
+        "tr",
+        {key: one.kind},
+        h("th", {scope: "row"}, one.kind),
+        h("td", {}, rate(one.rate)),
+        h("td", {}, moved(one.sent)),
+        h("td", {}, count(one.calls)),
+      ),
+    ),
+  );
+}

@@ -1,0 +1,74 @@
+// The ranks of a run as a table: of figures to descriptions of elements. Pure.
+
+import {count, percent, plural, rate, seconds, UNKNOWN} from "./figures.js";
+import {h, marked, table} from "./patch.js";
+import {moving} from "./totals.js";
+
+const RANK_STATES = {
+  live: ["live", "good"],
+  silent: ["silent", "poor"],
+  stale: ["stale", "over"],
+  torn: ["torn", "poor"],
+  "newer-version": ["newer version", "poor"],
+  unreadable: ["unreadable", "bad"],
+};
+
+const heard = age => (age === null ? UNKNOWN : age < 1.5 ? "just now" : `${seconds(age)} ago`);
+
+// A rank that is not heard moves nothing that we know of.
+const moves = (rank, way) => (rank.state === "live" ? rate(moving(rank, way)) : UNKNOWN);
+
+export function ranks(run) {
+  const rows = run.ranks.map((rank, place) => {
+    const rest = rank.pid !== null
+      ? [
+          rank.node || UNKNOWN,
+          count(rank.step),
+          rank.phase,
+          heard(rank.heartbeat_age),
+          seconds(rank.step_seconds),
+          percent(rank.stall_share),
+          moves(rank, "read"),
+          moves(rank, "written"),
+          String(rank.pid),
+        ]
+      : Array(9).fill(UNKNOWN);
+    return h(
+      "tr",
+      {key: `${rank.rank} ${rank.pid ?? place}`},
+      h("th", {scope: "row"}, String(rank.rank)),
+      h("td", {class: "left"}, marked(RANK_STATES[rank.state] || [rank.state, "note"])),
+      rest.map(cell => h("td", {}, cell)),
+      h("td", {class: "left reason"}, rank.reason || rank.broken || ""),
+    );
+  });
+  const missing = run.ranks_expected - run.ranks.length;
+  return [
+    table(
+      "Ranks",
+      "ranks",
+      [
+        "rank",
+        "state",
+        "node",
+        "step",
+        "phase",
+        "heartbeat",
+        "step time",
+        "stalled",
+        "reads",
+        "writes",
+        "pid",
+        "why",
+      ],
+      rows,
+    ),
+    missing > 0
+      ? h(
+          "p",
+          {class: "soft", key: "missing"},
+          `${plural(missing, "rank")} of this run should be on this node and ${missing === 1 ? "is" : "are"} not here.`,
+        )
+      : null,
+  ];
+}

@@ -1,0 +1,173 @@
+// Tiers and the plan as bars and a table: of figures to descriptions of elements. Pure.
+
+import {bytes, count, moved, percent, plural, sum, UNKNOWN} from "./figures.js";
+import {h, table} from "./patch.js";
+
+const KINDS = [
+  "parameters",
+  "gradients",
+  "optimizer state",
+  "unsharded groups",
+  "staging",
+  "local gradients",
+  "gradient reduction",
+  "checkpoint",
+  "idle windows",
+];
+
+const kindClass = kind => (KINDS.includes(kind) ? `kind-${kind.replaceAll(" ", "-")}` : "kind-other");
+
+function tier(one) {
+  const place = kind => (KINDS.includes(kind) ? KINDS.indexOf(kind) : KINDS.length);
+  const used = Object.entries(one.by_kind)
+    .filter(([, size]) => size > 0)
+    .sort(([a], [b]) => place(a) - place(b) || (a < b ? -1 : 1));
+  const rest = one.used - sum(used.map(([, size]) => size));
+  if (rest > 0) used.push(["other", rest]);
+  // The budget stands at nine tenths, so that what goes past it shows.
+  const scale = Math.max(one.budget / 0.9, one.used, one.peak, 1);
+  const share = value => `${(100 * value) / scale}%`;
+  const ofBudget = value => (one.budget ? percent(value / one.budget) : UNKNOWN);
+  const over = one.budget && one.used > one.budget;
+  return h(
+    "div",
+    {key: one.name, class: "tier", role: "group", "aria-label": `Tier ${one.name}`},
+    h(
+      "div",
+      {class: "tier-head"},
+      h("h3", {}, one.name === "nvme" ? "NVMe" : one.name),
+      h(
+        "span",
+        {class: over ? "bad" : ""},
+        h("b", {}, bytes(one.used)),
+        ` of ${bytes(one.budget)} budget · ${ofBudget(one.used)}`,
+      ),
+    ),
+    h(
+      "div",
+      {class: "track", "aria-hidden": "true"},
+      h(
+        "div",
+        {class: "fill"},
+        used.map(([kind, size]) =>
+          h("i", {
+            key: kind,
+            class: kindClass(kind),
+            style: {width: share(size)},
+            title: `${kind} ${bytes(size)}`,
+          }),
+        ),
+      ),
+      one.budget ? h("i", {class: "beyond", style: {left: share(one.budget)}}) : null,
+      one.budget
+        ? h("i", {class: "budget", style: {left: share(one.budget)}, title: `budget ${bytes(one.budget)}`})
+        : null,
+      one.peak
+        ? h("i", {class: "peak", style: {left: share(one.peak)}, title: `peak ${bytes(one.peak)}`})
+        : null,
+    ),
+    h(
+      "ul",
+      {class: "legend"},
+      used.map(([kind, size]) =>
+        h(
+          "li",
+          {key: kind},
+          h("i", {class: `swatch ${kindClass(kind)}`}),
+          `${kind} `,
+          h("b", {}, bytes(size)),
+        ),
+      ),
+    ),
+    h(
+      "p",
+      {class: "soft"},
+      h("i", {class: "peak-sign"}),
+      `peak ${bytes(one.peak)}, ${ofBudget(one.peak)} of budget`,
+      one.capacity ? ` · machine has ${bytes(one.capacity)}` : "",
+      typeof one.available === "number" ? `, ${bytes(one.available)} free` : "",
+    ),
+  );
+}
+
+export function tiers(all, ranks) {
+  const used = all.filter(one => one.budget || one.used || one.peak);
+  const idle = all.filter(one => !used.includes(one)).map(one => (one.name === "nvme" ? "NVMe" : one.name));
+  const kept = ranks.map(rank => rank.activations).filter(Boolean);
+  return [
+    used.map(tier),
+    idle.length ? h("p", {class: "soft", key: "idle"}, `Not used: ${idle.join(", ")}.`) : null,
+    kept.length
+      ? h(
+          "p",
+          {class: "soft", key: "beside"},
+          `Beside the tiers, activations take ${bytes(sum(kept.map(one => one.used)))}, at most ${bytes(sum(kept.map(one => one.peak)))}.`,
+        )
+      : null,
+    !used.length && !kept.length ? h("p", {class: "soft", key: "none"}, "No rank tells of its tiers.") : null,
+  ];
+}
+
+function verdict(planned, found) {
+  if (typeof found !== "number") return ["not known yet", ""];
+  if (!planned) return found ? ["not planned", "poor"] : ["as planned", "good"];
+  const off = found / planned - 1;
+  if (Math.abs(off) < 0.02) return ["as planned", "good"];
+  if (off >= 1) return [`${(found / planned).toFixed(1)} times as much`, "poor"];
+  return off > 0 ? [`${percent(off)} more`, off > 0.05 ? "poor" : "good"] : [`${percent(-off)} less`, "note"];
+}
+
+export function plan(rows, details) {
+  if (!rows.length) return h("p", {class: "soft"}, "No rank tells of its plan.");
+  const body = rows.map(({name, unit, planned, found}) => {
+    const told = unit === "bytes" ? bytes : moved;
+    const [word, shape] = verdict(planned, found);
+    const scale = Math.max(planned / 0.75, found || 0, 1);
+    return h(
+      "tr",
+      {key: name},
+      h("th", {scope: "row"}, name.replace(/^nvme/, "NVMe")),
+      h("td", {}, told(planned)),
+      h("td", {}, told(found)),
+      h(
+        "td",
+        {class: "compared"},
+        h(
+          "div",
+          {class: "track small", "aria-hidden": "true"},
+          h(
+            "div",
+            {class: "fill"},
+            h("i", {class: `found ${shape}`, style: {width: `${(100 * (found || 0)) / scale}%`}}),
+          ),
+          h("i", {class: "budget", style: {left: `${(100 * planned) / scale}%`}}),
+        ),
+        h("span", {class: "verdict"}, word),
+      ),
+    );
+  });
+  return [
+    table("Plan against reality", "", ["quantity", "planned", "found", "difference"], body),
+    h(
+      "p",
+      {class: "soft", key: "details"},
+      "Per tier its peak, and what a step of the recent ones moved (the median).",
+      details ? ` ${details}` : "",
+    ),
+  ];
+}
+
+/** The plan in one sentence. */
+export function planned(ranks) {
+  const one = ranks[0]?.plan;
+  if (!one) return "";
+  return (
+    [
+      one.parameters ? `${count(one.parameters)} parameters in ${plural(one.groups, "group")}` : null,
+      one.micro_batches > 1 ? `${count(one.micro_batches)} micro-batches a step` : null,
+      one.state_format ? `state ${one.state_format}` : null,
+    ]
+      .filter(Boolean)
+      .join(", ") + "."
+  );
+}

@@ -3,103 +3,80 @@
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
 
-from service.app import create_app
-from service.http.bearer import HOW_TO_MAKE_ONE, TokenError, token_of
-from service.http.guard import Access, host_of
-from service.http.server import CannotListenError, Place, be_modest, listen, listen_at, resolve, serve
-from service.watch import Watch
+from service.http import DEFAULT_HOST, DEFAULT_PORT
 from tiering.telemetry import TelemetryError, run_directory
 
-DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORT = 8471
-
+PRINTED = {
+    "dashboard": "a dashboard for Grafana to import",
+    "alerts": "alert rules for Prometheus",
+    "alerts-test": "tests of the alert rules, for promtool",
+    "metrics": "a table of all metrics in Markdown",
+}
+SHORTHANDS = """\
+tierd alone serves, and `tierd --port N` is `tierd serve --port N`; `tierd COMMAND --help` has the options of each
+"""
 ADDRESSES = """\
 Any address but loopback can be reached from other machines and is refused without a token, which clients send as
 "Authorization: Bearer TOKEN". There is no TLS: over a network, use an ssh tunnel or a reverse proxy.
 
-exit status of the service: 0 when SIGINT or SIGTERM ended it, 2 when it cannot start and says why in one line
+exit status: 0 when SIGINT or SIGTERM ended it, 2 when it cannot start and says why in one line
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; its exit status."""
-    if isinstance(
-        sys.stdout, TextIOWrapper
-    ):  # a name that the terminal cannot show is no reason to show nothing
+    """Do what the command line says; its exit status. Each way imports what it alone needs: `--once` is asked often."""
+    if isinstance(sys.stdout, TextIOWrapper):  # a name in letters that it lacks should not hide the rest
         sys.stdout.reconfigure(errors="backslashreplace")
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(_with_command(sys.argv[1:] if arguments is None else arguments))
+    if options.command in PRINTED:
+        from service.metrics import shipped
+
+        return shipped.main(options.command)
     if wrong := _contradiction(options):
         parser.error(wrong)
     try:
-        directory = options.dir or run_directory()
-        if options.once or options.command == "top":
-            return _in_terminal(options, directory)
-        return _serve(options, directory)
-    except (TelemetryError, CannotListenError, TokenError) as error:
+        return _show(options, options.dir or run_directory())
+    except TelemetryError as error:
         print(f"tierd: {error}", file=sys.stderr)
         return 2
 
 
-def _serve(options: argparse.Namespace, directory: Path) -> int:
-    be_modest(options.nice)  # before there are threads, which would keep the niceness they were made with
-    token = token_of(options.token_file, os.environ)
-    place, hosts = _place(options, token)
-    with place:
-        app = create_app(directory, expect_ranks=options.expect_ranks, access=Access(hosts, token))
-        serve(app, place, f"tierd: {place.url} shows the runs in {directory}")
-    return 0
+def _show(options: argparse.Namespace, directory: Path) -> int:
+    if options.command == "serve":
+        from service import serving
 
-
-def _place(options: argparse.Namespace, token: bytes | None) -> tuple[Place, frozenset[str] | None]:
-    """Where it listens, and by what names it is known there."""
-    if options.uds is not None:
-        return listen_at(options.uds.absolute()), None
-    host = DEFAULT_HOST if options.host is None else options.host
-    address = resolve(host, DEFAULT_PORT if options.port is None else options.port)
-    if not address.loopback and token is None:
-        raise TokenError(
-            f"{host} can be reached from other machines, and no token is set: {HOW_TO_MAKE_ONE}, or listen on"
-            f" {DEFAULT_HOST}"
-        )
-    place = listen(address)
-    if not address.loopback:
-        print(
-            f"tierd: warning: {place.url} can be reached from other machines, in clear text (no TLS): whoever sees"
-            " the network sees the token; an ssh tunnel to 127.0.0.1 or a reverse proxy with TLS is safer",
-            file=sys.stderr,
-        )
-    names = {"localhost", host, *options.allow_host}
-    if token is not None:
-        names |= {socket.gethostname(), socket.gethostname().partition(".")[0]}
-    return place, frozenset(name.lower().removesuffix(".") for name in names)
-
-
-def _in_terminal(options: argparse.Namespace, directory: Path) -> int:
-    from service import terminal  # the service itself needs no rich
+        return serving.main(options, directory)
+    from service import terminal
+    from service.watch import Watch
 
     watch = Watch(directory)
-    if options.once:
-        return terminal.once(watch.view(), json=options.json)
-    return terminal.top(watch, interval=options.interval)
+    if options.command == "once":
+        return terminal.once(watch.view(), run=options.run, json=options.json)
+    return terminal.top(watch, run=options.run, interval=options.interval)
+
+
+def _with_command(given: Sequence[str]) -> list[str]:
+    """What ``given`` says by leaving the command out."""
+    if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
+        if "--once" in given:
+            return ["once", *(one for one in given if one != "--once")]
+        return ["serve", *given]
+    return list(given)
 
 
 def _contradiction(options: argparse.Namespace) -> str | None:
+    if options.command != "serve":
+        return None
     if options.uds is not None and (options.host is not None or options.port is not None):
         return "--uds is instead of --host and --port"
     if options.expect_ranks is not None and options.expect_ranks < 0:
         return f"--expect-ranks {options.expect_ranks} is no number of ranks"
-    if options.json and not options.once:
-        return "--json goes with --once; the service answers in JSON at /v1/status"
-    if options.once and options.command is not None:
-        return f"--once is instead of {options.command}"
     return None
 
 
@@ -107,23 +84,38 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tierd",
         description="Show tiers, bandwidth and stalls of running engines: page, JSON and metrics over HTTP.",
+        epilog=SHORTHANDS,
+    )
+    directory = argparse.ArgumentParser(add_help=False)
+    directory.add_argument(
+        "--dir", type=Path, metavar="RUN_DIR", help="run directory (default: TIERING_RUN_DIR, else per user)"
+    )
+    runs = argparse.ArgumentParser(add_help=False, parents=[directory])
+    runs.add_argument("--run", metavar="RUN", help="only the run of this id, or those of this name")
+
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        parents=[directory],
+        help="serve over HTTP",
         epilog=ADDRESSES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "command",
-        nargs="?",
-        choices=["serve", "top"],
-        help="serve over HTTP (default), or watch in the terminal",
+    _add_serving(serve)
+    once = commands.add_parser(
+        "once", prog="tierd --once", parents=[runs], help="print what the runs do now (or tierd --once)"
     )
-    parser.add_argument("--once", action="store_true", help="print what the runs do now, and end")
-    parser.add_argument("--json", action="store_true", help="with --once: what /v1/status answers")
-    parser.add_argument(
-        "--interval", type=_seconds, default=1.0, help="top: seconds between two looks (default: %(default)s)"
+    once.add_argument("--json", action="store_true", help="what /v1/status answers")
+    top = commands.add_parser("top", parents=[runs], help="watch the runs in the terminal")
+    top.add_argument(
+        "--interval", type=seconds, default=1.0, help="seconds between two looks (default: %(default)s)"
     )
-    parser.add_argument(
-        "--dir", type=Path, metavar="RUN_DIR", help="run directory (default: TIERING_RUN_DIR, else per user)"
-    )
+    for name, what in PRINTED.items():
+        commands.add_parser(name, help=f"print {what}")
+    return parser
+
+
+def _add_serving(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where it listens")
     where.add_argument("--host", help=f"address (default: {DEFAULT_HOST})")
     where.add_argument("--port", type=int, help=f"port, 0 for any free one (default: {DEFAULT_PORT})")
@@ -134,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     who.add_argument(
         "--allow-host",
-        type=_host_name,
+        type=host_name,
         metavar="NAME",
         action="append",
         default=[],
@@ -155,17 +147,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="niceness, 0 to 19, so that training comes first (default: %(default)s)",
     )
-    return parser
 
 
-def _seconds(given: str) -> float:
-    seconds = float(given)
-    if not 0.25 <= seconds <= 60:
+def seconds(given: str) -> float:
+    """An interval between two looks."""
+    number = float(given)
+    if not 0.25 <= number <= 60:
         raise argparse.ArgumentTypeError(f"{given} is not between 0.25 and 60 seconds")
-    return seconds
+    return number
 
 
-def _host_name(given: str) -> str:
+def host_name(given: str) -> str:
+    """A name as a Host header has it."""
+    from service.http.guard import host_of
+
     if host_of(given) != given.lower().removesuffix(".") or not given:
         raise argparse.ArgumentTypeError(f"{given!r} is not a host name without a port")
     return given

@@ -11,18 +11,24 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
-from service.answers.status import status
+from service.answers.status import Status, status
 from service.history import History
 from service.terminal.keyboard import keyboard
-from service.terminal.picture import Marks, marks, pictured
+from service.terminal.picture import Marks, marks, pictured, plain
 from service.view import View
 from service.watch import Watch
 from tiering.telemetry import TelemetryError
 
 
-def once(view: View, *, json: bool = False) -> int:
-    """Print what the runs do now: 0, or 1 if one of them is degraded or has ended by itself."""
-    told = status(view)
+def once(view: View, *, run: str | None = None, json: bool = False) -> int:
+    """Print what the runs do now: 0, or 1 if one of them is degraded or has ended by itself.
+
+    Of ``run`` alone, an id or a name; 2 where nothing here has it.
+    """
+    told = _told(view, run)
+    if run is not None and not told.runs:
+        print(f"tierd: {_nothing_of(run, view)}", file=sys.stderr)
+        return 2
     console = Console(highlight=False)
     try:
         if json:
@@ -30,16 +36,15 @@ def once(view: View, *, json: bool = False) -> int:
         else:
             console.print(pictured(told, console.width, marks(console.encoding)))
     except OSError as error:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # nor can Python flush the rest at its end
+        # Nor could Python write the rest, which it tries to at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # `| head` has seen enough
             print(f"tierd: standard output cannot be written: {error.strerror}", file=sys.stderr)
             return 2
-    return 1 if any(run.state != "training" for run in told.runs) else 0
+    return 1 if any(one.state != "training" for one in told.runs) else 0
 
 
-def top(watch: Watch, *, interval: float = 1.0) -> int:
+def top(watch: Watch, *, run: str | None = None, interval: float = 1.0) -> int:
     """Show the same again and again until q, Ctrl-C or a signal; 0, or 2 if there is no terminal."""
     console = Console(highlight=False)
     if not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
@@ -49,7 +54,7 @@ def top(watch: Watch, *, interval: float = 1.0) -> int:
     with keyboard() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             due = time.monotonic() + interval
-            shown = _look(watch, history, drawn)
+            shown = _look(watch, run, history, drawn)
             event = "redraw"
             while event == "redraw":
                 live.update(shown, refresh=True)
@@ -58,20 +63,35 @@ def top(watch: Watch, *, interval: float = 1.0) -> int:
                 return 0
 
 
-def _look(watch: Watch, history: History, drawn: Marks) -> RenderableType:
+def _look(watch: Watch, run: str | None, history: History, drawn: Marks) -> RenderableType:
     try:
         view = watch.view()
     except TelemetryError as error:  # it may come back
         return Text(str(error), "bold red")
     history.add(view)
-    return _Screenful(view, history, drawn)
+    told = _told(view, run)
+    if run is not None and not told.runs:
+        return Text(_nothing_of(run, view))
+    return _Screenful(told, history, drawn)
+
+
+def _told(view: View, run: str | None) -> Status:
+    told = status(view)
+    if run is not None:
+        told.runs = [one for one in told.runs if run in (one.id, one.name)]
+    return told
+
+
+def _nothing_of(run: str, view: View) -> str:
+    here = ", ".join(plain(one.id) for one in view.runs) or "none has"
+    return f"no run with the id or name {run!r} has a page in {view.directory}; these have: {here}"
 
 
 class _Screenful:
     """As many lines as the terminal has at the moment it is drawn; what does not fit is cut from the bottom."""
 
-    def __init__(self, view: View, history: History, drawn: Marks) -> None:
-        self._told, self._history, self._drawn = status(view), history, drawn
+    def __init__(self, told: Status, history: History, drawn: Marks) -> None:
+        self._told, self._history, self._drawn = told, history, drawn
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.size

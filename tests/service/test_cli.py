@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import uvicorn
 
 import service.cli
+import service.serving
 from service.http.bearer import TokenError, token_of
 
 from .processes import Sidecar, running
@@ -22,7 +25,7 @@ TOKEN = "Zm9yZ2V0LW1lLW5vdC4"
 def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """``refused(*arguments)`` is the one line of a ``tierd`` that does not start, in this process."""
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: pytest.fail("it started"))
-    monkeypatch.setattr(service.cli, "be_modest", lambda _: None)  # there is no way back from niceness
+    monkeypatch.setattr(service.serving, "be_modest", lambda _: None)  # there is no way back from niceness
     monkeypatch.delenv("TIERD_TOKEN", raising=False)
 
     def main(*arguments: str) -> str:
@@ -63,7 +66,10 @@ def test_a_bad_directory_is_one_clear_line(tmp_path: Path, refused: Callable[...
     (tmp_path / "file").touch()
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    for name, said in (("file", "is not a directory"), ("open", "is writable by others (mode 0777)")):
+    for name, said in (
+        ("file", "is not a directory"),
+        ("open", "is open to others (mode 0777); close it: chmod 700"),
+    ):
         for how in (["--port", "0"], ["--once"]):
             assert f"run directory {tmp_path / name} {said}" in refused(*how, "--dir", str(tmp_path / name))
 
@@ -123,13 +129,17 @@ def test_a_token_comes_from_a_file_or_else_the_environment(tmp_path: Path) -> No
     [
         ("--uds x --port 0", "--uds is instead of --host and --port"),
         ("--uds x --host localhost", "--uds is instead of"),
-        ("--json", "--json goes with --once"),
-        ("top --once", "--once is instead of top"),
+        ("--json", "unrecognized arguments: --json"),
+        ("top --once", "unrecognized arguments: --once"),
+        ("top --host ::1", "unrecognized arguments: --host ::1"),
+        ("--once --expect-ranks 8", "unrecognized arguments: --expect-ranks 8"),
+        ("--interval 5", "unrecognized arguments: --interval 5"),
         ("--allow-host node7:8471", "is not a host name without a port"),
         ("--nice -5", "invalid choice: -5"),
         ("--expect-ranks -1", "--expect-ranks -1 is no number of ranks"),
         ("top --interval 0", "0 is not between 0.25 and 60 seconds"),
         ("top --interval nan", "nan is not between"),
+        ("top --interval soon", "invalid seconds value: 'soon'"),
         ("bottom", "invalid choice: 'bottom'"),
     ],
 )
@@ -139,6 +149,26 @@ def test_contradictions_are_told(arguments: str, said: str, capsys: pytest.Captu
     assert ended.value.code == 2
     output, errors = capsys.readouterr()
     assert (output, said in errors) == ("", True), errors
+
+
+def test_it_prints_what_ships_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, said in (
+        ("dashboard", '"panels"'),
+        ("alerts", "groups:"),
+        ("metrics", "| `tiering_rank_up`"),
+    ):
+        assert service.cli.main([name]) == 0
+        assert said in capsys.readouterr().out
+
+
+def test_looking_once_loads_no_server(tmp_path: Path) -> None:
+    """Scripts ask often, and half of their waiting would be for that."""
+    asked = f"import sys, service.cli; service.cli.main(['--once', '--dir', {str(tmp_path / 'run')!r}])"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{asked}; print(*sys.modules)"], capture_output=True, text=True, check=True
+    )
+    assert "service.terminal.picture" in done.stdout
+    assert not {"fastapi", "uvicorn", "prometheus_client", "torch"} & set(done.stdout.split())
 
 
 def test_the_run_directory_of_the_environment_is_the_default(tmp_path: Path) -> None:

@@ -163,6 +163,28 @@ def test_once_prints_and_its_status_tells_whether_all_is_well(capsys: pytest.Cap
     assert terminal.once(View(1.0, ())) == 0
 
 
+def test_one_run_of_several(capsys: pytest.CaptureFixture[str]) -> None:
+    stopped = RunView("other-1", "other", (replace(RANK, state="silent", heartbeat_age=14.0),))
+    both = replace(view(RANK), runs=(*view(RANK).runs, stopped))
+    for named in ("gpt", "gpt-1a2b3c4d"):
+        assert terminal.once(both, run=named) == 0
+        assert "other" not in capsys.readouterr().out
+    assert terminal.once(both, run="oops") == 2
+    assert "'oops' has a page in" in (said := capsys.readouterr().err) and "gpt-1a2b3c4d, other-1" in said
+
+
+def test_what_cannot_be_printed_is_not_taken_for_a_run_that_is_degraded(
+    directory: Path, publishing: Publish
+) -> None:
+    publishing(directory, replace(SAID, run_name="größe"))
+    command = [sys.executable, "-m", "service.cli", "--once", "--dir", str(directory)]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    said = "tierd: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
 def test_without_a_terminal_top_says_what_to_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert terminal.top(Watch(tmp_path / "run")) == 2
     assert "`tierd --once`" in capsys.readouterr().err

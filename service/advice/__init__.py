@@ -1,8 +1,9 @@
 """What deserves an operator's attention, in plain words, each with its remedy. Pure: a RunView in, words out.
 
-    advice.py   what is said               ranks.py      who is not there, who is slower than the others
-    waits.py    what steps wait for        waiting.py    what bounds the step, and what would help
-    relief.py   what memory would do       disks.py  memory.py  training.py
+    finding.py   what is said            ranks.py   who is not there, and whom the others wait for
+    waits.py     what steps wait for     nvme.py    steps that wait for NVMe, and what would help
+    relief.py    what memory would do    pace.py    steps that do not come, or have become slower
+                                         disks.py  memory.py  training.py
 
 Each rule looks at a run and yields what it finds; a threshold stands beside its reason. Figures are of recent steps
 where there are enough of them, and of the whole run for counters of what should never happen.
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from service.advice import disks, memory, ranks, training, waiting
-from service.advice.advice import Advice, Severity
+from service.advice import disks, memory, nvme, pace, ranks, training
+from service.advice.finding import Advice, Severity
 from service.view import RunView
 
 __all__ = ["Advice", "Severity", "advise"]
@@ -25,11 +26,11 @@ _RULES: tuple[Callable[[RunView], Iterator[Advice]], ...] = (
     training.diverged,
     training.failed_saves,
     training.skipping,
-    waiting.stuck,
-    waiting.for_nvme,
-    waiting.for_other_ranks,
-    waiting.for_the_program,
-    waiting.longer_than_before,
+    pace.stuck,
+    nvme.bound,
+    ranks.waited_for,
+    pace.of_the_program,
+    pace.slower_than_before,
     disks.slow_paths,
     disks.retries,
     disks.page_cache,

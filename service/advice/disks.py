@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from service.advice.advice import Advice, error, info, warning
+from service.advice.finding import Advice, error, info, warning
 from service.view import RankView, RunView
 from service.words import rate
 from tiering.telemetry import PathStatus
@@ -31,12 +31,12 @@ _ANY_ERROR = ("transfers failed", "see `dmesg`, and the log of the run, which na
 def errors(run: RunView) -> Iterator[Advice]:
     """By path, direction and errno."""
     for rank, path in _paths(run):
-        for word, moving in (("reads", path.read), ("writes", path.written)):
+        for word, moving in (("read", path.read), ("write", path.written)):
             counted = dict(moving.errors_by_errno)
             for name, count in [*counted.items(), ("another error", moving.errors - sum(counted.values()))]:
                 if count > 0:
                     means, remedy = _ERRORS.get(name, _ANY_ERROR)
-                    text = f"{count} {word} of {path.path} failed with {name}: {means}"
+                    text = f"{count} {word}{'s' * (count > 1)} of {path.path} failed with {name}: {means}"
                     yield error("io-errors", text, remedy, rank.rank)
 
 

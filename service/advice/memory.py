@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from service.advice.advice import Advice, error, info, warning
+from service.advice.finding import Advice, error, info, warning
 from service.advice.relief import as_setting
 from service.view import RankView, RunView
 from service.words import size
@@ -18,7 +18,7 @@ def exceeded_budgets(run: RunView) -> Iterator[Advice]:
             yield error(
                 "budget-exceeded",
                 f"{tier.name} held {size(tier.peak)} at its peak, above its budget of {size(tier.budget)}",
-                "this should never be: please report it, with the output of `tierd --once --json`",
+                "this should never be: please report it, with what /v1/plan answers",
                 rank.rank,
             )
 

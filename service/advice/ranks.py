@@ -1,12 +1,14 @@
-"""Ranks that cannot be seen, and why."""
+"""Ranks that cannot be seen, and ranks that others wait for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from statistics import median
 
-from service.advice.advice import Advice, error, warning
+from service.advice.finding import Advice, error, warning
+from service.advice.waits import ON_RANKS, STALLED, Stepping, busy, on_nvme, outside, stepping, typical
 from service.view import RunView
-from service.words import seconds
+from service.words import seconds, share
 
 _LAST_WORDS = "its last words are in the log of the job, those of the out-of-memory killer in `dmesg`"
 
@@ -18,7 +20,7 @@ _OF_STATE: dict[str, tuple[Callable[..., Advice], str, str]] = {
     ),
     "stale": (
         error,
-        "rank {rank} is dead: {reason}",
+        "rank {rank} is stale: {reason}",
         _LAST_WORDS + "; the others cannot go on without it: start the job again from its last checkpoint",
     ),
     "newer-version": (
@@ -29,7 +31,7 @@ _OF_STATE: dict[str, tuple[Callable[..., Advice], str, str]] = {
     "torn": (
         warning,
         "rank {rank} cannot be shown at the moment: {reason}",
-        "wait a second; if it stays so, the disk of the run directory does not keep up",
+        "wait a second; if it stays so, its process was stopped while it wrote: `kill -CONT` its pid",
     ),
     "unreadable": (
         error,
@@ -63,3 +65,53 @@ def states(run: RunView) -> Iterator[Advice]:
             "they have not started yet or have ended, run as another user or with another TIERING_RUN_DIR, or have"
             " tiering.telemetry.enabled false: look at the log of the job",
         )
+
+
+_SENDING = "all ranks are on this node, and take this time to send each other what they compute"
+STRAGGLES = 1.25  # times as busy as the others: the spread of equal ranks that share a machine stays below
+
+
+def waited_for(run: RunView) -> Iterator[Advice]:
+    """A rank that all wait for, or else the network between them."""
+    told = stepping(run)
+    if len(told) > 1:
+        slowest = max(told, key=lambda one: typical(one, busy))
+        others = [one for one in told if one is not slowest]
+        if typical(slowest, busy) >= STRAGGLES * median(typical(one, busy) for one in others) > 0:
+            yield _straggler(slowest, others)
+            return
+    found = [one for one in told if one.waited.on(ON_RANKS) >= STALLED]
+    if found:
+        most = max(one.waited.on(ON_RANKS) for one in found)
+        elsewhere = any(one.said.world_size > one.said.local_world_size for one in found)
+        yield warning(
+            "network-bound",
+            f"{share(most)} of the step is waiting for other ranks, and no rank of this node is a straggler",
+            ("look on the other nodes for a slower rank; else it is the network" if elsewhere else _SENDING)
+            + ": a larger micro-batch or, below stage 3, more gradient_accumulation_steps send less for each sample",
+            *[one.rank.rank for one in found],
+        )
+
+
+def _straggler(slowest: Stepping, others: list[Stepping]) -> Advice:
+    took, usual = typical(slowest, busy), median(typical(one, busy) for one in others)
+    rank = slowest.rank.rank
+    text = f"rank {rank} is busy for {seconds(took)} of each step, the others for {seconds(usual)}: they wait for it"
+    for part, told, remedy in (
+        (
+            on_nvme,
+            "stall for NVMe",
+            "look at what else uses its disk, and compare the ranks' disks with `tierbench DIR`",
+        ),
+        (
+            outside,
+            "neither forward nor backward nor step",
+            "look at what its program does there: its data, its logging",
+        ),
+    ):
+        more, usually = typical(slowest, part), median(typical(one, part) for one in others)
+        if more - usually >= (took - usual) / 2:
+            text += f"; {seconds(more)} of it is {told}, {seconds(usually)} of theirs"
+            return warning("straggler", text, remedy, rank)
+    remedy = "look at what else runs on its cores or GPU, at their clock and temperature, and at its share of the data"
+    return warning("straggler", text, remedy, rank)

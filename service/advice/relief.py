@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from tiering.telemetry import PlannedTier, PlanStatus
 
 IN_ORDER = ("parameters", "gradients", "optimizer state")
-MOST_STAGING = (
-    240 << 20
-)  # bytes: six slots of 2 Mi elements with 20 bytes each, the largest that a plan makes
+# Bytes: six slots of 2 Mi elements with 20 bytes each, the largest that a plan makes.
+MOST_STAGING = 240 << 20
 STAGING_SHARE = 3  # staging takes at most this fraction (1/n) of a host budget
 NEGLIGIBLE = 0.1  # of what a step moves: less is no remedy
 

@@ -1,33 +1,70 @@
-"""Whether a rank's steps wait for NVMe, and for which direction. Pure: a Snapshot in, figures out."""
+"""What a rank's steps wait for, as the rules ask it. Pure: a RunView or a Snapshot in, figures out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Literal, NamedTuple
 
-from service.recent import Recent as Waits
-from service.recent import recent, steady
-from tiering.telemetry import DirectionStatus, Snapshot
-
-__all__ = ["ON_NVME", "ON_RANKS", "Waits", "direction", "steady", "waits"]
+from service.recent import Recent, recent, steady
+from service.view import RankView, RunView
+from tiering.telemetry import DirectionStatus, Snapshot, StepRecord
 
 FEWEST_STEPS = 3  # a median of fewer is chance
-ON_RANKS = ("gather", "reduce", "agreement")  # causes of waiting for other ranks
-ON_NVME = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "staging",
-)  # causes of waiting for NVMe, if there is any
+STALLED = 0.2  # of a step: below, what could be gained is within the spread of step times
+
+# Causes of waiting for other ranks, and of waiting for NVMe, if there is any.
+ON_RANKS = ("gather", "reduce", "agreement")
+ON_NVME = ("parameters", "gradients", "optimizer state", "staging")
+
 ALIKE = 0.8  # reads and writes whose times differ by less are both behind a stall
 
 Direction = Literal["reads", "writes", "reads and writes"]
 
 
-def waits(said: Snapshot) -> Waits | None:
-    """None while there are too few steps to tell."""
-    found = recent(said)
-    return found if found is not None and found.steps >= FEWEST_STEPS else None
+class Stepping(NamedTuple):
+    """A live rank with enough steps to tell something of them."""
+
+    rank: RankView
+    said: Snapshot
+    waited: Recent
+
+
+def stepping(run: RunView) -> list[Stepping]:
+    """All of ``run``."""
+    return [
+        Stepping(rank, rank.snapshot, waited)
+        for rank in run.ranks
+        if rank.fresh
+        and rank.snapshot is not None
+        and (waited := recent(rank.snapshot)) is not None
+        and waited.steps >= FEWEST_STEPS
+    ]
+
+
+def typical(one: Stepping, part: Callable[[StepRecord], float]) -> float:
+    """The median of ``part`` over the recent steps."""
+    return median(part(step) for step in steady(one.said))
+
+
+def on_nvme(step: StepRecord) -> float:
+    """Seconds of stall for NVMe."""
+    return sum(step.stalls.get(cause, 0.0) for cause in ON_NVME)
+
+
+def on_ranks(step: StepRecord) -> float:
+    """Seconds of stall for other ranks."""
+    return sum(step.stalls.get(cause, 0.0) for cause in ON_RANKS)
+
+
+def outside(step: StepRecord) -> float:
+    """Seconds between forward, backward and step, in which the engine has nothing to do."""
+    return step.seconds - step.forward - step.backward - step.update
+
+
+def busy(step: StepRecord) -> float:
+    """Seconds in which the rank does not wait for others: all ranks take the same time with that."""
+    return step.seconds - on_ranks(step)
 
 
 def direction(said: Snapshot) -> Direction:

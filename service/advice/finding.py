@@ -1,4 +1,4 @@
-"""One thing that deserves attention."""
+"""What a rule yields, by how grave it is."""
 
 from __future__ import annotations
 

@@ -22,9 +22,7 @@ from tiering.checkpoint.directory import check_keep
 from tiering.config import TieringConfig
 from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.interrupts import deferred_interrupts
-from tiering.telemetry import ConfigurationStatus, Publisher, Snapshot
-from tiering.telemetry.page import plain_name
-from tiering.telemetry.snapshot import Phase
+from tiering.telemetry import ConfigurationStatus, Phase, Publisher, Snapshot, plain_name
 from zero3 import hooks
 from zero3.access import Access
 from zero3.assembly import Assembly, Weights, assemble

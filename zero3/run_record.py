@@ -24,6 +24,7 @@ from tiering.io_stats import DirectionStats, FileStats
 from tiering.plan import Tier
 from tiering.swap_file import free_by_file_system
 from tiering.telemetry import (
+    RECENT_STEPS,
     ActivationStatus,
     CheckpointStatus,
     CollectiveStatus,
@@ -33,13 +34,13 @@ from tiering.telemetry import (
     LatencyStatus,
     PageWriter,
     PathStatus,
+    Phase,
     Publisher,
     Snapshot,
     StepRecord,
     TierStatus,
+    as_text,
 )
-from tiering.telemetry.page import RECENT_STEPS, as_text
-from tiering.telemetry.snapshot import Phase
 from zero3.activations import Activations
 from zero3.collectives import ALONE, World
 from zero3.room import Room

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from tiering.telemetry.snapshot import Phase
+from tiering.telemetry import Phase
 
 Track = Literal["step", "compute", "kernel", "fetch", "network", "read", "write", "stall"]
 

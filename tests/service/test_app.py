@@ -265,7 +265,7 @@ def test_a_lost_directory_is_a_503_with_the_reason_until_it_is_back(
     assert not directory.exists(), "who only looks makes nothing"
     directory.mkdir(0o700)
     directory.chmod(0o777)
-    assert "writable by others" in problem()
+    assert "is open to others" in problem()
     directory.chmod(0o700)
     assert get(client, "/v1/status")["runs"] == []
     directory.rmdir()

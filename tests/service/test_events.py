@@ -102,7 +102,7 @@ def test_a_subscriber_is_told_at_once_and_then_what_is_new(
         directory.chmod(0o777)
         name, problem = await client.news()
         assert name == "problem"
-        assert "writable by others" in problem["detail"]
+        assert "is open to others" in problem["detail"]
         directory.chmod(0o700)
         assert await client.news() == ("status", {"steps": [77]})
         assert events.subscribers == 1

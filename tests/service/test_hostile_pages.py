@@ -150,7 +150,7 @@ EXTREMES = st.sampled_from(
 
 @DIRECTORY_OF_ALL
 @given(
-    lies=st.dictionaries(st.sampled_from(page_module._Header._fields[1:]), EXTREMES, max_size=2),
+    lies=st.dictionaries(st.sampled_from(page_module.Header._fields[1:]), EXTREMES, max_size=2),
     flips=st.lists(st.tuples(st.integers(0, 5_000), st.integers(1, 255)), max_size=3),
     length=st.none() | st.integers(0, 20_000) | st.just(1 << 40),
     alive=st.booleans(),
@@ -167,11 +167,11 @@ def test_a_header_that_lies_shows_nothing_else_and_costs_nothing(
     writer.publish(numbered(Snapshot, 5))
     with writer.path.open("r+b") as file:
         raw = bytearray(file.read())
-        said = page_module._Header.unpack(bytes(raw))._asdict()
+        said = page_module.Header.of(bytes(raw))._asdict()
         for name, lie in lies.items():
             small = name in ("version", "header_size", "capacity", "crc", "description_crc")
             said[name] = lie % (1 << 32 if small else 1 << 64)
-        raw[: page_module._HEADER.size] = page_module._Header(**said).pack()
+        raw[: page_module.HEADER.size] = page_module.Header(**said).pack()
         for place, change in flips:
             raw[place] ^= change
         file.seek(0)

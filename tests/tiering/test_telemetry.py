@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -18,6 +19,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,6 +30,7 @@ from tiering.telemetry import (
     ConfigurationStatus,
     Description,
     DirectionStatus,
+    Page,
     PageReading,
     PageWriter,
     PathStatus,
@@ -173,28 +176,6 @@ def test_bytes_sent_have_a_rate_by_kind() -> None:
     assert rates(sample(reduce=300), sample(reduce=400)) == [0.0]
 
 
-def test_snapshots_of_an_earlier_minor_version_are_read() -> None:
-    now = json.loads(snapshot().to_json())
-    first = {
-        "run_name",
-        "rank",
-        "world_size",
-        "pid",
-        "started_at",
-        "step",
-        "phase",
-        "loss",
-        "tiers",
-        "io",
-        "steps",
-    }
-    earlier = {name: value for name, value in now.items() if name in first}
-    del earlier["steps"][0]["sent_bytes"], earlier["tiers"][0]["available"]
-    read = Snapshot.from_json(json.dumps(earlier))
-    assert (read.collectives, read.steps[0].sent_bytes, read.tiers[0].available) == ([], 0, None)
-    assert (read.run_name, read.run_id, read.step) == ("gpt", "", 7)
-
-
 def test_rates_are_never_negative_or_infinite() -> None:
     now, before = snapshot(), snapshot(io=[PathStatus("/nvme", "threads", True, DirectionStatus(bytes=11))])
     assert with_rates(now, before, 1.0).io[0].read.bytes_per_second == 0.0
@@ -243,6 +224,10 @@ def test_the_run_directory_is_chosen_in_order(tmp_path: Path, monkeypatch: pytes
     assert run_directory() == tmp_path / "xdg" / "tiering"
     monkeypatch.setenv("TIERING_RUN_DIR", str(tmp_path / "mine"))
     assert run_directory() == tmp_path / "mine"
+    assert find_pages() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["xdg"], "who only looks makes no directory"
+    with closing(PageWriter("gpt")) as writer:
+        assert [page.path for page in find_pages()] == [writer.path]
     assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
 
 
@@ -264,14 +249,16 @@ def test_another_users_directories_are_not_used(tmp_path: Path, monkeypatch: pyt
     with_page.close()
 
 
-def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_is_open_to_others_is_refused(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
-    shared.chmod(0o770)
-    with pytest.raises(TelemetryError, match=r"writable by others \(mode 0770\)"):
-        PageWriter("gpt", directory=shared)
-    with pytest.raises(TelemetryError, match="writable by others"):
-        find_pages(shared)
+    for mode in (0o770, 0o755, 0o701):
+        shared.chmod(mode)
+        told = rf"{shared} is open to others \(mode {mode:04o}\); close it: chmod 700 {shared}$"
+        with pytest.raises(TelemetryError, match=told):
+            PageWriter("gpt", directory=shared)
+        with pytest.raises(TelemetryError, match=told):
+            find_pages(shared)
     link = tmp_path / "link"
     (tmp_path / "target").mkdir(mode=0o700)
     link.symlink_to(tmp_path / "target")
@@ -281,7 +268,8 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TelemetryError, match="not a directory"):
         find_pages(tmp_path / "file")
     with pytest.raises(TelemetryError, match="No such file"):
-        find_pages(tmp_path / "a" / "b")
+        PageWriter("gpt", directory=tmp_path / "a" / "b")
+    assert find_pages(tmp_path / "a" / "b") == []
 
 
 # --- writing and reading --------------------------------------------------------------------------------
@@ -367,7 +355,7 @@ def test_an_unfinished_update_is_torn_while_its_writer_lives(tmp_path: Path) -> 
     writer = PageWriter("gpt", directory=tmp_path)
     writer.publish(snapshot())
     with writer.path.open("r+b") as file:
-        os.pwrite(file.fileno(), (3).to_bytes(8, "little"), page_module._SEQUENCE_OFFSET)
+        os.pwrite(file.fileno(), (3).to_bytes(8, "little"), page_module.SEQUENCE_OFFSET)
     assert only_reading(tmp_path).state == "torn"
     assert only_reading(tmp_path).snapshot is None
     writer.publish(snapshot())
@@ -392,17 +380,33 @@ def describing(*notes: tuple[Any, str]) -> Description:
     )
 
 
-def test_a_description_is_read_with_every_snapshot(tmp_path: Path) -> None:
-    told = describing(("file", "é"), ("default", "n"))
-    with closing(PageWriter("gpt", directory=tmp_path, description=told)) as writer:
-        for step in (1, 2):
-            writer.publish(snapshot(step, stalls={"x" * 60_000: 1.0}))
-            reading = only_reading(tmp_path)
-            assert (reading.state, reading.description) == ("live", told)
-            assert reading.snapshot is not None
-            assert reading.snapshot.step == step
+def test_a_description_comes_with_every_snapshot_and_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [describing(("file", "é"), ("default", str(rank))) for rank in range(70)]
+    read, kept = Mock(wraps=Description.from_json), None
+    monkeypatch.setattr(page_module.Description, "from_json", read)
+    writers = [PageWriter("gpt", rank, 70, tmp_path, one) for rank, one in enumerate(told)]
+    for step in (1, 2):
+        for writer in writers:
+            writer.publish(snapshot(step))
+        kept = [page.read() for page in find_pages(tmp_path)]  # with what was read before still at hand
+        assert [(one.state, one.description, one.snapshot) for one in kept] == [
+            ("live", description, snapshot(step)) for description in told
+        ]
+    assert read.call_count == len(told)
+    del kept
+    only_one = Page(writers[0].path, "gpt", 0)
+    assert (only_one.read().description, read.call_count) == (told[0], len(told) + 1), "and then let go of"
+    for writer in writers:
+        writer.close()
+
+
+def test_a_damaged_description_is_none(tmp_path: Path) -> None:
+    at = 64 + page_module.CAPACITY + 20
+    with closing(PageWriter("gpt", directory=tmp_path, description=describing(("file", "é")))) as writer:
+        writer.publish(snapshot(stalls={"x" * 60_000: 1.0}))
         with writer.path.open("r+b") as file:
-            at = 64 + page_module.CAPACITY + 20
             (byte,) = os.pread(file.fileno(), 1, at)
             os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
         reading = only_reading(tmp_path)
@@ -437,19 +441,16 @@ def test_a_description_too_large_loses_what_is_least_missed(tmp_path: Path) -> N
         assert [setting.note for setting in kept.configuration.settings] == ["", "a"]
 
 
-@pytest.mark.parametrize("size", [56, 120])
-def test_headers_of_earlier_and_later_minor_versions_are_read(tmp_path: Path, size: int) -> None:
-    """One that ends before the description, and one that knows more than this reader."""
+def test_headers_of_later_minor_versions_are_read(tmp_path: Path) -> None:
     told = describing(("file", "n"))
     with closing(PageWriter("gpt", directory=tmp_path, description=told)) as writer:
         writer.publish(snapshot())
         raw = writer.path.read_bytes()
-        header = bytearray(raw[:64].ljust(size, b"?")[:size])
-        header[12:16] = size.to_bytes(4, "little")
+        header = bytearray(raw[:64].ljust(120, b"?"))
+        header[12:16] = (120).to_bytes(4, "little")
         writer.path.write_bytes(bytes(header) + raw[64:])
         reading = only_reading(tmp_path)
-        assert (reading.state, reading.snapshot) == ("live", snapshot())
-        assert reading.description == (told if size > 64 else None)
+        assert (reading.state, reading.snapshot, reading.description) == ("live", snapshot(), told)
 
 
 # --- life and death -------------------------------------------------------------------------------------
@@ -778,6 +779,33 @@ def test_the_end_of_a_run_does_not_fail_for_its_directory(tmp_path: Path) -> Non
     directory.write_text("another's")
     publisher.close()
     assert only_reading(tmp_path / "moved").state == "stale"
+
+
+def test_a_page_that_was_removed_is_made_anew(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    told = describing(("file", "n"))
+    writer = PageWriter("gpt", directory=directory, description=told)
+    steps = iter(range(100))
+    publisher = Publisher(writer, lambda: snapshot(next(steps)), 3600)
+    publisher.start()
+    for remove in (writer.path.unlink, lambda: shutil.rmtree(directory)):
+        remove()
+        assert find_pages(directory) == []
+        publisher.publish_now()
+        (page,) = find_pages(directory)
+        reading = page.read()
+        assert (page.path, reading.state, reading.description) == (writer.path, "live", told)
+    parent = tmp_path.rename(tmp_path.with_name("elsewhere"))
+    shutil.rmtree(parent / "run")
+    publisher.publish_now()  # as after a logout, until the next login
+    parent.rename(tmp_path)
+    publisher.publish_now()
+    (page,) = find_pages(directory)
+    assert page.read().snapshot.step == 4
+    shutil.rmtree(directory)
+    publisher.close()
+    publisher.publish_now()
+    assert not directory.exists()
 
 
 def test_telemetry_loads_no_torch() -> None:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiering.ds_config.fates import Verdict
 from tiering.ds_config.secrets import without_secrets
-from tiering.telemetry import ConfigurationStatus, SettingStatus
-from tiering.telemetry.page import as_text
+from tiering.telemetry import ConfigurationStatus, SettingStatus, as_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from tiering.telemetry.page import PageWriter
 from tiering.telemetry.snapshot import Snapshot, with_rates
+from tiering.telemetry.writer import PageWriter
 
 log = logging.getLogger(__name__)
 

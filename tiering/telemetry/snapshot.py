@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, WithJsonSchema
 
+RECENT_STEPS = 32  # in a snapshot
 Phase = Literal["start", "forward", "backward", "step", "idle"]
 
 Integer = Annotated[

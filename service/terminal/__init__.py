@@ -12,7 +12,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from service.answers.status import Status, status
-from service.history import History
+from service.history import INTERVAL, History
 from service.terminal.keyboard import keyboard
 from service.terminal.picture import Marks, marks, pictured, plain
 from service.view import View
@@ -52,13 +52,18 @@ def top(watch: Watch, *, run: str | None = None, interval: float = 1.0) -> int:
         return 2
     history, drawn = History(), marks(console.encoding)
     with keyboard() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+        due = 0.0
         while True:
-            due = time.monotonic() + interval
+            now = time.monotonic()
             shown = _look(watch, run, history, drawn)
-            event = "redraw"
-            while event == "redraw":
+            if now >= due:
                 live.update(shown, refresh=True)
-                event = keys.wait(due)
+                due = now + interval
+            next_entry = min(
+                due, now + INTERVAL
+            )  # of the history, which is by the second, however seldom it is shown
+            while (event := keys.wait(next_entry)) == "redraw":
+                live.update(shown, refresh=True)
             if event == "leave":
                 return 0
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from service.advice import Advice
 from service.answers.status import RankStatus, RunStatus, Status
 from service.history import Entry
-from service.words import listed, moved, rate, seconds, share, size
+from service.words import listed, rate, seconds, share, size
 from tiering.telemetry import DirectionStatus, PathStatus
 
 _STATE_STYLES = {"training": "green", "live": "green", "degraded": "bold red", "ended": "bold red"}
@@ -55,9 +55,13 @@ def pictured(
     ``history`` has what happened of late, by id.
     """
     if not told.runs:
-        return Text("no run has a page here: none trains, or it has another run directory (TIERING_RUN_DIR)")
+        return Text(
+            plain(
+                f"no run has a page in {told.directory}: none trains, or it has another run directory (TIERING_RUN_DIR)"
+            )
+        )
     runs = sorted(told.runs, key=lambda run: run.state == "training")
-    parts: list[RenderableType] = [_title(run, told.taken_at) for run in runs] if len(runs) > 1 else []
+    parts: list[RenderableType] = [_title(run) for run in runs] if len(runs) > 1 else []
     for run in runs:
         if parts:
             parts.append(Text())
@@ -68,8 +72,10 @@ def pictured(
 def _run(
     run: RunStatus, now: float, width: int, drawn: Marks, entries: Sequence[Entry]
 ) -> Iterator[RenderableType]:
-    yield _title(run, now)
+    yield _title(run)
     about = [run.device, run.configuration]
+    if run.started_at is not None:
+        about.insert(1, f"up {seconds(max(0.0, now - run.started_at))}")
     if any(about):
         yield Text(plain(" - ".join(one for one in about if one)), "dim", no_wrap=True, overflow="crop")
     yield from (_advice(one, drawn) for one in run.warnings if one.severity != "info")
@@ -82,18 +88,18 @@ def _run(
     yield from (_advice(one, drawn) for one in run.warnings if one.severity == "info")
 
 
-def _title(run: RunStatus, now: float) -> Text:
+def _title(run: RunStatus) -> Text:
     facts = [f"{run.ranks_live} of {run.ranks_expected} ranks"] if run.ranks_expected > 1 else []
     if run.step is not None:
         facts.append(f"step {run.step}")
     if run.step_seconds is not None:
         facts.append(f"{seconds(run.step_seconds)} a step")
+    if samples := run.samples_per_second:
+        facts.append(f"{samples:{'.3g' if samples < 100 else '.0f'}} samples/s")
     if run.stall_share is not None:
         facts.append(f"{share(run.stall_share)} stall")
     if run.loss is not None:
         facts.append(f"loss {run.loss:.4g}")
-    if run.started_at is not None:
-        facts.append(f"up {seconds(max(0.0, now - run.started_at))}")
     title = Text(plain(run.name), "bold", no_wrap=True, overflow="crop")
     title.append("  ").append(run.state, _STATE_STYLES[run.state]).append("  " + ", ".join(facts), "not bold")
     return title
@@ -155,16 +161,18 @@ def _paths(ranks: Sequence[RankStatus], width: int, drawn: Marks) -> Iterator[Re
     rows.add_column(no_wrap=True, overflow="crop")
     for _ in range(5):
         rows.add_column(justify="right", no_wrap=True, overflow="crop")
-    rows.add_row(*(Text(heading, "dim") for heading in ("path", "read", "mean", "written", "mean", "p99")))
+    rows.add_row(
+        *(Text(heading, "dim") for heading in ("path", "read", "average", "written", "average", "p99"))
+    )
     for name, paths in list(by_name.items())[:MOST_PATHS]:
         read, written = [path.read for path in paths], [path.written for path in paths]
         slowest = max((one.latency.p99 for one in (*read, *written) if one.latency is not None), default=None)
         rows.add_row(
             tail(plain(name), max(12, width - 58), drawn),
             rate(sum(one.bytes_per_second for one in read)),
-            rate(_mean(read)),
+            rate(_average(read)),
             rate(sum(one.bytes_per_second for one in written)),
-            rate(_mean(written)),
+            rate(_average(written)),
             seconds(slowest) if slowest is not None else "",
         )
     yield rows
@@ -172,7 +180,7 @@ def _paths(ranks: Sequence[RankStatus], width: int, drawn: Marks) -> Iterator[Re
         yield Text(f"and {len(by_name) - MOST_PATHS} more paths", "dim")
 
 
-def _mean(directions: Sequence[DirectionStatus]) -> float:
+def _average(directions: Sequence[DirectionStatus]) -> float:
     return sum(one.average_bytes_per_second for one in directions)
 
 
@@ -242,8 +250,8 @@ def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
             plain(rank.phase or ""),
             "" if rank.step_seconds is None else seconds(rank.step_seconds),
             "" if rank.stall_share is None else share(rank.stall_share),
-            moved(sum(path.read.bytes for path in rank.io)),
-            moved(sum(path.written.bytes for path in rank.io)),
+            rate(sum(path.read.bytes_per_second for path in rank.io)),
+            rate(sum(path.written.bytes_per_second for path in rank.io)),
         )
     return rows
 

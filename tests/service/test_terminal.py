@@ -54,6 +54,7 @@ SAID = Snapshot(
     step=12,
     phase="step",
     loss=3.5,
+    samples=96,
     tiers=[
         TierStatus("host", 4 * GIB, 16 * GIB, 2 * GIB, 3 * GIB, available=8 * GIB),
         TierStatus("nvme", 99 * GIB, 100 * GIB, 2 * GIB, 2 * GIB, available=50 * GIB),
@@ -101,8 +102,8 @@ def lines(shown: View, width: int, drawn: Marks = BLOCKS, entries: list[Entry] |
 def test_80_columns_hold_everything_in_order_of_importance() -> None:
     entries = [Entry(float(n), n, n * 1e8, None, None, 0.71, {}) for n in range(1, 9)]
     assert lines(view(RANK), 80, entries=entries) == [
-        "gpt  training  step 12, 2.0 s a step, 71 % stall, loss 3.5, up 2 min",
-        "cpu",
+        "gpt  training  step 12, 2.0 s a step, 4 samples/s, 71 % stall, loss 3.5",
+        "cpu - up 2 min",
         "! the step is bound by NVMe writes: 71 % of its 2.0 s is stall (optimizer state",
         "  60 % and staging 11 %); it reads 8.0 GB and writes 6.0 GB",
         "  → 2.0 GiB more host budget (8.0 GiB are free) would keep optimizer state in",
@@ -110,7 +111,7 @@ def test_80_columns_hold_everything_in_order_of_importance() -> None:
         '  "6144MiB"',
         "host ███████████░░░░░▌░░░░░  2.0 GiB of 4.0 GiB peak 3.0 GiB 8.0 GiB free",
         "nvme ▌░░░░░░░░░░░░░░░░░░░░░ 2.0 GiB of 99.0 GiB peak 2.0 GiB 50.0 GiB free",
-        "path                        read      mean   written      mean     p99",
+        "path                        read   average   written   average     p99",
         "…with-a-long-name/swap  1.4 GB/s  2.0 GB/s  600 MB/s  1.0 GB/s  4.2 ms",
         "read     ▂▃▄▅▅▆▇█ up to 800 MB/s",
         "stall    ▆▆▆▆▆▆▆▆ of each second",
@@ -139,8 +140,8 @@ def test_runs_in_trouble_come_first_and_say_why() -> None:
     assert "✗ rank 0 lives, but has not published for 14.0 s" in shown
     assert shown[1].startswith("fine  training")  # all of them, before any of them is told whole
     assert shown[3].startswith("stopped  degraded")
-    assert lines(View(1.0, ()), 200) == [
-        "no run has a page here: none trains, or it has another run directory (TIERING_RUN_DIR)"
+    assert lines(View(1.0, (), "/run/me"), 200) == [
+        "no run has a page in /run/me: none trains, or it has another run directory (TIERING_RUN_DIR)"
     ]
 
 

@@ -44,16 +44,17 @@ def ready(view: View, expect: int | None = None) -> Readiness:
 
     With ``expect``: and so many ranks publish on this node; 0 is content without any run.
     """
-    reasons = [reason for run in view.runs if not run.over for reason in _reasons(run)]
+    why = [reason for run in view.runs if not run.over for reason in reasons(run)]
     fresh = sum(len(run.fresh) for run in view.runs)
     if expect is not None and fresh < expect:
-        reasons.append(f"{fresh} of the {expect} ranks that are expected on this node publish")
+        why.append(f"{fresh} of the {expect} ranks that are expected on this node publish")
     if expect is None and all(run.over for run in view.runs):
-        reasons.append("every run here has ended" if view.runs else "no run publishes here yet")
-    return Readiness(ready=not reasons, reasons=reasons)
+        why.append("every run here has ended" if view.runs else "no run publishes here yet")
+    return Readiness(ready=not why, reasons=why)
 
 
-def _reasons(run: RunView) -> Iterator[str]:
+def reasons(run: RunView) -> Iterator[str]:
+    """Why the run is degraded, but for what its ranks say themselves."""
     shown = set(run.fresh)
     for rank in reversed(run.ranks):  # of two pages of one rank the later one says how it is
         if rank.rank not in shown:
@@ -69,13 +70,13 @@ def _wrong(rank: RankView) -> str:
     if rank.state == "live":
         return "has not published yet"
     if rank.state == "stale":
-        return f"is gone: {rank.reason}"
+        return f"is stale: {rank.reason}"
     return f"has a page that cannot be read: {rank.reason}"
 
 
 @dataclass
-class Sidecar:
-    """What a sidecar knows of itself."""
+class Identity:
+    """Which sidecar this is: what it reads, what it expects there, and since when."""
 
     directory: str
     expect: int | None = None
@@ -85,10 +86,10 @@ class Sidecar:
     def health(self, view: View | None, problem: str | None, subscribers: int) -> Health:
         """Of now; ``view`` is the last one there was, and ``problem`` why there is none newer."""
         readiness = ready(view, self.expect) if view is not None else Readiness(ready=False, reasons=[])
-        reasons = readiness.reasons if problem is None else [problem]
+        why = readiness.reasons if problem is None else [problem]
         return Health(
-            ready=not reasons,
-            reasons=reasons,
+            ready=not why,
+            reasons=why,
             version=own_version(),
             started_at=self.started_at,
             uptime=time.monotonic() - self._began,

@@ -154,7 +154,7 @@ def test_an_answer_is_made_once() -> None:
         ([live(0, local=2), live(1)], 2, []),
         ([live(0, local=2)], None, ["run gpt: 1 of its 2 ranks on this node have no page here"]),
         ([live(0, local=2), live(1, age=14.2)], None, ["run gpt: rank 1 has not published for 14 s"]),
-        ([live(0, local=2), lost(live(1))], None, ["run gpt: rank 1 is gone: it is stale"]),
+        ([live(0, local=2), lost(live(1))], None, ["run gpt: rank 1 is stale: it is stale"]),
         (
             [live(0, local=2), lost(live(1), "torn")],
             0,

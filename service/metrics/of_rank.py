@@ -142,7 +142,7 @@ _OF_STEPS: tuple[Family[Snapshot], ...] = (
     ),
     gauge(
         "tiering_recent_step_seconds",
-        "Seconds that a step takes, from the end of the one before: the median of the last 32, without the first.",
+        "Seconds from the end of one step to that of the next: the median of the last 32, the run's first left out.",
         _recent_step,
     ),
     gauge(

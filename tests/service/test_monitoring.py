@@ -12,6 +12,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+import service.advice
 from service.metrics import render
 from service.metrics.shipped import FILES, main, text
 
@@ -22,6 +23,8 @@ DASHBOARD = json.loads(text(FILES["dashboard"]))
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 RULES = [rule for group in yaml.safe_load(text(FILES["alerts"]))["groups"] for rule in group["rules"]]
 RULE_TESTS = yaml.safe_load(text(FILES["alerts-test"]))["tests"]
+ADVICE = "".join(file.read_text() for file in Path(service.advice.__file__).parent.glob("*.py"))
+CODES = set(re.findall(r'"([a-z]+(?:-[a-z]+)+)"', ADVICE))
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 SCRAPED = {"instance": "node1:8471", "job": "tierd"}  # labels that Prometheus adds
@@ -142,6 +145,8 @@ def test_rules_ask_for_what_is_told_and_speak_plainly() -> None:
         assert f"`{rule['alert']}`" in documented
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"].keys() == {"summary", "description"}
+        for pattern in re.findall(r'code!~"([^"]*)"', rule["expr"]):
+            assert all(any(re.fullmatch(one, code) for code in CODES) for one in pattern.split("|"))
         metrics = re.findall(r"\b(tiering_\w+|up)\b(?:{([^}]*)})?", rule["expr"])
         assert metrics
         for metric, selector in metrics:

@@ -1,36 +1,58 @@
-"""What nobody uses on the tiers now: asked of the system, and not at every publication."""
+"""What is not asked for at every publication: free room on the tiers, and torch's own memory."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+import torch
 
 from tiering.budgets import available_memory
 from tiering.plan import Tier
 from tiering.swap_file import free_by_file_system
+from tiering.telemetry import DeviceMemoryStatus
 from zero3.tiers import Tiers
 
 INTERVAL = 2.0  # seconds for which an answer is new enough
+
+Answer = TypeVar("Answer")
+
+
+class Seldom(Generic[Answer]):
+    """What ``ask`` returns, asked again only after ``seconds``. Any thread may call."""
+
+    def __init__(self, ask: Callable[[], Answer], seconds: float) -> None:
+        self._ask = ask
+        self._seconds = seconds
+        self._found: tuple[float, Answer] | None = None  # and when
+
+    def __call__(self) -> Answer:
+        now, found = time.monotonic(), self._found
+        if found is None or now - found[0] >= self._seconds:
+            found = self._found = now, self._ask()
+        return found[1]
 
 
 class Room:
     """Bytes of each tier of ``tiers`` that are free, as any process sees them. Any thread may ask.
 
-    None for a GPU: its driver may keep who asks it waiting, and telemetry must never do that to training.
+    None for a GPU: its driver may keep who asks it waiting, and telemetry must never do that to training. What torch
+    has there is asked of torch, which knows it without the driver.
     """
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._asked_at = -INTERVAL
-        self._found: Mapping[Tier, int | None] = {}
+        self._available = Seldom(self._ask, INTERVAL)
+        self._device_memory = Seldom(self._ask_torch, INTERVAL)
 
     def available(self, tier: Tier) -> int | None:
         """Bytes; None where that is not known."""
-        now = time.monotonic()
-        if now - self._asked_at >= INTERVAL:
-            self._asked_at = now
-            self._found = self._ask()
-        return self._found.get(tier)
+        return self._available().get(tier)
+
+    def device_memory(self) -> DeviceMemoryStatus | None:
+        """What torch has of a GPU's memory; None where there is none."""
+        return self._device_memory()
 
     def _ask(self) -> Mapping[Tier, int | None]:
         tiers = self._tiers
@@ -44,3 +66,13 @@ class Room:
             Tier.HOST: memory,
             Tier.NVME: nvme,
         }
+
+    def _ask_torch(self) -> DeviceMemoryStatus | None:
+        if self._tiers.device.type != "cuda":
+            return None
+        told = torch.cuda.memory_stats(self._tiers.device)
+        return DeviceMemoryStatus(
+            allocated=told.get("allocated_bytes.all.current", 0),
+            peak=told.get("allocated_bytes.all.peak", 0),
+            reserved=told.get("reserved_bytes.all.current", 0),
+        )

@@ -43,7 +43,7 @@ from tiering.telemetry import (
 )
 from zero3.activations import Activations
 from zero3.collectives import ALONE, World
-from zero3.room import Room
+from zero3.room import Room, Seldom
 from zero3.tiers import Tiers
 from zero3.timeline import PhaseClock, by_cause
 
@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 
 
 LONGEST_REASON = 1000  # characters
+
+Kind = Literal["read", "write"]
 
 
 class Traffic(Protocol):
@@ -121,6 +123,7 @@ class RunRecord:
         self._sent_before = self.sent()
         self._capacities = _capacities(tiers)
         self._room = Room(tiers)
+        self._latencies: dict[tuple[int, Kind], Seldom[LatencyStatus]] = {}
 
     def publish(self, telemetry: TelemetryConfig) -> Publisher | None:
         """Start to publish snapshots, if the configuration wants it."""
@@ -229,6 +232,7 @@ class RunRecord:
             phase_seconds=self.seconds,
             tiers=[self._tier(tier) for tier in Tier],
             activations=self._activation_status(),
+            device_memory=self._room.device_memory(),
             io=self._paths(),
             io_engine=self._engine(),
             collectives=self._collectives(),
@@ -269,13 +273,21 @@ class RunRecord:
                 path=as_text(file.name),
                 engine=aio.engine,
                 direct=file.direct,
-                read=_direction(file.read, aio, index, "read"),
-                written=_direction(file.write, aio, index, "write"),
+                read=_direction(file.read, self._latency(index, "read", file.read)),
+                written=_direction(file.write, self._latency(index, "write", file.write)),
                 queue_full_seconds=file.queue_full_ns / 1e9,
                 measured_bytes_per_second=measured.get(file.name),
             )
             for index, file in enumerate(aio.stats())
         ]
+
+    def _latency(self, file: int, kind: Kind, stats: DirectionStats) -> LatencyStatus | None:
+        aio = self._tiers.aio
+        if aio is None or not stats.ops:
+            return None
+        if (file, kind) not in self._latencies:
+            self._latencies[file, kind] = Seldom(lambda: _percentiles(aio, file, kind), 1.0)
+        return self._latencies[file, kind]()
 
     def _collectives(self) -> list[CollectiveStatus]:
         if self._traffic is None:
@@ -305,9 +317,7 @@ def _moved(files: Sequence[FileStats]) -> tuple[int, int]:
     return sum(file.read.bytes for file in files), sum(file.write.bytes for file in files)
 
 
-def _direction(
-    stats: DirectionStats, aio: AioContext, file: int, kind: Literal["read", "write"]
-) -> DirectionStatus:
+def _direction(stats: DirectionStats, latency: LatencyStatus | None) -> DirectionStatus:
     return DirectionStatus(
         bytes=stats.bytes,
         ops=stats.ops,
@@ -320,11 +330,11 @@ def _direction(
         },
         latency_buckets=list(stats.latency[: _last_used(stats.latency) + 1]),
         latency_seconds=stats.latency_ns / 1e9,
-        latency=_latency(aio, file, kind) if stats.ops else None,
+        latency=latency,
     )
 
 
-def _latency(aio: AioContext, file: int, kind: Literal["read", "write"]) -> LatencyStatus:
+def _percentiles(aio: AioContext, file: int, kind: Kind) -> LatencyStatus:
     return LatencyStatus(*aio.latencies(file, kind).percentiles(0.5, 0.9, 0.99, 0.999, 1.0))
 
 

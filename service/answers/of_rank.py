@@ -12,6 +12,7 @@ from tiering.telemetry import (
     ActivationStatus,
     CollectiveStatus,
     ConfigurationStatus,
+    DeviceMemoryStatus,
     IoEngineStatus,
     PathStatus,
     StepRecord,
@@ -42,10 +43,11 @@ class ByRank(BaseModel, Generic[Answer]):
 
 
 class RankTiers(OfRank):
-    """The tiers of one rank, fastest first, and the activations beside them."""
+    """The tiers of one rank, fastest first, and beside them the activations and torch's own memory on a GPU."""
 
     tiers: list[TierStatus]
     activations: ActivationStatus | None
+    device_memory: DeviceMemoryStatus | None
 
 
 class RankBandwidth(OfRank):

@@ -19,7 +19,7 @@ from tiering.aio import AioContext
 from tiering.config import TelemetryConfig
 from tiering.errors import CheckpointError
 from tiering.plan import Tier
-from tiering.telemetry import CheckpointStatus, Snapshot, find_pages
+from tiering.telemetry import CheckpointStatus, DeviceMemoryStatus, Snapshot, find_pages
 from zero3 import room, run_record, timeline
 from zero3.collectives import World
 from zero3.run_record import RunRecord
@@ -239,6 +239,15 @@ def test_free_room_is_asked_for_now_and_then(
         raise FileNotFoundError
 
     now = 200.0
+    assert asked.device_memory() is None
+    counted = {
+        "allocated_bytes.all.current": 3,
+        "allocated_bytes.all.peak": 9,
+        "reserved_bytes.all.current": 10,
+    }
+    monkeypatch.setattr(room.torch.cuda, "memory_stats", {torch.device("cuda:1"): counted}.__getitem__)
+    on_gpu = room.Room(SimpleNamespace(device=torch.device("cuda:1"), device_is_host=False, swap=None))
+    assert on_gpu.device_memory() == DeviceMemoryStatus(allocated=3, peak=9, reserved=10)
     monkeypatch.setattr(room, "free_by_file_system", gone)
     assert asked.available(Tier.NVME) is None
     assert [tier.available is not None for tier in start().snapshot().tiers] == [True, True, False]

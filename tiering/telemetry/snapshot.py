@@ -44,6 +44,19 @@ class ActivationStatus:
 
 
 @dataclass(frozen=True)
+class DeviceMemoryStatus:
+    """Bytes that torch has on the GPU, those of the device tier among them.
+
+    ``allocated`` is in tensors now, ``peak`` was at most, ``reserved`` is what torch has taken from the driver.
+    ``peak`` is since the start, or since the program has called torch.cuda.reset_peak_memory_stats.
+    """
+
+    allocated: Integer
+    peak: Integer
+    reserved: Integer
+
+
+@dataclass(frozen=True)
 class LatencyStatus:
     """Seconds within which that share of the operations since the start were over, from issue to completion."""
 
@@ -174,7 +187,7 @@ class Snapshot:
     None where nothing is scaled.
     ``stalls`` maps a cause to the seconds that compute waited for it, ``stalls_by_phase`` splits that by the phase in
     which the wait began; ``steps`` holds the most recent 32, oldest first. ``activations`` are counted in the first
-    backward alone where no group moves.
+    backward alone where no group moves. ``device_memory`` is None where the device is the CPU.
     """
 
     run_name: str
@@ -200,6 +213,7 @@ class Snapshot:
     phase_seconds: dict[str, float] = field(default_factory=dict)
     tiers: list[TierStatus] = field(default_factory=list)
     activations: ActivationStatus | None = None
+    device_memory: DeviceMemoryStatus | None = None
     io: list[PathStatus] = field(default_factory=list)
     io_engine: IoEngineStatus | None = None
     collectives: list[CollectiveStatus] = field(default_factory=list)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
-from contextlib import asynccontextmanager
-from pathlib import Path
+from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
@@ -27,15 +26,17 @@ from service.answers.of_rank import (
     tiers,
 )
 from service.answers.plan import RankPlan, plan
-from service.answers.status import Runs, RunStatus, Status, run_status, runs, status
+from service.answers.status import Runs, RunStatus, Status, only, runs, status
+from service.chronicle import Chronicle
 from service.events import Events, Subscription
-from service.health import Alive, Health, Readiness, Sidecar, ready
-from service.history import History
-from service.http.guard import REFUSALS, Access, Guard, Refused
-from service.metrics import prefers_openmetrics, render
+from service.health import Alive, Health, Identity, Readiness, ready
+from service.history import INTERVAL, History
+from service.http.guard import REFUSALS, Access, Detail, Guard
+from service.kept import Aside, Kept
+from service.metrics import OPENMETRICS, TEXT, prefers_openmetrics, render
 from service.page import File, read_files
-from service.view import FRESH_SECONDS, NotHereError, View
-from service.watch import KEEP_STALE_SECONDS, MAX_AGE, Watch
+from service.view import NotHereError, View
+from service.watch import Watch
 from tiering.telemetry import TelemetryError, as_text
 
 Run = Annotated[str | None, Query(description="only the run of this id", max_length=200)]
@@ -43,8 +44,8 @@ Rank = Annotated[int | None, Query(description="only this rank", ge=0, le=1 << 3
 Interval = Annotated[float, Query(description="seconds between events, at least", ge=0.25, le=60)]
 
 ASKED: dict[int | str, dict[str, Any]] = {
-    404: {"model": Refused, "description": "What is asked for has no page on this node"},
-    422: {"model": Refused, "description": "A parameter is not what it should be"},
+    404: {"model": Detail, "description": "What is asked for has no page on this node"},
+    422: {"model": Detail, "description": "A parameter is not what it should be"},
 }
 
 Answering = Callable[..., Awaitable[Response]]
@@ -65,35 +66,36 @@ OF_RANKS: dict[str, tuple[object, Callable[[View, str | None, int | None], BaseM
 }
 
 
-def create_app(
-    directory: Path | None = None,
-    *,
-    keep_stale_seconds: float = KEEP_STALE_SECONDS,
-    fresh_seconds: float = FRESH_SECONDS,
-    max_age: float = MAX_AGE,
-    expect_ranks: int | None = None,
-    access: Access | None = None,
-) -> FastAPI:
-    """The sidecar for the pages in ``directory`` (default: ``run_directory()``).
+def create_app(watch: Watch, *, expect_ranks: int | None = None, access: Access | None = None) -> FastAPI:
+    """The sidecar for the pages that ``watch`` reads.
 
-    Pages of dead writers are shown as stale for ``keep_stale_seconds`` after their last update, then removed; a rank
-    that has not published for ``fresh_seconds`` is silent; no answer is of pages read over ``max_age`` seconds ago.
-    ``expect_ranks`` is how many must publish for /readyz.
-    ``access`` says who is let in (default: who asks for localhost or an IP address). Raises TelemetryError when the
-    directory is not ours alone.
+    ``expect_ranks`` is how many must publish for /readyz; ``access`` says who is let in (default: who asks for
+    localhost or an IP address).
     """
-    watch = Watch(
-        directory, keep_stale_seconds=keep_stale_seconds, fresh_seconds=fresh_seconds, max_age=max_age
-    )
-    past = History()
-    events = Events(watch, lambda view: _of(view, "status", lambda: status(view, past.latest)))
-    sidecar = Sidecar(str(watch.directory), expect_ranks)
+    past, chronicle, kept = History(), Chronicle(), Kept()
+    identity = Identity(str(watch.directory), expect_ranks)
+
+    def told(view: View) -> Status:
+        return kept.of(view, "told", lambda: status(view, past.latest))
+
+    def answer(view: View, key: Hashable, make: Callable[[], BaseModel]) -> Response:
+        return _json(kept.of(view, key, lambda: make().model_dump_json().encode()))
+
+    def status_of(view: View, run: str | None) -> bytes:
+        return kept.of(view, ("status", run), lambda: only(told(view), run).model_dump_json().encode())
+
+    events = Events(watch, kept, status_of)
+
+    def scrape(form: str) -> Aside[tuple[bytes, str]]:
+        return Aside(watch, lambda view: render(view, form, events.subscribers))  # half a second for 64 ranks
+
+    scrapes = {prefers_openmetrics(form): scrape(form) for form in (TEXT, OPENMETRICS)}
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        sampling = asyncio.create_task(past.follow(watch))
+        following = asyncio.create_task(watch.follow(INTERVAL, past.add, chronicle.add))
         yield
-        sampling.cancel()
+        following.cancel()
 
     # The bundled documentation pages load scripts from elsewhere; /openapi.json stays.
     app = FastAPI(
@@ -109,38 +111,39 @@ def create_app(
     with_examples(app)
     files = read_files()
 
-    @app.get("/v1/status", response_model=Status)
-    async def get_status() -> Response:
+    @app.get("/v1/status", response_model=Status, responses=ASKED)
+    async def get_status(run: Run = None) -> Response:
         """Everything at a glance."""
         view = await watch.now()
-        return _json(_of(view, "status", lambda: status(view, past.latest)))
+        view.select(run)
+        return _json(status_of(view, run))
 
     @app.get("/v1/runs", response_model=Runs)
     async def get_runs() -> Response:
-        """All runs of this node, in short."""
+        """All runs of this node, in short, and the last of those that ended."""
         view = await watch.now()
-        return _json(_of(view, "runs", lambda: runs(view)))
+        return answer(view, "runs", lambda: runs(told(view), chronicle.ended))
 
     @app.get("/v1/runs/{run_id}", response_model=RunStatus, responses=ASKED)
     async def get_run(run_id: str) -> Response:
         """One run with all its ranks on this node."""
         view = await watch.now()
-        (run,) = view.select(run_id)
-        return _json(_of(view, ("run", run_id), lambda: run_status(run, past.latest)))
+        view.select(run_id)
+        return answer(view, ("run", run_id), lambda: only(told(view), run_id).runs[0])
 
-    def by_rank(noun: str, answer: Callable[[View, str | None, int | None], BaseModel]) -> Answering:
+    def by_rank(noun: str, of: Callable[[View, str | None, int | None], BaseModel]) -> Answering:
         async def answered(run: Run = None, rank: Rank = None) -> Response:
             view = await watch.now()
-            return _json(_of(view, (noun, run, rank), lambda: answer(view, run, rank)))
+            return answer(view, (noun, run, rank), lambda: of(view, run, rank))
 
         return answered
 
-    for noun, (model, answer, told) in OF_RANKS.items():
+    for noun, (model, of, description) in OF_RANKS.items():
         app.add_api_route(
             f"/v1/{noun}",
-            by_rank(noun, answer),
+            by_rank(noun, of),
             name=f"get_{noun}",
-            description=told,
+            description=description,
             response_model=model,
             responses=ASKED,
         )
@@ -149,28 +152,27 @@ def create_app(
     async def get_history(run: Run = None) -> Response:
         """Bandwidth, stalls and occupancy of the last ten minutes, an entry per second."""
         view = await watch.now()
-        return _json(_of(view, ("history", run), lambda: history(view, run, past.of)))
+        return answer(view, ("history", run), lambda: history(view, run, past.of))
 
     @app.get(
         "/v1/events",
         status_code=200,
         response_class=Subscription,
-        responses={422: ASKED[422], 200: {"description": "`event: status`; its data is that of /v1/status"}},
+        responses=ASKED | {200: {"description": "`event: status`; its data is that of /v1/status"}},
     )
-    async def get_events(interval: Interval = 1.0) -> Response:
+    async def get_events(run: Run = None, interval: Interval = 1.0) -> Response:
         """The status as server-sent events: at once, and then whenever something changed."""
         if events.full:
-            refused = Refused(detail="too many subscribers listen already; ask /v1/status instead")
+            refused = Detail(detail="too many subscribers listen already; ask /v1/status instead")
             return JSONResponse(refused.model_dump(), 503, {"retry-after": "10"})
-        return Subscription(events, interval)
+        with suppress(TelemetryError):  # the first event tells it
+            (await watch.now()).select(run)
+        return Subscription(events, interval, run)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def get_metrics(request: Request) -> Response:
         """For Prometheus: its text form, or OpenMetrics where that is asked for."""
-        view, accepted = await watch.now(), request.headers.get("accept", "")
-        body, media_type = view.once(
-            ("metrics", prefers_openmetrics(accepted)), lambda: render(view, accepted, events.subscribers)
-        )
+        body, media_type = await scrapes[prefers_openmetrics(request.headers.get("accept", ""))].newest()
         return Response(body, media_type=media_type, headers={"vary": "accept"})
 
     @app.get("/livez", response_model=Alive)
@@ -178,13 +180,13 @@ def create_app(
         """Whether the sidecar itself answers."""
         return _json(Alive().model_dump_json().encode())
 
-    @app.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness | Refused}})
+    @app.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness | Detail}})
     async def readyz() -> Response:
         """Whether every rank that should be on this node has a fresh page."""
         readiness = ready(await watch.now(), expect_ranks)
         return _json(readiness.model_dump_json().encode(), 200 if readiness.ready else 503)
 
-    @app.get("/healthz", response_model=Health, responses={503: {"model": Health | Refused}})
+    @app.get("/healthz", response_model=Health, responses={503: {"model": Health | Detail}})
     async def healthz() -> Response:
         """Both of the above, and the sidecar's own state."""
         problem = None
@@ -192,7 +194,7 @@ def create_app(
             await watch.now()
         except TelemetryError as error:
             problem = as_text(str(error))
-        health = sidecar.health(watch.last, problem, events.subscribers)
+        health = identity.health(watch.last, problem, events.subscribers)
         return _json(health.model_dump_json().encode(), 200 if health.ready else 503)
 
     @app.get("/", include_in_schema=False)
@@ -225,10 +227,6 @@ def create_app(
 
 def _file(file: File) -> Response:
     return Response(file.content, media_type=file.media_type)
-
-
-def _of(view: View, key: Hashable, make: Callable[[], BaseModel]) -> bytes:
-    return view.once(key, lambda: make().model_dump_json().encode())
 
 
 def _json(body: bytes, status_code: int = 200) -> Response:

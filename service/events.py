@@ -10,31 +10,34 @@ from collections.abc import Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from service.kept import Kept
 from service.view import View
 from service.watch import Watch
 from tiering.telemetry import TelemetryError
 
 MOST_SUBSCRIBERS = 64
 PATIENCE = (
-    15.0  # seconds after which something on the way may take a silent connection for dead: a comment keeps it
+    15.0  # seconds: proxies take a connection for dead that is silent for longer, so there is a comment then
 )
 
 
 class Events:
     """What subscribers are told, and how many there are.
 
-    ``render`` makes the data of an event; its bytes are made once per View. Belongs to one event loop.
+    ``render`` makes the data of an event for who wants one run, or all; its bytes are made once per View. Belongs to
+    one event loop.
     """
 
     def __init__(
         self,
         watch: Watch,
-        render: Callable[[View], bytes],
+        kept: Kept,
+        render: Callable[[View, str | None], bytes],
         *,
         most: int = MOST_SUBSCRIBERS,
         patience: float = PATIENCE,
     ) -> None:
-        self._watch, self._render, self._most = watch, render, most
+        self._watch, self._kept, self._render, self._most = watch, kept, render, most
         self.patience = patience
         self.subscribers = 0
 
@@ -43,14 +46,15 @@ class Events:
         """Whether one more is too many."""
         return self.subscribers >= self._most
 
-    async def newest(self) -> tuple[int | str, bytes]:
+    async def newest(self, run: str | None) -> tuple[int | str, bytes]:
         """What tells this event from earlier ones, and its bytes."""
         try:
             view = await self._watch.now()
         except TelemetryError as error:
             problem = json.dumps({"detail": str(error)})
             return problem, _event("problem", problem.encode())
-        return view.changes, view.once("event", lambda: _event("status", self._render(view)))
+        event = self._kept.of(view, ("event", run), lambda: _event("status", self._render(view, run)))
+        return view.changes, event
 
 
 class Subscription(Response):
@@ -62,10 +66,10 @@ class Subscription(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, interval: float) -> None:
+    def __init__(self, events: Events, interval: float, run: str | None = None) -> None:
         super().__init__(headers={"x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._interval = events, interval
+        self._events, self._interval, self._run = events, interval, run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_departure(receive))
@@ -81,7 +85,7 @@ class Subscription(Response):
         told: int | str | None = None
         told_at = due = time.monotonic()
         while not gone.done():
-            news, event = await self._events.newest()
+            news, event = await self._events.newest(self._run)
             if news == told:
                 silent_for = time.monotonic() - told_at
                 event = b": nothing new\n\n" if silent_for >= self._events.patience else b""

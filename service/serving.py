@@ -13,6 +13,7 @@ from service.http import DEFAULT_HOST, DEFAULT_PORT
 from service.http.bearer import HOW_TO_MAKE_ONE, TokenError, token_of
 from service.http.guard import Access
 from service.http.server import CannotListenError, Place, be_modest, listen, listen_at, resolve, serve
+from service.watch import Watch
 
 
 def main(options: argparse.Namespace, directory: Path) -> int:
@@ -22,7 +23,7 @@ def main(options: argparse.Namespace, directory: Path) -> int:
         token = token_of(options.token_file, os.environ)
         place, hosts = _place(options, token)
         with place:
-            app = create_app(directory, expect_ranks=options.expect_ranks, access=Access(hosts, token))
+            app = create_app(Watch(directory), expect_ranks=options.expect_ranks, access=Access(hosts, token))
             serve(app, place, f"tierd: {place.url} shows the runs in {directory}")
     except (CannotListenError, TokenError) as error:
         print(f"tierd: {error}", file=sys.stderr)

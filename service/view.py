@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Literal
 
 from tiering.telemetry import Description, Page, PageReading, Snapshot
 
-FRESH_SECONDS = 10.0  # ranks publish four times a second; what holds them up for so long is worth a word
-
-_LARGEST_KEPT = (
-    256  # answers of one View: those to every filter that is likely within its quarter of a second
-)
+FRESH_SECONDS = 10.0  # ranks publish four times a second: one that has not for so long is held up
 
 State = Literal["live", "silent", "stale", "newer-version", "torn", "unreadable"]
-Answer = TypeVar("Answer")
+RunState = Literal["training", "degraded", "ended"]
 
 
 class NotHereError(LookupError):
@@ -80,6 +76,14 @@ class RunView:
         """Whether none of its ranks runs any more."""
         return all(rank.state == "stale" for rank in self.ranks)
 
+    @property
+    def state(self) -> RunState:
+        """Degraded is a run of which a rank that should be here is missing, silent, unreadable or cannot go on."""
+        if self.over:
+            return "ended"
+        whole = len(self.fresh) == self.expected and not any(said.broken for said in self.snapshots)
+        return "training" if whole else "degraded"
+
 
 @dataclass(frozen=True)
 class View:
@@ -93,7 +97,6 @@ class View:
     directory: str = ""
     readings: int = 0
     changes: int = 0
-    _made: dict[Hashable, object] = field(default_factory=dict, compare=False, repr=False)
 
     def run(self, run_id: str) -> RunView | None:
         return next((run for run in self.runs if run.id == run_id), None)
@@ -117,14 +120,6 @@ class View:
         if named:
             return f"that is the name of a run; ask for it by its id: {', '.join(named[-3:])}"
         return "no run of this id has a page on this node; /v1/runs lists those that have"
-
-    def once(self, key: Hashable, make: Callable[[], Answer]) -> Answer:
-        """``make()``, made for the first who asks by ``key`` and kept for others. Not for several threads."""
-        if key not in self._made:
-            if len(self._made) >= _LARGEST_KEPT:
-                return make()
-            self._made[key] = make()
-        return self._made[key]  # type: ignore[return-value]  # a key stands for one type
 
     def tells_more_than(self, other: View) -> bool:
         """Whether somebody published since ``other``, or a page came, went or changed its state."""

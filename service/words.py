@@ -38,6 +38,11 @@ def seconds(duration: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def plain(text: str) -> str:
+    """``text`` without control characters: a page may say anything, and a terminal obeys."""
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
 def listed(words: Iterable[str]) -> str:
     """Several things in a sentence: "a, b and c"."""
     *others, last = words

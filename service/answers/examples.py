@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from service.answers.history import history
 from service.answers.of_rank import bandwidth, config, steps, tiers
 from service.answers.plan import plan
-from service.answers.status import run_status, runs, status
+from service.answers.status import runs, status
 from service.health import Alive, Health, ready
 from service.history import Entry
 from service.view import RankView, RunView, View
@@ -41,12 +41,12 @@ DIRECTORY = "/run/user/1000/tiering"
 def answers() -> dict[str, BaseModel]:
     """What every path that answers JSON says of the example, by path."""
     view = example()
-    (run,) = view.runs
     readiness = ready(view)
+    told = status(view, lambda _: _entries()[-1])
     return {
-        "/v1/status": status(view, lambda _: _entries()[-1]),
-        "/v1/runs": runs(view),
-        "/v1/runs/{run_id}": run_status(run, lambda _: _entries()[-1]),
+        "/v1/status": told,
+        "/v1/runs": runs(told),
+        "/v1/runs/{run_id}": told.runs[0],
         "/v1/tiers": tiers(view),
         "/v1/bandwidth": bandwidth(view),
         "/v1/steps": steps(view),

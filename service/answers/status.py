@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PlainSerializer, WithJsonSchema
@@ -11,11 +11,12 @@ from pydantic import BaseModel, Field, PlainSerializer, WithJsonSchema
 from service.advice import Advice, advise
 from service.history import Entry
 from service.recent import recent
-from service.view import RankView, RunView, State, View
+from service.view import RankView, RunState, RunView, State, View
 from tiering.telemetry import (
     ActivationStatus,
     CheckpointStatus,
     CollectiveStatus,
+    DeviceMemoryStatus,
     IoEngineStatus,
     PathStatus,
     StepRecord,
@@ -62,6 +63,9 @@ class RankStatus(BaseModel):
     loss_scale: Number | None = Field(default=None, description="null where nothing is scaled")
     tiers: list[TierStatus] = Field(default=[], description="fastest first")
     activations: ActivationStatus | None = Field(default=None, description="what autograd keeps for backward")
+    device_memory: DeviceMemoryStatus | None = Field(
+        default=None, description="what torch has on the GPU; null where the device is the CPU"
+    )
     io: list[PathStatus] = Field(default=[], description="each swap path in both directions")
     io_engine: IoEngineStatus | None = Field(default=None, description="absent where nothing is swapped")
     collectives: list[CollectiveStatus] = Field(default=[], description="empty where a rank is alone")
@@ -83,7 +87,7 @@ class RunSummary(BaseModel):
 
     id: str = Field(description="the same on all ranks of one start, and of no other")
     name: str = Field(description="as configured; several runs may have the same")
-    state: Literal["training", "degraded", "ended"] = Field(
+    state: RunState = Field(
         description="degraded: a rank that should be here is missing, silent, cannot be read or cannot go on"
     )
     world_size: int | None = Field(description="ranks on all nodes")
@@ -112,10 +116,22 @@ class RunStatus(RunSummary):
     ranks: list[RankStatus]
 
 
+class EndedRun(RunSummary):
+    """The last words of a run that has no page any more; its warnings are those of the moment before."""
+
+    ended_at: float | None = Field(description="Unix time at which it was last heard")
+    how: Literal["closed", "died"] = Field(
+        description="closed: it ended by itself; died: it left a page behind, as a process does that is killed"
+    )
+
+
 class Runs(BaseModel):
     """All runs of this node, in short."""
 
-    runs: list[RunSummary]
+    runs: list[RunSummary] = Field(description="those that have a page")
+    ended: list[EndedRun] = Field(
+        description="the last ten that have none any more, the latest first, as far as the sidecar was there to see"
+    )
 
 
 class Status(BaseModel):
@@ -140,8 +156,28 @@ def status(view: View, latest: Latest = nothing_yet) -> Status:
     )
 
 
-def runs(view: View) -> Runs:
-    return Runs(runs=[RunSummary(**_summary(run, _ranks(run))) for run in view.runs])
+def only(told: Status, run: str | None) -> Status:
+    """The status without other runs."""
+    if run is None:
+        return told
+    return told.model_copy(update={"runs": [one for one in told.runs if one.id == run]})
+
+
+def runs(told: Status, ended: Iterable[EndedRun] = ()) -> Runs:
+    """The same in short, and the runs that ended before."""
+    fields = RunSummary.model_fields
+    return Runs(
+        runs=[RunSummary(**{name: getattr(one, name) for name in fields}) for one in told.runs],
+        ended=list(ended),
+    )
+
+
+def last_words(run: RunView) -> EndedRun:
+    """Of a run as it was last seen."""
+    said = _summary(run, _ranks(run)) | {"state": "ended", "ranks_live": 0}
+    heard = [rank.published_at for rank in run.ranks if rank.published_at is not None]
+    died = any(rank.state == "stale" for rank in run.ranks)
+    return EndedRun(**said, ended_at=max(heard, default=None), how="died" if died else "closed")
 
 
 def run_status(run: RunView, latest: Latest = nothing_yet) -> RunStatus:
@@ -163,17 +199,15 @@ def _ranks(run: RunView) -> list[RankStatus]:
 
 
 def _summary(run: RunView, ranks: list[RankStatus]) -> dict[str, Any]:
-    live = len(run.fresh)
     said = list(run.snapshots)
-    whole = live == run.expected and not any(one.broken for one in said)
     took = max((rank.step_seconds for rank in ranks if rank.step_seconds is not None), default=None)
     return {
         "id": run.id,
         "name": run.name,
-        "state": "ended" if run.over else "training" if whole else "degraded",
+        "state": run.state,
         "world_size": said[0].world_size if said else None,
         "ranks_expected": run.expected,
-        "ranks_live": live,
+        "ranks_live": len(run.fresh),
         "started_at": min((one.started_at for one in said), default=None),
         "step": max((one.step for one in said), default=None),
         "step_seconds": took,

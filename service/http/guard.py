@@ -46,7 +46,7 @@ class Access:
     requests_per_second: float = 500.0
 
 
-class Refused(BaseModel):
+class Detail(BaseModel):
     """Why there is no answer, and what to do about it."""
 
     detail: str
@@ -54,7 +54,7 @@ class Refused(BaseModel):
 
 # For the schema: what any route may answer before it is asked.
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Refused, "description": description}
+    status: {"model": Detail, "description": description}
     for status, description in {
         400: "The request names no host, or several",
         401: "The token is missing or wrong",
@@ -90,6 +90,8 @@ class Pace:
     """Turns at ``per_second``, in the order in which they are asked for; after a rest, ``burst`` of them at once."""
 
     def __init__(self, per_second: float, *, burst: int = 64, waiting: int = 1024) -> None:
+        # A page takes a dozen requests at once, and a queue of 1024 two seconds at the usual pace: who waits longer asks
+        # again anyway.
         self._interval = 1.0 / per_second
         self._burst = burst * self._interval
         self.longest = waiting * self._interval
@@ -231,7 +233,7 @@ def _not_for(scope: Scope, access: Access) -> Refusal | None:
     path = scope["path"]
     if path in ("/", "/livez") or path.startswith("/page/"):
         return None  # no data
-    if any(site.lower() not in (b"same-origin", b"none") for site in _of(scope, b"sec-fetch-site")):
+    if _for_another_site(scope):
         return Refusal(403, "pages of other sites get no data: open this address in a tab of its own")
     if access.token is not None and not _knows(access.token, _of(scope, b"authorization")):
         return Refusal(
@@ -241,6 +243,14 @@ def _not_for(scope: Scope, access: Access) -> Refusal | None:
             ((b"www-authenticate", b'Bearer realm="tierd"'),),
         )
     return None
+
+
+def _for_another_site(scope: Scope) -> bool:
+    """Whether a page of another site would get the answer. It does not where a person follows its link to here."""
+    if all(site.lower() in (b"same-origin", b"none") for site in _of(scope, b"sec-fetch-site")):
+        return False
+    follows = (_of(scope, b"sec-fetch-mode"), _of(scope, b"sec-fetch-dest")) == ([b"navigate"], [b"document"])
+    return not follows
 
 
 def _knows(token: bytes, said: list[bytes]) -> bool:

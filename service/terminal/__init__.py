@@ -14,9 +14,10 @@ from rich.text import Text
 from service.answers.status import Status, status
 from service.history import INTERVAL, History
 from service.terminal.keyboard import keyboard
-from service.terminal.picture import Marks, marks, pictured, plain
+from service.terminal.picture import Marks, marks, pictured
 from service.view import View
 from service.watch import Watch
+from service.words import plain
 from tiering.telemetry import TelemetryError
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from service.advice import Advice
 from service.answers.status import RankStatus, RunStatus, Status
 from service.history import Entry
-from service.words import listed, rate, seconds, share, size
+from service.words import listed, plain, rate, seconds, share, size
 from tiering.telemetry import DirectionStatus, PathStatus
 
 _STATE_STYLES = {"training": "green", "live": "green", "degraded": "bold red", "ended": "bold red"}
@@ -95,7 +95,7 @@ def _title(run: RunStatus) -> Text:
     if run.step_seconds is not None:
         facts.append(f"{seconds(run.step_seconds)} a step")
     if samples := run.samples_per_second:
-        facts.append(f"{samples:{'.3g' if samples < 100 else '.0f'}} samples/s")
+        facts.append(f"{samples:{'.2g' if samples < 100 else '.0f'}} samples/s")
     if run.stall_share is not None:
         facts.append(f"{share(run.stall_share)} stall")
     if run.loss is not None:
@@ -259,8 +259,3 @@ def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
 def tail(name: str, width: int, drawn: Marks) -> str:
     """The end of a path tells it from others."""
     return name if len(name) <= width else drawn.cut + name[1 - width :]
-
-
-def plain(text: str) -> str:
-    """``text`` without control characters: a page may say anything, and a terminal obeys."""
-    return "".join(one if one.isprintable() else "?" for one in text)

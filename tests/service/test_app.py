@@ -27,6 +27,7 @@ from service.watch import Watch
 from tiering.telemetry import PageWriter, TelemetryError
 
 from .conftest import Publish
+from .processes import until
 
 (EXAMPLE,) = examples.example().runs[0].ranks
 SAID = EXAMPLE.snapshot
@@ -37,7 +38,7 @@ OF_THE_MOMENT = {"taken_at", "heartbeat_age", "directory", "latest"}
 @pytest.fixture
 def client(directory: Path) -> Iterator[TestClient]:
     with TestClient(
-        create_app(directory, keep_stale_seconds=3600, max_age=0), base_url="http://localhost"
+        create_app(Watch(directory, keep_stale_seconds=3600, max_age=0)), base_url="http://localhost"
     ) as client:
         yield client
 
@@ -278,14 +279,13 @@ def test_a_lost_directory_is_a_503_with_the_reason_until_it_is_back(
 
     with monkeypatch.context() as closed:  # root may read what it closed to itself
         closed.setattr(Path, "iterdir", no_entry)
-        closed.setattr("service.watch.find_pages", lambda _: [])
         assert "cannot be read: Permission denied" in problem()
     assert the_rank(client)["state"] == "live"
 
 
 def test_a_directory_of_any_name_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / os.fsdecode(b"\xff")
-    client = TestClient(create_app(directory, max_age=0), base_url="http://localhost")
+    client = TestClient(create_app(Watch(directory, max_age=0)), base_url="http://localhost")
     for path in ("/v1/status", "/healthz"):
         assert client.get(path).json()["directory"] == f"{tmp_path}/?"
     monkeypatch.setattr(
@@ -300,7 +300,7 @@ def test_a_directory_of_any_name_is_told(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_bad_directory_is_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TelemetryError, match="not a directory"):
-        create_app(tmp_path / "file")
+        Watch(tmp_path / "file")
 
 
 @pytest.mark.usefixtures("writer")
@@ -334,21 +334,27 @@ def test_a_publication_is_one_however_often_it_is_read(directory: Path, writer: 
 def test_history_goes_on_whatever_happens_to_the_pages(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("service.history.INTERVAL", 0.01)
-    with TestClient(create_app(directory, max_age=0), base_url="http://localhost") as client:
+    for module in ("history", "app"):
+        monkeypatch.setattr(f"service.{module}.INTERVAL", 0.01)
+    with TestClient(create_app(Watch(directory, max_age=0)), base_url="http://localhost") as client:
 
         def entries() -> int:
-            time.sleep(0.05)
             return sum(len(run["at"]) for run in get(client, "/v1/history")["runs"])
 
-        before = entries()
-        assert entries() > before > 0
+        def grows() -> bool:
+            before = entries()
+            until(lambda: entries() > before)
+            return True
+
+        assert grows()
         with monkeypatch.context() as broken:
             broken.setattr("service.history._entry", lambda *_: 1 / 0)
-            entries()
-        assert "ZeroDivisionError" in caplog.text
-        before = entries()
-        assert entries() > before
+            until(lambda: "ZeroDivisionError" in caplog.text)
+        assert grows()
+        (run,) = get(client, "/v1/history")["runs"]
+        latest = get(client, "/v1/status")["runs"][0]["latest"]
+        assert latest.keys() == run.keys() - {"id", "name", "interval"}
+        assert latest["at"] >= run["at"][-1]
 
 
 def test_the_sidecar_loads_neither_torch_nor_the_engine() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from service.app import create_app
+from service.watch import Watch
 
 from .processes import Training, tierd
 from .test_advice import CASES
@@ -42,7 +43,7 @@ def test_the_commands_for_json_say_something_of_a_run(training: Training) -> Non
 
 
 def test_every_path_is_told(directory: Path) -> None:
-    paths = create_app(directory).openapi()["paths"]
+    paths = create_app(Watch(directory)).openapi()["paths"]
     assert len(paths) > 10
     assert [path for path in paths if f"`{path.replace('{run_id}', 'ID')}`" not in PAGE] == []
 

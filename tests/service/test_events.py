@@ -15,6 +15,7 @@ import pytest
 
 from service.answers.examples import example
 from service.events import MOST_SUBSCRIBERS, Events, Subscription
+from service.kept import Kept
 from service.watch import Watch
 
 from .conftest import Publish
@@ -78,11 +79,11 @@ def rendered() -> list[int]:
 
 @pytest.fixture
 def events(directory: Path, rendered: list[int]) -> Events:
-    def render(view: Any) -> bytes:
+    def render(view: Any, _: str | None) -> bytes:
         rendered.append(view.readings)
         return json.dumps({"steps": [said.step for run in view.runs for said in run.snapshots]}).encode()
 
-    return Events(Watch(directory, max_age=0.001), render, patience=0.05)
+    return Events(Watch(directory, max_age=0.001), Kept(), render, patience=0.05)
 
 
 def test_a_subscriber_is_told_at_once_and_then_what_is_new(

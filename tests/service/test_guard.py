@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import service.http.guard
 from service.app import create_app
 from service.http.guard import Access, Guard, Pace, host_of
+from service.watch import Watch
 
 HERE = "http://localhost"
 TOKEN = "Zm9yZ2V0LW1lLW5vdC4"
@@ -33,7 +34,7 @@ def routes(client: TestClient) -> list[str]:
 
 @pytest.fixture
 def client(directory: Path) -> TestClient:
-    return TestClient(create_app(directory), base_url=HERE)
+    return TestClient(create_app(Watch(directory)), base_url=HERE)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def client(directory: Path) -> TestClient:
     ],
 )
 def test_a_name_that_is_not_ours_gets_no_answer(directory: Path, access: Access, good: str, bad: str) -> None:
-    client = TestClient(create_app(directory, access=access), base_url=HERE)
+    client = TestClient(create_app(Watch(directory), access=access), base_url=HERE)
     for host in good.split():
         assert client.get("/v1/status", headers={"host": host}).status_code == 200, host
     for host in [*bad.split()]:
@@ -67,7 +68,7 @@ def test_a_name_that_is_not_ours_gets_no_answer(directory: Path, access: Access,
 @pytest.mark.parametrize("hosts", [[], ["localhost", "localhost"], ["localhost", "evil.example"]])
 def test_a_request_names_one_host(directory: Path, hosts: list[str]) -> None:
     headers = [(b"host", host.encode()) for host in hosts]
-    assert asked(Guard(create_app(directory)), "GET", "/livez", headers) == (400, True)
+    assert asked(Guard(create_app(Watch(directory))), "GET", "/livez", headers) == (400, True)
 
 
 def asked(app: Any, method: str, path: str, headers: list[tuple[bytes, bytes]]) -> tuple[int, bool]:
@@ -179,6 +180,15 @@ def test_pages_of_other_sites_get_no_data(client: TestClient) -> None:
             assert refused == data, (path, site)
         for site in ("same-origin", "none"):
             assert client.get(path, headers={"sec-fetch-site": site}).status_code != 403
+    for mode, dest, status in (
+        ("navigate", "document", 200),
+        ("navigate", "iframe", 403),
+        ("cors", "empty", 403),
+    ):
+        link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": mode, "sec-fetch-dest": dest}
+        assert client.get("/v1/status", headers=link).status_code == status, (
+            "a link may be followed, never embedded"
+        )
 
 
 def test_only_the_token_opens_what_holds_data(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +201,7 @@ def test_only_the_token_opens_what_holds_data(directory: Path, monkeypatch: pyte
     monkeypatch.setattr(
         service.http.guard, "hmac", type("hmac", (), {"compare_digest": staticmethod(compare)})
     )
-    app = create_app(directory, access=Access(token=TOKEN.encode(), requests_per_second=1e6))
+    app = create_app(Watch(directory), access=Access(token=TOKEN.encode(), requests_per_second=1e6))
     client = TestClient(app, base_url=HERE)
 
     def ask(path: str, *said: str) -> httpx.Response:

@@ -26,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter
 
 from service.app import create_app
+from service.watch import Watch
 from tiering.telemetry import Description, Page, PageReading, PageWriter, Snapshot, find_pages
 from tiering.telemetry import page as page_module
 
@@ -320,7 +321,7 @@ def strict(answer: str) -> Any:
 def ask_everything(directory: Path) -> dict[str, Any]:
     """The answer of every endpoint, each of them as its model says; of events, the first."""
     answers: dict[str, Any] = {}
-    app = create_app(directory, keep_stale_seconds=3600)
+    app = create_app(Watch(directory, keep_stale_seconds=3600))
     with TestClient(app, base_url="http://localhost") as client:
         runs = strict(client.get("/v1/runs").text)["runs"]
         for route in app.routes:

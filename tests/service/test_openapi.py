@@ -20,6 +20,7 @@ from schemathesis.checks import negative_data_rejection, not_a_server_error
 
 from service.app import create_app
 from service.http.guard import Access
+from service.watch import Watch
 from tiering.ds_config import load
 from tiering.telemetry import PageWriter
 
@@ -48,7 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def app(home: Path) -> FastAPI:
-    return create_app(home / "run", max_age=0, access=Access(requests_per_second=1e6))
+    return create_app(Watch(home / "run", max_age=0), access=Access(requests_per_second=1e6))
 
 
 def test_every_answer_is_as_the_schema_says(app: FastAPI) -> None:

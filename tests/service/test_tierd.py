@@ -17,6 +17,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from service.app import create_app
+from service.watch import Watch
 
 from .processes import Sidecar, running, tierd, train, until
 
@@ -67,7 +68,7 @@ def hammered(sidecar: Sidecar) -> Iterator[None]:
 
 def test_it_follows_an_engine_that_is_stopped_goes_on_and_is_killed(tmp_path: Path) -> None:
     pages = tmp_path / "run"
-    soon_silent = create_app(pages, fresh_seconds=0.75, max_age=0)
+    soon_silent = create_app(Watch(pages, fresh_seconds=0.75, max_age=0))
     with (
         train(tmp_path, pages, pause=0.02) as training,
         tierd(pages) as sidecar,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from service.health import Sidecar, ready
+from service.chronicle import Chronicle
+from service.health import Identity, ready
 from service.history import LENGTH, History
+from service.kept import Aside, Kept
 from service.view import NotHereError, View, view_of
+from service.watch import Watch
 from tiering.telemetry import (
     CollectiveStatus,
     DirectionStatus,
@@ -133,15 +137,60 @@ def test_what_is_news() -> None:
         assert now.tells_more_than(before)
 
 
-def test_an_answer_is_made_once() -> None:
+def test_an_answer_is_made_once_of_each_view() -> None:
     made: list[str] = []
-    one = view()
+    kept, one = Kept(), view()
     for key in ("a", "b", "a"):
-        assert one.once(key, lambda key=key: made.append(key) or key.upper()) == key.upper()
+        assert kept.of(one, key, lambda key=key: made.append(key) or key.upper()) == key.upper()
     assert made == ["a", "b"]
     for number in range(1000):
-        assert one.once(number, lambda number=number: number) == number
-    assert len(one._made) < 300, "whoever asks for ever new things fills no memory"
+        assert kept.of(one, number, lambda number=number: number) == number
+    assert len(kept._made) < 300, "whoever asks for ever new things fills no memory"
+    assert kept.of(view(), "a", lambda: "newer") == "newer"
+
+
+def test_what_takes_long_is_made_aside_once_for_all_who_wait(directory: Path) -> None:
+    made: list[View] = []
+
+    def make(of: View) -> int:
+        time.sleep(0.05)
+        made.append(of)
+        return len(made)
+
+    async def scene() -> None:
+        aside = Aside(Watch(directory, max_age=0), make)
+        first = asyncio.ensure_future(aside.newest())
+        await asyncio.sleep(0.02)
+        waiting = [asyncio.ensure_future(aside.newest()) for _ in range(20)]
+        await asyncio.sleep(0)
+        assert not first.done(), "others are answered while it is made"
+        assert await first == 1
+        assert await asyncio.gather(*waiting) == 20 * [2], "what was begun before they asked is not theirs"
+
+    asyncio.run(scene())
+
+
+def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "service")
+    chronicle = Chronicle()
+    both = [live(0, local=2), live(1)]
+    for second in (both, both, [both[0], lost(both[1])], both, [lost(both[0]), lost(both[1])], [], []):
+        chronicle.add(view(*second))
+    assert [record.getMessage() for record in caplog.records] == [
+        "run gpt (gpt-1) is here: 2 of its 2 ranks on this node",
+        "run gpt (gpt-1) is degraded: run gpt: rank 1 is stale: it is stale",
+        "run gpt (gpt-1) trains again with all its ranks",
+        "run gpt (gpt-1) has died: run gpt: rank 1 is stale: it is stale; run gpt: rank 0 is stale: it is stale",
+    ]
+    caplog.clear()
+    for number in range(11):
+        chronicle.add(view(live(name="\x1b[31mred", run_id=f"red-{number}", at=NOW + number)))
+    chronicle.add(view())
+    assert caplog.messages[-1] == "run ?[31mred (red-10) has closed at step 0"
+    assert [(run.id, run.state, run.how) for run in chronicle.ended] == [
+        (f"red-{number}", "ended", "closed") for number in range(10, 0, -1)
+    ], "the last ten, the latest first"
+    assert chronicle.ended[0].ended_at == NOW + 10 - 0.1
 
 
 @pytest.mark.parametrize(
@@ -200,27 +249,39 @@ def test_history_comes_from_counters_over_the_time_between_publications() -> Non
     """Rank 0 published 0.8 s apart, rank 1 half a second, though both were read a second apart."""
     history = History()
     history.add(view_of([counting(0, 0.0, 100, 0.0), counting(1, 0.0, 0, 0.1)], NOW + 1))
-    history.add(view_of([counting(0, 0.8, 180, 0.1), counting(1, 0.5, 50, 0.2)], NOW + 1))
+    history.add(view_of([counting(0, 0.8, 180, 0.1), counting(1, 0.5, 50, 0.2)], NOW + 2))
     first, second = history.of("gpt-1")
     assert (first.read, first.written, first.sent, first.stall) == (None, None, None, None)
-    assert (second.at, second.step) == (NOW + 1, 0)
+    assert (second.at, second.step) == (NOW + 2, 0)
     assert (second.read, second.written, second.sent) == pytest.approx((200.0, 400.0, 600.0))
     assert second.stall == pytest.approx((0.2 / 0.8 + 0.2 / 0.5) / 2)
     assert second.used == {"device": None, "host": 10, "nvme": None}
     # Rank 1 is stopped from here on: what rank 0 does is known, and then nothing is.
-    history.add(view_of([counting(0, 1.0, 200, 0.1), lost(counting(1, 0.5, 50, 0.2))], NOW + 1))
-    history.add(view_of([counting(0, 1.0, 200, 0.1), lost(counting(1, 0.5, 50, 0.2))], NOW + 1))
+    history.add(view_of([counting(0, 1.0, 200, 0.1), lost(counting(1, 0.5, 50, 0.2))], NOW + 3))
+    history.add(view_of([counting(0, 1.0, 200, 0.1), lost(counting(1, 0.5, 50, 0.2))], NOW + 4))
     known, unknown = history.of("gpt-1")[2:]
     assert (known.read, known.used["host"], unknown.read) == (pytest.approx(100.0), 5, None)
 
 
 def test_a_clock_that_is_set_back_makes_no_time_run_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    history, sidecar = History(), Sidecar("/run")
+    history, sidecar = History(), Identity("/run")
     for second in (0, 1, 2, -3599, -3598):
         history.add(view_of([live()], NOW + second))
     assert [entry.at - NOW for entry in history.of("gpt-1")] == [-3599, -3598]
     monkeypatch.setattr(time, "time", lambda: NOW - 3600)
     assert sidecar.health(None, None, 0).uptime >= 0
+
+
+def test_history_has_an_entry_per_second_however_often_it_is_told() -> None:
+    """Readings come up to a quarter of a second early, as those of whoever asked a little before."""
+    history = History()
+    for early in (0.0, 0.2, 0.1, 0.25, 0.0):
+        history.add(view_of([live()], NOW + len(history.of("gpt-1")) + 1 - early))
+    assert len(history.of("gpt-1")) == 5
+    often = History()
+    for quarter in range(40):
+        often.add(view_of([live()], NOW + quarter / 4))
+    assert len(often.of("gpt-1")) == 11
 
 
 def test_history_forgets_what_is_old_and_who_is_gone() -> None:

@@ -1,0 +1,63 @@
+"""What became of the runs: a line in the log for each change, and the last words of those that have ended."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+
+from service.answers.status import EndedRun, last_words
+from service.health import reasons
+from service.view import RunView, View
+from service.words import plain
+
+MOST = 10  # ended runs that are remembered
+
+log = logging.getLogger(__name__)
+
+
+class Chronicle:
+    """Told a View every second. Who comes back after lunch finds here what was swept meanwhile."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, RunView] = {}
+        self._ended: deque[EndedRun] = deque(maxlen=MOST)
+
+    @property
+    def ended(self) -> list[EndedRun]:
+        """Runs without a page, the latest first."""
+        return list(reversed(self._ended))
+
+    def add(self, view: View) -> None:
+        """Compare with the View before."""
+        before, self._before = self._before, {run.id: run for run in view.runs}
+        for run in view.runs:
+            _tell(run, before.get(run.id))
+        for run_id, run in before.items():
+            if run_id not in self._before:
+                words = last_words(run)
+                self._ended.append(words)
+                if run.state != "ended":
+                    log.info("%s has %s at step %s", _named(run), words.how, words.step)
+
+
+def _tell(run: RunView, before: RunView | None) -> None:
+    if before is not None and run.state == before.state:
+        return
+    if before is None:
+        log.info("%s is here: %d of its %d ranks on this node", _named(run), len(run.fresh), run.expected)
+    if run.state == "degraded":
+        log.warning("%s is degraded: %s", _named(run), plain("; ".join(_wrong(run))))
+    elif run.state == "ended":
+        log.warning("%s has died: %s", _named(run), plain("; ".join(reasons(run))))
+    elif before is not None:
+        log.info("%s trains again with all its ranks", _named(run))
+
+
+def _wrong(run: RunView) -> Iterator[str]:
+    yield from (f"rank {said.rank} cannot go on: {said.broken}" for said in run.snapshots if said.broken)
+    yield from reasons(run)
+
+
+def _named(run: RunView) -> str:
+    return plain(f"run {run.name} ({run.id})")

@@ -17,7 +17,7 @@ HOW_TO_MAKE_ONE = (
 
 
 class TokenError(Exception):
-    """What was given is no token, or others could read it; the message never has it."""
+    """What was given is not a token, or others can read its file. The message never contains the token."""
 
 
 def token_of(file: Path | None, environment: Mapping[str, str]) -> bytes | None:

@@ -31,7 +31,7 @@ MAX_CONNECTIONS = 512
 LARGEST_HEAD = 16 << 10  # bytes of request line and headers
 HEAD_SECONDS = 10.0  # for a request to arrive whole
 READ_SECONDS = 30.0  # for a client to take what waits for it
-IDLE_SECONDS = 30  # between requests: longer than Prometheus commonly waits
+IDLE_SECONDS = 30  # between requests: twice the interval at which Prometheus commonly asks
 ANSWER_SECONDS = 0.5  # for requests under way when the end comes; streams have no end of their own
 END_SECONDS = 1.8  # from the signal to the end, whatever hangs
 

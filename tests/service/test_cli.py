@@ -181,4 +181,4 @@ def test_the_run_directory_of_the_environment_is_the_default(tmp_path: Path) -> 
             pytest.skip("this machine has no IPv6 loopback")
         assert line.startswith("tierd: http://[::1]:")
         assert line.endswith(f"/ shows the runs in {tmp_path}")
-        assert Sidecar(process, line.split()[1].rstrip("/")).get("/v1/runs") == {"runs": []}
+        assert Sidecar(process, line.split()[1].rstrip("/")).get("/v1/runs")["runs"] == []

@@ -30,10 +30,10 @@ HEAD = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
 # A sidecar whose limits come soon, and whose /v1/status may hang as on a disk that does not answer.
 IMPATIENT = """
 import sys, threading
-import service.app, service.cli, service.http.server
+import service.cli, service.http.server, service.watch
 service.http.server.HEAD_SECONDS = service.http.server.READ_SECONDS = service.http.server.END_SECONDS = 0.4
 if "hang" in sys.argv[1]:
-    service.app.Watch.view = lambda _: threading.Event().wait()
+    service.watch.Watch._refresh = lambda _: threading.Event().wait()
 sys.exit(service.cli.main(["--port", "0", "--dir", sys.argv[2]]))
 """
 
@@ -58,8 +58,8 @@ def at_socket(path: Path, said: bytes = HEAD + b"Connection: close\r\n\r\n") -> 
         return b"".join(iter(lambda: client.recv(4096), b"")).decode()
 
 
-def ended_well(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGTERM)
+def ended_well(process: subprocess.Popen[str], by: int = signal.SIGTERM) -> None:
+    process.send_signal(by)
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (0, "")
 
@@ -120,14 +120,14 @@ def test_no_crowd_of_clients_takes_the_machine_from_training(sidecar: Sidecar) -
     limits = re.search(r"Max open files +(\d+) +(\d+)", Path(f"/proc/{process.pid}/limits").read_text())
     assert limits and limits[1] == limits[2]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 2200:
-        pytest.skip(f"this test opens 2000 connections, and may open {hard} files")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2200), hard))
+    if hard < 900:
+        pytest.skip(f"this test opens 700 connections, and may open {hard} files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 900), hard))
     with contextlib.ExitStack() as open_ones:
-        idle = [open_ones.enter_context(connected(sidecar)) for _ in range(2000)]
+        idle = [open_ones.enter_context(connected(sidecar)) for _ in range(700)]
         assert sidecar.get("/livez") == {"status": "ok"}
         assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) < 600, "before any of them is late"
-        assert all(closed(one) for one in idle[:1000]), "those that waited longest made room"
+        assert all(closed(one) for one in idle[:150]), "those that waited longest made room"
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     ended_well(process)
 
@@ -156,7 +156,7 @@ def test_what_is_no_request_is_refused_without_a_word(sidecar: Sidecar) -> None:
             answer = b"".join(iter(lambda: client.recv(4096), b""))
             assert answer.split(b" ", 2)[1] == status, (said[:60], answer)
             assert b"\r\nserver:" not in answer.lower()
-    ended_well(sidecar.process)
+    ended_well(sidecar.process, by=signal.SIGINT)
 
 
 def test_another_address_wants_the_token_and_says_so(directory: Path) -> None:
@@ -173,7 +173,7 @@ def test_another_address_wants_the_token_and_says_so(directory: Path) -> None:
         for host in ("127.0.0.1", socket.gethostname()):
             headers = {"Authorization": f"Bearer {TOKEN}", "Host": host}
             with urllib.request.urlopen(urllib.request.Request(url + "/v1/runs", headers=headers)) as answer:
-                assert json.load(answer) == {"runs": []}
+                assert json.load(answer)["runs"] == []
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=30)
     assert process.returncode == 0

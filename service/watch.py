@@ -62,15 +62,16 @@ class Watch:
         Raises TelemetryError for a directory that does not answer within PATIENCE, too.
         """
         if not self._is_fresh():
-            if self._reading is None or self._reading.done():
-                self._reading = asyncio.ensure_future(asyncio.to_thread(self._refresh))
-            done, _ = await asyncio.wait({self._reading}, timeout=PATIENCE)
-            if not done:
+            reading = self._reading
+            if reading is None or reading.done():
+                reading = self._reading = asyncio.ensure_future(asyncio.to_thread(self._refresh))
+            await asyncio.wait({reading}, timeout=PATIENCE)
+            if not reading.done():
                 raise TelemetryError(
                     f"run directory {self.directory} has not answered for {PATIENCE:g} s: is its file system still"
                     " there? One on tmpfs, as $XDG_RUNTIME_DIR is, always answers"
                 )
-            self._reading.result()
+            reading.result()
         return self._told()
 
     def view(self) -> View:

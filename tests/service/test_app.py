@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +25,7 @@ import service
 from service.answers import examples
 from service.app import create_app
 from service.watch import Watch
-from tiering.telemetry import PageWriter, TelemetryError
+from tiering.telemetry import PageWriter, TelemetryError, find_pages
 
 from .conftest import Publish
 from .processes import until
@@ -319,6 +320,24 @@ def test_however_many_ask_the_pages_are_read_once(directory: Path, monkeypatch: 
     views = asyncio.run(together())
     assert all(view is views[0] for view in views)
     assert (views[0].readings, watch.view(), len(readers)) == (1, views[0], 1)
+
+
+def test_a_directory_that_hangs_is_an_answer(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread waits for it, whoever asks, and what it finds in the end is told."""
+    answers = threading.Event()
+    find, asked = find_pages, []
+    with TestClient(create_app(Watch(directory, max_age=0)), base_url="http://localhost") as client:
+        monkeypatch.setattr("service.watch.PATIENCE", 0.02)
+        monkeypatch.setattr(
+            "service.watch.find_pages", lambda it: asked.append(it) or (answers.wait() and find(it))
+        )
+        until(lambda: asked != [])
+        for path, status in (("/v1/status", 503), ("/metrics", 503), ("/healthz", 503), ("/livez", 200)):
+            answer = client.get(path)
+            assert (answer.status_code, "has not answered for" in answer.text) == (status, status == 503)
+        assert len(asked) == 1
+        answers.set()
+        until(lambda: client.get("/v1/status").status_code == 200)
 
 
 def test_a_publication_is_one_however_often_it_is_read(directory: Path, writer: PageWriter) -> None:

@@ -6,7 +6,7 @@ theme.js     light or dark                  follow.js   the events of the sideca
 figures.js   numbers as words               totals.js   ranks added up
 patch.js     a description of elements brought into the document with as few changes as possible
 run.js       a run in short, its warnings   tiers.js    tiers, and the plan against reality
-paths.js     swap paths and collectives     ranks.js    the ranks
+paths.js     swap paths and collectives     ranks.js    the ranks; ended.js: runs that have none any more
 steps.js     the recent steps               settings.js the configuration
 charts.js    bandwidth and stalls over time, drawn by vendor/uPlot
 """

@@ -2,6 +2,7 @@
 
 import {charts, Series} from "./charts.js";
 import {link, lost, only, picks, where} from "./chrome.js";
+import {ended} from "./ended.js";
 import {follow, get, token, TokenWanted} from "./follow.js";
 import {h, patch} from "./patch.js";
 import * as moving from "./paths.js";
@@ -13,12 +14,14 @@ import * as tiers from "./tiers.js";
 import * as totals from "./totals.js";
 
 const MOST_WARNINGS = 4;
+const NOTED = 2000; // ms: the sidecar looks once a second which runs have ended
 const PLAN_EVERY = 10; // seconds: peaks and medians move slowly
 
 const at = id => document.getElementById(id);
 const state = {
   status: null, // the last one heard
   run: null, // the one shown, as last heard; it stays when its pages are swept
+  there: null, // the runs that have pages
   series: new Series(),
   plan: [], // what /v1/plan tells of the ranks of that run
   planAt: 0,
@@ -54,6 +57,9 @@ function choose(runs) {
 function heard(status) {
   totals.pace(status, state.status);
   state.status = status;
+  const there = status.runs.map(run => run.id).join(" ");
+  if (there !== state.there) setTimeout(recall, state.there === null ? 0 : NOTED);
+  state.there = there;
   link(status.runs.some(run => run.state !== "ended") ? "live" : "idle");
   show();
 }
@@ -91,6 +97,15 @@ async function remember() {
   if (!told || state.run.id !== run) return;
   state.series.fill(told.runs[0]);
   draw(state.status.taken_at);
+}
+
+/** Which runs have ended changes only with those that are `there`. */
+async function recall() {
+  const told = await ask("/v1/runs");
+  if (!told) return;
+  at("ended").hidden = !told.ended.length;
+  patch(at("ended-runs"), ended(told.ended));
+  patch(at("nothing-title"), told.ended.length ? "No run now" : "No run yet");
 }
 
 async function replan(now) {

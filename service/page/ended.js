@@ -1,0 +1,28 @@
+// Runs that have no page any more, with their last words: of figures to descriptions of elements. Pure.
+
+import {clock, count, plain, seconds, UNKNOWN} from "./figures.js";
+import {h, marked, table} from "./patch.js";
+
+const HOW = {closed: ["ended by itself", "over"], died: ["died", "bad"]};
+
+export function ended(all) {
+  return table(
+    "Runs that ended",
+    "ended",
+    ["run", "how", "at", "after", "step", "loss", "its last warning"],
+    all.map(run => {
+      const [first, ...more] = run.warnings.filter(one => one.severity !== "info");
+      return h(
+        "tr",
+        {key: run.id},
+        h("th", {scope: "row"}, run.name),
+        h("td", {class: "left"}, marked(HOW[run.how] || [run.how, "note"])),
+        h("td", {}, clock(run.ended_at)),
+        h("td", {}, run.started_at && run.ended_at ? seconds(run.ended_at - run.started_at) : UNKNOWN),
+        h("td", {}, count(run.step)),
+        h("td", {}, plain(run.loss)),
+        h("td", {class: "left reason"}, first ? first.text : "none", more.length ? ` (and ${more.length} more)` : ""),
+      );
+    }),
+  );
+}

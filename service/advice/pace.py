@@ -31,6 +31,8 @@ def stuck(run: RunView) -> Iterator[Advice]:
             told += f", a whole step takes {seconds(step)}"
         else:
             longest = HUNG_SECONDS
+        if said.checkpoint is not None and said.checkpoint.under_way:  # which may well take that long
+            told += ", in which a checkpoint is being saved"
         if lasted >= longest:
             yield warning(
                 "stuck",

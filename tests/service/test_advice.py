@@ -200,6 +200,8 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
      [rank(replace(SAID, steps=[], phase="forward", phase_since=1000.0), published_at=1599.0)], "forward has taken 10"),
     ("stuck", [rank(replace(SAID, phase="idle", phase_since=1000.0), published_at=1600.0)],
      [rank(replace(SAID, phase="idle", phase_since=1000.0), published_at=1599.0)], "idle has taken 10 min"),
+    ("stuck", [rank(replace(SAID, phase="idle", phase_since=1.0, checkpoint=CheckpointStatus(True)), published_at=9e3)],
+     [rank()], "a checkpoint is being saved"),
     ("checkpoint-failed", said(checkpoint=CheckpointStatus(error="EIO")), said(checkpoint=CheckpointStatus()), "EIO"),
     ("config-without-effect", configured(without_effect=["a.b"]), configured(), "a.b"),
     ("config-deprecated", configured(deprecated=["a", "b", "c", "d"]), configured(), "4 keys are deprecated: a, b, c,"),

@@ -177,9 +177,8 @@ def test_an_engine_describes_its_plan_and_its_configuration(
     settings = {setting.key: (setting.value, setting.origin) for setting in told.configuration.settings}
     assert settings["tiering.state"] == ("split", "file")
     assert settings["tiering.verify"] == (False, "default")
-    for tier in Tier:
-        value, origin = settings[f"tiering.{tier.value}_budget"]
-        assert origin == "file" or (value, origin) == (engine.plan.budgets.of(tier), "auto")
+    assert settings["tiering.nvme_budget"] == (engine.plan.budgets.nvme, "auto")
+    assert settings["tiering.host_budget"] == ("64MiB", "file")
     assert settings["tiering.grad_accum_dtype"] == ("fp32", "auto"), "of two micro-batches"
     assert settings["tiering.io.engine"] == (engine._tiers.aio.engine, "auto")
     assert plan.moved_by_format == engine.plan.moved_by_format and len(plan.moved_by_format) > 1

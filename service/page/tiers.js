@@ -94,6 +94,8 @@ export function tiers(all, ranks) {
   const used = all.filter(one => one.budget || one.used || one.peak);
   const idle = all.filter(one => !used.includes(one)).map(one => (one.name === "nvme" ? "NVMe" : one.name));
   const kept = ranks.map(rank => rank.activations).filter(Boolean);
+  const torch = ranks.map(rank => rank.device_memory).filter(Boolean);
+  const total = (list, name) => bytes(sum(list.map(one => one[name])));
   return [
     used.map(tier),
     idle.length ? h("p", {class: "soft", key: "idle"}, `Not used: ${idle.join(", ")}.`) : null,
@@ -101,7 +103,15 @@ export function tiers(all, ranks) {
       ? h(
           "p",
           {class: "soft", key: "beside"},
-          `Beside the tiers, activations take ${bytes(sum(kept.map(one => one.used)))}, at most ${bytes(sum(kept.map(one => one.peak)))}.`,
+          `Beside the tiers, activations take ${total(kept, "used")}, at most ${total(kept, "peak")}.`,
+        )
+      : null,
+    torch.length
+      ? h(
+          "p",
+          {class: "soft", key: "torch"},
+          `In all, torch has ${total(torch, "allocated")} of GPU memory in tensors, at most ${total(torch, "peak")}, and `,
+          `has taken ${total(torch, "reserved")} from the driver.`,
         )
       : null,
     !used.length && !kept.length ? h("p", {class: "soft", key: "none"}, "No rank tells of its tiers.") : null,

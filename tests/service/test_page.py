@@ -17,6 +17,7 @@ from service.page import read_files
 from tiering.telemetry import (
     ConfigurationStatus,
     Description,
+    DeviceMemoryStatus,
     DirectionStatus,
     PathStatus,
     SettingStatus,
@@ -308,6 +309,7 @@ SAID = Snapshot(
     io=[
         PathStatus(f"/nvme/{MARKUP}", "threads", True, DirectionStatus(errors=2, errors_by_errno={MARKUP: 2}))
     ],
+    device_memory=DeviceMemoryStatus(3 * MIB, 4 * MIB, 5 * MIB),
     stalls={MARKUP: 0.5},
     steps=[StepRecord(9, 1.0, 0.25, 0.5, 0.25, 0.5, stalls={MARKUP: 0.5})],
 )
@@ -329,6 +331,10 @@ def test_what_pages_say_stays_text_and_runs_come_and_go(
     seen.shows("#name", MARKUP)
     seen.shows("#facts", "diverged")
     seen.shows("#tiers", "110 % of budget")
+    seen.shows(
+        "#tiers",
+        "torch has 3.00\u00a0MiB of GPU memory in tensors, at most 4.00\u00a0MiB, and has taken 5.00",
+    )
     (directory / f"{MARKUP[:4]}.1.junk.page").write_bytes(b"TIERPAGE" + bytes(99))
     second = publishing(directory, replace(SAID, rank=1, local_rank=1, steps=[]))
     publishing(directory, replace(SAID, run_name="other", run_id="other-1", world_size=1, local_world_size=1))

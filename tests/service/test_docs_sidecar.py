@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from service.app import create_app
 from service.watch import Watch
@@ -17,7 +19,7 @@ from .test_advice import CASES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "sidecar.md").read_text(encoding="utf-8")
-UNITS = [block for block in re.findall(r"(?:^(?:    .*)?\n)+", PAGE, re.MULTILINE) if "[Service]" in block]
+EXAMPLES = ROOT / "examples" / "sidecar"
 
 
 def section(title: str) -> str:
@@ -63,18 +65,35 @@ def test_every_code_of_advice_is_told() -> None:
     assert len(in_code) > 15
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=["user", "system"])
-def test_units_are_units(unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["tierd-user.service", "tierd.service"])
+def test_units_are_units(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"(../examples/sidecar/{name})" in PAGE
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     program = shutil.which("true") or "/bin/true"
-    text = re.sub(r"^ +", "", unit, flags=re.MULTILINE)
+    text = (EXAMPLES / name).read_text(encoding="utf-8")
     text, changed = re.subn(r"(?m)^(ExecStart=)\S*/tierd$", rf"\g<1>{program}", text)
     assert changed == 1
     (tmp_path / "tierd.service").write_text(text)
-    scope = ["--user"] if "%h" in unit else ["--system"]
+    scope = ["--user"] if "%h" in text else ["--system"]
     done = subprocess.run(
         ["systemd-analyze", *scope, "verify", str(tmp_path / "tierd.service")], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_pod_starts_what_there_is(directory: Path) -> None:
+    """Its probes ask the two paths for probes; its command line is one that tierd takes."""
+    assert "(../examples/sidecar/pod.yaml)" in PAGE
+    training, sidecar = yaml.safe_load((EXAMPLES / "pod.yaml").read_text(encoding="utf-8"))["spec"][
+        "containers"
+    ]
+    assert training["env"] == sidecar["env"] and training["volumeMounts"] == sidecar["volumeMounts"]
+    with tierd(directory, *sidecar["command"][1:]) as one:
+        for probe, code in (("livenessProbe", 0), ("readinessProbe", 1)):
+            command = [
+                part.replace("http://127.0.0.1:8471", one.url) for part in sidecar[probe]["exec"]["command"]
+            ]
+            done = subprocess.run([sys.executable, *command[1:]], capture_output=True, text=True)
+            assert done.returncode == code, "eight ranks are expected, and none is there"

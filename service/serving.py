@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import socket
 import sys
@@ -20,6 +21,7 @@ def main(options: argparse.Namespace, directory: Path) -> int:
     """Serve the runs in ``directory`` until a signal; 2 where that cannot begin."""
     try:
         be_modest(options.nice)  # before there are threads, which would keep the niceness they were made with
+        _log_what_becomes_of_runs()
         token = token_of(options.token_file, os.environ)
         place, hosts = _place(options, token)
         with place:
@@ -29,6 +31,15 @@ def main(options: argparse.Namespace, directory: Path) -> int:
         print(f"tierd: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _log_what_becomes_of_runs() -> None:
+    """On standard error, where a journal takes it."""
+    lines = logging.StreamHandler()
+    lines.setFormatter(logging.Formatter("tierd: %(message)s"))
+    log = logging.getLogger("service")
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
 
 
 def _place(options: argparse.Namespace, token: bytes | None) -> tuple[Place, frozenset[str] | None]:

@@ -347,7 +347,7 @@ def ask_everything(directory: Path) -> dict[str, Any]:
 
 @settings(
     phases=[Phase.generate],
-    max_examples=15,
+    max_examples=8,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(pages=st.lists(st.tuples(lies(Snapshot), lies(Description)), min_size=8, max_size=8))

@@ -19,22 +19,7 @@ from fastapi.testclient import TestClient
 from service.app import create_app
 from service.watch import Watch
 
-from .processes import Sidecar, running, tierd, train, until
-
-WRITER = """
-import os, sys, time
-from pathlib import Path
-from tiering.telemetry import DirectionStatus, PageWriter, PathStatus, Publisher, Snapshot
-writer = PageWriter("real", directory=Path(sys.argv[1]))
-steps = iter(range(10**9))
-def source():
-    step = next(steps)
-    io = [PathStatus("/nvme", "threads", True, DirectionStatus(bytes=step << 20, ops=step))]
-    return Snapshot("real", 0, 1, os.getpid(), time.time(), step=step, phase="forward", io=io)
-Publisher(writer, source, 0.02).start()
-print("ready", flush=True)
-time.sleep(600)
-"""
+from .processes import Sidecar, tierd, train, until
 
 
 @contextmanager
@@ -69,48 +54,57 @@ def hammered(sidecar: Sidecar) -> Iterator[None]:
 def test_it_follows_an_engine_that_is_stopped_goes_on_and_is_killed(tmp_path: Path) -> None:
     pages = tmp_path / "run"
     soon_silent = create_app(Watch(pages, fresh_seconds=0.75, max_age=0))
-    with (
-        train(tmp_path, pages, pause=0.02) as training,
-        tierd(pages) as sidecar,
-        hammered(sidecar),
-        TestClient(soon_silent, base_url="http://localhost") as here,
-    ):
+    with train(tmp_path, pages, pause=0.02) as training, tierd(pages) as sidecar:
+        with hammered(sidecar), TestClient(soon_silent, base_url="http://localhost") as here:
 
-        def state() -> str:
-            (run,) = here.get("/v1/status").json()["runs"]
-            return run["ranks"][0]["state"]
+            def state() -> str:
+                (run,) = here.get("/v1/status").json()["runs"]
+                return run["ranks"][0]["state"]
 
-        def step() -> int:
-            return sidecar.get("/v1/runs")["runs"][0]["step"]
+            def step() -> int:
+                return sidecar.get("/v1/runs")["runs"][0]["step"]
 
-        until(lambda: step() > 5)
-        assert (sidecar.states(), sidecar.get("/readyz")["ready"]) == (["live"], True)
-        (rank,) = sidecar.get("/v1/status")["runs"][0]["ranks"]
-        assert (rank["pid"], rank["io"][0]["written"]["bytes"] > 0) == (training.process.pid, True)
+            until(lambda: step() > 5)
+            assert (sidecar.states(), sidecar.get("/readyz")["ready"]) == (["live"], True)
+            (rank,) = sidecar.get("/v1/status")["runs"][0]["ranks"]
+            assert (rank["pid"], rank["io"][0]["written"]["bytes"] > 0) == (training.process.pid, True)
 
-        training.process.send_signal(signal.SIGSTOP)
-        until(lambda: state() == "silent")
-        unready = here.get("/readyz")
-        assert unready.status_code == 503
-        assert re.fullmatch(r"run small-gpt: rank 0 has not published for \d s", unready.json()["reasons"][0])
-        stopped_at = step()
-        training.process.send_signal(signal.SIGCONT)
-        until(lambda: state() == "live" and step() > stopped_at)
-        assert here.get("/readyz").status_code == 200
+            training.process.send_signal(signal.SIGSTOP)
+            until(lambda: state() == "silent")
+            unready = here.get("/readyz")
+            assert unready.status_code == 503
+            assert re.fullmatch(
+                r"run small-gpt: rank 0 has not published for \d s", unready.json()["reasons"][0]
+            )
+            stopped_at = step()
+            training.process.send_signal(signal.SIGCONT)
+            until(lambda: state() == "live" and step() > stopped_at)
+            assert here.get("/readyz").status_code == 200
 
-        training.process.kill()
-        training.process.wait()
-        until(lambda: sidecar.states() == ["stale"])
-        (run,) = sidecar.get("/v1/runs")["runs"]
-        assert run["state"] == "ended"
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            sidecar.get("/readyz")
-        assert "every run here has ended" in refused.value.read().decode()
-        (page,) = pages.iterdir()
-        assert page.name.startswith(f"{run['id']}.0.")
-        os.utime(page, (time.time() - 31,) * 2)  # as if it had died half a minute ago
-        until(lambda: sidecar.states() == [])
-        assert list(pages.iterdir()) == []
+            training.process.kill()
+            training.process.wait()
+            until(lambda: sidecar.states() == ["stale"])
+            (run,) = sidecar.get("/v1/runs")["runs"]
+            assert run["state"] == "ended"
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                sidecar.get("/readyz")
+            assert "every run here has ended" in refused.value.read().decode()
+            (page,) = pages.iterdir()
+            assert page.name.startswith(f"{run['id']}.0.")
+            os.utime(page, (time.time() - 31,) * 2)  # as if it had died half a minute ago
+            until(lambda: sidecar.states() == [])
+            assert list(pages.iterdir()) == []
+            until(lambda: sidecar.get("/v1/runs")["ended"] != [])
+            (ended,) = sidecar.get("/v1/runs")["ended"]
+            assert (ended["id"], ended["how"], ended["ranks_live"]) == (run["id"], "died", 0)
+            assert (ended["step"], ended["ended_at"]) >= (stopped_at, ended["started_at"])
+        sidecar.process.send_signal(signal.SIGTERM)
+        _, log = sidecar.process.communicate(timeout=30)
+        assert re.fullmatch(
+            f"tierd: run small-gpt \\({run['id']}\\) is here: 1 of its 1 ranks on this node\n"
+            f"tierd: run small-gpt \\({run['id']}\\) has died: .*\n",
+            log,
+        )
 
 
 def test_training_gives_the_same_with_a_sidecar_that_is_killed_as_without(tmp_path: Path) -> None:
@@ -131,30 +125,3 @@ def test_training_gives_the_same_with_a_sidecar_that_is_killed_as_without(tmp_pa
     assert watched.losses[:common] == alone.losses[:common]
     assert len(set(alone.losses)) == 60, "each step is one of its own"
     assert list(pages.iterdir()) == []
-
-
-def test_it_survives_whatever_lies_in_the_directory(tmp_path: Path) -> None:
-    with tierd(tmp_path) as sidecar, running("-c", WRITER, str(tmp_path)) as (writer, _):
-        (page,) = tmp_path.glob("*.page")
-        writer.send_signal(signal.SIGSTOP)
-        whole = page.read_bytes()
-        os.truncate(page, 100)
-        until(lambda: sidecar.states() == ["unreadable"])
-        page.write_bytes(whole[:8] + b"\x09" + whole[9:])
-        until(lambda: sidecar.states() == ["newer-version"])
-        (tmp_path / "garbage.page").write_bytes(os.urandom(3000))
-        (tmp_path / "not-a-page.txt").write_text("hello")
-        until(lambda: sorted(sidecar.states()) == ["newer-version", "unreadable"])
-        assert sidecar.get("/livez") == {"status": "ok"}
-        # The writer goes on as if nothing had happened, and its page is whole again.
-        writer.send_signal(signal.SIGCONT)
-        until(lambda: sorted(sidecar.states()) == ["live", "unreadable"])
-        assert writer.poll() is None
-        assert sidecar.process.poll() is None
-
-
-def test_it_ends_cleanly_on_ctrl_c(sidecar: Sidecar) -> None:
-    assert sidecar.get("/livez") == {"status": "ok"}
-    sidecar.process.send_signal(signal.SIGINT)
-    _, errors = sidecar.process.communicate(timeout=30)
-    assert (sidecar.process.returncode, errors) == (0, "")

@@ -192,6 +192,21 @@ _OF_TIERS: tuple[Family[Snapshot], ...] = (
         "The most bytes that autograd has kept for backward since the start.",
         lambda said: said.activations.peak if said.activations is not None else None,
     ),
+    gauge(
+        "tiering_device_memory_allocated_bytes",
+        "Bytes of the GPU in torch's tensors, those of the device tier included; absent on a CPU.",
+        lambda said: said.device_memory.allocated if said.device_memory is not None else None,
+    ),
+    gauge(
+        "tiering_device_memory_peak_bytes",
+        "The most bytes of the GPU in torch's tensors since the start, or since the program reset that.",
+        lambda said: said.device_memory.peak if said.device_memory is not None else None,
+    ),
+    gauge(
+        "tiering_device_memory_reserved_bytes",
+        "Bytes of the GPU that torch has taken from the driver, those that it keeps for later included.",
+        lambda said: said.device_memory.reserved if said.device_memory is not None else None,
+    ),
 )
 
 

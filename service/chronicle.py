@@ -31,13 +31,17 @@ class Chronicle:
     def add(self, view: View) -> None:
         """Compare with the View before."""
         before, self._before = self._before, {run.id: run for run in view.runs}
+        for one in [
+            one for one in self._ended if one.id in self._before
+        ]:  # its page was removed, and made anew
+            self._ended.remove(one)
         for run in view.runs:
             _tell(run, before.get(run.id))
         for run_id, run in before.items():
             if run_id not in self._before:
                 words = last_words(run)
                 self._ended.append(words)
-                if run.state != "ended":
+                if run.state != "ended":  # else that was told when its last process went
                     log.info("%s has %s at step %s", _named(run), words.how, words.step)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from pydantic import BaseModel
 from service.answers.history import history
 from service.answers.of_rank import bandwidth, config, steps, tiers
 from service.answers.plan import plan
-from service.answers.status import runs, status
+from service.answers.status import last_words, runs, status
 from service.health import Alive, Health, ready
 from service.history import Entry
 from service.view import RankView, RunView, View
@@ -45,7 +46,7 @@ def answers() -> dict[str, BaseModel]:
     told = status(view, lambda _: _entries()[-1])
     return {
         "/v1/status": told,
-        "/v1/runs": runs(told),
+        "/v1/runs": runs(told, [last_words(_before(view))]),
         "/v1/runs/{run_id}": told.runs[0],
         "/v1/tiers": tiers(view),
         "/v1/bandwidth": bandwidth(view),
@@ -90,6 +91,13 @@ def example() -> View:
     return View(
         TAKEN_AT, (RunView("gpt-1b-5f3a9c20", "gpt-1b", (rank,)),), DIRECTORY, readings=28_500, changes=240
     )
+
+
+def _before(view: View) -> RunView:
+    """The run before that one, which ended by itself."""
+    (run,) = view.runs
+    rank = replace(run.ranks[0], published_at=TAKEN_AT - 600)
+    return replace(run, id="gpt-1b-04c1d2e3", ranks=(rank,))
 
 
 def _snapshot() -> Snapshot:

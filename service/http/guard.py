@@ -90,8 +90,8 @@ class Pace:
     """Turns at ``per_second``, in the order in which they are asked for; after a rest, ``burst`` of them at once."""
 
     def __init__(self, per_second: float, *, burst: int = 64, waiting: int = 1024) -> None:
-        # A page takes a dozen requests at once, and a queue of 1024 two seconds at the usual pace: who waits longer asks
-        # again anyway.
+        # A page takes a dozen requests at once, and a queue of 1024 two seconds at the usual pace: who waits longer
+        # asks again anyway.
         self._interval = 1.0 / per_second
         self._burst = burst * self._interval
         self.longest = waiting * self._interval

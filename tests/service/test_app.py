@@ -33,7 +33,7 @@ from .processes import until
 (EXAMPLE,) = examples.example().runs[0].ranks
 SAID = EXAMPLE.snapshot
 assert SAID is not None
-OF_THE_MOMENT = {"taken_at", "heartbeat_age", "directory", "latest"}
+OF_THE_MOMENT = {"taken_at", "heartbeat_age", "directory", "latest", "ended"}
 
 
 @pytest.fixture

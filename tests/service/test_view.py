@@ -84,7 +84,7 @@ def test_a_page_that_cannot_be_read_is_filed_with_the_others_of_its_run() -> Non
     assert shown(view(lost(live(3), "newer-version"))) == [("gpt-1", [(3, "newer-version")])]
 
 
-def test_an_old_page_has_no_id_and_goes_by_its_name() -> None:
+def test_a_page_without_an_id_goes_by_its_name() -> None:
     (run,) = view(live(0, run_id=""), live(1, run_id="")).runs
     assert (run.id, run.name, run.expected, run.missing) == ("gpt", "gpt", 2, 0)
 
@@ -191,6 +191,10 @@ def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytes
         (f"red-{number}", "ended", "closed") for number in range(10, 0, -1)
     ], "the last ten, the latest first"
     assert chronicle.ended[0].ended_at == NOW + 10 - 0.1
+    chronicle.add(view(live(run_id="red-10")))
+    assert [run.id for run in chronicle.ended][:2] == ["red-9", "red-8"], (
+        "one whose page is back has not ended"
+    )
 
 
 @pytest.mark.parametrize(

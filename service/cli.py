@@ -32,19 +32,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; its exit status. Each way imports what it alone needs: `--once` is asked often."""
     if isinstance(sys.stdout, TextIOWrapper):  # a name in letters that it lacks should not hide the rest
         sys.stdout.reconfigure(errors="backslashreplace")
-    parser = _parser()
-    options = parser.parse_args(_with_command(sys.argv[1:] if arguments is None else arguments))
+    options = options_of(sys.argv[1:] if arguments is None else arguments)
     if options.command in PRINTED:
         from service.metrics import shipped
 
         return shipped.main(options.command)
-    if wrong := _contradiction(options):
-        parser.error(wrong)
     try:
         return _show(options, options.dir or run_directory())
     except TelemetryError as error:
         print(f"tierd: {error}", file=sys.stderr)
         return 2
+
+
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    """What the command line says. Exits with status 2 where that is wrong, or contradicts itself."""
+    parser = _parser()
+    options = parser.parse_args(_with_command(arguments))
+    if wrong := _contradiction(options):
+        parser.error(wrong)
+    return options
 
 
 def _show(options: argparse.Namespace, directory: Path) -> int:

@@ -98,6 +98,7 @@ class Chart {
   /** Draws with the colours of the moment. */
   restart() {
     this.plot?.destroy();
+    this.shown = this.which();
     const ink = color("ink"),
       grid = color("grid");
     const axis = {
@@ -123,7 +124,7 @@ class Chart {
             return {
               label: one.label,
               stroke: solid,
-              fill: faint(solid),
+              fill: one.dash ? undefined : faint(solid),
               width: 1.75,
               dash: one.dash,
               points: {show: false},
@@ -138,16 +139,19 @@ class Chart {
     );
   }
 
+  which() {
+    return this.series.map(one => this.has(one)).join();
+  }
+
   has(one) {
     return !one.optional || (this.data[one.name] || []).some(value => value > 0);
   }
 
   show({at, values}) {
-    const shown = this.series.map(one => this.has(one)).join();
     this.at = at;
     this.data = values;
     this.drawn = thinned({at, values});
-    if (!this.plot || shown !== this.series.map(one => this.has(one)).join()) this.restart();
+    if (!this.plot || this.shown !== this.which()) this.restart();
     else this.plot.setData([this.drawn.at, ...this.series.map(one => this.drawn.values[one.name])]);
     const said = this.summary();
     this.box.setAttribute("aria-label", `${this.name} over time. ${said}`);

@@ -84,8 +84,9 @@ function tier(one) {
       {class: "soft"},
       h("i", {class: "peak-sign"}),
       `peak ${bytes(one.peak)}, ${ofBudget(one.peak)} of budget`,
-      one.capacity ? ` · machine has ${bytes(one.capacity)}` : "",
-      typeof one.available === "number" ? `, ${bytes(one.available)} free` : "",
+      // Of a filesystem the capacity is what was free at the start, so that more may be free now.
+      one.capacity && !(one.available > one.capacity) ? ` · machine has ${bytes(one.capacity)}` : "",
+      typeof one.available === "number" ? ` · ${bytes(one.available)} free now` : "",
     ),
   );
 }

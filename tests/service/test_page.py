@@ -104,6 +104,11 @@ for (const name of ["map", "filter", "take", "drop", "flatMap", "reduce", "toArr
   "every", "find"])
   delete Object.getPrototypeOf(Object.getPrototypeOf([][Symbol.iterator]()))[name];
 """
+# As where a browser blocks site data.
+BLOCKED = """
+for (const name of ["localStorage", "sessionStorage"])
+  Object.defineProperty(window, name, {get() { throw new DOMException("blocked", "SecurityError"); }});
+"""
 # Of CSS, what they have and the page uses: look a new word up before it comes in here.
 STYLES = (
     "@keyframes @media :has( :not( :nth-child( blur( color-mix( grayscale( inset( light-dark( linear-gradient( min( "
@@ -123,17 +128,17 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Open]:
-    """``visit(url, forgiven=None)`` opens a page that must stay free of faults, and is told four statuses a second.
+    """``visit(url, forgiven=None, script="")`` opens a page that must stay free of faults, and is told four statuses a second.
 
     Faults are errors on the console, among them those of the content security policy, exceptions, and requests to
-    elsewhere. ``forgiven`` matches those that the test brings about.
+    elsewhere. ``forgiven`` matches those that the test brings about. ``script`` runs before those of the page.
     """
     contexts, visits = [], []
 
-    def opened(url: str, *, forgiven: str | None = None) -> Visit:
+    def opened(url: str, *, forgiven: str | None = None, script: str = "") -> Visit:
         context = browser.new_context(viewport={"width": 1280, "height": 900})
         contexts.append(context)
-        context.add_init_script(OLDEST)
+        context.add_init_script(OLDEST + script)
         context.route("**/v1/events*", lambda one: one.continue_(url=one.request.url.replace("=1", "=0.25")))
         page = context.new_page()
         faults: list[str] = []
@@ -213,6 +218,17 @@ def test_a_run_is_shown_while_it_trains(visit: Open, watched: Sidecar) -> None:
     assert seen.page.locator("#stall details").get_attribute("open") is not None
     assert seen.page.locator("#found tbody tr").count() == 1
     assert seen.page.evaluate("[...document.querySelectorAll('#ranks tr')].every(each => each.known)")
+    # What is sent is drawn from the moment at which something is.
+    assert seen.page.evaluate("""async () => {
+        const {charts, Series} = await import("/page/charts.js");
+        const [chart] = charts(), series = new Series(), drawn = [];
+        for (const sent of [0, 5]) {
+            series.add({at: 1000 + sent, read: 1, written: 2, sent, stall: 0});
+            chart.show(series);
+            drawn.push(chart.plot.series.map(one => one.show));
+        }
+        return drawn;
+    }""") == [[True, True, True, False], [True] * 4]
 
 
 def test_it_suits_everybody(visit: Open, watched: Sidecar) -> None:
@@ -356,10 +372,12 @@ def test_what_pages_say_stays_text_and_runs_come_and_go(
     first.close()
     seen.shows("#state", "Degraded")
     second.close()
-    other = visit(link)
+    other = visit(link, script=BLOCKED)
     other.shows("#name", "other")
     other.page.evaluate("location.hash = 'run=long-gone'")
     other.shows("#elsewhere", "long-gone")
+    other.page.locator("#theme").click()
+    other.shows("#theme", "Light")
     seen.shows("#ended", MARKUP)
     seen.shows("#elsewhere", MARKUP)
     seen.check()

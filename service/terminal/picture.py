@@ -138,6 +138,13 @@ def _tiers(ranks: Sequence[RankStatus], width: int, drawn: Marks) -> Iterator[Re
         )
     if rows.row_count:
         yield rows
+    torch = [rank.device_memory for rank in ranks if rank.device_memory is not None]
+    if torch:
+        allocated, peak = sum(one.allocated for one in torch), sum(one.peak for one in torch)
+        reserved = sum(one.reserved for one in torch)
+        yield Text(
+            f"torch in all: {size(allocated)} in tensors, peak {size(peak)}, {size(reserved)} reserved"
+        )
 
 
 def bar(filled: float, peak: float, width: int, drawn: Marks) -> Text:

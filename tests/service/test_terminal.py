@@ -29,6 +29,7 @@ from service.view import RankView, RunView, View
 from service.watch import Watch
 from tiering.telemetry import (
     Description,
+    DeviceMemoryStatus,
     DirectionStatus,
     LatencyStatus,
     PathStatus,
@@ -85,6 +86,7 @@ PLAN = PlanStatus(
     read={"optimizer state": 2 * GIB},
     written={"optimizer state": 2 * GIB},
 )
+TORCH = DeviceMemoryStatus(allocated=GIB, peak=2 * GIB, reserved=3 * GIB)
 RANK = RankView(0, "live", "", 0.1, SAID, Description("cpu", plan=PLAN))
 
 
@@ -122,7 +124,11 @@ def test_80_columns_hold_everything_in_order_of_importance() -> None:
 
 def test_no_line_is_wider_than_the_terminal_and_ascii_is_enough() -> None:
     many = [
-        replace(RANK, rank=n, snapshot=replace(SAID, rank=n, world_size=3, local_world_size=3))
+        replace(
+            RANK,
+            rank=n,
+            snapshot=replace(SAID, rank=n, world_size=3, local_world_size=3, device_memory=TORCH),
+        )
         for n in range(3)
     ]
     for width in (40, 80, 200):
@@ -130,6 +136,7 @@ def test_no_line_is_wider_than_the_terminal_and_ascii_is_enough() -> None:
         assert max(map(len, shown)) <= width
         assert all(line.isascii() for line in shown)
     assert sum("live" in line for line in shown) == 3
+    assert "torch in all: 3.0 GiB in tensors, peak 6.0 GiB, 9.0 GiB reserved" in shown
 
 
 def test_runs_in_trouble_come_first_and_say_why() -> None:

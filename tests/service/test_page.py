@@ -128,10 +128,11 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Open]:
-    """``visit(url, forgiven=None, script="")`` opens a page that must stay free of faults, and is told four statuses a second.
+    """``visit(url, forgiven=None, script="")`` opens a page that must stay free of faults.
 
-    Faults are errors on the console, among them those of the content security policy, exceptions, and requests to
-    elsewhere. ``forgiven`` matches those that the test brings about. ``script`` runs before those of the page.
+    It is told four statuses a second. Faults are errors on the console, among them those of the content security
+    policy, exceptions, and requests to elsewhere. ``forgiven`` matches those that the test brings about. ``script``
+    runs before those of the page.
     """
     contexts, visits = [], []
 

@@ -62,8 +62,8 @@ class Client:
         name, data = event.decode().removesuffix("\n\n").split("\n")
         return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
 
-    def subscribe(self, events: Events, interval: float = 0.01) -> asyncio.Task[None]:
-        listening = Subscription(events, interval)({"type": "http"}, self.receive, self.send)
+    def subscribe(self, events: Events, run: str | None = None) -> asyncio.Task[None]:
+        listening = Subscription(events, 0.01, run)({"type": "http"}, self.receive, self.send)
         return asyncio.ensure_future(listening)
 
 
@@ -79,9 +79,10 @@ def rendered() -> list[int]:
 
 @pytest.fixture
 def events(directory: Path, rendered: list[int]) -> Events:
-    def render(view: Any, _: str | None) -> bytes:
+    def render(view: Any, wanted: str | None) -> bytes:
         rendered.append(view.readings)
-        return json.dumps({"steps": [said.step for run in view.runs for said in run.snapshots]}).encode()
+        runs = [run for run in view.runs if wanted in (None, run.id)]
+        return json.dumps({"steps": [said.step for run in runs for said in run.snapshots]}).encode()
 
     return Events(Watch(directory, max_age=0.001), Kept(), render, patience=0.05)
 
@@ -106,7 +107,13 @@ def test_a_subscriber_is_told_at_once_and_then_what_is_new(
         assert "is open to others" in problem["detail"]
         directory.chmod(0o700)
         assert await client.news() == ("status", {"steps": [77]})
-        assert events.subscribers == 1
+        for run, steps in ((SAID.run_id, [77]), ("one-that-was-swept", [])):
+            picky = Client()
+            picky.subscribe(events, run)
+            assert await picky.news() == ("status", {"steps": steps})
+            picky.leave()
+        while events.subscribers > 1:
+            await asyncio.sleep(0.01)
         client.leave()
         await asyncio.wait_for(listening, 20)
         assert events.subscribers == 0

@@ -75,7 +75,7 @@ export function paths(all, ranks) {
     table(
       "Swap paths",
       "paths",
-      ["direction", "now", "average", "peak", "p50", "p99", "in flight", "in all", "retries", "errors"],
+      ["direction", "now", "while moving", "peak", "p50", "p99", "in flight", "in all", "retries", "errors"],
       ...bodies,
     ),
     engine
@@ -87,7 +87,7 @@ export function paths(all, ranks) {
           engine.registered_bytes ? `, ${bytes(engine.registered_bytes)} registered` : "",
           ".",
           missing.length ? ` Not to be had: ${missing.join("; ")}.` : "",
-          " Averages are over the time with transfers in flight, peaks over a quarter of a second.",
+          " “While moving” is the average over the time with transfers in flight, the peak is of a quarter of a second.",
         )
       : null,
   ];

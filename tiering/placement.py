@@ -20,6 +20,7 @@ from tiering.errors import PlacementError
 from tiering.fields import format_need
 from tiering.plan import Budgets, Plan, ReductionRoom, Staging, SubGroup, Tier, Workload, checksum_bytes
 
+AMPLE = 1 << 60  # bytes: more than any budget that is needed
 FEWEST_SLOTS = 3  # one read, one stepped, one written
 USUAL_SLOTS = 6
 STAGING_SHARE = 3  # staging takes at most this fraction (1/n) of the host budget when there is a choice
@@ -32,15 +33,31 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
     """Place ``load`` within ``budgets``. Raises PlacementError, with numbers and remedy, when it cannot fit."""
     plan = place(load, budgets)
     moved = {load.state_format: sum(plan.nvme_traffic())}
+    host_without_nvme = None
     if moved[load.state_format]:
+        with contextlib.suppress(PlacementError):
+            host_without_nvme = _host_without_nvme(load, budgets)
         for other in load.other_formats():
             with contextlib.suppress(PlacementError):
                 moved[other.state_format] = sum(place(other, budgets).nvme_traffic())
-    return replace(plan, moved_by_format=moved)
+    return replace(plan, moved_by_format=moved, host_without_nvme=host_without_nvme)
+
+
+def _host_without_nvme(load: Workload, budgets: Budgets) -> int | None:
+    """A host budget with which a step would move nothing over NVMe; None if it would with any."""
+    load = replace(load, cache_in_host=True)
+    ample = place(load, replace(budgets, host=AMPLE))
+    if sum(ample.nvme_traffic()):
+        return None
+    # With less than now there may be no plan: windows and checksums need room before it is clear what streams.
+    need = max(ample.total(Tier.HOST), budgets.host)
+    while sum((plan := place(load, replace(budgets, host=need))).nvme_traffic()):
+        need += plan.total(Tier.NVME)
+    return need
 
 
 def place(load: Workload, budgets: Budgets) -> Plan:
-    """As ``make_plan``, without what a step would move in other formats of the state."""
+    """As ``make_plan``, without what other formats of the state, or another budget, would come to."""
     fixed, param_tiers, grad_tiers = _mandatory(load, budgets)
     _keep_what_cannot_move(load, fixed, param_tiers)
 

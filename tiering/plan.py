@@ -291,6 +291,9 @@ class Plan:
     reduction: ReductionRoom = ReductionRoom()
     # Bytes that a step moves over NVMe, with each format of the state, within the same budgets.
     moved_by_format: Mapping[str, int] = field(default_factory=dict)
+    # A host budget with which it would move nothing there, all else as it is but cache_in_host true. None if there is
+    # none, or nothing moves now.
+    host_without_nvme: int | None = None
 
     def contents(self, tier: Tier) -> dict[str, int]:
         """Bytes planned on ``tier``, by kind."""
@@ -382,6 +385,7 @@ class Plan:
             micro_batches=self.workload.micro_batches,
             state_format=self.workload.state_format,
             moved_by_format=dict(self.moved_by_format),
+            host_without_nvme=self.host_without_nvme,
         )
 
     def __str__(self) -> str:

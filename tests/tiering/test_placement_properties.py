@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tiering.arena import PAGE
 from tiering.errors import PlacementError
-from tiering.placement import FEWEST_SLOTS, SMALLEST_TILE, make_plan
+from tiering.placement import FEWEST_SLOTS, SMALLEST_TILE, make_plan, place
 from tiering.plan import Budgets, Plan, Staging, Tier, Workload
 
 from .workloads import DEVICE, HOST, MIB, NVME, PLENTY, budgets, followed, planned, workloads
@@ -181,6 +181,19 @@ def each_format_moves_what_its_own_plan_says(load: Workload, plan: Plan) -> None
             expected[name] = sum(other.nvme_traffic())
     assert plan.moved_by_format == expected
     assert plan.moved_by_format[load.state_format] == own
+
+
+@promise
+def the_host_budget_that_is_named_keeps_all_off_nvme(load: Workload, plan: Plan) -> None:
+    need, cached = plan.host_without_nvme, replace(load, cache_in_host=True)
+    if not sum(plan.nvme_traffic()):
+        assert need is None
+    elif need is None:
+        assert sum(place(cached, replace(plan.budgets, host=PLENTY)).nvme_traffic())
+    else:
+        assert not sum(place(cached, replace(plan.budgets, host=need)).nvme_traffic())
+        if load.device_is_host and need > plan.budgets.host:
+            assert sum(place(cached, replace(plan.budgets, host=need - 1)).nvme_traffic())
 
 
 @promise

@@ -182,6 +182,7 @@ def test_an_engine_describes_its_plan_and_its_configuration(
     assert settings["tiering.grad_accum_dtype"] == ("fp32", "auto"), "of two micro-batches"
     assert settings["tiering.io.engine"] == (engine._tiers.aio.engine, "auto")
     assert plan.moved_by_format == engine.plan.moved_by_format and len(plan.moved_by_format) > 1
+    assert 0 < plan.host_without_nvme == engine.plan.host_without_nvme
 
 
 def test_an_engine_that_cannot_go_on_says_why(

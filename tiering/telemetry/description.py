@@ -57,6 +57,8 @@ class PlanStatus:
 
     ``read`` and ``written`` are over NVMe, ``sent`` to other ranks; the kinds are those of the tiers.
     ``moved_by_format`` has what a step would read and write with each format of the state, within the same budgets.
+    ``host_without_nvme`` is the host budget of a rank with which it would do neither, with ``cache_in_host`` true; None
+    where no budget would do, or where nothing moves now.
     """
 
     tiers: list[PlannedTier] = field(default_factory=list)
@@ -68,6 +70,7 @@ class PlanStatus:
     micro_batches: Integer = 1  # forward and backward passes per step
     state_format: str = ""
     moved_by_format: dict[str, Integer] = field(default_factory=dict)
+    host_without_nvme: Integer | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from service.answers.status import EndedRun, last_words
 from service.health import reasons
-from service.view import RunView, View
+from service.view import RunState, RunView, View
 from service.words import plain
 
 MOST = 10  # ended runs that are remembered
@@ -21,6 +21,7 @@ class Chronicle:
 
     def __init__(self) -> None:
         self._before: dict[str, RunView] = {}
+        self._said: dict[str, RunState] = {}  # the state that the log has a run in
         self._ended: deque[EndedRun] = deque(maxlen=MOST)
 
     @property
@@ -29,32 +30,34 @@ class Chronicle:
         return list(reversed(self._ended))
 
     def add(self, view: View) -> None:
-        """Compare with the View before."""
+        """Compare with the View before. Of a state the log is told when it lasts: ranks come and go one by one."""
         before, self._before = self._before, {run.id: run for run in view.runs}
         for one in [
             one for one in self._ended if one.id in self._before
         ]:  # its page was removed, and made anew
             self._ended.remove(one)
         for run in view.runs:
-            _tell(run, before.get(run.id))
-        for run_id, run in before.items():
-            if run_id not in self._before:
-                words = last_words(run)
-                self._ended.append(words)
-                if run.state != "ended":  # else that was told when its last process went
-                    log.info("%s has %s at step %s", _named(run), words.how, words.step)
+            if run.id not in before:
+                self._said[run.id] = "training"
+                log.info(
+                    "%s is here: %d of its %d ranks on this node", _named(run), len(run.fresh), run.expected
+                )
+            elif run.state == before[run.id].state != self._said[run.id]:
+                self._said[run.id] = run.state
+                _tell(run)
+        for run_id in before.keys() - self._before.keys():
+            words = last_words(before[run_id])
+            self._ended.append(words)
+            if self._said.pop(run_id) != "ended":  # else that was told when its last process went
+                log.info("%s has %s at step %s", _named(before[run_id]), words.how, words.step)
 
 
-def _tell(run: RunView, before: RunView | None) -> None:
-    if before is not None and run.state == before.state:
-        return
-    if before is None:
-        log.info("%s is here: %d of its %d ranks on this node", _named(run), len(run.fresh), run.expected)
+def _tell(run: RunView) -> None:
     if run.state == "degraded":
         log.warning("%s is degraded: %s", _named(run), plain("; ".join(_wrong(run))))
     elif run.state == "ended":
         log.warning("%s has died: %s", _named(run), plain("; ".join(reasons(run))))
-    elif before is not None:
+    else:
         log.info("%s trains again with all its ranks", _named(run))
 
 

@@ -175,10 +175,11 @@ def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytes
     caplog.set_level("INFO", "service")
     chronicle = Chronicle()
     both = [live(0, local=2), live(1)]
-    for second in (both, both, [both[0], lost(both[1])], both, [lost(both[0]), lost(both[1])], [], []):
+    one, none = [both[0], lost(both[1])], [lost(both[0]), lost(both[1])]
+    for second in (both[:1], both, both, one, both, one, one, both, both, none, none, [], []):
         chronicle.add(view(*second))
     assert [record.getMessage() for record in caplog.records] == [
-        "run gpt (gpt-1) is here: 2 of its 2 ranks on this node",
+        "run gpt (gpt-1) is here: 1 of its 2 ranks on this node",
         "run gpt (gpt-1) is degraded: run gpt: rank 1 is stale: it is stale",
         "run gpt (gpt-1) trains again with all its ranks",
         "run gpt (gpt-1) has died: run gpt: rank 1 is stale: it is stale; run gpt: rank 0 is stale: it is stale",

@@ -53,7 +53,7 @@ def _less_over_nvme(rank: RankView, said: Snapshot) -> str:
         return "raise tiering.host_budget if the machine has memory to spare; `tiering plan` tells what that changes"
     ranks = max(1, said.local_world_size)
     free = int(host.available - SPARED * host.capacity) // ranks
-    more = relief(planned, max(0, free), device_is_host=described.device.startswith("cpu"))
+    more = relief(planned, max(0, free))
     if not _caches(rank):
         here = on_tier(planned, "host")
         left = max(0, host.budget - (here.planned if here is not None else 0)) * ranks
@@ -62,6 +62,8 @@ def _less_over_nvme(rank: RankView, said: Snapshot) -> str:
             f" {size(left)} that host_budget has left then stays in RAM"
         )
         return cached if more is None else f"{cached}; {_with_memory(more, ranks, host)}"
+    if more is None and planned.host_without_nvme is None:
+        return _without_memory(planned, said)
     if more is None:
         return f"the machine has no memory for a larger tiering.host_budget; {_without_memory(planned, said)}"
     if more.saved == more.moved:

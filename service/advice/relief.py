@@ -1,8 +1,9 @@
 """What more host memory would do for a step: which bytes it would keep off NVMe. Pure arithmetic on a plan.
 
-A placement fills the host budget in one order, parameters first, then gradients, then optimizer state by the tile
-(tiering/placement.py). So what a larger budget would hold follows from what the plan has on NVMe. Where staging would
-grow with the budget, the most that it may grow to is allowed for: a plan with the named budget keeps no less.
+How much would keep all of them off, the plan says. With less, a placement fills the host budget in one order,
+parameters first, then gradients, then optimizer state by the tile (tiering/placement.py), so what a larger budget would
+hold follows from what the plan has on NVMe. Where staging would grow with the budget, the most that it may grow to is
+allowed for: a plan with the named budget keeps no less.
 """
 
 from __future__ import annotations
@@ -46,22 +47,16 @@ def as_setting(nbytes: int) -> str:
     return f'"{-(-nbytes // unit)}{name}"'
 
 
-def relief(plan: PlanStatus, free: int, *, device_is_host: bool) -> Relief | None:
-    """What ``free`` more bytes of host memory would do at most; None if nothing that is worth it.
-
-    A plan on a CPU needs no staging once nothing streams; a GPU's parameters pass through it whatever the budget.
-    """
-    host, nvme = on_tier(plan, "host"), on_tier(plan, "nvme")
+def relief(plan: PlanStatus, free: int) -> Relief | None:
+    """What ``free`` more bytes of host memory would do at most; None if nothing that is worth it."""
+    host, nvme, everything = on_tier(plan, "host"), on_tier(plan, "nvme"), plan.host_without_nvme
     moved = sum(plan.read.values()) + sum(plan.written.values())
-    if host is None or nvme is None or not moved:
+    if host is None or nvme is None or everything is None:
         return None
-    left = {kind: nbytes for kind in IN_ORDER if (nbytes := nvme.by_kind.get(kind, 0))}
-    everything = host.planned + sum(left.values())
-    if not device_is_host:  # staging of a third of the sum is half of the rest
-        everything += min(_largest_staging(host), everything // (STAGING_SHARE - 1))
     extra = everything - host.budget
     if extra <= 0:  # there is room already: something else than the budget keeps it on NVMe
         return None
+    left = {kind: nbytes for kind in IN_ORDER if (nbytes := nvme.by_kind.get(kind, 0))}
     if extra <= free:
         kept = {kind: nbytes for kind, nbytes in left.items() if _moves(plan, kind)}
         return Relief(everything, extra, moved, moved, kept, tuple(kept))

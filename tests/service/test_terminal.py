@@ -85,6 +85,7 @@ PLAN = PlanStatus(
     ],
     read={"optimizer state": 2 * GIB},
     written={"optimizer state": 2 * GIB},
+    host_without_nvme=6 * GIB,
 )
 TORCH = DeviceMemoryStatus(allocated=GIB, peak=2 * GIB, reserved=3 * GIB)
 RANK = RankView(0, "live", "", 0.1, SAID, Description("cpu", plan=PLAN))

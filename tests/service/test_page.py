@@ -365,6 +365,7 @@ def test_what_pages_say_stays_text_and_runs_come_and_go(
     seen.page.locator("#rank").select_option("1")
     seen.shows("#steps", "No step has ended yet")
     seen.shows("#bandwidth-title", "of all ranks")
+    seen.shows("#facts", "Step time\u2013")
     assert "rank=1" in seen.page.url
     seen.check()
     seen.page.locator("#run").select_option(label="other")

@@ -28,6 +28,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 512
+AT_ONCE = 16  # connections accepted before the first of them is counted
+QUEUED = 1024  # those that the system accepts for us meanwhile
 LARGEST_HEAD = 16 << 10  # bytes of request line and headers
 HEAD_SECONDS = 10.0  # for a request to arrive whole
 READ_SECONDS = 30.0  # for a client to take what waits for it
@@ -197,6 +199,7 @@ def serve(app: ASGIApp, place: Place, greeting: str) -> None:
         log_config=None,  # problems go to standard error; uvicorn's own needs a standard output to start
         log_level="error",
         access_log=False,
+        backlog=AT_ONCE,
         server_header=False,
         proxy_headers=False,
         h11_max_incomplete_event_size=LARGEST_HEAD,
@@ -241,6 +244,10 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave them as they are: they are ours since before the first client could know of us."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._place.listener.listen(QUEUED)  # asyncio knows one number for both
 
     def end(self, _signal: int, _frame: object) -> None:
         self.should_exit = True

@@ -20,8 +20,6 @@ from pathlib import Path
 
 import pytest
 
-from service.http.server import most_connections
-
 from .processes import Sidecar, running, tierd, until
 
 TOKEN = "Zm9yZ2V0LW1lLW5vdC4"
@@ -132,10 +130,13 @@ def test_no_crowd_of_clients_takes_the_machine_from_training(sidecar: Sidecar) -
     ended_well(process)
 
 
-def test_connections_run_out_before_descriptors_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    for descriptors, connections in ((1 << 20, 512), (1024, 512), (128, 64)):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, most=descriptors: (most, most))
-        assert most_connections() == connections
+def test_connections_run_out_before_descriptors_do(sidecar: Sidecar) -> None:
+    resource.prlimit(sidecar.process.pid, resource.RLIMIT_NOFILE, (128, 128))
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(300):
+            open_ones.enter_context(connected(sidecar))
+        assert sidecar.get("/livez") == {"status": "ok"}
+    ended_well(sidecar.process)
 
 
 def test_what_is_no_request_is_refused_without_a_word(sidecar: Sidecar) -> None:

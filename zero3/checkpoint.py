@@ -26,8 +26,7 @@ from tiering.checkpoint.writer import naming
 from tiering.config import format_size
 from tiering.errors import CheckpointError, TieringError
 from tiering.interrupts import deferred_interrupts
-from tiering.telemetry import CheckpointStatus
-from tiering.telemetry.page import as_text
+from tiering.telemetry import CheckpointStatus, as_text
 from zero3.agreement import together
 from zero3.assembly import Assembly
 from zero3.restore import Restore, optimizer_name, rank_state

@@ -28,6 +28,8 @@ from .full_view import DESCRIPTION, SNAPSHOT
 
 # Checks that call a mistake what is meant so. That the schema has these statuses for the route is another check.
 MEANT = {414: [negative_data_rejection], 503: [not_a_server_error]}
+# As /v1/tiers: one function for all.
+SAME = {f"/v1/{noun}" for noun in ("bandwidth", "steps", "config", "plan")}
 KNOWN = {"run_id": "gpt-1a2b3c4d", "run": "gpt-1a2b3c4d", "rank": 1}
 
 
@@ -69,10 +71,12 @@ def test_every_answer_is_as_the_schema_says(app: FastAPI) -> None:
         inside = {parameter.name: KNOWN[parameter.name] for parameter in operation.path_parameters}
         for wrong in ({}, {"run": "none"}, {"rank": "x"}):
             judge(operation.Case(query={**takes, **wrong} if takes else {}, path_parameters=inside))
-        for mode in GenerationMode if takes else [GenerationMode.POSITIVE]:
-            few(given(operation.as_strategy(generation_mode=mode))(judge))()
         assert seen[operation.path] & {200, 503}
         assert {404, 422} <= seen[operation.path] or "rank" not in takes
+        if operation.path in SAME:
+            continue
+        for mode in GenerationMode if takes else [GenerationMode.POSITIVE]:
+            few(given(operation.as_strategy(generation_mode=mode))(judge))()
     assert {path for path, statuses in seen.items() if 503 in statuses} == {"/readyz", "/healthz"}, (
         "a rank of the other run has no page"
     )

@@ -44,7 +44,7 @@ def ready(view: View, expect: int | None = None) -> Readiness:
 
     With ``expect``: and so many ranks publish on this node; 0 is content without any run.
     """
-    why = [reason for run in view.runs if not run.over for reason in reasons(run)]
+    why = [f"run {run.name}: {reason}" for run in view.runs if not run.over for reason in reasons(run)]
     fresh = sum(len(run.fresh) for run in view.runs)
     if expect is not None and fresh < expect:
         why.append(f"{fresh} of the {expect} ranks that are expected on this node publish")
@@ -59,9 +59,9 @@ def reasons(run: RunView) -> Iterator[str]:
     for rank in reversed(run.ranks):  # of two pages of one rank the later one says how it is
         if rank.rank not in shown:
             shown.add(rank.rank)
-            yield f"run {run.name}: rank {rank.rank} {_wrong(rank)}"
+            yield f"rank {rank.rank} {_wrong(rank)}"
     if run.missing:
-        yield f"run {run.name}: {run.missing} of its {run.expected} ranks on this node have no page here"
+        yield f"{run.missing} of its {run.expected} ranks on this node have no page here"
 
 
 def _wrong(rank: RankView) -> str:

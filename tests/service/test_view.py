@@ -180,9 +180,9 @@ def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytes
         chronicle.add(view(*second))
     assert [record.getMessage() for record in caplog.records] == [
         "run gpt (gpt-1) is here: 1 of its 2 ranks on this node",
-        "run gpt (gpt-1) is degraded: run gpt: rank 1 is stale: it is stale",
+        "run gpt (gpt-1) is degraded: rank 1 is stale: it is stale",
         "run gpt (gpt-1) trains again with all its ranks",
-        "run gpt (gpt-1) has died: run gpt: rank 1 is stale: it is stale; run gpt: rank 0 is stale: it is stale",
+        "run gpt (gpt-1) has died: rank 1 is stale: it is stale; rank 0 is stale: it is stale",
     ]
     caplog.clear()
     for number in range(11):

@@ -58,8 +58,20 @@ def _host_without_nvme(load: Workload, budgets: Budgets) -> int | None:
 
 def place(load: Workload, budgets: Budgets) -> Plan:
     """As ``make_plan``, without what other formats of the state, or another budget, would come to."""
+    try:
+        return _place(load, budgets, keep=load.cache_in_host)
+    except PlacementError:
+        # What was kept in host memory may have left no room there for what must be, or was not needed there after all.
+        if load.cache_in_host:
+            with contextlib.suppress(PlacementError):
+                return _place(load, budgets, keep=False)
+        raise
+
+
+def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
     fixed, param_tiers, grad_tiers = _mandatory(load, budgets)
-    _keep_what_cannot_move(load, fixed, param_tiers)
+    if keep:
+        _keep_what_cannot_move(load, fixed, param_tiers)
 
     # Apart from each other: each can be waited for without the other's leases being in the way.
     largest = max((load.home_bytes(group) for group in load.groups), default=0)
@@ -177,8 +189,6 @@ def _keep_what_cannot_move(load: Workload, fixed: _Room, param_tiers: list[Tier]
 
     Before anything else is decided: whether a plan exists must not depend on what the rest of the budget is used for.
     """
-    if not load.cache_in_host:
-        return
     for index, group in enumerate(load.groups):
         too_large = _chain_bytes(load, index, param_tiers) > fixed.left(Tier.DEVICE)
         kept = (

@@ -12,6 +12,7 @@ from service.view import RunState, RunView, View
 from service.words import plain
 
 MOST = 10  # ended runs that are remembered
+MOST_LINES = 20  # per View: whoever reads the log may be slow, and the sidecar waits for it
 
 log = logging.getLogger(__name__)
 
@@ -30,35 +31,40 @@ class Chronicle:
         return list(reversed(self._ended))
 
     def add(self, view: View) -> None:
-        """Compare with the View before. Of a state the log is told when it lasts: ranks come and go one by one."""
+        """Compare with the View before, and tell the log, a lot of changes in short."""
+        lines = list(self._changes(view))
+        for level, line in lines[:MOST_LINES]:
+            log.log(level, "%s", plain(line))
+        if len(lines) > MOST_LINES:
+            log.warning("%d more changes at the same time", len(lines) - MOST_LINES)
+
+    def _changes(self, view: View) -> Iterator[tuple[int, str]]:
+        """Of a state it is told when it lasts: ranks come and go one by one."""
         before, self._before = self._before, {run.id: run for run in view.runs}
-        for one in [
-            one for one in self._ended if one.id in self._before
-        ]:  # its page was removed, and made anew
+        back = [one for one in self._ended if one.id in self._before]  # a page was removed, and made anew
+        for one in back:
             self._ended.remove(one)
         for run in view.runs:
             if run.id not in before:
                 self._said[run.id] = "training"
-                log.info(
-                    "%s is here: %d of its %d ranks on this node", _named(run), len(run.fresh), run.expected
-                )
+                here = f"{len(run.fresh)} of its {run.expected} ranks on this node"
+                yield logging.INFO, f"{_named(run)} is here: {here}"
             elif run.state == before[run.id].state != self._said[run.id]:
                 self._said[run.id] = run.state
-                _tell(run)
+                yield _change(run)
         for run_id in before.keys() - self._before.keys():
             words = last_words(before[run_id])
             self._ended.append(words)
             if self._said.pop(run_id) != "ended":  # else that was told when its last process went
-                log.info("%s has %s at step %s", _named(before[run_id]), words.how, words.step)
+                yield logging.INFO, f"{_named(before[run_id])} has {words.how} at step {words.step}"
 
 
-def _tell(run: RunView) -> None:
+def _change(run: RunView) -> tuple[int, str]:
     if run.state == "degraded":
-        log.warning("%s is degraded: %s", _named(run), plain("; ".join(_wrong(run))))
-    elif run.state == "ended":
-        log.warning("%s has died: %s", _named(run), plain("; ".join(reasons(run))))
-    else:
-        log.info("%s trains again with all its ranks", _named(run))
+        return logging.WARNING, f"{_named(run)} is degraded: {'; '.join(_wrong(run))}"
+    if run.state == "ended":
+        return logging.WARNING, f"{_named(run)} has died: {'; '.join(reasons(run))}"
+    return logging.INFO, f"{_named(run)} trains again with all its ranks"
 
 
 def _wrong(run: RunView) -> Iterator[str]:
@@ -67,4 +73,4 @@ def _wrong(run: RunView) -> Iterator[str]:
 
 
 def _named(run: RunView) -> str:
-    return plain(f"run {run.name} ({run.id})")
+    return f"run {run.name} ({run.id})"

@@ -18,9 +18,8 @@ from tiering.telemetry import Page, TelemetryError, as_text, find_pages, run_dir
 KEEP_STALE_SECONDS = 30.0  # long enough for an operator to see that a run died
 MAX_AGE = 0.25  # seconds; ranks publish no more often
 SWEEPING = 1.0  # seconds between two sweeps: each opens and locks every page
-PATIENCE = (
-    5.0  # seconds; a directory on tmpfs answers in milliseconds, one on a server that is gone never does
-)
+# Seconds: a directory on tmpfs answers in milliseconds, one on a server that is gone never does.
+PATIENCE = 5.0
 
 log = logging.getLogger(__name__)
 

@@ -156,6 +156,12 @@ def free_by_file_system(directories: Iterable[Path]) -> dict[int, int]:
     return {directory.stat().st_dev: free_bytes(directory) for directory in directories}
 
 
+def size_by_file_system(directories: Iterable[Path]) -> dict[int, int]:
+    """Bytes of each file system that holds one of ``directories``, used or free, by its device number."""
+    found = {directory.stat().st_dev: os.statvfs(directory) for directory in directories}
+    return {device: stats.f_blocks * stats.f_frsize for device, stats in found.items()}
+
+
 def memory_file_system(directory: Path) -> str:
     """The kind of file system in memory that holds ``directory``; "" for a disk, or if nobody can tell.
 

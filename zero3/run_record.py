@@ -22,7 +22,7 @@ from tiering.budgets import host_memory
 from tiering.config import TelemetryConfig, format_size
 from tiering.io_stats import DirectionStats, FileStats
 from tiering.plan import Tier
-from tiering.swap_file import free_by_file_system
+from tiering.swap_file import size_by_file_system
 from tiering.telemetry import (
     RECENT_STEPS,
     ActivationStatus,
@@ -347,5 +347,5 @@ def _capacities(tiers: Tiers) -> dict[Tier, int]:
     device = memory if tiers.device_is_host else torch.cuda.get_device_properties(tiers.device).total_memory
     nvme = 0
     if tiers.swap is not None:
-        nvme = sum(free_by_file_system(tiers.swap.directories).values()) + tiers.swap.capacity
+        nvme = sum(size_by_file_system(tiers.swap.directories).values())
     return {Tier.DEVICE: device, Tier.HOST: memory, Tier.NVME: nvme}

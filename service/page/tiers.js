@@ -84,8 +84,7 @@ function tier(one) {
       {class: "soft"},
       h("i", {class: "peak-sign"}),
       `peak ${bytes(one.peak)}, ${ofBudget(one.peak)} of budget`,
-      // Of a filesystem the capacity is what was free at the start, so that more may be free now.
-      one.capacity && !(one.available > one.capacity) ? ` · machine has ${bytes(one.capacity)}` : "",
+      one.capacity ? ` · machine has ${bytes(one.capacity)}` : "",
       typeof one.available === "number" ? ` · ${bytes(one.available)} free now` : "",
     ),
   );

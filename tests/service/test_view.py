@@ -197,6 +197,10 @@ def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytes
     assert [run.id for run in chronicle.ended][:2] == ["red-9", "red-8"], (
         "one whose page is back has not ended"
     )
+    caplog.clear()
+    chronicle.add(view(*(live(run_id=f"many-{number}") for number in range(500))))
+    assert len(caplog.messages) == 21, "nobody may be reading"
+    assert caplog.messages[-1] == "481 more changes at the same time"
 
 
 @pytest.mark.parametrize(

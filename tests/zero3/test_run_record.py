@@ -251,6 +251,8 @@ def test_free_room_is_asked_for_now_and_then(
     monkeypatch.setattr(room, "free_by_file_system", gone)
     assert asked.available(Tier.NVME) is None
     assert [tier.available is not None for tier in start().snapshot().tiers] == [True, True, False]
+    disk = os.statvfs(engine._tiers.swap.directories[0])
+    assert engine.snapshot().tiers[2].capacity == disk.f_blocks * disk.f_frsize, "used by others or not"
 
 
 def test_waits_are_told_by_the_phase_in_which_they_began_and_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,8 @@ from service.watch import Watch
 from tiering.telemetry import TelemetryError
 
 MOST_SUBSCRIBERS = 64  # a handful look at a node; more are a loop that opens streams and leaves them open
-PATIENCE = (
-    15.0  # seconds: proxies take a connection for dead that is silent for longer, so there is a comment then
-)
+# Seconds: proxies take a connection for dead that is silent for longer, so there is a comment then.
+PATIENCE = 15.0
 
 
 class Events:

@@ -53,17 +53,18 @@ def top(watch: Watch, *, run: str | None = None, interval: float = 1.0) -> int:
         return 2
     history, drawn = History(), marks(console.encoding)
     with keyboard() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
-        due = 0.0
+        due, size = 0.0, console.size
         while True:
             now = time.monotonic()
             shown = _look(watch, run, history, drawn)
-            if now >= due:
+            if (
+                now >= due or size != console.size
+            ):  # not all that lies between here and a screen tells of a new size
+                size, due = console.size, now + interval
                 live.update(shown, refresh=True)
-                due = now + interval
-            next_entry = min(
-                due, now + INTERVAL
-            )  # of the history, which is by the second, however seldom it is shown
-            while (event := keys.wait(next_entry)) == "redraw":
+            # The history is by the second, however seldom it is shown.
+            while (event := keys.wait(min(due, now + INTERVAL))) == "redraw":
+                size = console.size
                 live.update(shown, refresh=True)
             if event == "leave":
                 return 0

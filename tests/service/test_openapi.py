@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import negative_data_rejection, not_a_server_error
+from schemathesis.specs.openapi.schemas import OpenApiSchema
 
 from service.app import create_app
 from service.http.guard import Access
@@ -26,6 +27,8 @@ from tiering.telemetry import PageWriter
 
 from .full_view import DESCRIPTION, SNAPSHOT
 
+# OpenApiSchema is loaded with this file: at its first use, beside threads and greenlets of other tests, Python 3.11 may
+# fail to compile what it imports ("AST constructor recursion depth mismatch").
 # Checks that call a mistake what is meant so. That the schema has these statuses for the route is another check.
 MEANT = {414: [negative_data_rejection], 503: [not_a_server_error]}
 # As /v1/tiers: one function for all.
@@ -56,7 +59,9 @@ def app(home: Path) -> FastAPI:
 
 def test_every_answer_is_as_the_schema_says(app: FastAPI) -> None:
     """For what a route takes and for what it does not; those of pages that are there, and of none."""
-    schema = schemathesis.openapi.from_asgi("/openapi.json", app, headers={"host": "localhost"})
+    schema: OpenApiSchema = schemathesis.openapi.from_asgi(
+        "/openapi.json", app, headers={"host": "localhost"}
+    )
     seen: dict[str, set[int]] = {}
 
     def judge(case: schemathesis.Case) -> None:

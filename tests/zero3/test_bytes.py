@@ -240,7 +240,7 @@ def test_each_step_records_the_planned_bytes_if_it_ends_with_nothing_under_way(
     engine = begin(accumulation=accumulation, **PLACEMENTS[name])
     end_step = engine._record.end_step
 
-    def settled() -> None:
+    def settled(*args: Any, **kwargs: Any) -> None:
         settle(engine)
         end_step()
 

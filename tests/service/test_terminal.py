@@ -240,6 +240,8 @@ def screen(directory: Path, publishing: Publish) -> Iterator[Screen]:
     ours, theirs = pty.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     environment = os.environ | {"TERM": "xterm", "NO_COLOR": "1", "PYTHONUTF8": "1"}
+    for fixed in ("COLUMNS", "LINES"):  # would overrule the terminal
+        environment.pop(fixed, None)
     with subprocess.Popen(
         [sys.executable, "-c", TOP, str(directory)],
         stdin=theirs,

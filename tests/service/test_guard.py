@@ -280,7 +280,7 @@ def test_a_flood_waits_in_turn_and_holds_up_no_probe() -> None:
             "query_string": b"",
             "headers": [(b"host", host)],
         }
-        await guard(scope, None, send)  # type: ignore[arg-type]
+        await guard(scope, None, send)
         return [sent[0]["status"], dict(sent[0]["headers"]).get(b"retry-after")]
 
     async def flood() -> None:

@@ -1,0 +1,97 @@
+"""What a page says once, and what of its header later versions may add."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from tests.tiering.telemetry.pages import describing, only_reading, snapshot
+from tiering.telemetry import (
+    Description,
+    Page,
+    PageWriter,
+    SettingStatus,
+    find_pages,
+)
+from tiering.telemetry import page as page_module
+
+
+def test_a_description_comes_with_every_snapshot_and_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [describing(("file", "é"), ("default", str(rank))) for rank in range(70)]
+    read, kept = Mock(wraps=Description.from_json), None
+    monkeypatch.setattr(page_module.Description, "from_json", read)
+    writers = [PageWriter("gpt", rank, 70, tmp_path, one) for rank, one in enumerate(told)]
+    for step in (1, 2):
+        for writer in writers:
+            writer.publish(snapshot(step))
+        kept = [page.read() for page in find_pages(tmp_path)]  # with what was read before still at hand
+        assert [(one.state, one.description, one.snapshot) for one in kept] == [
+            ("live", description, snapshot(step)) for description in told
+        ]
+    assert read.call_count == len(told)
+    del kept
+    only_one = Page(writers[0].path, "gpt", 0)
+    assert (only_one.read().description, read.call_count) == (told[0], len(told) + 1), "and then let go of"
+    for writer in writers:
+        writer.close()
+
+
+def test_a_damaged_description_is_none(tmp_path: Path) -> None:
+    at = 64 + page_module.CAPACITY + 20
+    with closing(PageWriter("gpt", directory=tmp_path, description=describing(("file", "é")))) as writer:
+        writer.publish(snapshot(stalls={"x" * 60_000: 1.0}))
+        with writer.path.open("r+b") as file:
+            (byte,) = os.pread(file.fileno(), 1, at)
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+        reading = only_reading(tmp_path)
+        assert (reading.state, reading.description, reading.snapshot is None) == ("live", None, False)
+        os.truncate(writer.path, at)
+        assert only_reading(tmp_path).description is None
+    with closing(PageWriter("gpt", directory=tmp_path)) as writer:
+        writer.publish(snapshot())
+        assert only_reading(tmp_path).description is None
+
+
+def test_a_description_too_large_loses_what_is_least_missed(tmp_path: Path) -> None:
+    whole = describing(("file", "a" * 300), ("default", "b" * 300), ("auto", "c" * 300))
+    assert whole.configuration is not None
+    given, default, auto = whole.configuration.settings
+    fewer: list[list[SettingStatus]] = [
+        [given, default, auto],
+        [given, replace(default, note=""), auto],
+        [given, auto],
+        [],
+    ]
+    for kept_settings in fewer:
+        fitted = replace(whole, configuration=replace(whole.configuration, settings=kept_settings))
+        size = len(fitted.to_json())
+        assert Description.from_json(whole.fitted(size)) == fitted
+    assert Description.from_json(whole.fitted(size - 1)) == replace(whole, configuration=None)
+    huge = describing(("default", "b" * page_module.LARGEST_DESCRIPTION), ("file", "a"))
+    with closing(PageWriter("gpt", directory=tmp_path, description=huge)) as writer:
+        writer.publish(snapshot())
+        kept = only_reading(tmp_path).description
+        assert kept is not None and kept.configuration is not None
+        assert [setting.note for setting in kept.configuration.settings] == ["", "a"]
+
+
+def test_headers_of_later_minor_versions_are_read(tmp_path: Path) -> None:
+    told = describing(("file", "n"))
+    with closing(PageWriter("gpt", directory=tmp_path, description=told)) as writer:
+        writer.publish(snapshot())
+        raw = writer.path.read_bytes()
+        header = bytearray(raw[:64].ljust(120, b"?"))
+        header[12:16] = (120).to_bytes(4, "little")
+        writer.path.write_bytes(bytes(header) + raw[64:])
+        reading = only_reading(tmp_path)
+        assert (reading.state, reading.snapshot, reading.description) == ("live", snapshot(), told)
+
+
+# --- life and death -------------------------------------------------------------------------------------

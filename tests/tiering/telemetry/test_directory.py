@@ -1,0 +1,80 @@
+"""Where pages live, and who may look."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tiering.telemetry import (
+    PageWriter,
+    TelemetryError,
+    find_pages,
+    run_directory,
+)
+
+
+def test_the_run_directory_is_chosen_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("TIERING_RUN_DIR", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert run_directory() == tmp_path / f"tiering-{os.geteuid()}"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
+    assert run_directory() == tmp_path / f"tiering-{os.geteuid()}"
+    (tmp_path / "xdg").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "xdg"))
+    assert run_directory() == tmp_path / "xdg" / "tiering"
+    monkeypatch.setenv("TIERING_RUN_DIR", str(tmp_path / "mine"))
+    assert run_directory() == tmp_path / "mine"
+    assert find_pages() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["xdg"], "who only looks makes no directory"
+    with closing(PageWriter("gpt")) as writer:
+        assert [page.path for page in find_pages()] == [writer.path]
+    assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_another_users_directories_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o700)
+    os.chown(theirs, 12345, 12345)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("TIERING_RUN_DIR", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(theirs))
+    assert run_directory() == tmp_path / f"tiering-{os.geteuid()}"
+    with pytest.raises(TelemetryError, match="owned by user 12345"):
+        PageWriter("gpt", directory=theirs)
+    mine = tmp_path / "mine"
+    with_page = PageWriter("gpt", directory=mine)
+    os.chown(with_page.path, 12345, 12345)
+    assert find_pages(mine) == []
+    with_page.close()
+
+
+def test_a_directory_that_is_open_to_others_is_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for mode in (0o770, 0o755, 0o701):
+        shared.chmod(mode)
+        told = rf"{shared} is open to others \(mode {mode:04o}\); close it: chmod 700 {shared}$"
+        with pytest.raises(TelemetryError, match=told):
+            PageWriter("gpt", directory=shared)
+        with pytest.raises(TelemetryError, match=told):
+            find_pages(shared)
+    link = tmp_path / "link"
+    (tmp_path / "target").mkdir(mode=0o700)
+    link.symlink_to(tmp_path / "target")
+    with pytest.raises(TelemetryError, match="symbolic link"):
+        find_pages(link)
+    (tmp_path / "file").touch()
+    with pytest.raises(TelemetryError, match="not a directory"):
+        find_pages(tmp_path / "file")
+    with pytest.raises(TelemetryError, match="No such file"):
+        PageWriter("gpt", directory=tmp_path / "a" / "b")
+    assert find_pages(tmp_path / "a" / "b") == []
+
+
+# --- writing and reading --------------------------------------------------------------------------------

@@ -1,0 +1,140 @@
+"""The thread that keeps a page fresh, and never disturbs training."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tiering.telemetry.pages import child, describing, only_reading, snapshot, until
+from tiering.telemetry import (
+    DirectionStatus,
+    PageWriter,
+    PathStatus,
+    Publisher,
+    Snapshot,
+    find_pages,
+)
+
+
+def test_the_publisher_keeps_the_page_fresh_and_fills_in_rates(tmp_path: Path) -> None:
+    moved = iter(range(0, 1 << 40, 1000))
+
+    def source() -> Snapshot:
+        return snapshot(io=[PathStatus("/nvme", "threads", True, DirectionStatus(bytes=next(moved)))])
+
+    def rate() -> float:
+        said = only_reading(tmp_path).snapshot
+        return said.io[0].read.bytes_per_second if said is not None else 0.0
+
+    publisher = Publisher(PageWriter("gpt", directory=tmp_path), source, interval=0.02)
+    publisher.start()
+    assert only_reading(tmp_path).snapshot is not None
+    until(lambda: rate() > 0)
+    publisher.close()
+    publisher.close()
+    assert find_pages(tmp_path) == []
+    assert "tiering-telemetry" not in [thread.name for thread in threading.enumerate()]
+    with pytest.raises(ValueError, match="started before"):
+        publisher.start()
+
+
+def test_publish_now_does_not_wait_for_the_interval(tmp_path: Path) -> None:
+    steps = iter(range(100))
+    publisher = Publisher(PageWriter("gpt", directory=tmp_path), lambda: snapshot(next(steps)), interval=3600)
+    publisher.start()
+    publisher.publish_now()
+    said = only_reading(tmp_path).snapshot
+    assert said is not None
+    assert said.step == 1
+    publisher.close()
+
+
+def test_a_source_that_raises_is_logged_once_and_forgiven(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = iter(range(1000))
+
+    def source() -> Snapshot:
+        if next(calls) < 5:
+            raise RuntimeError("the engine is not ready")
+        return snapshot()
+
+    with caplog.at_level(logging.ERROR):
+        publisher = Publisher(PageWriter("gpt", directory=tmp_path), source, interval=0.01)
+        publisher.start()
+        until(lambda: only_reading(tmp_path).snapshot is not None)
+        publisher.close()
+    (record,) = caplog.records
+    assert record.name.startswith("tiering.telemetry")
+    assert "the engine is not ready" in (record.exc_text or "")
+
+
+def test_publish_now_does_not_deadlock_with_a_source_that_needs_the_callers_lock(tmp_path: Path) -> None:
+    engine = threading.RLock()
+
+    def source() -> Snapshot:
+        with engine:
+            return snapshot()
+
+    publisher = Publisher(PageWriter("gpt", directory=tmp_path), source, interval=0.001)
+    publisher.start()
+    for _ in range(50):
+        with engine:
+            time.sleep(0.002)  # long enough for the thread to be waiting inside the source
+            publisher.publish_now()
+    publisher.close()
+    assert find_pages(tmp_path) == []
+
+
+def test_the_end_of_the_interpreter_removes_the_page(tmp_path: Path) -> None:
+    script = """
+        publisher = Publisher(PageWriter("gpt", directory=directory), lambda: snap(1))
+        publisher.start()
+        say(len(find_pages(directory)))
+    """
+    with child(script, tmp_path) as process:
+        out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "1\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_of_a_run_does_not_fail_for_its_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    publisher = Publisher(PageWriter("gpt", directory=directory), snapshot, 60)
+    publisher.start()
+    directory.rename(tmp_path / "moved")
+    directory.write_text("another's")
+    publisher.close()
+    assert only_reading(tmp_path / "moved").state == "stale"
+
+
+def test_a_page_that_was_removed_is_made_anew(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    told = describing(("file", "n"))
+    writer = PageWriter("gpt", directory=directory, description=told)
+    steps = iter(range(100))
+    publisher = Publisher(writer, lambda: snapshot(next(steps)), 3600)
+    publisher.start()
+    for remove in (writer.path.unlink, lambda: shutil.rmtree(directory)):
+        remove()
+        assert find_pages(directory) == []
+        publisher.publish_now()
+        (page,) = find_pages(directory)
+        reading = page.read()
+        assert (page.path, reading.state, reading.description) == (writer.path, "live", told)
+    parent = tmp_path.rename(tmp_path.with_name("elsewhere"))
+    shutil.rmtree(parent / "run")
+    publisher.publish_now()  # as after a logout, until the next login
+    parent.rename(tmp_path)
+    publisher.publish_now()
+    (page,) = find_pages(directory)
+    assert page.read().snapshot.step == 4
+    shutil.rmtree(directory)
+    publisher.close()
+    publisher.publish_now()
+    assert not directory.exists()

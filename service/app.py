@@ -67,34 +67,41 @@ OF_RANKS: dict[str, tuple[object, Callable[[View, str | None, int | None], BaseM
 }
 
 
+class Answers:
+    """What is answered of a View, made once for each View, and the past that some answers tell of."""
+
+    def __init__(self, kept: Kept) -> None:
+        self.past, self.chronicle = History(), Chronicle()
+        self._kept = kept
+
+    def told(self, view: View) -> Status:
+        """The status of all runs, which several answers are parts of."""
+        return self._kept.of(view, "told", lambda: status(view, self.past.latest))
+
+    def status_of(self, view: View, run: str | None) -> bytes:
+        """As bytes: /v1/events sends the same ones as /v1/status."""
+        return self._kept.of(
+            view, ("status", run), lambda: only(self.told(view), run).model_dump_json().encode()
+        )
+
+    def json(self, view: View, key: Hashable, make: Callable[[], BaseModel]) -> Response:
+        """What ``make`` makes, or has made of this View for who asked by ``key`` before."""
+        return _json(self._kept.of(view, key, lambda: make().model_dump_json().encode()))
+
+
 def create_app(watch: Watch, *, expect_ranks: int | None = None, access: Access | None = None) -> FastAPI:
     """The sidecar for the pages that ``watch`` reads.
 
     ``expect_ranks`` is how many must publish for /readyz; ``access`` says who is let in (default: who asks for
     localhost or an IP address).
     """
-    past, chronicle, kept = History(), Chronicle(), Kept()
-    identity = Identity(str(watch.directory), expect_ranks)
-
-    def told(view: View) -> Status:
-        return kept.of(view, "told", lambda: status(view, past.latest))
-
-    def answer(view: View, key: Hashable, make: Callable[[], BaseModel]) -> Response:
-        return _json(kept.of(view, key, lambda: make().model_dump_json().encode()))
-
-    def status_of(view: View, run: str | None) -> bytes:
-        return kept.of(view, ("status", run), lambda: only(told(view), run).model_dump_json().encode())
-
-    events = Events(watch, kept, status_of)
-
-    def scrape(form: str) -> Aside[tuple[bytes, str]]:
-        return Aside(watch, lambda view: render(view, form, events.subscribers))  # half a second for 64 ranks
-
-    scrapes = {prefers_openmetrics(form): scrape(form) for form in (TEXT, OPENMETRICS)}
+    kept = Kept()
+    answers = Answers(kept)
+    events = Events(watch, kept, answers.status_of)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        following = asyncio.create_task(watch.follow(INTERVAL, past.add, chronicle.add))
+        following = asyncio.create_task(watch.follow(INTERVAL, answers.past.add, answers.chronicle.add))
         yield
         following.cancel()
 
@@ -110,32 +117,45 @@ def create_app(watch: Watch, *, expect_ranks: int | None = None, access: Access 
     )
     app.add_middleware(Guard, access=access)
     with_examples(app)
-    files = read_files()
+    # /openapi.json lists the routes in this order.
+    _add_answers(app, watch, answers)
+    _add_events(app, watch, events)
+    _add_metrics(app, watch, events)
+    _add_probes(app, watch, events, expect_ranks)
+    _add_page(app)
+    app.add_exception_handler(TelemetryError, _directory_lost)
+    app.add_exception_handler(NotHereError, _not_here)
+    app.add_exception_handler(RequestValidationError, _not_understood)
+    return app
+
+
+def _add_answers(app: FastAPI, watch: Watch, answers: Answers) -> None:
+    """The routes that answer of the View of the moment, in JSON."""
 
     @app.get("/v1/status", response_model=Status, responses=ASKED)
     async def get_status(run: Run = None) -> Response:
         """Everything at a glance."""
         view = await watch.now()
         view.select(run)
-        return _json(status_of(view, run))
+        return _json(answers.status_of(view, run))
 
     @app.get("/v1/runs", response_model=Runs)
     async def get_runs() -> Response:
         """All runs of this node, in short, and the last of those that ended."""
         view = await watch.now()
-        return answer(view, "runs", lambda: runs(told(view), chronicle.ended))
+        return answers.json(view, "runs", lambda: runs(answers.told(view), answers.chronicle.ended))
 
     @app.get("/v1/runs/{run_id}", response_model=RunStatus, responses=ASKED)
     async def get_run(run_id: str) -> Response:
         """One run with all its ranks on this node."""
         view = await watch.now()
         view.select(run_id)
-        return answer(view, ("run", run_id), lambda: only(told(view), run_id).runs[0])
+        return answers.json(view, ("run", run_id), lambda: only(answers.told(view), run_id).runs[0])
 
     def by_rank(noun: str, of: Callable[[View, str | None, int | None], BaseModel]) -> Answering:
         async def answered(run: Run = None, rank: Rank = None) -> Response:
             view = await watch.now()
-            return answer(view, (noun, run, rank), lambda: of(view, run, rank))
+            return answers.json(view, (noun, run, rank), lambda: of(view, run, rank))
 
         return answered
 
@@ -153,7 +173,11 @@ def create_app(watch: Watch, *, expect_ranks: int | None = None, access: Access 
     async def get_history(run: Run = None) -> Response:
         """Bandwidth, stalls and occupancy of the last ten minutes, an entry per second."""
         view = await watch.now()
-        return answer(view, ("history", run), lambda: history(view, run, past.of))
+        return answers.json(view, ("history", run), lambda: history(view, run, answers.past.of))
+
+
+def _add_events(app: FastAPI, watch: Watch, events: Events) -> None:
+    """The status for who would rather be told than ask."""
 
     @app.get(
         "/v1/events",
@@ -170,11 +194,25 @@ def create_app(watch: Watch, *, expect_ranks: int | None = None, access: Access 
             (await watch.now()).select(run)
         return Subscription(events, interval, run)
 
+
+def _add_metrics(app: FastAPI, watch: Watch, events: Events) -> None:
+    """The scrape, made aside in each form: it takes half a second for 64 ranks."""
+
+    def scrape(form: str) -> Aside[tuple[bytes, str]]:
+        return Aside(watch, lambda view: render(view, form, events.subscribers))
+
+    scrapes = {prefers_openmetrics(form): scrape(form) for form in (TEXT, OPENMETRICS)}
+
     @app.get("/metrics", response_class=PlainTextResponse)
     async def get_metrics(request: Request) -> Response:
         """For Prometheus: its text form, or OpenMetrics where that is asked for."""
         body, media_type = await scrapes[prefers_openmetrics(request.headers.get("accept", ""))].newest()
         return Response(body, media_type=media_type, headers={"vary": "accept"})
+
+
+def _add_probes(app: FastAPI, watch: Watch, events: Events, expect_ranks: int | None) -> None:
+    """What an orchestrator asks: to restart the sidecar, to wait for the ranks, to see what is wrong."""
+    identity = Identity(str(watch.directory), expect_ranks)
 
     @app.get("/livez", response_model=Alive)
     async def livez() -> Response:
@@ -198,6 +236,11 @@ def create_app(watch: Watch, *, expect_ranks: int | None = None, access: Access 
         health = identity.health(watch.last, problem, events.subscribers)
         return _json(health.model_dump_json().encode(), 200 if health.ready else 503)
 
+
+def _add_page(app: FastAPI) -> None:
+    """The files of the page, read once; they are no part of the API."""
+    files = read_files()
+
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
         return _file(files["index.html"])
@@ -208,22 +251,20 @@ def create_app(watch: Watch, *, expect_ranks: int | None = None, access: Access 
             raise NotHereError("the page has no file of this name")
         return _file(files[name])
 
-    @app.exception_handler(TelemetryError)
-    async def directory_lost(_: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"detail": as_text(str(error))}, status_code=503)
 
-    @app.exception_handler(NotHereError)
-    async def not_here(_: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"detail": str(error)}, status_code=404)
+async def _directory_lost(_: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"detail": as_text(str(error))}, status_code=503)
 
-    @app.exception_handler(RequestValidationError)
-    async def not_understood(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        # Not what was sent: it may be long, and it is known to who sent it.
-        wrong = [f"{one['loc'][-1]}: {one['msg']}" for one in error.errors()[:5]]
-        return JSONResponse({"detail": "; ".join(wrong)}, status_code=422)
 
-    return app
+async def _not_here(_: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"detail": str(error)}, status_code=404)
+
+
+async def _not_understood(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    # Not what was sent: it may be long, and it is known to who sent it.
+    wrong = [f"{one['loc'][-1]}: {one['msg']}" for one in error.errors()[:5]]
+    return JSONResponse({"detail": "; ".join(wrong)}, status_code=422)
 
 
 def _file(file: File) -> Response:

@@ -13,7 +13,7 @@ from rich.console import Console
 from tiering.arena import PAGE
 from tiering.errors import PlacementError
 from tiering.placement import FEWEST_SLOTS, SMALLEST_TILE, make_plan, place
-from tiering.plan import Budgets, Plan, Staging, Tier, Workload
+from tiering.plan import Budgets, GroupSizes, Plan, Staging, Tier, Workload
 
 from .workloads import DEVICE, HOST, MIB, NVME, PLENTY, budgets, followed, planned, workloads
 
@@ -162,6 +162,32 @@ def test_steps_in_backward_fit_into_the_same_host_budget(load: Workload, device:
         windows = during.grad_window_bytes + during.staging.nbytes
         spared = sum(after.nvme_traffic()) + 2 * windows + 3 * dearest_piece(load, after)
         assert sum(during.nvme_traffic()) <= spared
+
+
+def test_what_was_kept_in_host_memory_gives_way_to_what_must_be_there() -> None:
+    """The last group is too large for the device while its parent is on NVMe, but not once host memory has that."""
+    sizes = (GroupSizes("parent", 8192, 0), GroupSizes("child", 90112, 2048, parent=0))
+    load = Workload(
+        groups=sizes,
+        micro_batches=1,
+        compute_itemsize=4,
+        grad_itemsize=2,
+        state_tensors=2,
+        offload_param=Tier.NVME,
+        offload_optimizer=Tier.NVME,
+        cache_in_host=True,
+        sub_group_numel=1000,
+        prefetch_bytes=0,
+        device_is_host=True,
+    )
+    fits = False
+    for host in range(0, 64 * PAGE, PAGE):
+        try:
+            place(load, Budgets(90112, host, PLENTY))
+            fits = True
+        except PlacementError:
+            assert not fits, f"a host budget of {host} is too small, and a smaller one was not"
+    assert fits
 
 
 @promise

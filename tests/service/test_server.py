@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from service.http.server import listen, resolve
+
 from .processes import Sidecar, running, tierd, until
 
 TOKEN = "Zm9yZ2V0LW1lLW5vdC4"
@@ -184,8 +186,7 @@ def test_another_address_wants_the_token_and_says_so(directory: Path) -> None:
 
 
 def test_an_answers_second_packet_waits_for_nobody() -> None:
-    server = service.http.server
-    with server.listen(server.resolve("localhost", 0)) as place:
+    with listen(resolve("localhost", 0)) as place:
         with (
             socket.create_connection(place.listener.getsockname()[:2]),
             place.listener.accept()[0] as accepted,

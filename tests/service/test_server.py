@@ -186,12 +186,12 @@ def test_another_address_wants_the_token_and_says_so(directory: Path) -> None:
 
 
 def test_an_answers_second_packet_waits_for_nobody() -> None:
-    with listen(resolve("localhost", 0)) as place:
-        with (
-            socket.create_connection(place.listener.getsockname()[:2]),
-            place.listener.accept()[0] as accepted,
-        ):
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    with (
+        listen(resolve("localhost", 0)) as place,
+        socket.create_connection(place.listener.getsockname()[:2]),
+        place.listener.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_unix_socket_is_its_owners_alone_and_gone_at_the_end(tmp_path: Path) -> None:

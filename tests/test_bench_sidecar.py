@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -115,8 +114,8 @@ def test_what_is_concluded(
     errors: Counter[str],
     holds: tuple[bool, ...],
 ) -> None:
-    make: Callable[[list[float]], list[Window]] = lambda steps: [a_window(step) for step in steps]  # noqa: E731
-    rounds = {"asked": make(asked), "alone": make(alone), "unpublished": make(unpublished)}
+    steps = {"asked": asked, "alone": alone, "unpublished": unpublished}
+    rounds = {side: [a_window(step) for step in each] for side, each in steps.items()}
     report = Report("title", {})
     conclude(report, rounds, a_window(1.0, errors), 50_000_000)
     assert tuple(verdict.holds for verdict in report.verdicts) == holds

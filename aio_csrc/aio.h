@@ -202,6 +202,13 @@ void aio_free(aio_context *context);
 /* Keep a range in RAM, best effort: 0, or -errno (RLIMIT_MEMLOCK). Unmapping it undoes it. */
 int aio_lock_memory(void *address, size_t nbytes);
 
+/* Keep whole pages from forked children. There the range can be neither read nor written, and its addresses stay
+ * taken: a child that unmaps it, as its copy of the owner may, unmaps nothing else. Forget it when the range is
+ * unmapped, in any order; children may do so too. 0 and a handle, or -errno. */
+typedef struct aio_withheld aio_withheld;
+int aio_withhold(aio_withheld **out, void *address, size_t nbytes);
+void aio_forget_withheld(aio_withheld *range);
+
 /* Allocate the blocks of the file's first nbytes and make it that long, with the system call itself: where
  * the file system has none (-EOPNOTSUPP) nothing is written in its place. */
 int aio_reserve(int fd, uint64_t nbytes);

@@ -22,6 +22,7 @@ SOURCES = [
     "requests.c",
     "driver.c",
     "verify.c",
+    "withheld.c",
     "backend_uring.c",
     "backend_libaio.c",
     "backend_threads.c",

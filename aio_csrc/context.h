@@ -5,6 +5,8 @@
  *   driver.c    the driver thread: splitting, judging, counting
  *   verify.c    checksums of pages, when asked for
  *
+ * withheld.c stands alone: memory that forked children do not get.
+ *
  * Fields marked (lock) are guarded by context->lock; (driver) belong to the driver thread; the others are
  * constant after aio_open. The lock is never held across a system call that may block, nor while bytes are
  * copied or summed.

@@ -2,7 +2,7 @@
 
 One mapping replaces thousands of pinned allocations: its size is the plan's number to the page, it is touched once,
 registered with CUDA by the caller when there is a GPU or else locked as far as the limits allow, and not inherited by
-forked children (``MADV_DONTFORK``), so that a data worker can neither keep it alive nor touch it.
+forked children, so that a data worker can neither keep it alive nor touch it.
 
 Free space is taken first fit from the bottom. Leases that outlive the ones around them have a place of their own
 (``at``), so that long and short lives cannot fragment each other. When a lease does not fit, ``lease`` waits: first
@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from tiering.aio import lock_memory
+from tiering.aio import lock_memory, withhold
 from tiering.errors import ArenaError
 from tiering.ranges import FreeRanges
 from tiering.topology import prefer_node
@@ -124,13 +124,13 @@ class Arena:
         ``numa_node`` while it has room.
         """
         mapping = mmap.mmap(-1, round_up(max(nbytes, 1)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        mapping.madvise(mmap.MADV_DONTFORK)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             except OSError:
                 log.debug("%s arena: no transparent huge pages in this kernel", name)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        withhold(mapping, address)
         if numa_node is not None:
             prefer_node(address, len(mapping), numa_node)
         memory = memoryview(mapping)[: round_up(nbytes)]

@@ -397,6 +397,34 @@ def test_a_forked_child_does_not_have_it(child: str, status: int) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{int(status)}\n", "")
 
 
+FREED = """
+import mmap, os
+from tiering.arena import Arena
+arena = Arena.map(1 << 20, "host")
+address, nbytes = arena.address, arena.capacity
+child = os.fork()
+if child == 0:
+    own = [mmap.mmap(-1, nbytes) for _ in range(64)]  # one of them would fill the hole, were there one
+    taken = [line.split()[:2] for line in open("/proc/self/maps") if line.startswith(f"{address:x}-")]
+    del arena
+    for mapping in own:
+        mapping[:] = bytes([1]) * nbytes
+    free = not any(line.startswith(f"{address:x}-") for line in open("/proc/self/maps"))
+    os._exit(0 if taken == [[f"{address:x}-{address + nbytes:x}", "---p"]] and free else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+del arena
+child = os.fork()
+if child == 0:
+    os._exit(any(line.startswith(f"{address:x}-") for line in open("/proc/self/maps")))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_that_frees_it_frees_nothing_of_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n0\n", "")
+
+
 def test_an_arena_is_locked_into_memory_where_the_limits_allow() -> None:
     def locked() -> int:
         (line,) = [

@@ -56,8 +56,11 @@ def memory() -> type[Memory]:
 
 
 @pytest.fixture
-def open_context(engine: str) -> Iterator[Open]:
-    """Contexts on the engine under test, with small blocks so that requests have many; closed at the end."""
+def open_context(engine: str, swap_file: SwapFile) -> Iterator[Open]:
+    """Contexts on the engine under test, with small blocks so that requests have many; closed at the end.
+
+    Before the files are: transfers may still be under way.
+    """
     with ExitStack() as stack:
 
         def open_one(*faults: Any, **options: Any) -> AioContext:

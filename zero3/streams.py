@@ -1,0 +1,142 @@
+"""Streams and events of a compute device whose work is queued: what the engine asks of CUDA, and no more.
+
+The CPU tells the device what to do and runs ahead of it. Work on one stream runs in the order in which it was queued;
+between two streams, and between a stream and the CPU, nothing is in order but what an event puts there. Whoever moves
+bytes says here which events they wait for; everything the engine knows of CUDA's streams is in this file.
+
+A device without streams (the CPU itself) has no ``Streams``: what is told is done when the call returns.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Event(ABC):
+    """A place in the order of a stream: what was queued there before. A completion on which a lease can retire."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether all of it has run. Never waits."""
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> int:
+        """Let the CPU wait until all of it has run."""
+
+    @abstractmethod
+    def seconds_since(self, earlier: Event) -> float:
+        """Device seconds between two events that are timed and done, 0 if ``earlier`` is the later one."""
+
+
+class Stream(ABC):
+    """A queue of the device."""
+
+    @abstractmethod
+    def record(self, *, timed: bool = False) -> Event:
+        """An event behind all that is queued now."""
+
+    @abstractmethod
+    def wait_for(self, event: Event) -> None:
+        """What is queued from now on runs after ``event``. The CPU does not wait."""
+
+    @abstractmethod
+    def running(self) -> AbstractContextManager[object]:
+        """A block whose torch operations are queued here."""
+
+    @abstractmethod
+    def keep(self, tensor: Tensor) -> None:
+        """The memory of ``tensor``, which torch allocated for another stream, is used by what is queued here so far.
+
+        It is not allocated anew before that has run, even if the last reference goes now.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Let the CPU wait until all that is queued has run."""
+
+
+class Streams(ABC):
+    """The streams of a device. One for each direction, so that copies run beside compute and beside each other."""
+
+    fetch: Stream
+    """To the device: parameters, and state that is updated there."""
+    offload: Stream
+    """From the device: gradients, and state that was updated there."""
+    update: Stream
+    """The optimizer's kernels, where they run beside compute."""
+
+    @property
+    @abstractmethod
+    def compute(self) -> Stream:
+        """The stream of the calling thread: where its torch operations are queued now."""
+
+    @contextmanager
+    def order_behind_compute(self, stream: Stream) -> Iterator[None]:
+        """A block whose operations are queued on ``stream`` and run after all that compute was told so far."""
+        stream.wait_for(self.compute.record())
+        with stream.running():
+            yield
+
+
+class CudaEvent(Event):
+    """An event of CUDA."""
+
+    def __init__(self, stream: torch.cuda.Stream, *, timed: bool) -> None:
+        self.handle = torch.cuda.Event(enable_timing=timed)
+        self.handle.record(stream)
+
+    def done(self) -> bool:
+        return bool(self.handle.query())
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.handle.synchronize()
+        return 0
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CudaEvent)
+        return max(0.0, float(earlier.handle.elapsed_time(self.handle)) / 1e3)
+
+
+class CudaStream(Stream):
+    """A stream of CUDA."""
+
+    def __init__(self, handle: torch.cuda.Stream) -> None:
+        self.handle = handle
+
+    def record(self, *, timed: bool = False) -> Event:
+        return CudaEvent(self.handle, timed=timed)
+
+    def wait_for(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        self.handle.wait_event(event.handle)
+
+    def running(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.handle)
+
+    def keep(self, tensor: Tensor) -> None:
+        tensor.record_stream(self.handle)  # type: ignore[arg-type] # torch wants the base class of its own
+
+    def synchronize(self) -> None:
+        self.handle.synchronize()
+
+
+class CudaStreams(Streams):
+    """Side streams of a GPU, beside whatever stream the program computes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.fetch, self.offload, self.update = (CudaStream(torch.cuda.Stream(device)) for _ in range(3))
+
+    @property
+    def compute(self) -> Stream:
+        return CudaStream(torch.cuda.current_stream(self._device))
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """The streams of ``device``; None where it is the CPU, on which nothing is queued."""
+    return CudaStreams(device) if device.type == "cuda" else None

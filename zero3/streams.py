@@ -119,7 +119,7 @@ class CudaStream(Stream):
         return torch.cuda.stream(self.handle)
 
     def keep(self, tensor: Tensor) -> None:
-        tensor.record_stream(self.handle)  # type: ignore[arg-type] # torch wants the base class of its own
+        tensor.record_stream(self.handle)
 
     def synchronize(self) -> None:
         self.handle.synchronize()

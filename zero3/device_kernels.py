@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from optim_cpu import kernels
@@ -58,19 +60,58 @@ def accumulate(target: Tensor, grad: Tensor, *, overwrite: bool) -> None:
 
 def sum_of_squares(flat: Tensor) -> float:
     """The float64 sum of squares of a flat tensor in the fixed order: lanes, their tree, blocks by index."""
-    total = 0.0
-    for chunk in flat.split(BLOCK * BLOCKS_AT_ONCE):
-        padded = torch.nn.functional.pad(chunk.double(), (0, -chunk.numel() % BLOCK))
-        squares = padded.view(-1, BLOCK // LANES, LANES).square_()
-        lanes = torch.zeros_like(squares[:, 0])
-        for row in range(squares.shape[1]):
-            lanes += squares[:, row]
-        while lanes.shape[1] > 1:
-            half = lanes.shape[1] // 2
-            lanes = lanes[:, :half] + lanes[:, half:]
-        for block in lanes.flatten().tolist():
-            total += block
-    return total
+    return sums_of_squares([flat])[0]
+
+
+def sums_of_squares(flats: Sequence[Tensor]) -> list[float]:
+    """``sum_of_squares`` of each of ``flats``, flat tensors on one device, which the CPU asks and waits for once.
+
+    Each is finite exactly when all elements of its tensor are.
+    """
+    if not flats:
+        return []
+    counts = [-(-flat.numel() // BLOCK) for flat in flats]
+    of_blocks = _block_sums(flats, counts, sum(counts)).cpu().split(counts)
+    return [_in_order(sums.numpy()) for sums in of_blocks]
+
+
+def _in_order(sums: NDArray[np.float64]) -> float:
+    """Added one after the other, which is what makes an accumulation of a sum: ``np.sum`` adds pairs first."""
+    return float(np.add.accumulate(sums)[-1]) if sums.size else 0.0
+
+
+def _block_sums(flats: Sequence[Tensor], counts: Sequence[int], total: int) -> Tensor:
+    """The sums of the blocks of all tensors, in their order; the blocks of all are added side by side."""
+    sums = flats[0].new_empty(total, dtype=torch.float64)
+    work = flats[0].new_empty(min(total, BLOCKS_AT_ONCE), BLOCK, dtype=torch.float64)
+    filled = done = 0
+    for flat, count in zip(flats, counts, strict=True):
+        taken = 0
+        while taken < count:
+            here = min(count - taken, len(work) - filled)
+            part = flat[taken * BLOCK : (taken + here) * BLOCK]
+            room = work[filled : filled + here].view(-1)
+            room[: part.numel()].copy_(part)
+            room[part.numel() :].zero_()
+            taken, filled = taken + here, filled + here
+            if filled == len(work):
+                _fold(work, sums[done : done + filled])
+                done, filled = done + filled, 0
+    if filled:
+        _fold(work[:filled], sums[done:])
+    return sums
+
+
+def _fold(blocks: Tensor, sums: Tensor) -> None:
+    """``sums`` = the sum of squares of each row of ``blocks``, which are squared in place."""
+    squares = blocks.square_().view(-1, BLOCK // LANES, LANES)
+    lanes = torch.zeros_like(squares[:, 0])
+    for row in range(squares.shape[1]):
+        lanes += squares[:, row]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    sums.copy_(lanes[:, 0])
 
 
 def round_parameters(master: Tensor, out: Tensor) -> None:

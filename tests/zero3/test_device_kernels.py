@@ -18,13 +18,38 @@ from zero3 import device_kernels
 from zero3.grads import KERNEL_DTYPES
 
 
-@pytest.mark.parametrize("numel", [1, 31, 4095, 4096, 4097, 3 * 4096 + 5, 50_001])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sum_of_squares(numel: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def squares_in_c(flat: Tensor) -> float:
+    return kernels.sum_of_squares(flat.data_ptr(), KERNEL_DTYPES[flat.dtype], flat.numel())
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+def test_sums_of_squares(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many tensors, whose blocks are added side by side: none ends where another's begins, one has no block."""
     monkeypatch.setattr(device_kernels, "BLOCKS_AT_ONCE", 3)
-    flat = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 1e3).to(dtype)
-    code = DType.FP32 if dtype is torch.float32 else DType.BF16
-    assert device_kernels.sum_of_squares(flat) == kernels.sum_of_squares(flat.data_ptr(), code, numel)
+    generator = torch.Generator().manual_seed(1)
+    numels = [1, 31, 4095, 4096, 0, 4097, 3 * 4096 + 5, 50_001, 6 * 4096]
+    flats = [(torch.randn(numel, generator=generator) * 1e2).to(dtype) for numel in numels]
+    expected = [squares_in_c(flat) for flat in flats]
+    assert device_kernels.sums_of_squares(flats) == expected
+    assert [device_kernels.sum_of_squares(flat) for flat in flats] == expected
+    assert device_kernels.sums_of_squares([]) == []
+
+
+def test_sums_of_squares_of_many_blocks() -> None:
+    """Whose sums are of every size: added pairwise, or in another order, they come to something else."""
+    generator = torch.Generator().manual_seed(2)
+    flat = torch.randn(2500 * 4096, generator=generator).view(2500, 4096)
+    flat *= 10.0 ** torch.randint(-9, 9, (2500, 1), generator=generator)
+    flat = flat.view(-1)
+    squares = flat.double().square_()
+    assert device_kernels.sum_of_squares(flat) == squares_in_c(flat) != squares.view(2500, 4096).sum(1).sum()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_sums_of_squares_show_what_is_not_finite(bad: float) -> None:
+    flats = [torch.full((9000,), 3e38) for _ in range(3)]  # whose squares float32 does not hold
+    flats[1][-1] = bad
+    assert [math.isfinite(total) for total in device_kernels.sums_of_squares(flats)] == [True, False, True]
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

@@ -3,6 +3,9 @@
 A trace is armed in the middle of a step or before one; from then on everything is recorded, so that what runs over from
 that step into the next, whole one is known from its beginning. The next one is written when it ends.
 
+What a GPU does is timed by events, which only it can compare: they are put on the CPU's clock by one more event, which
+is recorded at the end, when all the others have come, and waited for.
+
 Rows are "threads" of the format. On one row spans follow each other, and blocks of one thread may lie inside of one
 another; what overlaps in any other way, as transfers do, gets a further row of its track.
 """
@@ -21,8 +24,9 @@ from typing import Any
 from tiering.errors import TelemetryError
 from tiering.io_stats import TransferRecord, errno_text
 from tiering.storage import shorten
+from zero3.streams import Event, Stream
 from zero3.tiers import Tiers
-from zero3.timeline import Span, Track
+from zero3.timeline import DeviceSpan, Span, Track
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +38,10 @@ ROWS: dict[Track, str] = {
     "network": "network",
     "read": "reads",
     "write": "writes",
+    "h2d": "copies to the device",
+    "d2h": "copies from the device",
     "stall": "stalls",
+    "wait": "waits of the CPU",
 }
 NESTING = ("compute", "kernel")  # tracks of blocks; the others are of things that are under way side by side
 
@@ -79,9 +86,12 @@ class StepTrace:
         A file that cannot be written now is logged: training goes on.
         """
         ended = time.monotonic_ns()
-        spans = self._tiers.timeline.stop()
+        spans, on_device = self._tiers.timeline.stop()
         if os.getpid() != self._pid:
             return
+        if on_device:
+            assert self._tiers.streams is not None
+            spans += _of_device(on_device, self._tiers.streams.fetch)
         try:
             if self._tiers.aio is not None:
                 spans += _transfers(self._tiers.aio.end_recording(), sorted(self._tiers.sections()))
@@ -91,6 +101,23 @@ class StepTrace:
             log.error("the trace of %s could not be written to %s: %s", what, self.path, error)
         else:
             log.info("the trace of %s is in %s", what, self.path)
+
+
+def _of_device(found: Sequence[DeviceSpan], stream: Stream) -> Iterator[Span]:
+    """Spans of a device on the CPU's clock, once all of them are over. ``stream`` is one on which little is queued."""
+    for one in found:
+        one.ended.wait()
+    stream.synchronize()
+    before = time.monotonic_ns()
+    anchor = stream.record(timed=True)
+    anchor.wait()
+    here = (before + time.monotonic_ns()) // 2
+
+    def at(event: Event) -> int:
+        return here - round(1e9 * anchor.seconds_since(event))
+
+    for one in found:
+        yield Span(one.track, one.name, at(one.began), at(one.ended), one.args)
 
 
 def _transfers(records: Iterable[TransferRecord], sections: Sequence[tuple[str, int, str]]) -> Iterator[Span]:

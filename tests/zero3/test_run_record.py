@@ -315,6 +315,100 @@ def test_a_wait_counts_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None
     assert clock.seconds == {"parameters": 3.0, "agreement": 3.0}
 
 
+class Device:
+    """A device that takes as long as it is told, and the CPU's clock. Nanoseconds; the clocks began a day apart."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0
+        self.busy_until = 0  # on the CPU's clock
+        monkeypatch.setattr(timeline, "time", SimpleNamespace(monotonic_ns=lambda: self.now))
+
+    @property
+    def compute(self) -> Device:
+        return self
+
+    def works(self, seconds: float) -> None:
+        """It is told to compute for so long."""
+        self.busy_until = max(self.busy_until, self.now) + round(1e9 * seconds)
+
+    def record(self, *, timed: bool = False) -> Mark:
+        self.works(0)
+        return Mark(self, self.busy_until, timed)
+
+    def wait_for(self, event: Mark) -> None:
+        self.busy_until = max(self.busy_until, event.at)
+
+    def passes(self, seconds: float) -> None:
+        """Of the CPU's time."""
+        self.now += round(1e9 * seconds)
+
+
+class Mark:
+    """An event of it."""
+
+    def __init__(self, device: Device, at: int, timed: bool = True) -> None:
+        self.device, self.at, self.timed = device, at, timed
+
+    def done(self) -> bool:
+        return self.at <= self.device.now
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert self.timed and earlier.timed and self.done()
+        return (self.at + 86400 * 10**9) / 1e9 - (earlier.at / 1e9 + 86400)
+
+
+def test_on_a_device_a_stall_is_what_it_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU waits for what the device is not out of work for, and runs ahead of what the device waits for."""
+    device = Device(monkeypatch)
+    clock = timeline.StallClock(timeline.Timeline())
+    clock.streams = device
+    told: list[dict[str, dict[str, float]]] = []
+
+    def look() -> dict[str, dict[str, float]]:
+        found = clock.by_phase()
+        for phase, causes in (told[-1] if told else {}).items():
+            assert all(found[phase][cause] >= seconds for cause, seconds in causes.items())
+        told.append(found)
+        return {
+            phase: {cause: pytest.approx(seconds) for cause, seconds in causes.items() if seconds}
+            for phase, causes in found.items()
+        }
+
+    clock.phase = "forward"
+    device.works(5)
+    with clock.waiting_for("parameters"):
+        device.passes(3)
+        assert look() == {"forward": {}}, "it has work for two seconds more"
+    with clock.waiting_for("parameters"):
+        device.passes(3)
+        look()  # it is seen to have run dry, a second late
+        device.passes(2)
+        assert look() == {"forward": {"parameters": 2.0}}, "while it goes on: no more than is known"
+    assert look() == {"forward": {"parameters": 3.0}}
+    # A copy that ends in four seconds, and one for computing before it is waited for.
+    device.works(1)
+    clock.hold(Mark(device, device.now + 4 * 10**9), "parameters")
+    clock.phase = "backward"
+    assert look() == {"forward": {"parameters": 3.0}}
+    device.passes(2)
+    look()
+    device.passes(1)
+    assert look() == {"forward": {"parameters": 3.0, "copies of parameters": 1.0}}
+    device.passes(6)
+    assert look() == {"forward": {"parameters": 3.0, "copies of parameters": 3.0}}
+    # A wait of the CPU, and in it one for the copy of what it waited for: told apart, and not twice.
+    with clock.waiting_for("parameters"):
+        device.passes(2)
+        clock.hold(Mark(device, device.now + 5 * 10**9), "parameters")
+        with clock.waiting_for("gradients"):
+            device.passes(6)
+    device.passes(1)
+    assert look() == {
+        "forward": {"parameters": 3.0, "copies of parameters": 3.0},
+        "backward": {"parameters": 3.0, "copies of parameters": 5.0},
+    }
+
+
 class Counted:
     """Traffic under the test's control."""
 

@@ -20,14 +20,17 @@ from tiering.telemetry.directory import find_pages, plain_name, run_directory, s
 from tiering.telemetry.page import Page, PageReading, as_text
 from tiering.telemetry.publisher import Publisher
 from tiering.telemetry.snapshot import (
+    COPIES_OF,
     RECENT_STEPS,
     ActivationStatus,
     CheckpointStatus,
     CollectiveStatus,
+    CopyStatus,
     DeviceMemoryStatus,
     DirectionStatus,
     IoEngineStatus,
     LatencyStatus,
+    LinkStatus,
     PathStatus,
     Phase,
     Snapshot,
@@ -38,16 +41,19 @@ from tiering.telemetry.snapshot import (
 from tiering.telemetry.writer import PageWriter
 
 __all__ = [
+    "COPIES_OF",
     "RECENT_STEPS",
     "ActivationStatus",
     "CheckpointStatus",
     "CollectiveStatus",
     "ConfigurationStatus",
+    "CopyStatus",
     "Description",
     "DeviceMemoryStatus",
     "DirectionStatus",
     "IoEngineStatus",
     "LatencyStatus",
+    "LinkStatus",
     "Page",
     "PageReading",
     "PageWriter",

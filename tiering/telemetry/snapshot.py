@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, WithJsonSchema
 
 RECENT_STEPS = 32  # in a snapshot
 Phase = Literal["start", "forward", "backward", "step", "idle"]
+COPIES_OF = (
+    "copies of "  # begins each cause of a stall for the device's link; others are of NVMe or of other ranks
+)
 
 Integer = Annotated[
     int, Field(ge=-(1 << 63), lt=1 << 63), WithJsonSchema({"type": "integer", "format": "int64"})
@@ -110,6 +113,32 @@ class PathStatus:
 
 
 @dataclass(frozen=True)
+class CopyStatus:
+    """Copies over the device's link in one direction since the start; rates are bytes per second.
+
+    ``bytes`` and ``copies`` count what was begun; ``busy_seconds`` are the device's, of copies that have ended.
+    """
+
+    bytes: Integer = 0
+    copies: Integer = 0
+    busy_seconds: float = 0.0
+    bytes_per_second: float = 0.0  # over the publisher's last window
+    average_bytes_per_second: float = 0.0  # over the time with a copy under way
+    peak_bytes_per_second: float = 0.0  # of all the publisher's windows
+
+
+Moving = TypeVar("Moving", DirectionStatus, CopyStatus)
+
+
+@dataclass(frozen=True)
+class LinkStatus:
+    """The link between host memory and a device that has its own: ``h2d`` to the device, ``d2h`` from it."""
+
+    h2d: CopyStatus = field(default_factory=CopyStatus)
+    d2h: CopyStatus = field(default_factory=CopyStatus)
+
+
+@dataclass(frozen=True)
 class IoEngineStatus:
     """The I/O engine in use and what it really uses ("registered_buffers", "verify"), and why not more.
 
@@ -138,9 +167,11 @@ class CollectiveStatus:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One finished optimizer step: seconds in all and by phase, seconds stalled, bytes over NVMe and to other ranks.
+    """One finished optimizer step: seconds in all and by phase, seconds stalled, bytes that moved.
 
-    ``stalls`` splits ``stall`` by cause; ``ended_at`` is Unix time.
+    They were read from NVMe, written to it, sent to other ranks, copied to the device and from it. ``stalls`` splits
+    ``stall`` by cause; ``ended_at`` is Unix time. On a device with memory of its own phases are the program's, which
+    runs ahead of it, and what the device did a moment late is in the next step.
     """
 
     step: Integer
@@ -154,6 +185,8 @@ class StepRecord:
     sent_bytes: Integer = 0
     stalls: dict[str, float] = field(default_factory=dict)
     ended_at: float = 0.0
+    h2d_bytes: Integer = 0
+    d2h_bytes: Integer = 0
 
 
 @dataclass(frozen=True)
@@ -186,8 +219,10 @@ class Snapshot:
     ``learning_rate`` is that of the first param group in the next step; ``loss_scale``
     None where nothing is scaled.
     ``stalls`` maps a cause to the seconds that compute waited for it, ``stalls_by_phase`` splits that by the phase in
-    which the wait began; ``steps`` holds the most recent 32, oldest first. ``activations`` are counted in the first
-    backward alone where no group moves. ``device_memory`` is None where the device is the CPU.
+    which the wait began. Compute is the CPU's, or where a GPU is the device, the GPU's: then they are seconds in which
+    it stood still, whatever the CPU did meanwhile. ``steps`` holds the most recent 32, oldest first. ``activations``
+    are counted in the first backward alone where no group moves. ``device_memory`` and ``link`` are None where the
+    device is the CPU.
     """
 
     run_name: str
@@ -216,6 +251,7 @@ class Snapshot:
     device_memory: DeviceMemoryStatus | None = None
     io: list[PathStatus] = field(default_factory=list)
     io_engine: IoEngineStatus | None = None
+    link: LinkStatus | None = None
     collectives: list[CollectiveStatus] = field(default_factory=list)
     stalls: dict[str, float] = field(default_factory=dict)
     stalls_by_phase: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -247,13 +283,14 @@ def with_rates(current: Snapshot, previous: Snapshot | None, seconds: float | No
     """
     paths_before = {path.path: path for path in previous.io} if previous is not None else {}
     kinds_before = {one.kind: one for one in previous.collectives} if previous is not None else {}
+    link_before = previous.link if previous is not None else None
 
     def rate(now: int, then: int, last: float) -> float:
         if seconds is None:
             return last
         return max(0, now - then) / seconds if seconds > 0 else 0.0
 
-    def rated(now: DirectionStatus, then: DirectionStatus | None) -> DirectionStatus:
+    def rated(now: Moving, then: Moving | None) -> Moving:
         moving = rate(now.bytes, then.bytes, then.bytes_per_second) if then else 0.0
         return replace(
             now,
@@ -270,6 +307,11 @@ def with_rates(current: Snapshot, previous: Snapshot | None, seconds: float | No
             written=rated(now.written, then.written if then else None),
         )
 
+    def link_rated(now: LinkStatus, then: LinkStatus | None) -> LinkStatus:
+        return LinkStatus(
+            rated(now.h2d, then.h2d if then else None), rated(now.d2h, then.d2h if then else None)
+        )
+
     def kind_rated(now: CollectiveStatus) -> CollectiveStatus:
         then = kinds_before.get(now.kind)
         sending = rate(now.sent_bytes, then.sent_bytes, then.sent_bytes_per_second) if then else 0.0
@@ -278,5 +320,6 @@ def with_rates(current: Snapshot, previous: Snapshot | None, seconds: float | No
     return replace(
         current,
         io=[path_rated(path) for path in current.io],
+        link=None if current.link is None else link_rated(current.link, link_before),
         collectives=[kind_rated(one) for one in current.collectives],
     )

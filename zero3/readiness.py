@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tiering.config import TieringConfig
 from tiering.errors import EngineStateError
-from zero3 import hooks
+from tiering.telemetry import Phase
+from zero3 import hooks, out_of_memory
 from zero3.access import Access
 from zero3.assembly import Assembly
 from zero3.schedule import PassSchedule
@@ -29,6 +30,7 @@ class Readiness:
         self._stage = config.zero.stage
         self._collectives, self._sink = parts.collectives, parts.sink
         self._optimizer = parts.optimizer
+        self._tiers = parts.tiers
         self._updates = updates
         self._schedule = schedule
         self._access = access
@@ -136,3 +138,15 @@ class Readiness:
         self.pending_backward = False
         self.micro_steps -= self.waiting
         self.waiting = 0
+
+    def explain(self, error: BaseException, phase: Phase) -> None:
+        """``phase`` was ended by ``error``: if the device had no memory left, say in it what is left of the engine."""
+        out_of_memory.explain(error, self._tiers, self._left_by(phase))
+
+    def _left_by(self, phase: Phase) -> str:
+        broken = self._updates.out_of_step or self._updates.torn
+        if broken:
+            return f"The engine can only be closed ({broken}); initialize the model again from a checkpoint"
+        if phase == "forward":
+            return "The engine is as before this forward, and can go on"
+        return "Nothing was updated, and the gradients since the last step are gone; the engine can go on"

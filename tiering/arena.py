@@ -97,11 +97,12 @@ class Arena:
     Memory returns to the system when the arena and every tensor over it are gone.
     """
 
-    def __init__(self, memory: memoryview, address: int, name: str) -> None:
+    def __init__(self, memory: memoryview, address: int, name: str, *, capacity: int | None = None) -> None:
+        """``capacity`` in bytes, where ``memory`` is none that the CPU can address."""
         self.name = name
         self.memory = memory
         self.address = address
-        self.capacity = len(memory) // PAGE * PAGE
+        self.capacity = (len(memory) if capacity is None else capacity) // PAGE * PAGE
         self._lock = threading.Condition()
         self._free = FreeRanges(self.capacity)
         self._retiring: deque[tuple[Lease, Completion]] = deque()

@@ -25,7 +25,6 @@ from zero3.client_optimizer import ClientOptimizer
 from zero3.collectives import ALONE, Collectives, World, join
 from zero3.device import chosen_device
 from zero3.fill import Fill, Given
-from zero3.flat_storage import Streams
 from zero3.grads import GradientStore
 from zero3.groups import GroupMembers
 from zero3.init import check_apart
@@ -43,6 +42,7 @@ from zero3.partition import FlatLayout, shard, shard_ranges
 from zero3.precision import COMPUTE_DTYPES
 from zero3.reduction import GradientReducer
 from zero3.replicas import Replicas
+from zero3.streams import Streams, streams_of
 from zero3.tiers import Home, NvmePaths, Tiers
 from zero3.tiles import StateLayout, Tile, make_tiles
 from zero3.timeline import StallClock, Timeline
@@ -136,7 +136,8 @@ def _assemble(
         _bus_id(device) if world.local_size > 1 else None,
         gather=None if collectives is None else collectives.of_node,
     )
-    sized = size_up(model, config, chosen, on_gpu=device.type == "cuda", world_size=world.size)
+    streams = streams_of(device)
+    sized = size_up(model, config, chosen, on_gpu=streams is not None, world_size=world.size)
     members, layouts, load = sized.members, sized.layouts, sized.workload
     compute, grad_dtype, reduce_dtype = sized.compute, sized.grad_dtype, sized.reduce_dtype
     nvme = nvme_paths(config)
@@ -146,15 +147,14 @@ def _assemble(
     log.log(logs.once(logging.INFO), "%s", plan)
 
     build_on_meta(model, loaded)
-    tiers = Tiers(plan, device, config.tiering, nvme, stalls, node.numa_node)
+    tiers = Tiers(plan, device, config.tiering, nvme, stalls, node.numa_node, streams)
     untrained = [] if chosen.trains else [param for param in model.parameters() if param.requires_grad]
     try:
         _freeze(untrained)
-        streams = None if tiers.device_is_host else Streams()
-        groups = _make_groups(members, layouts, compute, tiers, streams, collectives)
+        groups = _make_groups(members, layouts, compute, tiers, collectives)
         tiles = make_tiles(plan.sub_groups, groups, tiers)
         local = _local_gradients(groups, grad_dtype, tiers) if load.grads_stay_local else None
-        gradients = _gradient_store(groups, grad_dtype, tiers, streams, local, world)
+        gradients = _gradient_store(groups, grad_dtype, tiers, local, world)
         layout = StateLayout.of(load, chosen.moments)
         fill = Fill(tiers, tiles, layout, chosen.initial_state, collectives)
         with nullcontext() if loaded is None else loaded.reading(config.tiering.io):
@@ -352,7 +352,6 @@ def _make_groups(
     layouts: list[FlatLayout],
     compute: torch.dtype,
     tiers: Tiers,
-    streams: Streams | None,
     collectives: Collectives | None,
 ) -> list[ParamGroup]:
     load = tiers.plan.workload
@@ -372,7 +371,8 @@ def _make_groups(
                 mine = shard_ranges(layout, world.size, world.rank)[0]
                 assert home.tensor is not None
                 shard_home = Home(
-                    tensor=home.tensor[mine.start * compute.itemsize : mine.stop * compute.itemsize]
+                    home.tensor[mine.start * compute.itemsize : mine.stop * compute.itemsize],
+                    on_device=home.on_device,
                 )
         made.append(
             ParamGroup(
@@ -385,7 +385,6 @@ def _make_groups(
                 dtype=compute,
                 home=home,
                 tiers=tiers,
-                streams=streams,
                 place=places.get(index),
                 shard=shard_layout,
                 shard_home=shard_home,
@@ -421,7 +420,6 @@ def _gradient_store(
     groups: list[ParamGroup],
     dtype: torch.dtype,
     tiers: Tiers,
-    streams: Streams | None,
     local: list[Tensor] | None,
     world: World,
 ) -> GradientStore:
@@ -436,11 +434,11 @@ def _gradient_store(
             )
             for group, tier in zip(groups, tiers.plan.grad_tiers, strict=True)
         ]
-        return GradientStore(groups, homes, dtype, tiers, streams)
-    homes = [Home(tensor=flat.view(torch.uint8)) for flat in local]
+        return GradientStore(groups, homes, dtype, tiers)
+    homes = [Home(flat.view(torch.uint8), on_device=not tiers.device_is_host) for flat in local]
     # Each rank tells the squares of its share, so that the norm has the bits that it has in every other stage.
     shares = {group: shard_ranges(group.layout, world.size, world.rank)[0] for group in groups}
-    return GradientStore(groups, homes, dtype, tiers, streams, measured=shares)
+    return GradientStore(groups, homes, dtype, tiers, measured=shares)
 
 
 def _local_gradients(groups: list[ParamGroup], dtype: torch.dtype, tiers: Tiers) -> list[Tensor]:

@@ -6,26 +6,24 @@ Note [One storage, bytes that come and go]
     away, unsharding brings them back, and the views never change. Without its bytes a storage on a CPU shows NaN: see
     nowhere.py.
 
-    On a CPU the storage takes its bytes from an arena lease by exchanging data pointers (0.1 us), and NVMe reads land
-    in the lease directly. Elsewhere, and where torch lacks the exchange, the storage is resized to zero and back and
-    filled by a copy.
+    The storage takes its bytes from a lease by exchanging data pointers (0.1 us). On a CPU that is a lease of an arena,
+    in which NVMe reads land directly; on a GPU one of a slab of its memory, which a copy fills. Where torch lacks the
+    exchange, the storage is resized to zero and back, and filled by a copy: see device_room.py.
 """
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
-from functools import cache
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from tiering.arena import Arena, Lease
 from tiering.tickets import Transfer
-from zero3.tiers import Entry, Home, Tiers, as_tensor
-
-log = logging.getLogger(__name__)
+from zero3.device_room import room_for
+from zero3.exchange import exchange_pointers
+from zero3.streams import Event
+from zero3.tiers import Home, Tiers, as_tensor
 
 FETCH_PRIORITY = 1  # a parameter that compute waits for goes before write-back
 
@@ -46,9 +44,12 @@ class FlatStorage(ABC):
         With ``wait``, wait for room that transfers still hold; ArenaError if that cannot help.
         """
 
+    def advance(self) -> None:  # noqa: B027 # most have nothing to do
+        """Go on with what was begun, as far as that waits for nothing."""
+
     @abstractmethod
     def finish(self) -> None:
-        """Wait until the bytes are valid and attach them to ``flat``."""
+        """Wait until the bytes are valid and attach them to ``flat``. Where the device has streams, they wait."""
 
     @abstractmethod
     def drop(self) -> None:
@@ -145,141 +146,84 @@ def retire_read(lease: Lease, ticket: Transfer) -> None:
 
 
 class CopiedStorage(FlatStorage):
-    """Device memory of its own: the storage is resized and filled by a copy from pinned host memory.
+    """Device memory, filled by a copy from pinned host memory.
 
-    Bytes that live on NVMe pass through a pinned lease. On a GPU the copy runs on the fetch stream, after the compute
-    that may still use the allocation's memory; ``finish`` makes the compute stream wait for it, not the CPU.
+    Bytes that live on NVMe pass through a pinned lease, from which they are copied as soon as somebody looks and finds
+    them there. On a GPU the copy runs on a stream of its own; ``finish`` makes compute wait for it, not the CPU.
     """
 
-    def __init__(
-        self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers, streams: Streams | None
-    ) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers) -> None:
         self.flat = torch.empty(numel, dtype=dtype, device=tiers.device)
         self._nbytes = self.flat.untyped_storage().nbytes()
         self._home = home
         self._tiers = tiers
-        self._streams = streams
-        self._room: Lease | Entry | None = None
+        self._room = room_for(self.flat, tiers)
         self._lease: Lease | None = None
         self._ticket: Transfer | None = None
-        self._arrived: torch.cuda.Event | None = None  # the copy in flight
+        self._arrived: Event | None = None  # the copy in flight
 
     def start(self, *, at: int | None, wait: bool) -> bool:
-        working, window = self._tiers.working, self._tiers.fetch_window
-        room = (working.lease if wait else working.try_lease)(self._nbytes, "unsharded groups", at=at)
-        if room is None:
+        if not self._room.take(at=at, wait=wait):
             return False
-        extent = self._home.extent
-        if extent is not None:
-            assert self._tiers.swap is not None
-            lease = (window.lease if wait else window.try_lease)(extent.nbytes, "parameters")
-            if lease is None:
-                room.release()
-                return False
-            try:
-                self._ticket = self._tiers.swap.swap_in(extent, lease, priority=FETCH_PRIORITY)
-            except BaseException:
-                self._tiers.swap.settle(extent)
-                lease.release()
-                room.release()
-                raise
-            self._lease = lease
-        self._room = room
+        extent, window = self._home.extent, self._tiers.fetch_window
         if extent is None:
             self._copy_in()
+            return True
+        assert self._tiers.swap is not None
+        lease = (window.lease if wait else window.try_lease)(extent.nbytes, "parameters")
+        if lease is None:
+            self._room.give_back(None)
+            return False
+        try:
+            self._ticket = self._tiers.swap.swap_in(extent, lease, priority=FETCH_PRIORITY)
+        except BaseException:
+            self._tiers.swap.settle(extent)
+            lease.release()
+            self._room.give_back(None)
+            raise
+        self._lease = lease
         return True
+
+    def advance(self) -> None:
+        if self._ticket is not None and self._ticket.done():
+            self._finish_read()
 
     def finish(self) -> None:
         if self._ticket is not None:
-            self._ticket.wait()
-            self._ticket = None
-            self._copy_in()
-        self._wait_on_stream()
+            with self._tiers.stalls.waiting_for("parameters"):
+                self._finish_read()
+        if self._arrived is not None:
+            assert self._tiers.copies is not None
+            self._tiers.copies.hold_compute(self._arrived, "parameters")
+            self._arrived = None
+        self._room.attach()
 
     def drop(self) -> None:
-        assert self._room is not None
         if self._ticket is not None:
             assert self._lease is not None
             retire_read(self._lease, self._ticket)
             self._ticket = self._lease = None
-        # If it is dropped before it was used: the memory goes back to the compute stream, so that one has to wait.
-        self._wait_on_stream()
-        self.flat.untyped_storage().resize_(0)
-        self._room.release()
-        self._room = None
+        # Before it was used, nothing but the copy has had to do with the room.
+        arrived, self._arrived = self._arrived, None
+        self._room.give_back(arrived)
 
-    def _wait_on_stream(self) -> None:
-        """Let the compute stream wait for this copy, not for those of groups that are fetched ahead after it."""
-        if self._arrived is not None:
-            torch.cuda.current_stream().wait_event(self._arrived)
-            self._arrived = None
+    def _finish_read(self) -> None:
+        assert self._ticket is not None
+        self._ticket.wait()
+        self._ticket = None
+        self._copy_in()
 
     def _copy_in(self) -> None:
         source = self._home.tensor if self._lease is None else as_tensor(self._lease)
         assert source is not None
-        self.flat.untyped_storage().resize_(self._nbytes)
-        raw = self.flat.view(torch.uint8)
-        with _unsafe_preserve_version_counter(self.flat):
-            if self._streams is None:
-                raw.copy_(source[: self._nbytes])
-            else:
-                # The allocation was made for the compute stream: order the copy after its earlier users.
-                self._streams.fetch.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self._streams.fetch):
-                    raw.copy_(source[: self._nbytes], non_blocking=True)
-                self._arrived = torch.cuda.Event()
-                self._arrived.record(self._streams.fetch)
+        target, after = self._room.open()
+        if self._tiers.copies is None:
+            target.copy_(source[: self._nbytes])
+        else:
+            self._arrived = self._tiers.copies.to_device(target, source[: self._nbytes], after=after)
         if self._lease is not None:
-            if self._streams is None:
+            if self._arrived is None:
                 self._lease.release()
             else:
-                self._lease.retire(StreamEvent(self._streams.fetch))
+                self._lease.retire(self._arrived)
             self._lease = None
-
-
-class Streams:
-    """The side streams of a GPU: one per direction, so that copies run beside compute and beside each other."""
-
-    def __init__(self) -> None:
-        self.fetch = torch.cuda.Stream()
-        self.offload = torch.cuda.Stream()
-
-    def before_host_changes(self) -> None:
-        """Nothing has waited for a forward without gradients: it may still read what changes in host memory now."""
-        self.fetch.synchronize()
-
-
-class StreamEvent:
-    """What was queued on a CUDA stream so far, as a completion that a lease can retire on."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
-
-    def done(self) -> bool:
-        return bool(self._event.query())
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._event.synchronize()
-        return 0
-
-
-def exchange_pointers(first: Tensor, second: Tensor) -> None:
-    """Let the storages of two CPU tensors trade their memory; every view of either follows."""
-    first.untyped_storage()._swap_data_ptr_(second.untyped_storage())  # type: ignore[attr-defined]
-
-
-@cache
-def can_exchange() -> bool:
-    """Whether this torch can exchange the data pointers of two storages (a private method, so it is tried)."""
-    try:
-        first, second = torch.zeros(2, device="cpu"), torch.ones(2, device="cpu")
-        exchange_pointers(first, second)
-        works = first.tolist() == [1, 1] and second.tolist() == [0, 0]
-    except (AttributeError, RuntimeError, TypeError):
-        works = False
-    if not works:
-        log.warning(
-            "torch %s cannot exchange storage pointers: unsharding on a CPU copies", torch.__version__
-        )
-    return works

@@ -16,22 +16,16 @@ from abc import abstractmethod
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from tiering.arena import Lease
 from tiering.errors import DistributedError, SwapError
 from tiering.tickets import Transfer
 from zero3.collectives import Collectives, Pending
-from zero3.flat_storage import (
-    FETCH_PRIORITY,
-    ArenaStorage,
-    FlatStorage,
-    StreamEvent,
-    Streams,
-    retire_read,
-)
+from zero3.device_room import room_for
+from zero3.flat_storage import FETCH_PRIORITY, ArenaStorage, FlatStorage, retire_read
 from zero3.partition import FlatLayout, shard_ranges
-from zero3.tiers import Entry, Home, Tiers, as_tensor
+from zero3.streams import Event
+from zero3.tiers import Home, Tiers, as_tensor
 
 
 class ShardGathers:
@@ -161,37 +155,28 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
 
 
 class DeviceGatheredStorage(ShardedStorage):
-    """Device memory of its own: the storage is resized, and the shards are gathered in it.
+    """Device memory, in which the shards are gathered.
 
     A shard at home in host memory is copied to its place first, one on NVMe by way of a pinned lease. On a GPU both run
-    on the fetch stream, behind the compute that may still use the allocation's memory.
+    on the stream that fetches, and the gather behind them.
     """
 
     def __init__(
-        self,
-        layout: FlatLayout,
-        dtype: torch.dtype,
-        home: Home,
-        tiers: Tiers,
-        gathers: ShardGathers,
-        streams: Streams | None,
+        self, layout: FlatLayout, dtype: torch.dtype, home: Home, tiers: Tiers, gathers: ShardGathers
     ) -> None:
         self.flat = torch.empty(layout.numel, dtype=dtype, device=tiers.device)
         self.gathers = gathers
-        self._nbytes = self.flat.untyped_storage().nbytes()
         self._home = home
         self._tiers = tiers
-        self._streams = streams
-        self._room: Lease | Entry | None = None
+        self._room = room_for(self.flat, tiers)
         self._lease: Lease | None = None  # pinned, of a shard that is read
         self._ticket: Transfer | None = None
+        self._copied: Event | None = None  # the shard, to its place
 
     def start(self, *, at: int | None, wait: bool) -> bool:
-        working, window = self._tiers.working, self._tiers.fetch_window
-        room = (working.lease if wait else working.try_lease)(self._nbytes, "unsharded groups", at=at)
-        if room is None:
+        if not self._room.take(at=at, wait=wait):
             return False
-        extent = self._home.extent
+        extent, window = self._home.extent, self._tiers.fetch_window
         if extent is not None:
             assert self._tiers.swap is not None
             # Half of it for each, so that the second always fits beside the first. This may wait for a copy: whether a
@@ -203,10 +188,9 @@ class DeviceGatheredStorage(ShardedStorage):
             except BaseException:
                 self._tiers.swap.settle(extent)
                 lease.release()
-                room.release()
+                self._room.give_back(None)
                 raise
             self._lease = lease
-        self._room = room
         return True
 
     def gather(self, *, foreseen: bool) -> None:
@@ -217,47 +201,60 @@ class DeviceGatheredStorage(ShardedStorage):
         self.gathers.announce(
             foreseen=foreseen
         )  # before there is a copy that ``drop`` would have to wait for
-        self.flat.untyped_storage().resize_(self._nbytes)
-        with _unsafe_preserve_version_counter(self.flat):
-            if self._streams is None:
-                self._gather_here()
-                return
-            self._streams.fetch.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._streams.fetch):
-                self._gather_here()
+        target, after = self._room.open()
+        whole = target.view(self.flat.dtype)
+        streams, home = self._tiers.streams, self._home
+        if home.tensor is not None and home.on_device == (streams is not None):  # where the whole is
+            kept = home.tensor.view(self.flat.dtype)
+            if streams is not None:  # compute has updated it, perhaps
+                after.append(streams.compute.record())
+        else:
+            self._bring_shard(whole, after)
+            kept = None
+        if streams is None:
+            self.gathers.begin(whole, kept)
+            return
+        for event in after:
+            streams.fetch.wait_for(event)
+        with streams.fetch.running():
+            self.gathers.begin(whole, kept)
 
     def finish(self) -> None:
         self.gathers.finish()
+        self._copied = None
+        self._room.attach()
 
     def drop(self) -> None:
-        assert self._room is not None
         if self._lease is not None:
             if self._ticket is not None:
                 retire_read(self._lease, self._ticket)
             else:
                 self._lease.release()
             self._ticket = self._lease = None
+        last_use, self._copied = self._copied, None
+        begun = self.gathers.begun
         if self.gathers.end():
-            self.flat.untyped_storage().resize_(0)
-            self._room.release()
-        self._room = None
+            if begun and self._tiers.streams is not None:  # compute has waited for it
+                last_use = self._tiers.streams.compute.record()
+            self._room.give_back(last_use)
 
-    def _gather_here(self) -> None:
+    def _bring_shard(self, whole: Tensor, after: list[Event]) -> None:
+        """This rank's shard, to its places in the whole."""
         home = self._home.tensor
-        if home is not None and home.device == self.flat.device:
-            self.gathers.begin(self.flat, home.view(self.flat.dtype))
-            return
         if home is None:
             assert self._lease is not None
             home = as_tensor(self._lease)
-        kept, base = home.view(self.flat.dtype), 0
+        kept, base, copies = home.view(self.flat.dtype), 0, self._tiers.copies
         for mine in self.gathers.ranges:
-            self.flat[mine.start : mine.stop].copy_(kept[base : base + len(mine)], non_blocking=True)
+            target, source = whole[mine.start : mine.stop], kept[base : base + len(mine)]
+            if copies is None:
+                target.copy_(source)
+            else:
+                self._copied = copies.to_device(target, source, after=after)
             base += len(mine)
         if self._lease is not None:
-            if self._streams is None:
+            if self._copied is None:
                 self._lease.release()
             else:
-                self._lease.retire(StreamEvent(self._streams.fetch))
+                self._lease.retire(self._copied)
             self._lease = None
-        self.gathers.begin(self.flat, None)

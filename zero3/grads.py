@@ -4,6 +4,11 @@ A group whose gradients live on NVMe accumulates in a window of host memory: ope
 (and filled with what earlier micro-batches left), written out when the schedule says that the group is done. Should a
 gradient arrive later still (a tied parameter), the window is simply opened again.
 
+From a device with memory of its own, gradients leave behind compute, several at a time, and the CPU takes them up as
+they arrive: it waits for one only when there is no room for another, or when the step needs them. The first of an
+accumulation goes straight to its home, if that is in host memory and of its dtype; others pass through a window and
+are added.
+
 The norm is exact and the same for every placement: squares are summed in float64 over fixed blocks anchored at the
 start of each parameter (of its part in a shard), then over parameters in model order (see
 optim_cpu.kernels.sum_of_squares).
@@ -15,8 +20,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +33,9 @@ from optim_cpu.kernels import DType
 from tiering.arena import Lease
 from tiering.errors import ConfigError, EngineStateError
 from zero3 import device_kernels, resharded
-from zero3.flat_storage import StreamEvent, Streams
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece, segments
+from zero3.streams import Event
 from zero3.tiers import Home, Tiers, as_tensor
 
 KERNEL_DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
@@ -47,9 +54,12 @@ def taken_gradient(piece: Piece, param: nn.Parameter) -> Tensor | None:
     return grad.contiguous()
 
 
-def add_up(parts: list[Tensor], factor: float, target: Tensor, *, overwrite: bool) -> None:
-    """Make the flat ``target``, or add to it, ``factor`` times the sum of ``parts``: in their order, in fp32."""
-    if target.is_cuda:
+def add_up(parts: list[Tensor], factor: float, target: Tensor, *, overwrite: bool, on_device: bool) -> None:
+    """Make the flat ``target``, or add to it, ``factor`` times the sum of ``parts``: in their order, in fp32.
+
+    ``on_device``: all are in memory that only the device addresses, and its compute does it.
+    """
+    if on_device:
         for start in range(0, target.numel(), device_kernels.ELEMENTS_AT_ONCE):
             here = slice(start, start + device_kernels.ELEMENTS_AT_ONCE)
             total = parts[0][here].float()
@@ -70,10 +80,10 @@ def add_up(parts: list[Tensor], factor: float, target: Tensor, *, overwrite: boo
 
 @dataclass
 class _Arriving:
-    """A gradient on its way from the device to pinned memory."""
+    """A gradient on its way from the device to pinned memory: to a lease, or without one to its home."""
 
-    event: StreamEvent
-    lease: Lease
+    event: Event
+    lease: Lease | None
     group: ParamGroup
     piece: Piece
     dtype: torch.dtype
@@ -91,7 +101,6 @@ class GradientStore:
         homes: list[Home],
         dtype: torch.dtype,
         tiers: Tiers,
-        streams: Streams | None,
         measured: Mapping[ParamGroup, range] | None = None,
     ) -> None:
         self.homes = homes
@@ -99,7 +108,6 @@ class GradientStore:
         self.last_micro_batch = True  # set by the engine: this backward completes the accumulation
         self._groups = groups
         self._tiers = tiers
-        self._streams = streams
         self._measured = {group: _pieces_within(group, (measured or {}).get(group)) for group in groups}
         self._windows: dict[ParamGroup, Lease] = {}
         self._written: set[ParamGroup] = set()  # whose extents hold gradients of this accumulation
@@ -107,6 +115,7 @@ class GradientStore:
         self._received = self._held  # pieces that got a gradient; with several ranks, on any of them
         self._squares: dict[int, float] = {}
         self._arriving: deque[_Arriving] = deque()
+        self._left: set[ParamGroup] = set()  # by backward, with gradients that are still on their way
         self._complete: set[ParamGroup] = set()  # stepped, or about to be, while backward still runs
         self.on_reset: Callable[[], None] = lambda: None  # drops gradients that are on their way here
         self.make_room: Callable[[], bool] = lambda: False  # steps what holds a window, if anything does
@@ -118,7 +127,9 @@ class GradientStore:
 
     def received(self, piece: Piece) -> bool:
         """Whether the parameter got a gradient since the last ``reset``."""
-        return piece.index in self._received
+        return piece.index in self._received or any(
+            arriving.piece.index == piece.index for arriving in self._arriving
+        )
 
     def accumulate(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
         """Take ``param.grad`` and add it to what is there."""
@@ -131,9 +142,10 @@ class GradientStore:
                 " engine did not foresee; set tiering.step_in_backward to false"
             )
         home = self.homes[group.index]
-        if not grad.is_cuda:
+        if self._tiers.device_is_host:
             self._add_on_host(group, piece, grad)
-        elif home.tensor is not None and home.tensor.is_cuda:
+        elif home.on_device:
+            assert home.tensor is not None
             target = home.tensor.view(self.dtype)[piece.start : piece.end]
             device_kernels.accumulate(target, grad.view(-1), overwrite=piece.index not in self._held)
             self._held.add(piece.index)
@@ -154,20 +166,22 @@ class GradientStore:
         home = self.homes[group.index]
         pieces = [piece for piece in group.shard.pieces if piece.trainable]
         overwrite = not any(piece.index in self._held for piece in pieces)
-        if parts[0].is_cuda and (home.tensor is None or home.on_host):
+        on_device = not self._tiers.device_is_host
+        if on_device and not home.on_device:
             total = torch.empty_like(parts[0], dtype=torch.float32)
-            add_up(parts, factor, total, overwrite=True)
+            add_up(parts, factor, total, overwrite=True, on_device=True)
             if overwrite:  # rounded once in any case, and half as much to send
                 total = total.to(self.dtype)
             for piece in pieces:
                 self._send_to_host(group, piece, total[piece.start : piece.end])
             return
         flat = home.tensor if home.tensor is not None else self._window(group)
-        add_up(parts, factor, flat.view(self.dtype)[: parts[0].numel()], overwrite=overwrite)
+        target = flat.view(self.dtype)[: parts[0].numel()]
+        add_up(parts, factor, target, overwrite=overwrite, on_device=on_device)
         for piece in pieces:
             self._held.add(piece.index)
             self._squares.pop(piece.index, None)
-            if self.last_micro_batch and not flat.is_cuda:  # which would wait for all that is queued there
+            if self.last_micro_batch and not on_device:  # which would wait for all that is queued there
                 self._square(group, piece)
 
     def forget_squares(self, group: ParamGroup) -> None:
@@ -185,9 +199,23 @@ class GradientStore:
         """No gradient of ``group`` can come any more in this backward; nobody here waits for that."""
 
     def close(self, group: ParamGroup, *, last: bool = True) -> None:
-        """Backward has left the group, ``last`` or not for this time: write its window out."""
-        self._receive(group)
-        self._write_out(group)
+        """Backward has left the group, ``last`` or not for this time: write its window out, once all of it is there."""
+        self._receive_arrived()
+        if self._on_its_way(group):
+            self._left.add(group)
+        else:
+            self._write_out(group)
+
+    def arrived(self, group: ParamGroup) -> bool:
+        """Whether ``complete`` would not have to wait for gradients of ``group`` on their way. Never waits."""
+        self._receive_arrived()
+        return not self._on_its_way(group)
+
+    def settle(self) -> None:
+        """Wait for all gradients that are on their way: they are at home then."""
+        with self._tiers.stalls.waiting_for("gradients"):
+            while self._arriving:
+                self._receive_next()
 
     def address(self, group: ParamGroup) -> int:
         """Where the group's gradients are in host memory, 0 if they are on NVMe."""
@@ -199,7 +227,9 @@ class GradientStore:
 
         Takes the squares that the norm needs, while the gradients are at hand.
         """
-        self._receive(group)
+        with self._tiers.stalls.waiting_for("gradients"):
+            while self._on_its_way(group):
+                self._receive_next()
         self._complete.add(group)
         for piece in group.layout.pieces:
             if piece.index in self._received:
@@ -227,9 +257,8 @@ class GradientStore:
         self._written.add(group)
 
     def close_all(self) -> None:
-        """The pass has ended."""
-        self._receive(None)
-        for group in self._windows.keys() - self._complete:
+        """The pass has ended. What is on its way is taken up later."""
+        for group in {*self._windows, *(arriving.group for arriving in self._arriving)} - self._complete:
             self.close(group)
 
     def reset(self) -> None:
@@ -238,7 +267,9 @@ class GradientStore:
         while self._arriving:
             arriving = self._arriving.popleft()
             arriving.event.wait()
-            arriving.lease.release()
+            if arriving.lease is not None:
+                arriving.lease.release()
+        self._left.clear()
         for lease in self._windows.values():
             lease.release()
         self._windows.clear()
@@ -261,22 +292,36 @@ class GradientStore:
         return min(bad, key=lambda piece: piece.index, default=None)
 
     def _all_squares(self) -> list[tuple[Piece, float]]:
+        self.settle()
+        wanted = [(group, piece) for group in self._groups for piece in self._measured[group]]
+        wanted = [(group, piece) for group, piece in wanted if piece.index in self._received]
+        self._square_on_device([pair for pair in wanted if self.homes[pair[0].index].on_device])
         found = []
-        for group in self._groups:
-            pieces = [piece for piece in self._measured[group] if piece.index in self._received]
-            found += [(piece, self._square(group, piece)) for piece in pieces]
+        for group, pieces in groupby(wanted, key=itemgetter(0)):
+            found += [(piece, self._square(group, piece)) for _, piece in pieces]
             window = self._windows.pop(group, None)
             if window is not None:  # opened to look: nothing changed, so nothing is written
                 window.release()
         return found
 
+    def _square_on_device(self, wanted: Sequence[tuple[ParamGroup, Piece]]) -> None:
+        """The sums of squares of gradients in device memory: computed there, and waited for once."""
+        missing = [(group, piece) for group, piece in wanted if piece.index not in self._squares]
+        if not missing:
+            return
+        flats = []
+        for group, piece in missing:
+            home = self.homes[group.index].tensor
+            assert home is not None
+            flats.append(home.view(self.dtype)[piece.start : piece.end])
+        squares = device_kernels.sums_of_squares(flats)
+        self._squares.update((piece.index, each) for (_, piece), each in zip(missing, squares, strict=True))
+
     def _square(self, group: ParamGroup, piece: Piece) -> float:
         """The sum of squares, computed now if the last micro-batch brought this parameter no gradient."""
         if piece.index not in self._squares:
-            home = self.homes[group.index]
-            if home.tensor is not None and home.tensor.is_cuda:
-                flat = home.tensor.view(self.dtype)[piece.start : piece.end]
-                self._squares[piece.index] = device_kernels.sum_of_squares(flat)
+            if self.homes[group.index].on_device:
+                self._square_on_device([(group, piece)])
             else:
                 # Through the gradient window: backward is over, while the staging slots are read ahead already.
                 address = self._open(group) + piece.start * self.dtype.itemsize
@@ -326,32 +371,51 @@ class GradientStore:
         return as_tensor(lease)
 
     def _send_to_host(self, group: ParamGroup, piece: Piece, grad: Tensor) -> None:
-        """Start the copy to pinned memory behind compute; what arrived is added when the group closes."""
-        assert self._streams is not None
-        nbytes = grad.numel() * grad.element_size()
+        """Start the copy to pinned memory behind compute."""
+        copies, streams, home = self._tiers.copies, self._tiers.streams, self.homes[group.index]
+        assert copies is not None and streams is not None
+        raw, lease = grad.view(-1).view(torch.uint8), None
+        if home.tensor is not None and piece.index not in self._held and grad.dtype is self.dtype:
+            start = piece.start * self.dtype.itemsize
+            target = home.tensor[start : start + raw.numel()]
+            self._held.add(piece.index)
+            self._squares.pop(piece.index, None)
+        else:
+            lease = self._room_to_arrive(raw.numel())
+            target = as_tensor(lease)[: raw.numel()]
+        arrival = copies.to_host(target, raw, after=[streams.compute.record()])
+        streams.offload.keep(grad)
+        self._arriving.append(_Arriving(arrival, lease, group, piece, grad.dtype))
+        self._receive_arrived()
+
+    def _room_to_arrive(self, nbytes: int) -> Lease:
         while (lease := self._tiers.offload_window.try_lease(nbytes, "gradients")) is None:
             with self._tiers.stalls.waiting_for("gradients"):
                 self._receive_next()
-        stream = self._streams.offload
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            as_tensor(lease)[:nbytes].copy_(grad.view(-1).view(torch.uint8), non_blocking=True)
-        grad.record_stream(stream)
-        self._arriving.append(_Arriving(StreamEvent(stream), lease, group, piece, grad.dtype))
+        return lease
 
-    def _receive(self, group: ParamGroup | None) -> None:
-        """Add what is on its way, up to the last gradient of ``group`` (None: all)."""
-        while any(group is None or arriving.group is group for arriving in self._arriving):
+    def _on_its_way(self, group: ParamGroup) -> bool:
+        return any(arriving.group is group for arriving in self._arriving)
+
+    def _receive_arrived(self) -> None:
+        """Take up what is there by now."""
+        while self._arriving and self._arriving[0].event.done():
             self._receive_next()
 
     def _receive_next(self) -> None:
+        """Wait for the oldest, and add it, unless it went home."""
         arriving = self._arriving.popleft()
         arriving.event.wait()
-        flat = as_tensor(arriving.lease)[: arriving.piece.numel * arriving.dtype.itemsize].view(
-            arriving.dtype
-        )
-        self._add_on_host(arriving.group, arriving.piece, flat)
-        arriving.lease.release()
+        group, piece = arriving.group, arriving.piece
+        if arriving.lease is not None:
+            values = as_tensor(arriving.lease)[: piece.numel * arriving.dtype.itemsize].view(arriving.dtype)
+            self._add_on_host(group, piece, values)
+            arriving.lease.release()
+        elif self.last_micro_batch:
+            self._square(group, piece)
+        if group in self._left and not self._on_its_way(group):
+            self._left.remove(group)
+            self._write_out(group)
 
 
 def _pieces_within(group: ParamGroup, elements: range | None) -> list[Piece]:

@@ -21,12 +21,12 @@ from optim_cpu.kernels import StepBatch
 from tiering.errors import EngineStateError
 from zero3 import device_kernels, rules
 from zero3.deepspeed.optimizer_names import DeepSpeedOptimizerNames
-from zero3.flat_storage import Streams
 from zero3.grads import KERNEL_DTYPES, GradientStore
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
 from zero3.pipeline import Staged, StatePipeline
 from zero3.rules import Options, UpdateRule
+from zero3.streams import Streams
 from zero3.tiers import Tiers
 from zero3.tiles import FP32, StateLayout, Tile
 
@@ -274,7 +274,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def _way_of(self, tile: Tile) -> list[Tile]:
         """The list of the tiles that are stepped as this one has to be."""
-        if tile.state.tensor is not None and not tile.state.on_host:
+        if tile.state.on_device:
             return self._on_device
         homes = (tile.state, tile.group.shard_home, self._gradients.homes[tile.group.index])
         return self._in_place if all(home.on_host for home in homes) else self._streamed

@@ -19,7 +19,7 @@ from tiering.errors import EngineStateError
 from tiering.storage import shorten
 from zero3 import resharded
 from zero3.collectives import Collectives
-from zero3.flat_storage import CopiedStorage, ExchangedStorage, FlatStorage, Streams
+from zero3.flat_storage import CopiedStorage, ExchangedStorage, FlatStorage
 from zero3.gathered_storage import (
     ArenaGatheredStorage,
     DeviceGatheredStorage,
@@ -59,7 +59,6 @@ class ParamGroup:
         dtype: torch.dtype,
         home: Home,
         tiers: Tiers,
-        streams: Streams | None,
         place: int | None,
         shard: FlatLayout | None = None,
         shard_home: Home | None = None,
@@ -81,25 +80,26 @@ class ParamGroup:
         self._timeline = tiers.timeline
         self._storage: FlatStorage | None = None
         by_copy = tiers.plan.workload.fetch_by_copy
-        if gathers is None and home.tensor is not None and home.tensor.device.type == tiers.device.type:
+        if gathers is None and home.tensor is not None and home.on_host == tiers.device_is_host:
             flat = home.tensor.view(dtype)
             self.residency = Residency.RESIDENT
         else:
             if gathers is not None:
                 own = ShardGathers(layout, dtype, gathers, name)
                 self._storage = (
-                    DeviceGatheredStorage(layout, dtype, home, tiers, own, streams)
+                    DeviceGatheredStorage(layout, dtype, home, tiers, own)
                     if by_copy
                     else ArenaGatheredStorage(layout, dtype, home, tiers, own)
                 )
             elif by_copy:
-                self._storage = CopiedStorage(layout.numel, dtype, home, tiers, streams)
+                self._storage = CopiedStorage(layout.numel, dtype, home, tiers)
             else:
                 self._storage = ExchangedStorage(layout.numel, dtype, home, tiers)
             flat = self._storage.flat
             self.residency = Residency.SHARDED
         self.moves = self._storage is not None
         self.through_window = home.extent is not None and by_copy
+        self._waits_apart = self.sharded or by_copy  # the storage says itself where it waits
         self.storage_key: int = flat.untyped_storage()._cdata  # the same whether or not the storage has bytes
         self._views = [flat[p.start : p.end].view(p.shape) for p in layout.pieces]
         nan = torch.full((), torch.nan, dtype=dtype, device=tiers.device)
@@ -271,6 +271,12 @@ class ParamGroup:
             self._timeline.begin("fetch", self.name, **self._described())
         return True
 
+    def advance(self) -> None:
+        """Go on with an unsharding that was begun, as far as that waits for nothing."""
+        if self.residency is Residency.FETCHING:
+            assert self._storage is not None
+            self._storage.advance()
+
     @property
     def reads_first(self) -> bool:
         """Whether ``gather`` may have to wait for a read."""
@@ -300,7 +306,7 @@ class ParamGroup:
                 f"group {self.name!r} is {self.residency.name}: unshard it before waiting for it"
             )
         assert self._storage is not None
-        with nullcontext() if self.sharded else self._stalls.waiting_for("parameters"):
+        with nullcontext() if self._waits_apart else self._stalls.waiting_for("parameters"):
             self._storage.finish()
         self.residency = Residency.UNSHARDED
         if self._timeline.recording:

@@ -18,7 +18,7 @@ from optim_cpu import kernels
 from optim_cpu.kernels import DType
 from tiering.arena import Completion, Lease
 from tiering.tickets import AllOf, Transfer
-from zero3.flat_storage import FETCH_PRIORITY, StreamEvent
+from zero3.flat_storage import FETCH_PRIORITY
 from zero3.grads import KERNEL_DTYPES, GradientStore
 from zero3.param_group import ParamGroup
 from zero3.tiers import Home, Tiers, as_tensor
@@ -152,7 +152,8 @@ class StatePipeline:
             if self._load.steps_need_params and home.extent is not None:
                 param_at = self._slots.param_offset
                 self._read(staged, home, param_at, tile.start * itemsize, tile.numel * itemsize)
-            elif self._load.steps_need_params and home.tensor is not None and not home.on_host:
+            elif self._load.steps_need_params and home.on_device:
+                assert home.tensor is not None
                 source = home.tensor[tile.start * itemsize : tile.end * itemsize]
                 as_tensor(lease)[self._slots.param_offset :][: source.numel()].copy_(source)
             if tile.group in self._final:
@@ -200,7 +201,8 @@ class StatePipeline:
                 assert home.tensor is not None
                 source = as_tensor(staged.lease)[self._slots.param_offset :][: part.nbytes]
                 home.tensor[tile.start * itemsize :][: part.nbytes].copy_(source, non_blocking=True)
-                writes.append(StreamEvent(torch.cuda.current_stream()))
+                assert self._tiers.streams is not None
+                writes.append(self._tiers.streams.compute.record())
         if tile.state.extent is not None:
             assert swap is not None
             writes.append(swap.swap_out(tile.state.extent, staged.lease.part(0, tile.state.extent.nbytes)))

@@ -105,7 +105,13 @@ class Prefetcher:
         self.look_ahead()
 
     def look_ahead(self) -> None:
-        """Start to fetch what comes next, as far as there is room."""
+        """Start to fetch what comes next, as far as there is room; what was read goes on to the device."""
+        try:
+            for group in self._ahead:
+                group.advance()
+        except SwapError as error:
+            self._error = error
+            return
         order = self._orders.get(self._training)
         if order is None or self._cursor is None or self._in_doubt:
             return

@@ -132,7 +132,7 @@ class GradientReducer:
         collected = self._collected(group)
         target = collected.values[piece.start : piece.end]
         overwrite = piece.index not in collected.pieces
-        if grad.is_cuda:
+        if not self._tiers.device_is_host:
             device_kernels.accumulate(target, grad.view(-1), overwrite=overwrite)
         else:
             kernels.accumulate(
@@ -329,13 +329,14 @@ class GradientReducer:
             self._store.forget_squares(group)
             whole, share = self._local[group], shard_ranges(group.layout, world.size, world.rank)[0]
             mine = whole[share.start : share.stop]
-            add_up(done.parts, 1.0 / world.size, mine, overwrite=True)
+            on_device = not self._tiers.device_is_host
+            add_up(done.parts, 1.0 / world.size, mine, overwrite=True, on_device=on_device)
             what = f"gather the gradients of {group.name!r}"
             self._collectives.announce(what, foreseen=True)
             self._gathering.append(self._collectives.gather(whole, mine, what))
         else:
             self._store.add_reduced(group, done.parts, 1.0 / world.size)
-            if not done.parts[0].is_cuda:  # else it is leaving the device, and nobody waits for that here
+            if self._tiers.device_is_host:  # else it is leaving the device, and nobody waits for that here
                 self._store.close(group)
         for lease in done.leases:
             lease.release()

@@ -28,6 +28,7 @@ from tiering.errors import CheckpointError, SwapError
 from tiering.tickets import Transfer
 from zero3.run_state import RankState
 from zero3.share import Chunk, Range, Share
+from zero3.streams import Event, Streams
 from zero3.tiers import Tiers, as_tensor
 from zero3.tiles import Tile
 from zero3.weights import STORED_NAMES
@@ -46,7 +47,7 @@ class _Reading:
     chunk: Chunk
     window: Lease | None
     tickets: list[Transfer]
-    copied: list[tuple[Range, Tensor, torch.cuda.Event]] = field(default_factory=list)
+    copied: list[tuple[Range, Tensor, Event]] = field(default_factory=list)
 
     def settle(self) -> None:
         """Wait until the memory is nobody's, whatever became of the transfers."""
@@ -91,7 +92,7 @@ class Saver(threading.Thread):
         self._copied_all = False
         self._ended = threading.Event()
         self._cancelled = False
-        self._copies = _Copies(tiers.device) if tiers.device.type == "cuda" else None
+        self._copies = None if tiers.streams is None else _Copies(tiers.streams)
         self._reads = Arena.map(AHEAD * WINDOW, "checkpoint")
 
     def start(self) -> None:
@@ -218,7 +219,7 @@ class Saver(threading.Thread):
         reading, at = _Reading(chunk, window, []), 0
         if self._copies is not None:
             for source in (chunk.source, chunk.upper):
-                if source is not None and source.home.tensor is not None and not source.home.on_host:
+                if source is not None and source.home.on_device:
                     reading.copied.append((source, *self._copies.begin(source)))
         try:
             for source in sources:
@@ -270,7 +271,7 @@ def _content(source: Range, reading: _Reading, at: int) -> Tensor:
     """The bytes of ``source``, on the CPU: in memory, from a GPU, or at ``at`` of the window."""
     for on_gpu, content, arrived in reading.copied:
         if on_gpu is source:
-            arrived.synchronize()
+            arrived.wait()
             return content
     if source.home.tensor is not None:
         return source.home.tensor[source.offset : source.offset + source.nbytes]
@@ -295,23 +296,21 @@ class _Copies:
     Before they begin, the device does all that it has been told until now.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+    def __init__(self, streams: Streams) -> None:
+        self._stream = streams.save
+        self._stream.wait_for(streams.compute.record())
         # Two for each chunk that is read, where masters are split; and those of one that is being taken.
         self._pinned = [
-            torch.empty(WINDOW, dtype=torch.uint8, device="cpu", pin_memory=True)
+            torch.empty(WINDOW, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
             for _ in range(2 * AHEAD + 2)
         ]
         self._next = 0
 
-    def begin(self, source: Range) -> tuple[Tensor, torch.cuda.Event]:
+    def begin(self, source: Range) -> tuple[Tensor, Event]:
         """The bytes of ``source``, there once the event has come, until as many others have begun as there is room."""
         assert source.home.tensor is not None
         into = self._pinned[self._next % len(self._pinned)][: source.nbytes]
         self._next += 1
-        copied = torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
+        with self._stream.running():
             into.copy_(source.home.tensor[source.offset : source.offset + source.nbytes], non_blocking=True)
-            copied.record(self._stream)
-        return into, copied
+        return into, self._stream.record()

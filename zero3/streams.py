@@ -10,8 +10,7 @@ A device without streams (the CPU itself) has no ``Streams``: what is told is do
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -69,18 +68,17 @@ class Streams(ABC):
     """From the device: gradients, and state that was updated there."""
     update: Stream
     """The optimizer's kernels, where they run beside compute."""
+    save: Stream
+    """From the device, into checkpoints."""
 
     @property
     @abstractmethod
     def compute(self) -> Stream:
         """The stream of the calling thread: where its torch operations are queued now."""
 
-    @contextmanager
-    def order_behind_compute(self, stream: Stream) -> Iterator[None]:
-        """A block whose operations are queued on ``stream`` and run after all that compute was told so far."""
-        stream.wait_for(self.compute.record())
-        with stream.running():
-            yield
+    def before_host_changes(self) -> None:
+        """Let the CPU wait for the copies to the device: they may still read what changes in host memory now."""
+        self.fetch.synchronize()
 
 
 class CudaEvent(Event):
@@ -130,7 +128,8 @@ class CudaStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.fetch, self.offload, self.update = (CudaStream(torch.cuda.Stream(device)) for _ in range(3))
+        made = [CudaStream(torch.cuda.Stream(device)) for _ in range(4)]
+        self.fetch, self.offload, self.update, self.save = made
 
     @property
     def compute(self) -> Stream:

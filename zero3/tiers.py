@@ -1,8 +1,8 @@
 """The tiers of one process, built from a Plan: arenas, swap space, the I/O context, the timeline and its stall clock.
 
 On a CPU the device tier is host memory too: one arena holds what the device budget pays for, another what the host
-budget pays for. On a GPU the device tier is torch's own allocations, counted here, and the host arena is registered
-with CUDA as one slab.
+budget pays for. On a GPU the device tier is torch's own allocations, counted here, and a slab for what is unsharded;
+the host arena is registered with CUDA as a whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from tiering.config import TiersConfig
 from tiering.errors import ArenaError
 from tiering.plan import Plan, Tier
 from tiering.swap_space import Section, StripedExtent, SwapSpace
+from zero3.copies import Copies
+from zero3.exchange import can_exchange
 from zero3.nowhere import map_nan
+from zero3.slab import DeviceSlab
+from zero3.streams import Streams
 from zero3.timeline import StallClock, Timeline
 
 log = logging.getLogger(__name__)
@@ -49,16 +53,17 @@ class Home:
 
     tensor: Tensor | None = None
     extent: StripedExtent | None = None
+    on_device: bool = False  # in memory that a GPU addresses, and the CPU does not
 
     @property
     def address(self) -> int:
-        """Address of the first byte, 0 when the bytes are on NVMe."""
-        return self.tensor.data_ptr() if self.tensor is not None else 0
+        """Address of the first byte in host memory, 0 when the bytes are elsewhere."""
+        return self.tensor.data_ptr() if self.tensor is not None and self.on_host else 0
 
     @property
     def on_host(self) -> bool:
         """Whether the CPU can address the bytes."""
-        return self.tensor is not None and self.tensor.device.type == "cpu"
+        return self.tensor is not None and not self.on_device
 
 
 class Entry:
@@ -101,7 +106,10 @@ class Ledger:
 
 
 class Tiers:
-    """Memory and swap space for ``plan`` on ``device``. ``close`` waits for transfers and gives everything back."""
+    """Memory and swap space for ``plan`` on ``device``. ``close`` waits for transfers and gives everything back.
+
+    ``streams`` are those of a device with memory of its own, None if the CPU is the device.
+    """
 
     def __init__(
         self,
@@ -111,10 +119,13 @@ class Tiers:
         nvme: NvmePaths,
         stalls: StallClock | None = None,
         numa_node: int | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self.plan = plan
         self.device = device
+        self.streams = streams
         self.stalls = stalls or StallClock(Timeline())
+        self.copies = None if streams is None else Copies(streams, self.stalls)
         self.timeline = self.stalls.timeline
         self._numa_node = numa_node
         self.aio: AioContext | None = None
@@ -146,12 +157,13 @@ class Tiers:
             raise
 
     def _map_arenas(self, plan: Plan) -> None:
-        on_gpu = self.device.type == "cuda"
+        on_gpu = not self.device_is_host
+        on_cuda = self.device.type == "cuda"
         in_arena = plan.total(Tier.HOST) - plan.checksum_bytes
         self.host = Arena.map(
-            in_arena, "host", pin=register_with_cuda if on_gpu else None, numa_node=self._numa_node
+            in_arena, "host", pin=register_with_cuda if on_cuda else None, numa_node=self._numa_node
         )
-        if on_gpu and self.host.capacity:
+        if on_cuda and self.host.capacity:
             # Also for tiers that nobody closes: CUDA would refuse pages at this address to whoever maps them next.
             self._unpin = weakref.finalize(self, unregister_with_cuda, self.host.address, self.device)
             self._unpin.atexit = False  # the end of the process does it, whatever state CUDA is in by then
@@ -159,14 +171,16 @@ class Tiers:
         self.grad_window = self.host.split(plan.grad_window_bytes, "gradient window")
         self.fetch_window = self.host.split(plan.fetch_window_bytes, "fetch window")
         self.offload_window = self.host.split(plan.offload_window_bytes, "offload window")
-        by_torch = plan.working_bytes if plan.workload.fetch_by_copy else 0
-        on_cpu = 0 if on_gpu else plan.total(Tier.DEVICE) - by_torch
+        by_copy = plan.workload.fetch_by_copy
+        on_cpu = 0 if on_gpu else plan.total(Tier.DEVICE) - (plan.working_bytes if by_copy else 0)
         self.device_arena = Arena.map(on_cpu, "device", numa_node=self._numa_node)
-        self.working: Arena | Ledger = (
-            Ledger(by_torch, "unsharded groups")
-            if plan.workload.fetch_by_copy
-            else self.device_arena.split(plan.working_bytes, "working")
-        )
+        self.working: Arena | DeviceSlab | Ledger
+        if on_gpu and can_exchange(self.device):
+            self.working = DeviceSlab(plan.working_bytes, self.device, "working")
+        elif by_copy:
+            self.working = Ledger(plan.working_bytes, "unsharded groups")
+        else:
+            self.working = self.device_arena.split(plan.working_bytes, "working")
         # Where gradients are on their way between ranks: arenas of their own; what a GPU allocates is counted.
         self.reduction: dict[str, Arena | Ledger] = {}
         for name in ("opened", "collected", "exchanged"):
@@ -174,7 +188,7 @@ class Tiers:
             self.reduction[name] = Ledger(nbytes, kind) if on_gpu else self.device_arena.split(nbytes, kind)
         # What storages show that have no bytes now.
         self.nowhere: memoryview | None = None
-        if isinstance(self.working, Arena) and plan.working_bytes:
+        if not by_copy and plan.working_bytes:
             self.nowhere = map_nan(max(group.param_bytes for group in plan.workload.groups))
         self._on_host = (self.staging, self.grad_window, self.fetch_window, self.offload_window)
         self._on_device = (self.working, *self.reduction.values())
@@ -183,7 +197,8 @@ class Tiers:
 
     @property
     def device_is_host(self) -> bool:
-        return self.device.type == "cpu"
+        """Whether the CPU is the device."""
+        return self.streams is None
 
     def home(self, tier: Tier, nbytes: int, kind: str, names: tuple[str, ...]) -> Home:
         """A place of ``nbytes`` on ``tier`` until ``close``. ``kind`` is one of the plan's."""
@@ -200,7 +215,7 @@ class Tiers:
             return Home(extent=self.swap.allocate(nbytes, names, kind))
         if tier is Tier.DEVICE and not self.device_is_host:
             self._on_gpu[kind] += nbytes
-            return Home(tensor=torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+            return Home(torch.empty(nbytes, dtype=torch.uint8, device=self.device), on_device=True)
         arena = self.device_arena if tier is Tier.DEVICE else self.host
         return Home(tensor=as_tensor(arena.lease(nbytes, kind))[:nbytes])
 
@@ -286,7 +301,10 @@ class Tiers:
         for window in self._on_device if tier is Tier.DEVICE else self._on_host:
             if isinstance(window, Arena):
                 leased = window.by_kind
-                held[window.name] -= window.capacity
+                if not isinstance(
+                    window, DeviceSlab
+                ):  # the others are parts of an arena, which has counted them
+                    held[window.name] -= window.capacity
                 held.update(leased)
                 held["idle windows"] += window.capacity - sum(leased.values())
             else:
@@ -300,7 +318,8 @@ class Tiers:
         if tier is Tier.HOST:
             return self.host.peak + self.plan.checksum_bytes
         ledgers = sum(window.peak for window in self._on_device if isinstance(window, Ledger))
-        return self.device_arena.peak + sum(self._on_gpu.values()) + ledgers
+        slab = self.working.capacity if isinstance(self.working, DeviceSlab) else 0
+        return self.device_arena.peak + slab + sum(self._on_gpu.values()) + ledgers
 
     def close(self) -> None:
         """Wait for what is in flight and release the swap space. Idempotent. Raises the first pending I/O error."""

@@ -13,7 +13,7 @@ from torch import nn
 from tiering.config import TieringConfig
 from tiering.plan import GroupSizes, Workload
 from tiering.workload import StateKept, make_workload, settle_dtypes
-from zero3.flat_storage import can_exchange
+from zero3.exchange import can_exchange
 from zero3.groups import GroupMembers, form_groups, leaf_modules
 from zero3.optimizer_choice import OptimizerChoice
 from zero3.partition import FlatLayout, lay_out

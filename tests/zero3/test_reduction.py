@@ -100,7 +100,7 @@ def reducer(groups: list[Group], stage: int, itemsize: int, *, tight: bool) -> t
         room = make_plan(load, Budgets(most, 0, 0)).reduction
     arenas = {name: Arena.map(getattr(room, name), name) for name in ("opened", "collected", "exchanged")}
     local = [torch.empty(group.numel, dtype=torch.bfloat16) for group in groups] if stage <= 1 else None
-    tiers = SimpleNamespace(reduction=arenas, device=torch.device("cpu"))
+    tiers = SimpleNamespace(reduction=arenas, device=torch.device("cpu"), device_is_host=True)
     ranks = Ranks()
     return GradientReducer(groups, Store(), ranks, tiers, DTYPES[itemsize], local, stage), ranks  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""What is not asked for at every publication: free room on the tiers, and torch's own memory."""
+"""What is not asked for at every publication: free room on the tiers, and what torch has of a GPU."""
 
 from __future__ import annotations
 
@@ -37,12 +37,17 @@ class Seldom(Generic[Answer]):
 class Room:
     """Bytes of each tier of ``tiers`` that are free, as any process sees them. Any thread may ask.
 
-    None for a GPU: its driver may keep who asks it waiting, and telemetry must never do that to training. What torch
-    has there is asked of torch, which knows it without the driver.
+    A GPU's driver is asked once, here: cudaMemGetInfo may wait behind a call that synchronizes, and has been seen to
+    take milliseconds. What torch has taken since, torch knows without the driver; others that share the GPU are taken
+    to have what they had.
     """
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
+        self._for_torch = 0  # bytes of a GPU that nobody else had
+        if self._on_gpu:
+            free, _ = torch.cuda.mem_get_info(tiers.device)
+            self._for_torch = free + torch.cuda.memory_reserved(tiers.device)
         self._available = Seldom(self._ask, INTERVAL)
         self._device_memory = Seldom(self._ask_torch, INTERVAL)
 
@@ -54,6 +59,16 @@ class Room:
         """What torch has of a GPU's memory; None where there is none."""
         return self._device_memory()
 
+    @property
+    def _on_gpu(self) -> bool:
+        return self._tiers.device.type == "cuda"
+
+    def _on_device(self, memory: int) -> int | None:
+        if self._tiers.device_is_host:
+            return memory
+        torch_has = self._device_memory()
+        return None if torch_has is None else max(0, self._for_torch - torch_has.reserved)
+
     def _ask(self) -> Mapping[Tier, int | None]:
         tiers = self._tiers
         try:
@@ -62,13 +77,13 @@ class Room:
         except OSError:  # a directory that was removed: the swap files in it live on
             return {}
         return {
-            Tier.DEVICE: memory if tiers.device_is_host else None,
+            Tier.DEVICE: self._on_device(memory),
             Tier.HOST: memory,
             Tier.NVME: nvme,
         }
 
     def _ask_torch(self) -> DeviceMemoryStatus | None:
-        if self._tiers.device.type != "cuda":
+        if not self._on_gpu:
             return None
         told = torch.cuda.memory_stats(self._tiers.device)
         return DeviceMemoryStatus(

@@ -28,10 +28,12 @@ from tiering.telemetry import (
     ActivationStatus,
     CheckpointStatus,
     CollectiveStatus,
+    CopyStatus,
     Description,
     DirectionStatus,
     IoEngineStatus,
     LatencyStatus,
+    LinkStatus,
     PageWriter,
     PathStatus,
     Phase,
@@ -113,7 +115,7 @@ class RunRecord:
         self._checkpoint = checkpoint
         self._node = socket.gethostname()
         self._started_at = time.time()
-        self._phases = PhaseClock()
+        self._phases = PhaseClock(tiers.streams)
         self._seconds_before: dict[str, float] = {}
         self._steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self._step_began = time.perf_counter()
@@ -121,6 +123,7 @@ class RunRecord:
         self.files = self._stats()  # what went over each path by the end of the last step
         self._moved_before = _moved(self.files)  # filling the tiers is not part of the first step
         self._sent_before = self.sent()
+        self._copied_before = self._copied()
         self._capacities = _capacities(tiers)
         self._room = Room(tiers)
         self._latencies: dict[tuple[int, Kind], Seldom[LatencyStatus]] = {}
@@ -154,7 +157,7 @@ class RunRecord:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds so far by phase, "idle" between them."""
+        """Seconds so far by phase, "idle" between them; the device's, where it is not the CPU."""
         return self._phases.seconds
 
     def end_step(self, samples: int = 0, *, skipped: bool = False) -> None:
@@ -164,7 +167,7 @@ class RunRecord:
         self.skipped += skipped
         self.files = self._stats()
         now, moved, stalls = time.perf_counter(), _moved(self.files), self._tiers.stalls.seconds
-        sent = self.sent()
+        sent, copied = self.sent(), self._copied()
         stalled = {cause: waited - self._stalls_before.get(cause, 0.0) for cause, waited in stalls.items()}
         seconds, phases = now - self._step_began, self.seconds
         in_phase = {phase: spent - self._seconds_before.get(phase, 0.0) for phase, spent in phases.items()}
@@ -182,9 +185,11 @@ class RunRecord:
                 sent_bytes=sent - self._sent_before,
                 stalls={cause: waited for cause, waited in stalled.items() if waited},
                 ended_at=time.time(),
+                h2d_bytes=copied[0] - self._copied_before[0],
+                d2h_bytes=copied[1] - self._copied_before[1],
             )
         )
-        self._sent_before = sent
+        self._sent_before, self._copied_before = sent, copied
         self._step_began, self._moved_before, self._stalls_before = now, moved, stalls
         self._seconds_before = phases
         if self.step == 1:
@@ -204,6 +209,10 @@ class RunRecord:
     def sent(self) -> int:
         """Bytes sent to other ranks so far."""
         return sum(one.sent_bytes for one in self._collectives())
+
+    def _copied(self) -> tuple[int, int]:
+        """Bytes copied to a device with memory of its own, and from it, so far."""
+        return (0, 0) if (link := self.link) is None else (link.h2d.bytes, link.d2h.bytes)
 
     def snapshot(self) -> Snapshot:
         """Everything as of now. Bandwidths over a window are the publisher's to fill in."""
@@ -235,6 +244,7 @@ class RunRecord:
             device_memory=self._room.device_memory(),
             io=self._paths(),
             io_engine=self._engine(),
+            link=self.link,
             collectives=self._collectives(),
             stalls=by_cause(stalls),
             stalls_by_phase=stalls,
@@ -288,6 +298,16 @@ class RunRecord:
         if (file, kind) not in self._latencies:
             self._latencies[file, kind] = Seldom(lambda: _percentiles(aio, file, kind), 1.0)
         return self._latencies[file, kind]()
+
+    @property
+    def link(self) -> LinkStatus | None:
+        """What went over the link of a device with memory of its own so far."""
+        copies = self._tiers.copies
+        if copies is None:
+            return None
+        told = copies.stats()
+        h2d, d2h = (CopyStatus(one.bytes, one.copies, one.busy_seconds) for one in (told["h2d"], told["d2h"]))
+        return LinkStatus(h2d, d2h)
 
     def _collectives(self) -> list[CollectiveStatus]:
         if self._traffic is None:
@@ -344,7 +364,8 @@ def _last_used(buckets: Sequence[int]) -> int:
 
 def _capacities(tiers: Tiers) -> dict[Tier, int]:
     memory = host_memory()[0]
-    device = memory if tiers.device_is_host else torch.cuda.get_device_properties(tiers.device).total_memory
+    on_gpu = tiers.device.type == "cuda"
+    device = torch.cuda.get_device_properties(tiers.device).total_memory if on_gpu else memory
     nvme = 0
     if tiers.swap is not None:
         nvme = sum(size_by_file_system(tiers.swap.directories).values())

@@ -1,12 +1,13 @@
 """What happens when: spans on the clock of the I/O while a trace is recorded, and seconds of phases and stalls.
 
-Note [Stalls on a GPU]
+Note [Stalls and phases on a GPU]
     The CPU tells a GPU what to compute and runs ahead of it, so that it may wait long for bytes without any harm: as
     long as the GPU has something left to do. And the GPU waits for a copy while the CPU does not. So a stall there is
     time on the GPU's own clock: what lies on the stream that computes between two timed events, one behind all that it
     was told before the wait, one behind the wait. Of a wait of the CPU that is the part in which the GPU ran dry; of a
-    wait on the stream itself, for a copy or a collective, all of it. Events are looked at when they have come and never
-    waited for, so a stall may be told a moment after it. Its phase is that in which the CPU said to wait.
+    wait on the stream itself, for a copy or a collective, all of it. Phases are timed in the same way: the GPU is in
+    one for as long as it does what it was told in it, or has nothing to do. Events are looked at when they have come
+    and never waited for, so that a stall, and the seconds of a phase, may be told a moment late.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from tiering.telemetry import COPIES_OF, Phase
+from tiering.telemetry import Phase
 from zero3.streams import Event, Streams
 
 Track = Literal[
@@ -119,22 +120,32 @@ class PhaseClock:
     """The phase that a run is in, and seconds by phase since the first one began, the one under way included.
 
     What the program does between the others is "idle"; what it does before the first, "start", is not counted. A phase
-    within a phase, as a forward in a backward, is not part of the outer one.
+    within a phase, as a forward in a backward, is not part of the outer one. With ``streams`` seconds are the device's,
+    and the phase is still the program's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Streams | None = None) -> None:
         self.phase: Phase = "start"
         self.since = time.time()  # Unix time
+        self._streams = streams
         self._entered = time.perf_counter()
         self._lock = threading.Lock()
-        self._seconds = {"idle": 0.0}  # (lock) without the phase under way
+        self._seconds = defaultdict[str, float](float, idle=0.0)  # (lock) without the phase under way
+        self._reached: Event | None = None  # (lock) the last beginning that the device has come to
+        self._ahead: deque[tuple[Phase, Event]] = (
+            deque()
+        )  # (lock) phases that it has yet to end, and where they do
 
     def enter(self, phase: Phase) -> float:
         """``phase`` begins, and what was before it ends: now, on the clock of perf_counter."""
+        event = None if self._streams is None else self._streams.compute.record(timed=True)
         with self._lock:
             now = time.perf_counter()
-            if self.phase != "start":
-                self._seconds[self.phase] = self._seconds.get(self.phase, 0.0) + (now - self._entered)
+            if event is not None:
+                self._ahead.append((self.phase, event))
+                self._look()
+            elif self.phase != "start":
+                self._seconds[self.phase] += now - self._entered
             self.phase, self.since, self._entered = phase, time.time(), now
         return now
 
@@ -142,10 +153,19 @@ class PhaseClock:
     def seconds(self) -> dict[str, float]:
         """Seconds so far by phase. Any thread may ask; they never fall."""
         with self._lock:
-            seconds = dict(self._seconds)
-            if self.phase != "start":
-                seconds[self.phase] = seconds.get(self.phase, 0.0) + (time.perf_counter() - self._entered)
-        return seconds
+            self._look()
+            seconds = self._seconds.copy()
+            if self.phase != "start" and self._streams is None:
+                seconds[self.phase] += time.perf_counter() - self._entered
+        return dict(seconds)
+
+    def _look(self) -> None:
+        """Count what the device has ended; with the lock."""
+        while self._ahead and self._ahead[0][1].done():
+            phase, ended = self._ahead.popleft()
+            if self._reached is not None:
+                self._seconds[phase] += ended.seconds_since(self._reached)
+            self._reached = ended
 
 
 @dataclass(slots=True, eq=False)
@@ -181,7 +201,7 @@ class StallClock:
 
     Threads may wait at the same time; a wait within a wait is part of the outer one, and of its cause. A wait counts
     while it goes on: who watches from another thread sees a long one grow, not appear when it is over. ``streams`` are
-    those of a device that computes beside the CPU: see Note [Stalls on a GPU].
+    those of a device that computes beside the CPU: see Note [Stalls and phases on a GPU].
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -207,16 +227,16 @@ class StallClock:
             self._end(thread)
 
     def hold(self, event: Event, cause: str) -> None:
-        """What the calling thread tells the device to compute from now on waits there for ``event``: a copy of bytes.
+        """What the calling thread tells the device to compute from now on waits there for ``event``.
 
-        Their ``cause`` is told as one of copies, also within another wait, which goes on behind this one.
+        Within another wait it is told for itself, and that one goes on behind it.
         """
         assert self.streams is not None
         compute = self.streams.compute
         reached = compute.record(timed=True)
         compute.wait_for(event)
         resumed = compute.record(timed=True)
-        held = _Wait(self.phase, COPIES_OF + cause, time.monotonic_ns(), reached, resumed)
+        held = _Wait(self.phase, cause, time.monotonic_ns(), reached, resumed)
         with self._lock:
             thread = threading.get_ident()
             if around := self._under_way.get(thread):

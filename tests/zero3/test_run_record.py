@@ -21,9 +21,17 @@ from tiering.aio import AioContext
 from tiering.config import TelemetryConfig
 from tiering.errors import CheckpointError
 from tiering.plan import Tier
-from tiering.telemetry import CheckpointStatus, DeviceMemoryStatus, Snapshot, find_pages
+from tiering.telemetry import (
+    CheckpointStatus,
+    CopyStatus,
+    DeviceMemoryStatus,
+    LinkStatus,
+    Snapshot,
+    find_pages,
+)
 from zero3 import room, run_record, timeline
 from zero3.collectives import World
+from zero3.copies import LinkStats
 from zero3.run_record import RunRecord
 
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
@@ -249,9 +257,16 @@ def test_free_room_is_asked_for_now_and_then(
         "allocated_bytes.all.peak": 9,
         "reserved_bytes.all.current": 10,
     }
-    monkeypatch.setattr(room.torch.cuda, "memory_stats", {torch.device("cuda:1"): counted}.__getitem__)
-    on_gpu = room.Room(SimpleNamespace(device=torch.device("cuda:1"), device_is_host=False, swap=None))
+    gpu = torch.device("cuda:1")
+    for name, told in (("memory_stats", counted), ("memory_reserved", 4), ("mem_get_info", (60, 100))):
+        monkeypatch.setattr(room.torch.cuda, name, {gpu: told}.__getitem__)
+    on_gpu = room.Room(SimpleNamespace(device=gpu, device_is_host=False, swap=None))
+    monkeypatch.delattr(room.torch.cuda, "mem_get_info")  # while it trains, nobody may ask the driver
     assert on_gpu.device_memory() == DeviceMemoryStatus(allocated=3, peak=9, reserved=10)
+    assert on_gpu.available(Tier.DEVICE) == 54, "64 were torch's or free at the start"
+    counted["reserved_bytes.all.current"] = 70
+    now = 300.0
+    assert on_gpu.available(Tier.DEVICE) == 0, "others have gone, and torch has what they had"
     monkeypatch.setattr(room, "free_by_file_system", gone)
     assert asked.available(Tier.NVME) is None
     assert [tier.available is not None for tier in start().snapshot().tiers] == [True, True, False]
@@ -321,7 +336,9 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0
         self.busy_until = 0  # on the CPU's clock
-        monkeypatch.setattr(timeline, "time", SimpleNamespace(monotonic_ns=lambda: self.now))
+        seconds = SimpleNamespace(time=time.time, perf_counter=time.perf_counter)
+        seconds.monotonic_ns = lambda: self.now
+        monkeypatch.setattr(timeline, "time", seconds)
 
     @property
     def compute(self) -> Device:
@@ -357,6 +374,28 @@ class Mark:
         return (self.at + 86400 * 10**9) / 1e9 - (earlier.at / 1e9 + 86400)
 
 
+def test_on_a_device_phases_are_its_own_and_told_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    clock = timeline.PhaseClock(device)
+    device.works(100)
+    for _ in range(2):  # in no time; between the steps the program reads the loss
+        clock.enter("forward")
+        device.works(2)
+        clock.enter("backward")
+        device.works(4)
+        clock.enter("step")
+        device.works(1)
+        clock.enter("idle")
+        assert (clock.phase, clock.seconds) == ("idle", {"idle": 0.0})
+    device.passes(106)
+    assert clock.seconds == pytest.approx({"forward": 2.0, "backward": 4.0, "idle": 0.0})
+    device.passes(8 + 3)  # it has nothing to do for the last three of them
+    clock.enter("forward")
+    device.works(2)
+    clock.enter("backward")
+    assert clock.seconds == pytest.approx({"forward": 4.0, "backward": 8.0, "step": 2.0, "idle": 3.0})
+
+
 def test_on_a_device_a_stall_is_what_it_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU waits for what the device is not out of work for, and runs ahead of what the device waits for."""
     device = Device(monkeypatch)
@@ -387,7 +426,7 @@ def test_on_a_device_a_stall_is_what_it_stands_still(monkeypatch: pytest.MonkeyP
     assert look() == {"forward": {"parameters": 3.0}}
     # A copy that ends in four seconds, and one for computing before it is waited for.
     device.works(1)
-    clock.hold(Mark(device, device.now + 4 * 10**9), "parameters")
+    clock.hold(Mark(device, device.now + 4 * 10**9), "copies of parameters")
     clock.phase = "backward"
     assert look() == {"forward": {"parameters": 3.0}}
     device.passes(2)
@@ -399,7 +438,7 @@ def test_on_a_device_a_stall_is_what_it_stands_still(monkeypatch: pytest.MonkeyP
     # A wait of the CPU, and in it one for the copy of what it waited for: told apart, and not twice.
     with clock.waiting_for("parameters"):
         device.passes(2)
-        clock.hold(Mark(device, device.now + 5 * 10**9), "parameters")
+        clock.hold(Mark(device, device.now + 5 * 10**9), "copies of parameters")
         with clock.waiting_for("gradients"):
             device.passes(6)
     device.passes(1)
@@ -444,6 +483,23 @@ def test_a_rank_tells_who_it_is_and_what_it_sent(start: Callable[..., Any], tmp_
     (page,) = find_pages(tmp_path / "pages")
     publisher.close()
     assert (page.run_name, page.rank) == ("many", 1)
+
+
+def test_what_goes_over_the_link_is_told_by_step(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start()
+    assert engine.snapshot().link is None, "the CPU is the device"
+    stats = {"h2d": LinkStats(1000, 1, 0.5), "d2h": LinkStats()}  # building the engine is no step
+    monkeypatch.setattr(engine._tiers, "copies", SimpleNamespace(stats=lambda: dict(stats)))
+    record = RunRecord("linked", engine._tiers, engine._schedule.activations)
+    stats |= {"h2d": LinkStats(1700, 3, 0.75)}
+    record.end_step()
+    stats |= {"h2d": LinkStats(1800, 4, 1.0), "d2h": LinkStats(30, 2, 0.25)}
+    record.end_step()
+    snapshot = record.snapshot()
+    assert [(step.h2d_bytes, step.d2h_bytes) for step in snapshot.steps] == [(700, 0), (100, 30)]
+    assert snapshot.link == LinkStatus(h2d=CopyStatus(1800, 4, 1.0), d2h=CopyStatus(30, 2, 0.25))
 
 
 def test_one_rank_alone_sends_nothing(start: Callable[..., Any]) -> None:

@@ -14,7 +14,9 @@ import pytest
 from tests.tiering.telemetry.pages import only_reading, snapshot
 from tiering.telemetry import (
     CollectiveStatus,
+    CopyStatus,
     DirectionStatus,
+    LinkStatus,
     PageWriter,
     PathStatus,
     Publisher,
@@ -73,6 +75,22 @@ def test_rates_come_from_two_samples() -> None:
     assert (path.written.bytes_per_second, path.written.average_bytes_per_second) == (0.0, 0.0)
     (first,) = with_rates(sample(900, 50, 3.0), None, 0.25).io
     assert (first.read.bytes_per_second, first.read.average_bytes_per_second) == (0.0, 300.0)
+
+
+def test_the_link_has_rates_each_way() -> None:
+    def sample(there: int, back: int, peak: float = 0.0) -> Snapshot:
+        return snapshot(
+            link=LinkStatus(CopyStatus(there, 3, 2.0), CopyStatus(back, 1, 0.0, peak_bytes_per_second=peak))
+        )
+
+    link = with_rates(sample(900, 50), sample(400, 40, peak=70.0), 0.25).link
+    assert link == LinkStatus(
+        CopyStatus(900, 3, 2.0, 2000.0, 450.0, 2000.0), CopyStatus(50, 1, 0.0, 40.0, 0.0, 70.0)
+    )
+    assert with_rates(sample(900, 50), snapshot(), 0.25).link == LinkStatus(
+        CopyStatus(900, 3, 2.0, 0.0, 450.0, 0.0), CopyStatus(50, 1)
+    )
+    assert with_rates(snapshot(), sample(900, 50), 0.25).link is None
 
 
 def test_bytes_sent_have_a_rate_by_kind() -> None:

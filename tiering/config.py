@@ -94,6 +94,7 @@ Directories = Annotated[tuple[Path, ...], BeforeValidator(_paths), AfterValidato
 Precision = Literal["bf16", "fp16", "fp32"]
 StateFormat = Literal["fp32", "split", "bf16", "split+bf16"]
 GradDtype = Literal["auto", "fp32", "bf16", "fp16"]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_names)]
 Seconds = Annotated[Number, Field(gt=0)]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -125,9 +126,7 @@ class OffloadConfig(Section):
 class OffloadOptimizerConfig(OffloadConfig):
     """Where the optimizer state may live beside the device, and how much of it."""
 
-    ratio: Annotated[float, Field(strict=True, ge=0, le=1)] = Field(
-        default=1.0, description="Share of the optimizer state that leaves the device."
-    )
+    ratio: Share = Field(default=1.0, description="Share of the optimizer state that leaves the device.")
 
 
 class LeafModulesConfig(Section):
@@ -275,6 +274,11 @@ class TiersConfig(Section):
     reduce_dtype: GradDtype = Field(
         default="auto",
         description="Gradients between ranks; auto: as they are when sent, in stages 2 and 3 the compute dtype.",
+    )
+    update_on_device: Share | Literal["auto"] = Field(
+        default="auto",
+        description="Share of the optimizer state in host memory that passes through a GPU to be updated there; auto:"
+        " what is fastest at the rates that tiering plan --measure found, none if it found none.",
     )
     step_in_backward: StrictBool = Field(
         default=False, description="Step groups while backward still runs, with the rate as it starts."

@@ -22,6 +22,7 @@ from tiering.plan import Budgets, Plan, ReductionRoom, Staging, SubGroup, Tier, 
 
 AMPLE = 1 << 60  # bytes: more than any budget that is needed
 FEWEST_SLOTS = 3  # one read, one stepped, one written
+FEWEST_VISITS = 2  # one on its way to the device, one stepped and on its way back
 USUAL_SLOTS = 6
 STAGING_SHARE = 3  # staging takes at most this fraction (1/n) of the host budget when there is a choice
 SMALLEST_TILE = 2048
@@ -93,6 +94,11 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
         fixed.check()
         filled = _fill_host(load, fixed, param_tiers, grad_tiers, tile, slots)
     assert filled is not None
+    least_working = max(
+        (_chain_bytes(load, index, filled.params) for index in range(len(load.groups))), default=0
+    )
+    tiles, update_window = _visits(load, filled, fixed.left(Tier.DEVICE) - least_working)
+    fixed.take(Tier.DEVICE, update_window.nbytes, "update window")
     working = _working_set(load, filled.params, fixed)
     least, usual = _reduction(load), _reduction(load, ahead=1)
     fits = usual.nbytes - least.nbytes <= fixed.left(Tier.DEVICE) - working
@@ -101,13 +107,14 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
         budgets=budgets,
         param_tiers=tuple(filled.params),
         grad_tiers=tuple(filled.grads),
-        sub_groups=tuple(filled.tiles),
+        sub_groups=tuple(tiles),
         working_bytes=working,
         staging=filled.staging,
         grad_window_bytes=_grad_window(load, filled.grads),
         fetch_window_bytes=fetch_window,
         offload_window_bytes=offload_window,
         reduction=usual if fits else least,
+        update_window=update_window,
     )
     for tier in Tier:
         if plan.total(tier) > budgets.of(tier):
@@ -293,7 +300,8 @@ def _fill_host(
     tiles: list[SubGroup] = []
     for index, (group, home) in enumerate(zip(load.groups, load.optimizer_tiers, strict=True)):
         numel = load.state_numel(group)
-        step = _even(numel, tile)
+        # What visits the device needs no slots of host memory, whose room must not decide about the device's.
+        step = _even(numel, _largest_tile(load) if _has_to_visit(load, home, params[index]) else tile)
         for start in range(0, numel, step):
             end = min(start + step, numel)
             tier = home
@@ -334,6 +342,53 @@ def _slots(
     param = load.compute_itemsize if Tier.NVME in param_tiers or load.steps_copy_out else 0
     grad = load.grad_itemsize if Tier.NVME in grad_tiers else 0
     return Staging(slots, numel * (state + param + grad), numel * state, numel * (state + param))
+
+
+def _visits(load: Workload, filled: _Filled, room: int) -> tuple[list[SubGroup], Staging]:
+    """The tiles, with those marked that visit a GPU to be updated, and the slots for them in ``room`` bytes there.
+
+    Those have to whose state lives on the GPU while their parameters do not. Of those with state in host memory the
+    first ones do, as many as are asked for: their gradients come last in backward, and the next forward needs their
+    parameters first. Without room for two none of these do.
+    """
+    if load.device_is_host or load.whole_groups:
+        return filled.tiles, Staging()
+    must, could = list[SubGroup](), list[SubGroup]()
+    for tile in filled.tiles:
+        tiers = tile.tier, filled.params[tile.group], filled.grads[tile.group]
+        if Tier.NVME not in tiers and tile.tier is not Tier.DEVICE:
+            could.append(tile)
+        elif _has_to_visit(load, *tiers[:2]):
+            must.append(tile)
+    asked = load.update_on_device * sum(tile.numel for tile in could)
+    chosen, taken = list[SubGroup](), 0
+    for tile in could:
+        if taken >= asked:
+            break
+        chosen.append(tile)
+        taken += tile.numel
+    window = _visitors(load, filled, must + chosen, room)
+    if window.nbytes > room and chosen:
+        chosen, window = [], _visitors(load, filled, must, room)
+    visiting = {id(tile) for tile in must + chosen}
+    return [replace(tile, visits=True) if id(tile) in visiting else tile for tile in filled.tiles], window
+
+
+def _has_to_visit(load: Workload, state: Tier, param: Tier) -> bool:
+    """Whether parameters come to a GPU to be updated, since it keeps their state; never from NVMe, nor its cache."""
+    in_host_memory = load.offload_param is param is Tier.HOST
+    return in_host_memory and state is Tier.DEVICE and not load.device_is_host
+
+
+def _visitors(load: Workload, filled: _Filled, tiles: Sequence[SubGroup], room: int) -> Staging:
+    """Device slots for ``tiles``, with room for what of them lives in host memory: two at least."""
+    numel = max((tile.numel for tile in tiles), default=0)
+    state = load.state_itemsize if any(tile.tier is Tier.HOST for tile in tiles) else 0
+    param = load.compute_itemsize if any(filled.params[tile.group] is Tier.HOST for tile in tiles) else 0
+    grad = load.grad_itemsize if any(filled.grads[tile.group] is Tier.HOST for tile in tiles) else 0
+    slot = numel * (state + param + grad)
+    slots = min(USUAL_SLOTS, max(FEWEST_VISITS, room // slot)) if slot else FEWEST_VISITS
+    return Staging(slots, slot, numel * state, numel * (state + param)) if tiles else Staging()
 
 
 def _even(numel: int, tile: int) -> int:

@@ -68,6 +68,7 @@ class Workload:
     verified_files: int = 0  # swap files whose pages have checksums in host memory
     fetch_by_copy: bool = False  # NVMe reads cannot land where compute uses them: they pass through a window
     offload_ratio: float = 1.0  # share of the optimizer state that offload_optimizer takes off the device
+    update_on_device: float = 0.0  # share of it in host memory that passes through a GPU to be updated
     whole_groups: bool = False  # who steps this needs each group's state in one piece
     split: bool = False  # parameters are the upper halves of their masters; state keeps the lower ones
     moment_itemsize: int = FP32
@@ -231,12 +232,16 @@ class Budgets:
 
 @dataclass(frozen=True)
 class SubGroup:
-    """A tile of a rank's shard of a group's trainable elements, and where its optimizer state lives."""
+    """A tile of a rank's shard of a group's trainable elements, where its optimizer state lives, and who updates it.
+
+    ``visits``: what of it is in host memory visits a GPU to be updated there.
+    """
 
     group: int
     start: int
     end: int
     tier: Tier
+    visits: bool = False
 
     @property
     def numel(self) -> int:
@@ -245,7 +250,7 @@ class SubGroup:
 
 @dataclass(frozen=True)
 class Staging:
-    """Slots of host memory through which tiles pass: optimizer state | parameter | gradient, as far as needed."""
+    """Slots of memory through which tiles pass: optimizer state | parameter | gradient, as far as needed."""
 
     slots: int = 0
     slot_bytes: int = 0
@@ -289,6 +294,7 @@ class Plan:
     fetch_window_bytes: int  # host room for parameters read from NVMe that compute cannot use where they land
     offload_window_bytes: int  # host room for gradients that arrive from a device with memory of its own
     reduction: ReductionRoom = ReductionRoom()
+    update_window: Staging = Staging()  # device room for tiles that visit it
     # Bytes that a step moves over NVMe, with each format of the state, within the same budgets.
     moved_by_format: Mapping[str, int] = field(default_factory=dict)
     # A host budget with which it would move nothing there, all else as it is but cache_in_host true. None if there is
@@ -306,6 +312,7 @@ class Plan:
         if tier is Tier.DEVICE:
             kinds["local gradients"] = load.local_grad_bytes
             kinds["gradient reduction"] = self.reduction.nbytes
+            kinds["update window"] = self.update_window.nbytes
             kinds["unsharded groups"] = self.working_bytes
         if tier is Tier.HOST:
             windows = self.grad_window_bytes + self.fetch_window_bytes + self.offload_window_bytes
@@ -348,6 +355,24 @@ class Plan:
         state = sum(t.numel for t in self.sub_groups if t.tier is Tier.NVME) * load.state_itemsize
         read["optimizer state"] = written["optimizer state"] = state
         return +read, +written
+
+    def visited(self, tile: SubGroup) -> tuple[int, int]:
+        """Bytes that the update of ``tile``, which visits the device, takes there and back over its link."""
+        load = self.workload
+        state = 0 if tile.tier is Tier.DEVICE else load.state_itemsize
+        grad = 0 if self.grad_tiers[tile.group] is Tier.DEVICE else load.grad_itemsize
+        param = 0 if self.param_tiers[tile.group] is Tier.DEVICE else load.compute_itemsize
+        there = state + grad + (param if load.steps_need_params else 0)
+        return tile.numel * there, tile.numel * (state + param)
+
+    def updated(self) -> dict[str, int]:
+        """Bytes of optimizer state by where they are updated: by the CPU, in device memory, or on a visit there."""
+        load, kinds = self.workload, {"by the CPU": 0, "in device memory": 0, "visiting the device": 0}
+        for tile in self.sub_groups:
+            kept = tile.tier is Tier.DEVICE and not load.device_is_host
+            where = "in device memory" if kept else "visiting the device" if tile.visits else "by the CPU"
+            kinds[where] += tile.numel * load.state_itemsize
+        return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
     def sent_bytes(self) -> dict[str, int]:
         """Bytes that a rank sends to others in a steady step, by kind: ZeRO's volumes, with padding.
@@ -409,6 +434,13 @@ class Plan:
         ]
         return f"NVMe bytes per parameter and step, by tiering.state: {', '.join(told)}"
 
+    def _updates(self) -> str:
+        """Where a GPU and the CPU update optimizer state, if both do or the GPU what is not there."""
+        if self.workload.device_is_host:
+            return ""
+        told = [f"{format_size(nbytes)} {where}" for where, nbytes in self.updated().items()]
+        return f"optimizer state is updated: {', '.join(told)}" if told else ""
+
     def table(self) -> Table:
         """The plan as people read it."""
         from rich.box import SIMPLE_HEAD
@@ -420,7 +452,10 @@ class Plan:
         each = f", each of {ranks} ranks (stage {self.workload.stage})" if ranks > 1 else ""
         table = Table(title=f"Placement plan{each}", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
         table.pad_edge, table.collapse_padding = False, True  # 80 columns hold any plan
-        table.caption, table.caption_justify = self._formats(), "left"
+        table.caption, table.caption_justify = (
+            "\n".join(filter(None, (self._formats(), self._updates()))),
+            "left",
+        )
         for heading in ("tier", "budget", "planned", "what lives there", "per step"):
             right = heading in ("budget", "planned")
             table.add_column(heading, justify="right" if right else "left", no_wrap=True)

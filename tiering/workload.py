@@ -70,14 +70,15 @@ def make_workload(
 ) -> Workload:
     """The Workload of ``groups`` on each of ``world_size`` ranks.
 
-    ``fetch_by_copy``: what is read from NVMe cannot land where compute uses it. Raises ConfigError for offloading that
-    a GPU of this version cannot do.
+    ``fetch_by_copy``: what is read from NVMe cannot land where compute uses it. A share of updates on the device that
+    is "auto" is none, until somebody knows rates (planning.update_share). Raises ConfigError for offloading that a GPU
+    of this version cannot do.
     """
     if on_gpu:
-        _check_offload(config)
+        _check_offload(config, state)
     dtypes = settle_dtypes(config, whole_groups=state.whole_groups)
     itemsize = ITEMSIZES[dtypes.compute]
-    zero = config.zero
+    zero, update = config.zero, config.tiering.update_on_device
     return Workload(
         groups=tuple(groups),
         micro_batches=config.gradient_accumulation_steps,
@@ -93,6 +94,7 @@ def make_workload(
         verified_files=len(zero.swap_directories) if config.tiering.verify else 0,
         fetch_by_copy=fetch_by_copy,
         offload_ratio=zero.offload_optimizer.ratio,
+        update_on_device=0.0 if not on_gpu or update == "auto" else update,
         whole_groups=state.whole_groups,
         split=state.split,
         can_split=dtypes.compute == "bf16",
@@ -104,15 +106,21 @@ def make_workload(
     )
 
 
-def _check_offload(config: TieringConfig) -> None:
-    param, optimizer = config.zero.offload_param.device, config.zero.offload_optimizer.device
-    if optimizer == "none" != param:
+def _check_offload(config: TieringConfig, state: StateKept) -> None:
+    """A GPU can update what it keeps the state of where the parameters are in its memory, or in host memory."""
+    param, optimizer = config.zero.offload_param.device, config.zero.offload_optimizer
+    reached = ("none",) if state.whole_groups else ("none", "cpu")
+    if param in reached:
+        return
+    if optimizer.device == "none":
         raise ConfigError(
-            "offload_param without offload_optimizer is not supported in this version on a GPU: offload both"
+            f"offload_param.device {param!r} without offload_optimizer is not supported in this version on a GPU: it"
+            " keeps the optimizer state, and updates no parameters that it cannot reach; offload both"
+            + ("" if state.whole_groups else ", or set offload_param.device to 'cpu'")
         )
-    ratio = config.zero.offload_optimizer.ratio
-    if ratio < 1 and param != "none":
+    if optimizer.ratio < 1:
         raise ConfigError(
-            f"offload_optimizer.ratio {ratio} keeps optimizer state on the GPU, where it steps parameters that stay"
-            f" there, but offload_param.device is {param!r}; set ratio to 1, or offload_param.device to 'none'"
+            f"offload_optimizer.ratio {optimizer.ratio} keeps optimizer state on the GPU, which updates no parameters"
+            f" that it cannot reach, but offload_param.device is {param!r}; set ratio to 1, or offload_param.device to"
+            f" {' or '.join(map(repr, reversed(reached)))}"
         )

@@ -118,7 +118,7 @@ def _drop(parameter: Tensor) -> None:
 def _memory_rates(device: torch.device, seconds: float, tell: Tell) -> Rates:
     """The link each way and both at once, from an arena as the engine has it, and the device's own memory.
 
-    The planner's link is the slower of the two ways.
+    Of the ways alone the planner's link is the slower one.
     """
     arena = Arena.map(2 * LINK_BYTES, "measured link", pin=register_with_cuda)
     try:
@@ -126,7 +126,9 @@ def _memory_rates(device: torch.device, seconds: float, tell: Tell) -> Rates:
     finally:
         unregister_with_cuda(arena.address, device)
     return Rates(
-        device_link=min(found["to_device"], found["from_device"]), device_memory=found["device_memory"]
+        device_link=min(found["to_device"], found["from_device"]),
+        device_link_both=found["device_both"],
+        device_memory=found["device_memory"],
     )
 
 

@@ -134,13 +134,47 @@ def tiles_are_even_and_slots_hold_what_streams_and_no_more(load: Workload, plan:
             ] <= load.sub_group_numel + SMALLEST_TILE
             assert (sizes[0] - SMALLEST_TILE) * len(sizes) < group.trainable_numel
     if plan.staging.slots:
-        longest = max([SMALLEST_TILE, *(tile.numel for tile in plan.sub_groups)])
+        passing = [tile.numel for tile in plan.sub_groups if not (tile.visits and tile.tier is DEVICE)]
+        longest = max([SMALLEST_TILE, *passing])
         state = load.state_itemsize * (NVME in load.optimizer_tiers)
         param = load.compute_itemsize * (NVME in plan.param_tiers or load.steps_copy_out)
         grad = load.grad_itemsize * (NVME in plan.grad_tiers)
         offsets = longest * state, longest * (state + param), longest * (state + param + grad)
         staging = plan.staging
         assert (staging.param_offset, staging.grad_offset, staging.slot_bytes) == offsets
+
+
+@promise
+def what_visits_a_gpu_can_and_is_as_much_as_asked_for(load: Workload, plan: Plan) -> None:
+    tiers = {
+        tile: (tile.tier, plan.param_tiers[tile.group], plan.grad_tiers[tile.group])
+        for tile in plan.sub_groups
+    }
+    visiting = [tile for tile in plan.sub_groups if tile.visits]
+    must = [tile for tile, at in tiers.items() if at[:2] == (DEVICE, HOST) and load.offload_param is HOST]
+    could = [tile for tile, at in tiers.items() if tile.tier is HOST and NVME not in at]
+    if load.device_is_host:
+        assert not visiting
+        must = could = []
+    asked = load.update_on_device * sum(tile.numel for tile in could)
+    chosen = [tile for tile in visiting if tile.tier is HOST]
+    assert [tile for tile in visiting if tile.tier is not HOST] == must
+    assert chosen in ([], could[: len(chosen)])
+    if chosen:  # in whole tiles
+        assert sum(tile.numel for tile in chosen[:-1]) < asked <= sum(tile.numel for tile in chosen)
+    window = plan.update_window
+    assert window.slots >= 2 if visiting else window == Staging()
+    for tile in visiting:
+        at = tiers[tile]
+        state, param, grad = (
+            tile.numel * size * (tier is HOST)
+            for size, tier in zip(
+                (load.state_itemsize, load.compute_itemsize, load.grad_itemsize), at, strict=True
+            )
+        )
+        assert state <= window.param_offset
+        assert param <= window.grad_offset - window.param_offset
+        assert grad <= window.slot_bytes - window.grad_offset
 
 
 @given(load=workloads(), limits=budgets)

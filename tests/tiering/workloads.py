@@ -73,6 +73,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         verified_files=draw(st.sampled_from([0, 0, 1, 2])),
         fetch_by_copy=not device_is_host or draw(st.booleans()),
         offload_ratio=draw(st.just(1.0) | st.floats(0, 1)),
+        update_on_device=0.0 if device_is_host else draw(st.sampled_from([0.0, 0.0, 0.4, 1.0])),
         split=itemsize == 2 and draw(st.booleans()),
         moment_itemsize=draw(st.sampled_from([4, 2])),
         can_split=itemsize == 2,

@@ -178,7 +178,7 @@ def test_a_gpus_legs_are_told_and_the_slower_way_is_the_planners(monkeypatch: py
         ("device_both", 2.0 * 2 * link),
         ("device_memory", 100.0 * 2 * scratch),
     ]
-    assert told == Rates(device_link=3.0 * link, device_memory=200.0 * scratch)
+    assert told == Rates(device_link=3.0 * link, device_link_both=4.0 * link, device_memory=200.0 * scratch)
     pinned.clear()
     with pytest.raises(StopIteration):  # whatever goes wrong, the driver lets go of the memory
         device_rates._memory_rates(CPU, 1.0, legs.append)

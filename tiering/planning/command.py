@@ -37,6 +37,7 @@ RATE_NAMES = {
     "nvme-mixed": "read and written at once",
     "host-copy": "copied within host memory",
     "device-link": "one way between host memory and a GPU",
+    "device-link-both": "both ways together, at the same time",
     "device-memory": "of a GPU's own memory",
     "optimizer": "elements stepped by the CPUs of a node: 1.5G",
     "gradients": "elements of gradients taken in by the CPUs",

@@ -147,7 +147,10 @@ def _slower_tiers(load: Workload) -> Iterator[tuple[dict[str, int | str], Worklo
     now = (_SLOWER.index(names[load.offload_param]), _SLOWER.index(names[load.offload_optimizer]))
     steps = product(range(now[0], len(_SLOWER)), range(now[1], len(_SLOWER)))
     for param, optimizer in sorted(steps, key=sum):
-        if (param, optimizer) == now or (param and not optimizer and not load.device_is_host):
+        unreached = (
+            _SLOWER[param] == "nvme" and not load.device_is_host
+        )  # by a GPU that keeps optimizer state
+        if (param, optimizer) == now or (unreached and not optimizer):
             continue
         change: dict[str, int | str] = {}
         stage = max(load.stage, 3 if param else 1)
@@ -163,7 +166,7 @@ def _slower_tiers(load: Workload) -> Iterator[tuple[dict[str, int | str], Worklo
             offload_optimizer=OFFLOAD_TIERS[_SLOWER[optimizer]],
             stage=stage,
         )
-        if param and load.offload_ratio < 1:
+        if unreached and load.offload_ratio < 1:
             change["zero_optimization.offload_optimizer.ratio"] = 1
             other = replace(other, offload_ratio=1.0)
         yield change, other

@@ -231,16 +231,24 @@ def _take_gradients(load: Workload, group: GroupSizes, tier: Tier, backward: _Wo
 
 
 def _update(plan: Plan, steps: _Work) -> None:
-    """Sub-groups are stepped by the CPU, or in the memory of a device that keeps their state."""
+    """Sub-groups are stepped by the CPU, or by a device that keeps their state or is visited by it."""
     load = plan.workload
     for tile in plan.sub_groups:
-        if tile.tier is Tier.DEVICE and not load.device_is_host:
-            steps.device_bytes += tile.numel * 2 * (load.state_itemsize + load.compute_itemsize)
+        there, back = plan.visited(tile) if tile.visits else (0, 0)
+        steps.to_device += there
+        steps.from_device += back
+        if tile.visits or (tile.tier is Tier.DEVICE and not load.device_is_host):
+            steps.device_bytes += updated_on_device(load, tile.numel)
             continue
         steps.stepped += tile.numel
         if plan.param_tiers[tile.group] is Tier.DEVICE and not load.device_is_host:
             steps.to_device += tile.numel * load.compute_itemsize
             steps.from_device += tile.numel * load.compute_itemsize if load.steps_need_params else 0
+
+
+def updated_on_device(load: Workload, numel: int) -> int:
+    """Bytes of device memory that stepping ``numel`` elements there reads and writes."""
+    return numel * 2 * (load.state_itemsize + load.compute_itemsize)
 
 
 def _swap_state(plan: Plan, forward: _Work, backward: _Work, steps: _Work) -> None:
@@ -278,7 +286,8 @@ def _phase(name: str, work: _Work, flops: float, rates: Rates, device_is_host: b
         busy[Part.COMPUTE] = max(busy[Part.COMPUTE], work.device_bytes / rates.device_memory)
     busy[Part.HOST_MEMORY] = needed(work.copied, "host_copy") + needed(work.gradients, "gradients")
     busy[Part.OPTIMIZER] = needed(work.stepped, "optimizer")
-    busy[Part.DEVICE_LINK] = needed(max(work.to_device, work.from_device), "device_link")
+    needed(max(work.to_device, work.from_device), "device_link")
+    busy[Part.DEVICE_LINK] = link_seconds(work.to_device, work.from_device, rates)
     busy[Part.NETWORK] = needed(work.sent, "network")
     busy[Part.NVME_READS] = needed(work.nvme_read, "nvme_read")
     busy[Part.NVME_WRITES] = needed(work.nvme_written, "nvme_write")
@@ -291,6 +300,18 @@ def _phase(name: str, work: _Work, flops: float, rates: Rates, device_is_host: b
     nvme = max(disk, busy[Part.CHECKSUMS])  # blocks are summed while others are on their way
     bound = slowest if nvme > besides else other
     return Phase(name, max(besides, nvme), bound, max(0.0, nvme - besides), busy)
+
+
+def link_seconds(there: float, back: float, rates: Rates) -> float:
+    """Of so many bytes to the device and from it: both at once as long as there are both, then what is left alone.
+
+    Neither way slows the other if nobody knows how fast both are together.
+    """
+    if rates.device_link is None:
+        return 0.0
+    both = min(there, back)
+    together = 2 * both / rates.device_link_both if rates.device_link_both is not None else 0.0
+    return max(together, both / rates.device_link) + (max(there, back) - both) / rates.device_link
 
 
 def disk_seconds(read: float, written: float, rates: Rates) -> float:

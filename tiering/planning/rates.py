@@ -28,6 +28,7 @@ class Rates:
     nvme_mixed: float | None = None  # reads and writes together, at the same time and as many of each
     host_copy: float | None = None  # copied from one place of host memory to another
     device_link: float | None = None  # one way, host memory to the device or back
+    device_link_both: float | None = None  # both ways at the same time, as much each way, together
     device_memory: float | None = None  # read from, or written to, the device's own memory
     optimizer: float | None = None  # elements that the CPU steps, in the state format of the plan
     gradients: float | None = None  # elements of gradients that the CPU adds to what is there, and squares

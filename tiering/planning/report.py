@@ -19,6 +19,7 @@ from tiering.planning.fit import Remedy, remedies
 from tiering.planning.forecast import HIDDEN, SECONDS_PER_DAY, Forecast, Part, forecast
 from tiering.planning.rates import Rates
 from tiering.planning.setting import RatesOf, Setting
+from tiering.planning.update_share import best_share
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -201,6 +202,9 @@ def report(
         return PlanReport(model, params, load, budgets, setting, None, str(refusal), tuple(offers))
     told, unforeseen = None, ""
     known = rates if isinstance(rates, Rates) else rates(load)
+    if config.tiering.update_on_device == "auto":
+        load = replace(load, update_on_device=best_share(load, budgets, known.of_rank(setting.local_size)))
+        plan = make_plan(load, budgets) if load.update_on_device else plan
     try:
         told = forecast(
             plan,
@@ -242,6 +246,7 @@ def _plan_dict(plan: Plan) -> dict[str, Any]:
         "nvme_written": written,
         "nvme_moved_by_state": dict(plan.moved_by_format),
         "sent": plan.sent_bytes(),
+        "updated": plan.updated(),
     }
 
 

@@ -83,7 +83,7 @@ def test_the_names_in_json_are_those_of_its_schema(plan: Plan) -> None:
     assert told["schema"] == 1
     assert {name: sorted(told[name]) for name in ("budgets", "plan", "forecast")} == {
         "budgets": ["device", "host", "nvme"],
-        "plan": ["nvme_moved_by_state", "nvme_read", "nvme_written", "sent", "tiers"],
+        "plan": ["nvme_moved_by_state", "nvme_read", "nvme_written", "sent", "tiers", "updated"],
         "forecast": [
             "bound",
             "drive_life",

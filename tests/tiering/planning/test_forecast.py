@@ -15,7 +15,8 @@ from tiering.plan import Budgets, GroupSizes, Plan, Tier, Workload
 from tiering.planning.forecast import HIDDEN, Forecast, Part, forecast
 from tiering.planning.rates import Rates
 
-EACH_ONE = Rates(**dict.fromkeys((field.name for field in fields(Rates)), 1.0))  # seconds are then amounts
+# Seconds are then amounts; both ways of a link do not slow each other.
+EACH_ONE = Rates(**dict.fromkeys((field.name for field in fields(Rates)), 1.0) | {"device_link_both": 2.0})
 TRAINED = 3 * NUMEL  # elements of example()
 
 
@@ -164,6 +165,24 @@ def test_halves_of_masters_come_from_the_gpu_and_go_back() -> None:
     load = on_gpu(offload_param=DEVICE, offload_optimizer=HOST, split=True)
     told = forecast(plan_of(load), EACH_ONE, tokens=1)
     assert busy(told, Part.DEVICE_LINK) == (0, 2 * TRAINED, 2 * TRAINED)  # both ways at the same time
+
+
+@pytest.mark.parametrize(
+    ("offload_param", "there", "back"), [(HOST, 12 + 2, 12 + 2), (DEVICE, 12 + 2, 12)], ids=["host", "device"]
+)
+def test_state_that_visits_a_gpu_crosses_the_link_both_ways(
+    offload_param: Tier, there: int, back: int
+) -> None:
+    """With its gradients; parameters that live in host memory come back, too. The CPU steps the rest meanwhile."""
+    load = on_gpu(offload_param=offload_param, offload_optimizer=HOST, update_on_device=1 / 3)
+    told = forecast(plan_of(load), replace(EACH_ONE, device_link_both=1.5), tokens=1)
+    visits, rest = TRAINED / 3, 2 * TRAINED / 3
+    both = min(there, back) * visits
+    # Parameters on the device that the CPU steps go there alone.
+    alone = (there - min(there, back)) * visits + (2 * rest if offload_param is DEVICE else 0)
+    assert told.step.busy[Part.DEVICE_LINK] == pytest.approx(2 * both / 1.5 + alone)
+    assert told.step.busy[Part.OPTIMIZER] == rest
+    assert told.step.busy[Part.COMPUTE] == visits * (2 * 12 + 2 * 2)
 
 
 def test_what_cannot_be_read_to_its_place_is_copied_there() -> None:

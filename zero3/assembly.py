@@ -100,12 +100,13 @@ def assemble(
     if device.type == "cuda" and world.local_size > 1:  # a launcher may show each rank its own GPU alone
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
         device = torch.device("cuda", torch.cuda.current_device())
-    stalls = StallClock(Timeline())
+    streams, stalls = streams_of(device), StallClock(Timeline())
+    given = model, config, model_parameters, optimizer, weights, device, streams, stalls
     if world.size == 1:
-        return _assemble(model, config, model_parameters, optimizer, weights, device, stalls, None)
+        return _assemble(*given, None)
     collectives = Collectives(world, device, config.tiering.distributed, stalls)
     try:
-        return _assemble(model, config, model_parameters, optimizer, weights, device, stalls, collectives)
+        return _assemble(*given, collectives)
     except BaseException as error:
         collectives.peers.fail(error)
         collectives.close()
@@ -119,6 +120,7 @@ def _assemble(
     optimizer: ClientOptimizerChoice | None,
     weights: Weights | None,
     device: torch.device,
+    streams: Streams | None,
     stalls: StallClock,
     collectives: Collectives | None,
 ) -> Assembly:
@@ -136,7 +138,6 @@ def _assemble(
         _bus_id(device) if world.local_size > 1 else None,
         gather=None if collectives is None else collectives.of_node,
     )
-    streams = streams_of(device)
     sized = size_up(model, config, chosen, on_gpu=streams is not None, world_size=world.size)
     members, layouts, load = sized.members, sized.layouts, sized.workload
     compute, grad_dtype, reduce_dtype = sized.compute, sized.grad_dtype, sized.reduce_dtype

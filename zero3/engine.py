@@ -186,6 +186,8 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
         with self._phase("backward"):
             try:
+                # First: behind the backward nothing may fail, or gradients were kept that the caller counts as gone.
+                told = loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
                 scaled.backward(retain_graph=retain_graph)
             except BaseException:
                 self._ready.give_up_backward()
@@ -193,7 +195,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
             finally:
                 self._ready.scaled = waiting
         self._ready.pending_backward = True  # also if the loss has reached no parameter
-        return loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
+        return told
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -419,6 +421,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
             try:
                 yield
             except BaseException as error:
+                self._ready.explain(error, phase)
                 if self._trace is not None and self._trace.under_way:
                     self._end_trace(type(error).__name__)
                 if self._collectives is not None:
@@ -433,8 +436,10 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         self._prefetcher.forget()
         try:
-            loss = None if self._loss is None else float(self._loss)
-            self._loss = None  # a next step by loss.backward() alone has none that the engine knows
+            loss, self._loss = (
+                self._loss,
+                None,
+            )  # a next step by loss.backward() alone has none that the engine knows
             self._step_applied = self._updates.run(
                 loss, self.train_batch_size(), stop=self._preemption.asked, saving=self._checkpoints.progress
             )

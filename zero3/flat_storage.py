@@ -220,7 +220,9 @@ class CopiedStorage(FlatStorage):
         if self._tiers.copies is None:
             target.copy_(source[: self._nbytes])
         else:
-            self._arrived = self._tiers.copies.to_device(target, source[: self._nbytes], after=after)
+            self._arrived = self._tiers.copies.to_device(
+                target, source[: self._nbytes], after=after, kind="parameters"
+            )
         if self._lease is not None:
             if self._arrived is None:
                 self._lease.release()

@@ -250,7 +250,7 @@ class DeviceGatheredStorage(ShardedStorage):
             if copies is None:
                 target.copy_(source)
             else:
-                self._copied = copies.to_device(target, source, after=after)
+                self._copied = copies.to_device(target, source, after=after, kind="parameters")
             base += len(mine)
         if self._lease is not None:
             if self._copied is None:

@@ -32,6 +32,7 @@ from optim_cpu import kernels
 from optim_cpu.kernels import DType
 from tiering.arena import Lease
 from tiering.errors import ConfigError, EngineStateError
+from tiering.telemetry import COPIES_OF
 from zero3 import device_kernels, resharded
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece, segments
@@ -85,8 +86,10 @@ class _Arriving:
     event: Event
     lease: Lease | None
     group: ParamGroup
-    piece: Piece
+    piece: Piece  # or a part of one
     dtype: torch.dtype
+    overwrite: bool
+    whole: bool
 
 
 class GradientStore:
@@ -111,7 +114,7 @@ class GradientStore:
         self._measured = {group: _pieces_within(group, (measured or {}).get(group)) for group in groups}
         self._windows: dict[ParamGroup, Lease] = {}
         self._written: set[ParamGroup] = set()  # whose extents hold gradients of this accumulation
-        self._held: set[int] = set()  # pieces whose gradients are at home, by index
+        self._held: set[int] = set()  # pieces whose gradients are at home, or on their way there, by index
         self._received = self._held  # pieces that got a gradient; with several ranks, on any of them
         self._squares: dict[int, float] = {}
         self._arriving: deque[_Arriving] = deque()
@@ -127,9 +130,7 @@ class GradientStore:
 
     def received(self, piece: Piece) -> bool:
         """Whether the parameter got a gradient since the last ``reset``."""
-        return piece.index in self._received or any(
-            arriving.piece.index == piece.index for arriving in self._arriving
-        )
+        return piece.index in self._received
 
     def accumulate(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
         """Take ``param.grad`` and add it to what is there."""
@@ -142,16 +143,19 @@ class GradientStore:
                 " engine did not foresee; set tiering.step_in_backward to false"
             )
         home = self.homes[group.index]
+        overwrite = piece.index not in self._held
+        self._held.add(piece.index)
+        self._squares.pop(piece.index, None)
         if self._tiers.device_is_host:
-            self._add_on_host(group, piece, grad)
+            self._add_on_host(group, piece, grad, overwrite=overwrite)
+            if self.last_micro_batch:
+                self._square(group, piece)
         elif home.on_device:
             assert home.tensor is not None
             target = home.tensor.view(self.dtype)[piece.start : piece.end]
-            device_kernels.accumulate(target, grad.view(-1), overwrite=piece.index not in self._held)
-            self._held.add(piece.index)
-            self._squares.pop(piece.index, None)
+            device_kernels.accumulate(target, grad.view(-1), overwrite=overwrite)
         else:
-            self._send_to_host(group, piece, grad)
+            self._send_to_host(group, piece, grad, overwrite=overwrite)
 
     def replaced(self, group: ParamGroup, piece: Piece) -> None:
         """The gradient of ``piece`` was written at home."""
@@ -167,22 +171,34 @@ class GradientStore:
         pieces = [piece for piece in group.shard.pieces if piece.trainable]
         overwrite = not any(piece.index in self._held for piece in pieces)
         on_device = not self._tiers.device_is_host
+        for piece in pieces:
+            self._held.add(piece.index)
+            self._squares.pop(piece.index, None)
         if on_device and not home.on_device:
-            total = torch.empty_like(parts[0], dtype=torch.float32)
-            add_up(parts, factor, total, overwrite=True, on_device=True)
-            if overwrite:  # rounded once in any case, and half as much to send
-                total = total.to(self.dtype)
             for piece in pieces:
-                self._send_to_host(group, piece, total[piece.start : piece.end])
+                self._send_reduced(group, piece, parts, factor, overwrite=overwrite)
             return
         flat = home.tensor if home.tensor is not None else self._window(group)
         target = flat.view(self.dtype)[: parts[0].numel()]
         add_up(parts, factor, target, overwrite=overwrite, on_device=on_device)
-        for piece in pieces:
-            self._held.add(piece.index)
-            self._squares.pop(piece.index, None)
-            if self.last_micro_batch and not on_device:  # which would wait for all that is queued there
+        if self.last_micro_batch and not on_device:  # which would wait for all that is queued there
+            for piece in pieces:
                 self._square(group, piece)
+
+    def _send_reduced(
+        self, group: ParamGroup, piece: Piece, parts: list[Tensor], factor: float, *, overwrite: bool
+    ) -> None:
+        """Sum up on the device, a bounded part at a time, and start the copies to pinned memory.
+
+        What is added there goes in fp32; what is not is rounded here, which is half as much to send.
+        """
+        for start in range(piece.start, piece.end, device_kernels.ELEMENTS_AT_ONCE):
+            end = min(piece.end, start + device_kernels.ELEMENTS_AT_ONCE)
+            here = [part[start:end] for part in parts]
+            total = torch.empty_like(here[0], dtype=self.dtype if overwrite else torch.float32)
+            add_up(here, factor, total, overwrite=True, on_device=True)
+            part = piece if end - start == piece.numel else replace(piece, start=start, numel=end - start)
+            self._send_to_host(group, part, total, overwrite=overwrite, whole=part is piece)
 
     def forget_squares(self, group: ParamGroup) -> None:
         """The group's gradients have changed where they are."""
@@ -213,7 +229,9 @@ class GradientStore:
 
     def settle(self) -> None:
         """Wait for all gradients that are on their way: they are at home then."""
-        with self._tiers.stalls.waiting_for("gradients"):
+        if not self._arriving:
+            return
+        with self._tiers.stalls.waiting_for(COPIES_OF + "gradients"):
             while self._arriving:
                 self._receive_next()
 
@@ -227,9 +245,10 @@ class GradientStore:
 
         Takes the squares that the norm needs, while the gradients are at hand.
         """
-        with self._tiers.stalls.waiting_for("gradients"):
-            while self._on_its_way(group):
-                self._receive_next()
+        if self._on_its_way(group):
+            with self._tiers.stalls.waiting_for(COPIES_OF + "gradients"):
+                while self._on_its_way(group):
+                    self._receive_next()
         self._complete.add(group)
         for piece in group.layout.pieces:
             if piece.index in self._received:
@@ -330,21 +349,15 @@ class GradientStore:
                 )
         return self._squares[piece.index]
 
-    def _add_on_host(self, group: ParamGroup, piece: Piece, grad: Tensor) -> None:
-        dtype = KERNEL_DTYPES[self.dtype]
-        address = self._open(group) + piece.start * self.dtype.itemsize
+    def _add_on_host(self, group: ParamGroup, piece: Piece, grad: Tensor, *, overwrite: bool) -> None:
         kernels.accumulate(
-            address,
-            dtype,
+            self._open(group) + piece.start * self.dtype.itemsize,
+            KERNEL_DTYPES[self.dtype],
             grad.data_ptr(),
             KERNEL_DTYPES[grad.dtype],
             piece.numel,
-            overwrite=piece.index not in self._held,
+            overwrite=overwrite,
         )
-        self._held.add(piece.index)
-        self._squares.pop(piece.index, None)
-        if self.last_micro_batch:
-            self._squares[piece.index] = kernels.sum_of_squares(address, dtype, piece.numel)
 
     def _open(self, group: ParamGroup) -> int:
         """The address of the group's gradients in host memory."""
@@ -370,27 +383,27 @@ class GradientStore:
             self._windows[group] = lease
         return as_tensor(lease)
 
-    def _send_to_host(self, group: ParamGroup, piece: Piece, grad: Tensor) -> None:
-        """Start the copy to pinned memory behind compute."""
-        copies, streams, home = self._tiers.copies, self._tiers.streams, self.homes[group.index]
+    def _send_to_host(
+        self, group: ParamGroup, piece: Piece, grad: Tensor, *, overwrite: bool, whole: bool = True
+    ) -> None:
+        """Start the copy to pinned memory behind compute; ``whole`` unless ``piece`` is a part of one."""
+        copies, streams, home = self._tiers.copies, self._tiers.streams, self.homes[group.index].tensor
         assert copies is not None and streams is not None
         raw, lease = grad.view(-1).view(torch.uint8), None
-        if home.tensor is not None and piece.index not in self._held and grad.dtype is self.dtype:
+        if home is not None and overwrite and grad.dtype is self.dtype:
             start = piece.start * self.dtype.itemsize
-            target = home.tensor[start : start + raw.numel()]
-            self._held.add(piece.index)
-            self._squares.pop(piece.index, None)
+            target = home[start : start + raw.numel()]
         else:
             lease = self._room_to_arrive(raw.numel())
             target = as_tensor(lease)[: raw.numel()]
-        arrival = copies.to_host(target, raw, after=[streams.compute.record()])
+        arrival = copies.to_host(target, raw, after=[streams.compute.record()], kind="gradients")
         streams.offload.keep(grad)
-        self._arriving.append(_Arriving(arrival, lease, group, piece, grad.dtype))
+        self._arriving.append(_Arriving(arrival, lease, group, piece, grad.dtype, overwrite, whole))
         self._receive_arrived()
 
     def _room_to_arrive(self, nbytes: int) -> Lease:
         while (lease := self._tiers.offload_window.try_lease(nbytes, "gradients")) is None:
-            with self._tiers.stalls.waiting_for("gradients"):
+            with self._tiers.stalls.waiting_for(COPIES_OF + "gradients"):
                 self._receive_next()
         return lease
 
@@ -409,9 +422,10 @@ class GradientStore:
         group, piece = arriving.group, arriving.piece
         if arriving.lease is not None:
             values = as_tensor(arriving.lease)[: piece.numel * arriving.dtype.itemsize].view(arriving.dtype)
-            self._add_on_host(group, piece, values)
+            self._add_on_host(group, piece, values, overwrite=arriving.overwrite)
             arriving.lease.release()
-        elif self.last_micro_batch:
+        self._squares.pop(piece.index, None)
+        if self.last_micro_batch and arriving.whole:
             self._square(group, piece)
         if group in self._left and not self._on_its_way(group):
             self._left.remove(group)

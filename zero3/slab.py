@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tiering.arena import Arena, Lease
 from zero3.exchange import apart
-from zero3.streams import Event
+from zero3.streams import Event, Streams
 
 
 class DeviceSlab(Arena):
     """An arena over ``nbytes`` of the memory of ``device``."""
 
-    def __init__(self, nbytes: int, device: torch.device, name: str) -> None:
+    def __init__(self, nbytes: int, device: torch.device, streams: Streams, name: str) -> None:
         self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
         super().__init__(memoryview(b""), self._bytes.data_ptr(), name, capacity=nbytes)
         self._uses: list[

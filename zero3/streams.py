@@ -70,6 +70,10 @@ class Streams(ABC):
     """The optimizer's kernels, where they run beside compute."""
     save: Stream
     """From the device, into checkpoints."""
+    gather: Stream
+    """Between ranks: parameters."""
+    reduce: Stream
+    """Between ranks: gradients."""
 
     @property
     @abstractmethod
@@ -130,6 +134,9 @@ class CudaStreams(Streams):
         self._device = device
         made = [CudaStream(torch.cuda.Stream(device)) for _ in range(4)]
         self.fetch, self.offload, self.update, self.save = made
+        # Their few blocks get onto the device beside a matmul's, and do not queue behind them.
+        first = [CudaStream(torch.cuda.Stream(device, priority=-1)) for _ in range(2)]
+        self.gather, self.reduce = first
 
     @property
     def compute(self) -> Stream:

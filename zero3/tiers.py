@@ -125,6 +125,7 @@ class Tiers:
         self.device = device
         self.streams = streams
         self.stalls = stalls or StallClock(Timeline())
+        self.stalls.streams = streams
         self.copies = None if streams is None else Copies(streams, self.stalls)
         self.timeline = self.stalls.timeline
         self._numa_node = numa_node
@@ -175,8 +176,8 @@ class Tiers:
         on_cpu = 0 if on_gpu else plan.total(Tier.DEVICE) - (plan.working_bytes if by_copy else 0)
         self.device_arena = Arena.map(on_cpu, "device", numa_node=self._numa_node)
         self.working: Arena | DeviceSlab | Ledger
-        if on_gpu and can_exchange(self.device):
-            self.working = DeviceSlab(plan.working_bytes, self.device, "working")
+        if self.streams is not None and can_exchange(self.device):
+            self.working = DeviceSlab(plan.working_bytes, self.device, self.streams, "working")
         elif by_copy:
             self.working = Ledger(plan.working_bytes, "unsharded groups")
         else:

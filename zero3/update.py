@@ -15,6 +15,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from tiering import logs
 from tiering.config import TieringConfig
@@ -191,7 +192,7 @@ class Update:
         self._backward = _Backward.NOTHING
         _count_as_edits(self._groups)
 
-    def run(self, loss: float | None, samples: int, *, stop: int, saving: int) -> bool:
+    def run(self, loss: Tensor | None, samples: int, *, stop: int, saving: int) -> bool:
         """Use the gradients that are there, and forget them; False if the update was skipped.
 
         ``loss`` is this rank's; ``samples`` those of all ranks; ``stop`` the number of the signal by which it was asked
@@ -200,7 +201,8 @@ class Update:
         try:
             scale = self.loss_scale.value
             with self._timeline.span("compute", "norm"):
-                sums = self._sum_up("step", loss, stop=stop, saving=saving)
+                number = None if loss is None else float(loss)
+                sums = self._sum_up("step", number, stop=stop, saving=saving)
             self.norm, self.loss = sums.norm / scale, sums.loss
             self.stop, self.saving = sums.stop, sums.saving
             finite = math.isfinite(self.norm)

@@ -16,6 +16,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from tiering.telemetry import COPIES_OF
 from zero3.streams import Event, Stream, Streams
 from zero3.timeline import StallClock
 
@@ -75,7 +76,7 @@ class Copies:
         The CPU does not wait, and the copies behind that one are not waited for.
         """
         if not event.done():
-            self._stalls.hold(event, cause)
+            self._stalls.hold(event, COPIES_OF + cause)
 
     def stats(self) -> dict[str, LinkStats]:
         """Both directions: ``h2d`` to the device, ``d2h`` from it."""

@@ -1,8 +1,7 @@
 """What a user has asked to see of a run: lines in the log every so many steps, and events for the monitors.
 
 Seconds, bytes and stalls are this rank's, which is the first one; the loss is the mean over the ranks, the gradient
-norm that of all. On a GPU a phase is the time that the program spends in it, which may be less than the device spends
-on what it asks for: nothing is synchronised to find out.
+norm that of all. On a GPU phases and stalls are the device's, as far as it has got: nothing waits to find out.
 """
 
 from __future__ import annotations
@@ -39,10 +38,13 @@ class Totals:
     written: dict[str, float]
     writing: dict[str, float]
     sent: int
+    copied: dict[str, float]  # over the link of a GPU, by direction
+    copying: dict[str, float]
 
     @classmethod
     def of(cls, record: RunRecord, tiers: Tiers) -> Self:
         """As of the end of the last step."""
+        links = {} if tiers.copies is None else tiers.copies.stats()
         return cls(
             steps=record.step,
             seconds=record.elapsed,
@@ -53,6 +55,8 @@ class Totals:
             written={file.name: file.write.bytes for file in record.files},
             writing={file.name: file.write.busy_ns / 1e9 for file in record.files},
             sent=record.sent(),
+            copied={direction: link.bytes for direction, link in links.items()},
+            copying={direction: link.busy_seconds for direction, link in links.items()},
         )
 
     def since(self, before: Totals) -> Totals:
@@ -112,6 +116,10 @@ class Progress:
             read, written = sum(took.read.values()), sum(took.written.values())
             yield f"NVMe read {_decimal(read)}B at {_decimal(_bandwidth(took.read, took.reading))}B/s"
             yield f"written {_decimal(written)}B at {_decimal(_bandwidth(took.written, took.writing))}B/s"
+        if took.copied:
+            to, of = (f"{_decimal(each)}B" for each in (took.copied["h2d"], took.copied["d2h"]))
+            yield f"{to} to the device and {of} back at {_decimal(_bandwidth(took.copied, took.copying))}B/s"
+        if took.copied or any(took.read.values()) or any(took.written.values()):
             yield f"stalled {100 * sum(took.stalls.values()) / took.seconds:.1f} %"
 
     def _write(self, so_far: int) -> None:
@@ -170,7 +178,7 @@ def _times(took: Totals) -> str:
         return f"{1e3 * seconds / took.steps:.1f}"
 
     phases = {name: took.phases.get(name, 0.0) for name in ("forward", "backward", "step")}
-    phases["between them"] = took.seconds - sum(phases.values())
+    phases["between them"] = took.phases.get("idle", 0.0)
     parts = ", ".join(f"{name} {shown(seconds)}" for name, seconds in phases.items())
     causes = ", ".join(
         f"{cause} {shown(seconds)}" for cause, seconds in took.stalls.items() if shown(seconds) != "0.0"

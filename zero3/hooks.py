@@ -15,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -127,9 +128,14 @@ def _is_view_of(tensor: Tensor, storages: frozenset[int]) -> bool:
         return False
 
 
-def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward pass that is running now has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+def call_at_end_of_backward(callback: Callable[[], None]) -> Callable[[], object | None]:
+    """Run ``callback`` when the backward pass that is running now has ended.
+
+    What is returned gives None as soon as that pass is over, in whatever way.
+    """
+    at_end = partial(callback)  # autograd's alone: no frame that an exception keeps knows it
+    torch.autograd.Variable._execution_engine.queue_callback(at_end)
+    return weakref.ref(at_end)
 
 
 def next_node() -> int:
@@ -138,10 +144,15 @@ def next_node() -> int:
     return number
 
 
+def graph_task() -> int:
+    """The number of the backward pass that this thread is inside of, -1 if of none. One inside another has its own."""
+    task: int = torch._C._current_graph_task_id()
+    return task
+
+
 def in_backward_pass() -> bool:
     """Whether this thread is inside autograd's backward (a recomputation under checkpointing is)."""
-    task: int = torch._C._current_graph_task_id()
-    return task != -1
+    return graph_task() != -1
 
 
 class OurHook:

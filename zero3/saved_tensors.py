@@ -13,6 +13,7 @@ Note [Backward enters a group from anywhere]
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero3.activations import Activations
+from zero3.hooks import graph_task
 from zero3.param_group import ParamGroup
 
 
@@ -35,18 +37,18 @@ class SavedTensors:
         self._need = need
         self._node: Any = None
         self._handed_out: set[ParamGroup] = set()
-        # Hooks, and the backward they were entered in (-1: none). None: the hooks around were ours already.
-        self._entered: list[tuple[saved_tensors_hooks | None, int]] = []
+        # Hooks, and in which thread and backward they were entered. None: the hooks around were ours already.
+        self._entered: list[tuple[saved_tensors_hooks | None, tuple[int, int]]] = []
 
     def enter(self) -> None:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         around = getattr(outer[0], "__self__", None) if outer is not None else None
         if not self.owners or (isinstance(around, _Hooks) and around.saved is self):
-            self._entered.append((None, -1))
+            self._entered.append((None, _stack()))
             return
         hooks = self.hooks()
         hooks.__enter__()
-        self._entered.append((hooks, torch._C._current_graph_task_id()))
+        self._entered.append((hooks, _stack()))
 
     def hooks(self) -> saved_tensors_hooks:
         """Hooks to enter, in front of those that are there."""
@@ -54,10 +56,10 @@ class SavedTensors:
         return saved_tensors_hooks(ours.pack, ours.unpack)
 
     def leave(self) -> None:
-        hooks, task = self._entered.pop() if self._entered else (None, -1)
-        # Autograd gives each backward a stack of its own, which is gone with it. On one stack, exits of others that an
-        # exception runs before ours take our hooks off in place of theirs: what counts is the number.
-        if hooks is not None and task in (-1, torch._C._current_graph_task_id()):
+        hooks, stack = self._entered.pop() if self._entered else (None, None)
+        # On one stack, exits of others that an exception runs before ours take our hooks off in place of theirs: what
+        # counts is the number.
+        if hooks is not None and stack == _stack():
             hooks.__exit__()
 
     def hand_out(self, group: ParamGroup) -> None:
@@ -94,6 +96,11 @@ class SavedTensors:
         """After an exception that no module's hook has seen."""
         while self._entered:
             self.leave()
+
+
+def _stack() -> tuple[int, int]:
+    """Which stack of hooks is the current one: each thread has one, and each backward, which is gone with it."""
+    return threading.get_ident(), graph_task()
 
 
 class _Saved:

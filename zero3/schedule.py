@@ -21,6 +21,7 @@ An event moves groups in several steps: Ctrl-C waits until they are consistent a
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -32,12 +33,14 @@ from torch import nn
 from tiering.errors import ArenaError, EngineStateError, ResidencyError
 from tiering.interrupts import deferred_interrupts, uninterrupted
 from zero3.activations import Activations
-from zero3.hooks import call_at_end_of_backward, in_backward_pass, next_node
+from zero3.hooks import call_at_end_of_backward, graph_task, in_backward_pass, next_node
 from zero3.param_group import ParamGroup, Residency
 from zero3.partition import Piece
 from zero3.prefetch import Prefetcher
 from zero3.saved_tensors import SavedTensors
 from zero3.timeline import Timeline
+
+LETTING_GO = 1.0  # seconds in which autograd's threads drop a backward that an exception has ended
 
 
 class GradientSink(Protocol):
@@ -97,10 +100,11 @@ class PassSchedule:
         self._forwards: list[_Forward] = []  # that are running, outermost first
         self._live: list[ParamGroup] = []  # held for backward
         self._until_end: set[ParamGroup] = set()  # of these, those that only the end of backward releases
-        # By backward, last, and the autograd nodes that its forward made.
-        self._entered: tuple[ParamGroup, range] | None = None
+        # By backward, last, and the autograd nodes that its forward made, in which graph task.
+        self._entered: tuple[ParamGroup, range, int] | None = None
         self._saved = SavedTensors(groups, self.need)
         self.in_backward = False
+        self._backward: Callable[[], object | None] = _nothing  # gives something while autograd runs that one
         self.steps_in_backward = False  # in this one: what is final is stepped at once
         self._stepped: set[ParamGroup] = set()  # so, in this one
         self._received = False  # a gradient of a parameter, in this backward: torch.autograd.grad gives none
@@ -197,7 +201,7 @@ class PassSchedule:
                     " version while parameters are offloaded; use offload_param: none"
                 )
             self.in_backward, self._received = True, False
-            call_at_end_of_backward(self.end_of_backward)
+            self._backward = call_at_end_of_backward(self.end_of_backward)
             self._on_backward()
             self._gradients.begin(self._uses)
 
@@ -209,7 +213,7 @@ class PassSchedule:
     def pre_backward(self, group: ParamGroup, nodes: range = range(0)) -> None:
         """Backward enters a forward of ``group`` from behind, which made ``nodes``."""
         self.begin_backward()
-        self._entered = group, nodes
+        self._entered = group, nodes, graph_task()
         self._entries[group] += 1
         keep = self._enclosing[group] | self._until_end
         for other in [g for g in self._live if g is not group and g not in keep]:
@@ -285,15 +289,34 @@ class PassSchedule:
         self._closed = True
 
     def _elsewhere(self) -> bool:
-        """Whether the forwards that are running run in another thread. Autograd's threads may recompute some."""
-        if not self._forwards or not self._saved.owners or in_backward_pass():
+        """Whether the forwards that are running run in another thread."""
+        if not self._forwards or not self._saved.owners:
             return False
         if self._thread == threading.get_ident():
             return False
         return any(thread.ident == self._thread for thread in threading.enumerate())
 
+    def _backward_elsewhere(self) -> bool:
+        """Whether autograd is still running, for another thread, the backward that has begun.
+
+        One that an exception has ended is over when autograd's own thread lets go of it, for which it needs a moment.
+        """
+        until = time.monotonic() + LETTING_GO
+        while going_on := self.in_backward and self._backward() is not None:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.001)
+        return going_on
+
     def check_thread(self) -> None:
-        """EngineStateError in a thread that is not that of the forwards that are running."""
+        """EngineStateError in a thread that is not that of the pass that is running; autograd's may recompute."""
+        if in_backward_pass():
+            return
+        if self.in_backward and self._backward_elsewhere():
+            raise EngineStateError(
+                "the engine was called while a backward is running in another thread, which takes parameters and"
+                " gradients for itself. Call both under a lock, or in one thread"
+            )
         if self._elsewhere():
             raise EngineStateError(
                 "the model was called from a second thread while a forward is running: its parameters come and go for"
@@ -310,8 +333,9 @@ class PassSchedule:
         node = torch._C._current_autograd_node()
         if self._entered is None or node is None:
             return False
-        entered, nodes = self._entered
-        return entered is group and node._sequence_nr() in nodes
+        entered, nodes, task = self._entered
+        # Each thread numbers the nodes that it makes: what it recomputes goes backward in a task of its own.
+        return entered is group and task == graph_task() and node._sequence_nr() in nodes
 
     def _use(self, group: ParamGroup) -> None:
         self._calls[group] += 1
@@ -415,6 +439,10 @@ class PassSchedule:
                 f"parameters of group {group.name!r} are read by a recomputation after step_in_backward had updated"
                 " them: it would not be the forward that it repeats. Set tiering.step_in_backward to false"
             )
+
+
+def _nothing() -> None:
+    return None
 
 
 class _Forward:

@@ -53,6 +53,9 @@ class Group:
         self.residency = Residency.RESIDENT if index == RESIDENT else Residency.SHARDED
         self.shown = index == RESIDENT
 
+    def advance(self) -> None:
+        pass
+
     def unshard(self, *, wait: bool = False) -> bool:
         if self.residency is not Residency.SHARDED:
             return True
@@ -285,6 +288,12 @@ class Autograd:
                 self.gradients.reset()
             raise
 
+    def queue(self, callback: Callable[[], None]) -> Callable[[], object]:
+        """What autograd does with a callback for the end of the pass that runs; says whether that still does."""
+        queued = self.callbacks[-1]
+        queued.append(callback)
+        return lambda: next((True for callbacks in self.callbacks if callbacks is queued), None)
+
     def sweep(self, tape: list[Node]) -> None:
         """One backward pass of autograd's, perhaps inside of a node of another."""
         self.callbacks.append([])
@@ -376,9 +385,7 @@ ROOM = len(PARENTS)
 def autograd(room: int = ROOM) -> Iterator[Autograd]:
     model = Autograd(room)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            schedule_module, "call_at_end_of_backward", lambda call: model.callbacks[-1].append(call)
-        )
+        patch.setattr(schedule_module, "call_at_end_of_backward", model.queue)
         patch.setattr(schedule_module, "in_backward_pass", lambda: bool(model.callbacks))
         patch.setattr(torch._C, "_current_autograd_node", lambda: model.node)
         yield model

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from zero3 import schedule as schedule_module
 from zero3.param_group import Residency
@@ -39,6 +41,9 @@ class FakeGroup:
         self.storage_key = id(self)
         self.shown = False
         self.through_window = device.window is not None
+
+    def advance(self) -> None:
+        pass
 
     def unshard(self, *, wait: bool = False) -> bool:
         if self.residency is not Residency.SHARDED:
@@ -85,9 +90,11 @@ class FakeGroup:
 class FakeGradients:
     def __init__(self) -> None:
         self.closed: list[str] = []
+        self.last: list[str] = []  # of these, those that backward should not come back to
 
     def close(self, group: Any, *, last: bool) -> None:
         self.closed.append(group.name)
+        self.last += [group.name] if last else []
 
     received_elsewhere = False
 
@@ -104,7 +111,12 @@ class FakeGradients:
 @pytest.fixture
 def end_callbacks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     callbacks: list[Callable[[], None]] = []
-    monkeypatch.setattr(schedule_module, "call_at_end_of_backward", callbacks.append)
+
+    def queue(callback: Callable[[], None]) -> Callable[[], None]:
+        callbacks.append(callback)
+        return lambda: None  # no thread of autograd runs anything
+
+    monkeypatch.setattr(schedule_module, "call_at_end_of_backward", queue)
     return callbacks
 
 
@@ -246,6 +258,24 @@ def test_recomputation_and_repeated_use_inside_backward(end_callbacks: list[Call
     backward(passes, groups[0])
     end_callbacks.pop()()
     assert device.room == 2
+
+
+def test_a_node_of_another_thread_may_have_the_same_number(
+    end_callbacks: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reentrant checkpointing on a GPU: what autograd's thread recomputes, it numbers anew."""
+    _, groups, passes, gradients = make(2, room=2)
+    forward(passes, groups)
+    task, node = 1, SimpleNamespace(_sequence_nr=lambda: 7)  # of the checkpoint, made by the forward's thread
+    monkeypatch.setattr(schedule_module, "in_backward_pass", lambda: True)
+    monkeypatch.setattr(schedule_module, "graph_task", lambda: task)
+    monkeypatch.setattr(torch._C, "_current_autograd_node", lambda: node)
+    call(passes, groups[1])
+    task = 2
+    passes.pre_backward(groups[1], range(5, 9))
+    task = 1
+    call(passes, groups[0])
+    assert gradients.last == ["g1"], "a block that is through was taken for one that recomputes others"
 
 
 def test_an_abandoned_pass_frees_everything(end_callbacks: list[Callable[[], None]]) -> None:

@@ -1,8 +1,14 @@
-"""A small model on a GPU, and one way to train it anywhere. What runs here runs with deterministic algorithms."""
+"""A small model on a GPU, and one way to train it anywhere. What runs here runs with deterministic algorithms.
+
+Without a GPU, TIERING_GPU_TESTS=fake runs on the fake device (tests/zero3/fake_device.py) what needs no more than the
+engine's own use of streams: so that no test is found broken only where there is a GPU.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +24,8 @@ from tiering.plan import Plan
 from tiering.telemetry import Snapshot
 from zero3.engine import Engine
 
+FAKE = os.environ.get("TIERING_GPU_TESTS") == "fake"
+DEVICE = torch.device("cpu", 0) if FAKE else torch.device("cuda")
 VOCABULARY, SEQUENCE, WIDTH, LAYERS = 512, 32, 128, 4
 LR, DECAY = 1e-3, 0.1
 
@@ -64,11 +72,23 @@ class Trained:
     snapshot: Snapshot
     plan: Plan
 
+    def differing(self, other: Trained) -> list[str]:
+        """The names of weights and masters that are not the same on both sides, to the bit."""
+        found = []
+        for kind, mine, theirs in (
+            ("weight", self.weights, other.weights),
+            ("master", self.masters, other.masters),
+        ):
+            assert mine.keys() == theirs.keys()
+            found += [f"{kind} {key}" for key in mine if not _bytes(mine[key]).equal(_bytes(theirs[key]))]
+        return found
+
 
 def batches(count: int, seed: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator("cpu").manual_seed(seed)
     for _ in range(count):
-        tokens = torch.randint(VOCABULARY, (4, SEQUENCE + 1), generator=generator, device="cpu").cuda()
+        tokens = torch.randint(VOCABULARY, (4, SEQUENCE + 1), generator=generator, device="cpu")
+        tokens = tokens.to(DEVICE)
         yield tokens[:, :-1], tokens[:, 1:]
 
 
@@ -82,6 +102,7 @@ def config(
     threshold: int = 1000,
     sub_group_size: int = 10**9,
     prefetch: int = 10**6,
+    clip: float = 1.0,
     **tiers: Any,
 ) -> dict[str, Any]:
     """A configuration as a user writes it; keyword arguments left over go to the ``tiering`` block."""
@@ -92,7 +113,7 @@ def config(
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": clip,
         "bf16": {"enabled": precision == "bf16"},
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
         "zero_optimization": {
@@ -110,15 +131,27 @@ def config(
 
 @pytest.fixture(autouse=True)
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if not torch.cuda.is_available():
+    if not FAKE and not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setenv("TIERING_DEVICE", "cuda")
+    monkeypatch.setenv("TIERING_DEVICE", DEVICE.type)
     # A lease that nobody gives back shows as an ArenaError, not as a test that hangs.
     monkeypatch.setattr(arena, "STARVED_AFTER_SECONDS", 10.0)
     torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with ExitStack() as stack:
+        stack.callback(torch.use_deterministic_algorithms, False)
+        if FAKE:
+            from tests.zero3.fake_device import FakeDevice
+
+            stack.enter_context(FakeDevice()).run_engines(monkeypatch)
+        yield
+
+
+@pytest.fixture
+def cuda() -> None:
+    """For tests that ask CUDA itself."""
+    if FAKE:
+        pytest.skip("asks CUDA itself")
 
 
 @pytest.fixture
@@ -184,10 +217,7 @@ def same() -> Callable[[Trained, Trained, str], None]:
     def check(run: Trained, reference: Trained, name: str) -> None:
         assert run.losses == reference.losses, name
         assert run.norms == reference.norms, name
-        for mine, theirs in ((run.weights, reference.weights), (run.masters, reference.masters)):
-            assert mine.keys() == theirs.keys(), name
-            differing = [key for key in mine if not _bytes(mine[key]).equal(_bytes(theirs[key]))]
-            assert differing == [], name
+        assert run.differing(reference) == [], name
 
     return check
 

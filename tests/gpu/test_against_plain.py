@@ -11,6 +11,8 @@ from torch import nn
 
 from optim_cpu.formats import split
 
+from .conftest import DEVICE
+
 pytestmark = pytest.mark.gpu
 
 STEPS, LR, DECAY = 5, 1e-3, 0.1
@@ -30,7 +32,7 @@ def test_fp32_differs_by_rounding(
     accumulation: int,
 ) -> None:
     torch.manual_seed(3)
-    model = small_model().cuda()
+    model = small_model().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
     losses = []
     for number, (tokens, targets) in enumerate(micro_batches(STEPS * accumulation), start=1):
@@ -59,7 +61,7 @@ def test_bf16_keeps_fp32_masters_as_a_plain_loop_would(
     placement: dict[str, Any],
 ) -> None:
     torch.manual_seed(3)
-    model = small_model().cuda()
+    model = small_model().to(DEVICE)
     masters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     model.bfloat16()
     optimizer = torch.optim.AdamW(masters.values(), lr=LR, weight_decay=DECAY)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from .conftest import DEVICE
+
 pytestmark = pytest.mark.gpu
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -52,7 +54,7 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_ended(
     trained(first, batches[:SAVED_AFTER])
     torch.cuda.manual_seed(7)
     saving = first.save_checkpoint(tmp_path / "saves", background=background)
-    after = torch.rand(4, device="cuda")
+    after = torch.rand(4, device=DEVICE)
     straight = trained(first, batches[SAVED_AFTER:])
     saving.wait()
     expected = state_of(first)
@@ -63,7 +65,7 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_ended(
     second = start(**PLACEMENTS[placement])
     path, _ = second.load_checkpoint(tmp_path / "saves")
     assert path is not None
-    assert torch.equal(torch.rand(4, device="cuda"), after), "the GPU draws other numbers"
+    assert torch.equal(torch.rand(4, device=DEVICE), after), "the GPU draws other numbers"
     assert trained(second, batches[SAVED_AFTER:]) == straight
     found = state_of(second)
     assert found.keys() == expected.keys()

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import tiering
 from tiering.errors import ConfigError, EngineStateError, ResidencyError
 
+from .conftest import DEVICE
+
 pytestmark = pytest.mark.gpu
 
 ON_DEVICE: dict[str, Any] = {}
@@ -56,7 +58,7 @@ def mixture() -> Mixture:
 
 
 def inputs(seed: int) -> Tensor:
-    return torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
 
 
 def train_mixture(engine: Any, experts: list[int]) -> list[float]:
@@ -136,7 +138,7 @@ def test_gradients_that_are_not_finite_skip_the_step(
     engine = start(mixture(), **placement)
     train_mixture(engine, [0])
     before = engine.master_state_dict()
-    engine.backward(engine(torch.full((4, 64), float("inf"), dtype=torch.bfloat16, device="cuda"), 0))
+    engine.backward(engine(torch.full((4, 64), float("inf"), dtype=torch.bfloat16, device=DEVICE), 0))
     engine.step()
     assert engine.skipped_steps == 1
     assert "gradient of 'first.weight' is not finite" in caplog.text
@@ -237,7 +239,7 @@ def test_pinning_data_workers_neither_disturb_nor_hang(
         samples, batch_size=4, num_workers=2, pin_memory=True, multiprocessing_context="fork"
     )
     for tokens, targets in workers:
-        engine.backward(engine(tokens.cuda(non_blocking=True), targets.cuda(non_blocking=True)))
+        engine.backward(engine(tokens.to(DEVICE, non_blocking=True), targets.to(DEVICE, non_blocking=True)))
         engine.step()
     assert equal(engine.master_state_dict(), reference.masters)
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import zero3
 from tiering.plan import Tier
 from tiering.swap_space import SwapSpace
-from zero3.flat_storage import CopiedStorage
-from zero3.tiers import as_tensor
+from zero3.copies import Copies
+
+from .conftest import DEVICE
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +41,7 @@ class Stack(nn.Module):
 
 
 def inputs() -> Tensor:
-    return torch.randn(2, LAYER, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
+    return torch.randn(2, LAYER, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
 
 
 def one_step(engine: Any) -> None:
@@ -54,6 +56,87 @@ def allocated() -> int:
     return torch.cuda.memory_allocated()
 
 
+class Owned:
+    """What the engine, and not the model nor autograd, has allocated of the device: the most at one time, in bytes.
+
+    torch tells of each allocation by which lines of Python it was asked for. The engine's are those whose innermost
+    line outside of torch is the engine's: hooks run inside of the model's calls, and autograd's own threads run no
+    Python but hooks.
+    """
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def __enter__(self) -> Self:
+        torch.cuda.synchronize()
+        torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=10**6)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.synchronize()
+        (trace,) = [each for each in torch.cuda.memory._snapshot()["device_traces"] if each]
+        torch.cuda.memory._record_memory_history(None)
+        now, held = 0, dict[int, int]()
+        for entry in trace:
+            if entry["action"] == "alloc" and self._is_ours(entry["frames"]):
+                held[entry["addr"]] = entry["size"]
+                now += entry["size"]
+                self.most = max(self.most, now)
+            elif entry["action"] == "free_completed":  # what a side stream uses still is owned still
+                now -= held.pop(entry["addr"], 0)
+
+    def _is_ours(self, frames: list[dict[str, Any]]) -> bool:
+        inside = (str(Path(torch.__file__).parent), "<")
+        outside = [frame["filename"] for frame in frames if not frame["filename"].startswith(inside)]
+        return bool(outside) and outside[0].startswith(str(Path(zero3.__file__).parent))
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    "placement",
+    [{}, HOST, STREAMED, {"offload_optimizer": "cpu"}, {**STREAMED, "accumulation": 2}],
+    ids=["device", "host", "nvme", "optimizer on host", "nvme, accumulated"],
+)
+def test_what_the_engine_allocates_stays_within_its_budget(
+    start: Callable[..., Any], placement: dict[str, Any]
+) -> None:
+    """Strictly: whatever the model and autograd allocate beside it, and from the first byte on."""
+    budget = {"device_budget": "256MiB" if "offload_param" not in placement else "6MiB"}
+    start(Stack(), threshold=0, host_budget="256MiB", **budget, **placement).close()  # what is made once
+    with Owned() as owned:
+        engine = start(Stack(), threshold=0, host_budget="256MiB", **budget, **placement)
+        for _ in range(4):
+            one_step(engine)
+        engine.close()
+    planned = engine.plan.total(Tier.DEVICE)
+    assert planned <= engine.plan.budgets.device
+    # Beside the planned there are only numbers, in 512 bytes each, and the norm's sums of 4096 elements each.
+    assert 0.9 * planned <= owned.most <= planned + LAYER_BYTES // 4
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("placement", [{}, HOST, STREAMED], ids=["device", "host", "nvme"])
+def test_fifty_steps_of_changing_shapes_do_not_cut_memory_up(
+    start: Callable[..., Any], small_model: type[nn.Module], placement: dict[str, Any]
+) -> None:
+    """Batches change, groups come and go: what torch has reserved does not grow when the same shapes come again."""
+    torch.manual_seed(3)
+    engine = start(small_model(), threshold=0, **placement)
+    torch.cuda.empty_cache()
+    reserved = []
+    for step in range(50):
+        rows, length = 1 + 7 * (step % 25) % 13, 8 + 5 * (step % 25) % 24
+        tokens = torch.randint(512, (rows, length + 1), device=DEVICE)
+        engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+        engine.step()
+        reserved.append(torch.cuda.memory_reserved())
+    segment = (
+        2 * MIB
+    )  # what torch takes at a time for what is small: which of it a side stream holds is chance
+    assert max(reserved[25:]) <= max(reserved[:25]) + segment
+
+
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("placement", [HOST, STREAMED], ids=["host", "nvme"])
 def test_what_torch_allocates_is_what_was_planned(
     start: Callable[..., Any], placement: dict[str, Any]
@@ -88,6 +171,7 @@ def test_what_torch_allocates_is_what_was_planned(
     assert peak < 8 * LAYER_BYTES, "the whole model would fit: this shows nothing"
 
 
+@pytest.mark.usefixtures("cuda")
 def test_device_memory_at_rest_is_the_planned(start: Callable[..., Any]) -> None:
     before = allocated()
     engine = start(Stack(), device_budget="256MiB")
@@ -98,6 +182,7 @@ def test_device_memory_at_rest_is_the_planned(start: Callable[..., Any]) -> None
     engine.close()
 
 
+@pytest.mark.usefixtures("cuda")
 def test_nothing_stays_on_the_device(build: Callable[..., Any], nvme: Path) -> None:
     def once() -> None:
         engine = build(Stack(2), threshold=0, **STREAMED)
@@ -112,6 +197,7 @@ def test_nothing_stays_on_the_device(build: Callable[..., Any], nvme: Path) -> N
     assert list(nvme.iterdir()) == []
 
 
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("placement", [HOST, STREAMED], ids=["host", "nvme"])
 def test_the_whole_arena_is_pinned_until_close(start: Callable[..., Any], placement: dict[str, Any]) -> None:
     engine = start(Stack(2), threshold=0, **placement)
@@ -126,6 +212,7 @@ def test_the_whole_arena_is_pinned_until_close(start: Callable[..., Any], placem
     assert not whole[host.capacity - (1 << 12) :].is_pinned()
 
 
+@pytest.mark.usefixtures("cuda")
 def test_the_kernel_and_cuda_hold_the_same_pages(start: Callable[..., Any]) -> None:
     engine = start(Stack(2), threshold=0, io={"engine": "io_uring"}, **STREAMED)
     info = engine._tiers.aio.info
@@ -138,6 +225,7 @@ def test_the_kernel_and_cuda_hold_the_same_pages(start: Callable[..., Any]) -> N
     assert all(not torch.equal(after[name], before[name]) for name in before)
 
 
+@pytest.mark.usefixtures("cuda")
 def test_an_engine_that_nobody_closes_unpins_its_arena(
     build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,31 +256,32 @@ def test_an_engine_that_nobody_closes_unpins_its_arena(
         given_back.clear()
 
 
+@pytest.mark.usefixtures("cuda")
 def test_reads_land_in_the_pinned_arena_and_are_copied_from_there(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(Stack(4), threshold=0, accumulation=2, host_budget="30MiB", **STREAMED)
     host = engine._tiers.host
     landed: list[tuple[int, int]] = []
-    swap_in, copy_in = SwapSpace.swap_in, CopiedStorage._copy_in
+    swap_in, to_device = SwapSpace.swap_in, Copies.to_device
     copied = 0
 
     def seen(slab: SwapSpace, extent: Any, lease: Any, **options: Any) -> Any:
         landed.append((lease.address, lease.nbytes))
         return swap_in(slab, extent, lease, **options)
 
-    def from_pinned(storage: CopiedStorage) -> None:
+    def from_pinned(copies: Copies, target: Tensor, source: Tensor, **options: Any) -> Any:
         nonlocal copied
         copied += 1
-        assert storage._lease is not None
-        source = as_tensor(storage._lease)
         assert source.is_pinned()
-        copy_in(storage)
-        torch.cuda.synchronize()
-        assert torch.equal(storage.flat.view(torch.uint8).cpu(), source)
+        assert host.address <= source.data_ptr() < host.address + host.capacity
+        arrived = to_device(copies, target, source, **options)
+        arrived.wait()
+        assert torch.equal(target.cpu(), source)
+        return arrived
 
     monkeypatch.setattr(SwapSpace, "swap_in", seen)
-    monkeypatch.setattr(CopiedStorage, "_copy_in", from_pinned)
+    monkeypatch.setattr(Copies, "to_device", from_pinned)
     for _ in range(4):
         one_step(engine)
     assert engine.global_steps == 2
@@ -203,22 +292,25 @@ def test_reads_land_in_the_pinned_arena_and_are_copied_from_there(
         assert address + nbytes <= host.address + host.capacity
 
 
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("accumulation", [1, 2])
 def test_gradients_leave_through_the_pinned_arena(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, accumulation: int
 ) -> None:
-    from zero3 import grads
+    engine = start(Stack(4), threshold=0, host_budget="256MiB", accumulation=accumulation, **HOST)
+    host, to_host = engine._tiers.host, Copies.to_host
+    arrived: list[int] = []
 
-    engine = start(Stack(4), threshold=0, host_budget="256MiB", **HOST)
-    arrived: list[bool] = []
-    add = grads.GradientStore._add_on_host
+    def checked(copies: Copies, target: Tensor, source: Tensor, **options: Any) -> Any:
+        assert target.is_pinned()
+        assert host.address <= target.data_ptr() < host.address + host.capacity
+        assert source.is_cuda
+        arrived.append(source.nbytes)
+        return to_host(copies, target, source, **options)
 
-    def checked(store: Any, group: Any, piece: Any, grad: Tensor) -> None:
-        arrived.append(grad.is_pinned())
-        add(store, group, piece, grad)
-
-    monkeypatch.setattr(grads.GradientStore, "_add_on_host", checked)
+    monkeypatch.setattr(Copies, "to_host", checked)
     one_step(engine)
-    assert arrived == [True] * 4
+    assert arrived == [LAYER_BYTES] * 4, "a gradient leaves once, in the dtype it was computed in"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -1,0 +1,167 @@
+"""The device has no memory left, at any operation: what the engine says, and that it is what it says."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tiering.errors import EngineStateError
+
+STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
+PLACEMENTS = {
+    "device": {"accumulation": 1},
+    "nvme": {**STREAMED, "accumulation": 2},
+    "nvme, room for few groups": {**STREAMED, "accumulation": 1, "threshold": 0, "device_budget": "256KiB"},
+}
+
+
+class Exhausted(TorchDispatchMode):
+    """The operation with the number ``at`` finds no memory; in hooks and in backward too."""
+
+    def __init__(self, at: int = 0) -> None:
+        super().__init__()
+        self.at = at
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if self.count == self.at:
+            raise torch.OutOfMemoryError(f"CUDA out of memory in {func}.")
+        return func(*args, **(kwargs or {}))
+
+
+def forward_and_backward(engine: Any, batch: tuple[Tensor, Tensor]) -> None:
+    engine.backward(engine(*batch))
+
+
+def train(engine: Any, batches: list[tuple[Tensor, Tensor]]) -> None:
+    for batch in batches:
+        forward_and_backward(engine, batch)
+        engine.step()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_pass_that_runs_out_of_memory_anywhere_leaves_nothing_behind(
+    start: Callable[..., Any],
+    small_model: Callable[..., nn.Module],
+    micro_batches: Callable[..., Any],
+    differing: Callable[..., list[str]],
+    placement: str,
+) -> None:
+    """What a program does that catches the error, lowers its batch and goes on."""
+    options, batches = PLACEMENTS[placement], list(micro_batches(6))
+
+    def made() -> Any:
+        torch.manual_seed(3)
+        engine = start(small_model(16, 2), **options)
+        train(engine, batches[:2])  # orders are recorded: from now on groups are fetched ahead
+        return engine
+
+    counted, calm, tried = made(), made(), made()
+    with Exhausted() as operations:
+        forward_and_backward(counted, batches[2])
+    told = set()
+    for number in range(1, operations.count + 1):
+        with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory") as caught, Exhausted(number):
+            forward_and_backward(tried, batches[2])
+        told.update(getattr(caught.value, "__notes__", []))
+        assert not tried._schedule.running
+        assert not any(param.grad is not None for param in tried.module.parameters())
+    assert {"as before this forward" in note for note in told} == {True, False}
+    assert all(
+        re.match(r"The engine owns [\d.]+ KiB .* device_budget of (16.00 M|256.00 K)iB", note)
+        for note in told
+    )
+    assert (tried.micro_steps, tried.global_steps) == (calm.micro_steps, calm.global_steps)
+    train(calm, batches[2:])
+    train(tried, batches[2:])
+    assert differing(tried.master_state_dict(), calm.master_state_dict()) == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_step_that_runs_out_of_memory_is_whole_or_says_that_it_is_not(
+    start: Callable[..., Any],
+    small_model: Callable[..., nn.Module],
+    micro_batches: Callable[..., Any],
+    differing: Callable[..., list[str]],
+    precision: str,
+) -> None:
+    """A torch optimizer on the device, whose step allocates: its state, gradients in fp32."""
+    batches = list(micro_batches(2))
+
+    def made(**options: Any) -> Any:
+        torch.manual_seed(3)
+        model = small_model(16, 2)
+        client = torch.optim.NAdam(model.parameters(), lr=1e-3)
+        return start(model, client=client, precision=precision, accumulation=1, **options)
+
+    counted = made()
+    forward_and_backward(counted, batches[0])
+    with Exhausted() as operations:
+        counted.step()
+    calm = made()
+    before = calm.master_state_dict()
+    train(calm, batches[1:])
+    found = set()
+    for number in range(1, operations.count + 1, 29):
+        engine = made()
+        forward_and_backward(engine, batches[0])
+        with pytest.raises(torch.OutOfMemoryError) as caught, Exhausted(number):
+            engine.step()
+        (note,) = caught.value.__notes__
+        if "Nothing was updated, and the gradients since the last step are gone" in note:
+            found.add("whole")
+            train(engine, batches[1:])
+            assert differing(engine.master_state_dict(), calm.master_state_dict()) == []
+        else:
+            found.add("torn")
+            assert "initialize the model again from a checkpoint" in note
+            with pytest.raises(EngineStateError, match=r"partly updated \(step 1 was ended by OutOfMemory"):
+                engine(*batches[1])
+        engine.close()
+    assert found == {"torn", "whole"}
+    assert differing(before, calm.master_state_dict()) != []
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_ran_out_of_memory_keeps_none(
+    start: Callable[..., Any],
+    small_model: Callable[..., nn.Module],
+    micro_batches: Callable[..., Any],
+    where: str,
+) -> None:
+    """Whoever catches the error has the memory of the activations at once, or the smaller batch fails as well."""
+    engine = start(small_model(16, 2), accumulation=1, **STREAMED)
+    batch = next(micro_batches(1))
+    train(engine, [batch])
+    seen: list[weakref.ref[Any]] = []
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen.append(weakref.ref(output.untyped_storage()))
+        if where == "backward":
+            output.register_hook(fails)
+
+    for block in engine.module.blocks:
+        block.register_forward_hook(note)
+    if where == "forward":
+        engine.module.norm.register_forward_pre_hook(fails)
+    gc.disable()
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            forward_and_backward(engine, batch)
+        del caught
+        assert len(seen) == 2
+        assert [storage() for storage in seen] == [None, None]
+    finally:
+        gc.enable()

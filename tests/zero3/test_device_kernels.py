@@ -1,21 +1,99 @@
-"""The optimizer's kernels as torch operations give the bits of the C kernels."""
+"""The optimizers' arithmetic on a device gives the bits of the C kernels: as torch operations, and by kernels.cu.
+
+There is no GPU here. kernels.cu is compiled by g++, behind simt.h, and launched as on a GPU but for the launch itself.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from optim_cpu import kernels
 from optim_cpu.formats import round_parameters
 from optim_cpu.kernels import DType, Rule, StateFormat
 from zero3 import device_kernels
+from zero3.device_kernels import Segment, compiled, fused, torch_operations
 from zero3.grads import KERNEL_DTYPES
+
+STEPS = [
+    f"step<{optimizer}, {states}, {state_format}, {split}, {grad}, {out}>"
+    for optimizer, states in ((0, 2), (1, 1), (2, 1), (3, 0), (3, 1))
+    for state_format in range(3 if states else 1)
+    for split, out in ((1, fused.NOTHING), (0, 0), (0, 1), (0, 2), (0, fused.NOTHING))
+    for grad in range(3)
+]
+ACCUMULATES = [
+    f"accumulate<{t}, {s}, {o}>" for t, s, o in product(range(3), range(3), range(2)) if t != s or not o
+]
+SQUARES = [f"block_squares<{dtype}>" for dtype in range(3)]
+STRUCTURES = {"Rule": fused.RuleArgument, "Segments": fused.Segments, "Flats": fused.Flats}
+
+
+class CompiledByGcc:
+    """kernels.cu as a library of ordinary functions."""
+
+    def __init__(self, directory: Path) -> None:
+        lines = [f'#include "{Path(__file__).with_name("simt.h")}"', f'#include "{compiled.SOURCE}"']
+        for run, arguments, names in (
+            ("run_in_turn", "*(Rule *)a[0], *(Segments *)a[1]", STEPS),
+            ("run_in_turn", "*(void **)a[0], *(void **)a[1], *(u64 *)a[2]", ACCUMULATES),
+            ("run_by_warps", "*(Flats *)a[0], *(double **)a[1]", SQUARES),
+        ):
+            for name in names:
+                call = f"{run}(blocks, THREADS, [&] {{ {name}({arguments}); }})"
+                lines.append(f'extern "C" void {self._plain(name)}(unsigned blocks, void **a) {{ {call}; }}')
+        lines += [f'extern "C" unsigned size_of_{name}() {{ return sizeof({name}); }}' for name in STRUCTURES]
+        (directory / "kernels.cc").write_text("\n".join(lines))
+        options = "-std=c++20 -O0 -ffp-contract=off -fno-strict-aliasing -shared -fPIC -pthread"
+        warnings = "-Wall -Wextra -Werror -Wno-unknown-pragmas -Wno-unused-function"
+        command = ["g++", *options.split(), *warnings.split(), "kernels.cc", "-o", "kernels.so"]
+        subprocess.run(command, cwd=directory, check=True)
+        self.library = ctypes.CDLL(str(directory / "kernels.so"))
+        self.launched: list[str] = []
+
+    def _plain(self, name: str) -> str:
+        return "".join(c if c.isalnum() else "_" for c in name)
+
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[Any]) -> None:
+        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        self.library[self._plain(kernel)](blocks, addresses)
+        self.launched.append(kernel)
+
+
+@pytest.fixture(scope="module")
+def by_gcc(tmp_path_factory: pytest.TempPathFactory) -> CompiledByGcc:
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed: kernels.cu cannot be run without a GPU")
+    return CompiledByGcc(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(params=["torch operations", "kernels.cu"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Tests that ask for it run both ways."""
+    if request.param == "kernels.cu":
+        by_gcc = request.getfixturevalue("by_gcc")
+        monkeypatch.setattr(compiled, "kernels_of", lambda tensor: by_gcc)
+    return str(request.param)
+
+
+def test_structures_are_as_in_the_source(by_gcc: CompiledByGcc) -> None:
+    """And fit what a launch may take by value."""
+    sizes = {name: ctypes.sizeof(structure) for name, structure in STRUCTURES.items()}
+    assert {name: by_gcc.library[f"size_of_{name}"]() for name in STRUCTURES} == sizes
+    assert max(sizes["Rule"] + sizes["Segments"], sizes["Flats"] + 8) <= 4096
 
 
 def squares_in_c(flat: Tensor) -> float:
@@ -23,9 +101,9 @@ def squares_in_c(flat: Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
-def test_sums_of_squares(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_squares(dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many tensors, whose blocks are added side by side: none ends where another's begins, one has no block."""
-    monkeypatch.setattr(device_kernels, "BLOCKS_AT_ONCE", 3)
+    monkeypatch.setattr(torch_operations, "BLOCKS_AT_ONCE", 3)
     generator = torch.Generator().manual_seed(1)
     numels = [1, 31, 4095, 4096, 0, 4097, 3 * 4096 + 5, 50_001, 6 * 4096]
     flats = [(torch.randn(numel, generator=generator) * 1e2).to(dtype) for numel in numels]
@@ -46,25 +124,39 @@ def test_sums_of_squares_of_many_blocks() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_sums_of_squares_show_what_is_not_finite(bad: float) -> None:
+def test_sums_of_squares_show_what_is_not_finite(bad: float, way: str) -> None:
     flats = [torch.full((9000,), 3e38) for _ in range(3)]  # whose squares float32 does not hold
     flats[1][-1] = bad
     assert [math.isfinite(total) for total in device_kernels.sums_of_squares(flats)] == [True, False, True]
 
 
-@pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
-def test_accumulate(overwrite: bool, target: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(1)
-    grad = torch.randn(1000, generator=generator).bfloat16()
-    one = torch.randn(1000, generator=generator).to(target)
-    other = one.clone()
-    codes = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16}
-    device_kernels.accumulate(one, grad, overwrite=overwrite)
-    kernels.accumulate(
-        other.data_ptr(), codes[target], grad.data_ptr(), DType.BF16, 1000, overwrite=overwrite
+def every_kind(dtype: torch.dtype) -> Tensor:
+    """Every bfloat16 or float16, or as many float32: among them ties and their neighbours of both, and NaN."""
+    bits = torch.arange(1 << 16)
+    if dtype is not torch.float32:
+        return bits.to(torch.int16).view(dtype)
+    lower = torch.tensor(
+        [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x3001]
     )
-    assert torch.equal(one, other)
+    return (bits << 16 | lower[bits % len(lower)]).to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("source", KERNEL_DTYPES)
+@pytest.mark.parametrize("target", KERNEL_DTYPES)
+def test_accumulate(target: torch.dtype, source: torch.dtype, overwrite: bool, way: str) -> None:
+    """A cast keeps what a NaN carries: torch's is another, which no step can tell."""
+    grad, ours = every_kind(source), every_kind(target)
+    ours = ours[torch.randperm(len(ours), generator=torch.Generator().manual_seed(1))]
+    theirs = ours.clone()
+    device_kernels.accumulate(ours, grad, overwrite=overwrite)
+    kernels.accumulate(
+        theirs.data_ptr(), KERNEL_DTYPES[target], grad.data_ptr(), KERNEL_DTYPES[source], len(grad), overwrite=overwrite
+    )  # fmt: skip
+    if way == "torch operations":
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        ours, theirs = ours.nan_to_num(nan=0), theirs.nan_to_num(nan=0)
+    assert same_bits(ours, theirs)
 
 
 def adam(step: int, *, lr: float = 1e-3, beta: float = 0.9, weight_decay: float = 0.1, **own: Any) -> Rule:
@@ -145,7 +237,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_every_rule(
-    rule_at: Callable[..., Rule], half: torch.dtype, maximize: bool, exact_sqrt: None
+    rule_at: Callable[..., Rule], half: torch.dtype, maximize: bool, exact_sqrt: None, way: str
 ) -> None:
     """Several steps, gradients and parameters of 16 bits; state that the rule does not have stays as it is."""
     generator = torch.Generator().manual_seed(2)
@@ -164,7 +256,7 @@ def test_every_rule(
     assert [bool(tensor.any()) for tensor in ours[1:]] == [i < rule.state_count for i in range(2)]
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5])
 @pytest.mark.parametrize("weight_decay", [0.0, 1e-50, 0.1])
 @pytest.mark.parametrize("lr", [0.0, 1e-3, 1e20])
 def test_every_rule_at_the_edges(
@@ -174,6 +266,7 @@ def test_every_rule_at_the_edges(
     beta: float,
     request: pytest.FixtureRequest,
     exact_sqrt: None,
+    way: str,
 ) -> None:
     """Both forms of an average, decay that float32 does not hold, a warmup's lr of 0; zeros, subnormals, infinities,
     and NaN, of which the kernels store only one."""
@@ -268,6 +361,7 @@ def test_every_format(
     state_format: StateFormat,
     split: bool,
     exact_sqrt: None,
+    way: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In pieces that begin anywhere, with indices whose upper half changes on the way."""
@@ -278,7 +372,7 @@ def test_every_format(
     runs = []
     for first_index in (0, (1 << 32) - 2100, 5 << 40):
         for at_once in (1 << 24, 999):
-            monkeypatch.setattr(device_kernels, "ELEMENTS_AT_ONCE", at_once)
+            monkeypatch.setattr(torch_operations, "ELEMENTS_AT_ONCE", at_once)
             how = {"split": split, "first_index": first_index}
             runs.append(assert_same_steps(rule_at, param, state, grads, state_format, **how))
     by_chance = rule_at(1).state_count and state_format is StateFormat.BF16_STOCHASTIC
@@ -287,7 +381,7 @@ def test_every_format(
 
 @pytest.mark.parametrize(("state_format", "split"), FORMATS)
 def test_every_format_at_the_edges(
-    rule_at: Callable[..., Rule], state_format: StateFormat, split: bool, exact_sqrt: None
+    rule_at: Callable[..., Rule], state_format: StateFormat, split: bool, exact_sqrt: None, way: str
 ) -> None:
     """Each special parameter with each special gradient, twice; state starts from everything, too."""
     param, grad, kept = (t.flatten() for t in torch.meshgrid(SPECIAL, SPECIAL, SPECIAL, indexing="ij"))
@@ -297,7 +391,7 @@ def test_every_format_at_the_edges(
 
 
 @pytest.mark.parametrize("state_format", [StateFormat.BF16, StateFormat.BF16_STOCHASTIC])
-def test_every_bfloat16_as_state(state_format: StateFormat, exact_sqrt: None) -> None:
+def test_every_bfloat16_as_state(state_format: StateFormat, exact_sqrt: None, way: str) -> None:
     every = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16).float()
     param, generator = torch.zeros(1 << 16), torch.Generator().manual_seed(5)
     grads = [torch.randn(1 << 16, generator=generator) for _ in range(2)]
@@ -324,3 +418,79 @@ def test_split_and_join() -> None:
     expected = torch.empty_like(master)
     kernels.join(expected.data_ptr(), ours[0].data_ptr(), nonsense.data_ptr(), master.numel())
     assert same_bits(device_kernels.join(ours[0], nonsense), expected)
+
+
+def test_launches_are_shared(by_gcc: CompiledByGcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By segments of one rule and the same dtypes, and by tensors whose squares are summed: as many as one takes."""
+    monkeypatch.setattr(compiled, "kernels_of", lambda tensor: by_gcc)
+    generator = torch.Generator().manual_seed(7)
+    rules, numels = [adam(3), adam(3, weight_decay=0.0)], [1, 1023, 1024, 1025, 3000] * 20 + [0, 7]
+    arrays = [[torch.randn(numel, generator=generator).abs() for _ in range(4)] for numel in numels]
+    ours = [
+        Segment(rules[i % 5 == 0], param.clone(), [m.clone(), v.clone()], grad)
+        for i, (param, m, v, grad) in enumerate(arrays)
+    ]
+    by_gcc.launched.clear()
+    device_kernels.step_segments(ours, 0.37)
+    assert by_gcc.launched == ["step<0, 2, 0, 0, 0, 3>"] * (3 + 1)  # of 81 segments, and of 20
+    for segment, (param, m, v, grad) in zip(ours, arrays, strict=True):
+        step_in_c(segment.rule, param, [m, v], grad, grad_scale=0.37)
+        assert all(map(same_bits, [segment.param, *segment.state], [param, m, v]))
+
+    flats = [array[0].bfloat16() for array in arrays] * 2
+    assert device_kernels.sums_of_squares(flats) == [squares_in_c(flat) for flat in flats]
+    assert by_gcc.launched[4:] == ["block_squares<1>"] * 2  # of 202 that are not empty
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> tuple[list[Segment], list[Segment]]:
+    """Twice the same: any rule, formats, lengths and places, of numbers and of bits that are anything."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 32)))
+
+    def numbers(numel: int) -> Tensor:
+        bits = torch.randint(-(1 << 31), 1 << 31, (numel,), generator=generator).to(torch.int32)
+        likely = torch.randn(numel, generator=generator)
+        return torch.where(torch.rand(numel, generator=generator) < 0.9, likely, bits.view(torch.float32))
+
+    made = []
+    for _ in range(draw(st.integers(1, 6))):
+        numel, split = draw(st.integers(1, 2500)), draw(st.booleans())
+        state_format, at = draw(st.sampled_from(StateFormat)), draw(st.integers(0, 3))
+        rule = draw(st.sampled_from(list(RULES.values())))(
+            draw(st.integers(1, 9)), seed=draw(st.integers(0, 9))
+        )
+        state = [numbers(at + numel), numbers(at + numel).abs()]
+        param, kept = by_format(numbers(at + numel), state, state_format, split=split)
+        grad = numbers(at + numel).to(draw(st.sampled_from(list(KERNEL_DTYPES))))
+        dtype = draw(st.sampled_from([None, *KERNEL_DTYPES])) if not split else None
+        out = None if dtype is None else torch.zeros(at + numel, dtype=dtype)
+        first_index = draw(st.sampled_from([0, (1 << 32) - 1000, 3 << 33])) + draw(st.integers(0, 99))
+        made.append((rule, param, kept, grad, out, state_format, first_index, at))
+
+    def segment(rule: Rule, param: dict[str, Tensor], kept: list[Tensor], grad: Tensor, out: Tensor | None,
+                state_format: StateFormat, first_index: int, at: int) -> Segment:  # fmt: skip
+        fresh = {name: tensor.clone()[at:] for name, tensor in param.items()}
+        return Segment(
+            rule=rule, state=[tensor.clone()[at:] for tensor in kept], grad=grad[at:], state_format=state_format,
+            out=None if out is None else out.clone()[at:], first_index=first_index, **fresh,
+        )  # fmt: skip
+
+    one, other = ([segment(*each) for each in made] for _ in range(2))
+    return one, other
+
+
+@given(drawn=segments(), scale=st.sampled_from([1.0, 0.37, 1 / 65536]))
+@settings(max_examples=60, deadline=None)
+def test_any_segments(
+    by_gcc: CompiledByGcc, drawn: tuple[list[Segment], list[Segment]], scale: float
+) -> None:
+    ours, theirs = drawn
+    fused.step(by_gcc, ours, scale)
+    for mine, other in zip(ours, theirs, strict=True):
+        how = {"remainder": other.remainder, "state_format": other.state_format, "out": other.out}
+        how |= {"grad_scale": scale, "first_index": other.first_index}
+        step_in_c(other.rule, other.param, list(other.state), other.grad, **how)
+        for name in ("param", "remainder", "out"):
+            one, two = getattr(mine, name), getattr(other, name)
+            assert one is None or same_bits(one, two), name
+        assert all(map(same_bits, mine.state, other.state))

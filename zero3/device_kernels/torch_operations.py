@@ -1,4 +1,4 @@
-"""The optimizers' kernels as torch operations, for state that stays on a GPU.
+"""The optimizers' kernels as torch operations: what a GPU runs whose own could not be compiled, and any device can.
 
 Each torch operation rounds once, and IEEE multiplication, addition, division and square root have one right answer,
 so these give the bits that optim_cpu's kernels give: the formulas, their order, the one NaN that is stored, the formats
@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from itertools import pairwise
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from optim_cpu import kernels
 from optim_cpu.kernels import StateFormat
+from zero3.device_kernels.segment import Segment
 
 BLOCK = 4096
 LANES = 32
@@ -50,6 +49,11 @@ class _Decay(IntEnum):
 Scalar = Callable[[str], float]  # a number of the rule, by its name in opt_rule
 
 
+def block_count(flat: Tensor) -> int:
+    """The blocks of squares that a tensor has, the last one maybe cut short."""
+    return -(-flat.numel() // BLOCK)
+
+
 def accumulate(target: Tensor, grad: Tensor, *, overwrite: bool) -> None:
     """``target`` = or += ``grad``, in float32, rounded once to the dtype of ``target``. Flat tensors."""
     if overwrite:
@@ -58,35 +62,12 @@ def accumulate(target: Tensor, grad: Tensor, *, overwrite: bool) -> None:
         target.copy_(target.float().add_(grad.float()))
 
 
-def sum_of_squares(flat: Tensor) -> float:
-    """The float64 sum of squares of a flat tensor in the fixed order: lanes, their tree, blocks by index."""
-    return sums_of_squares([flat])[0]
-
-
-def sums_of_squares(flats: Sequence[Tensor]) -> list[float]:
-    """``sum_of_squares`` of each of ``flats``, flat tensors on one device, which the CPU asks and waits for once.
-
-    Each is finite exactly when all elements of its tensor are.
-    """
-    if not flats:
-        return []
-    counts = [-(-flat.numel() // BLOCK) for flat in flats]
-    of_blocks = _block_sums(flats, counts, sum(counts)).cpu().split(counts)
-    return [_in_order(sums.numpy()) for sums in of_blocks]
-
-
-def _in_order(sums: NDArray[np.float64]) -> float:
-    """Added one after the other, which is what makes an accumulation of a sum: ``np.sum`` adds pairs first."""
-    return float(np.add.accumulate(sums)[-1]) if sums.size else 0.0
-
-
-def _block_sums(flats: Sequence[Tensor], counts: Sequence[int], total: int) -> Tensor:
-    """The sums of the blocks of all tensors, in their order; the blocks of all are added side by side."""
-    sums = flats[0].new_empty(total, dtype=torch.float64)
-    work = flats[0].new_empty(min(total, BLOCKS_AT_ONCE), BLOCK, dtype=torch.float64)
+def block_squares(flats: Sequence[Tensor], sums: Tensor) -> None:
+    """``sums`` = the sums of squares of the blocks of all tensors, in their order. They are added side by side."""
+    work = sums.new_empty(min(len(sums), BLOCKS_AT_ONCE), BLOCK)
     filled = done = 0
-    for flat, count in zip(flats, counts, strict=True):
-        taken = 0
+    for flat in flats:
+        taken, count = 0, block_count(flat)
         while taken < count:
             here = min(count - taken, len(work) - filled)
             part = flat[taken * BLOCK : (taken + here) * BLOCK]
@@ -99,7 +80,6 @@ def _block_sums(flats: Sequence[Tensor], counts: Sequence[int], total: int) -> T
                 done, filled = done + filled, 0
     if filled:
         _fold(work[:filled], sums[done:])
-    return sums
 
 
 def _fold(blocks: Tensor, sums: Tensor) -> None:
@@ -137,38 +117,21 @@ def join(param: Tensor, remainder: Tensor) -> Tensor:
     return ((param.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
-def step(
-    rule: kernels.Rule,
-    param: Tensor,
-    state: Sequence[Tensor],
-    grad: Tensor,
-    *,
-    out: Tensor | None,
-    grad_scale: float,
-    remainder: Tensor | None = None,
-    state_format: StateFormat = StateFormat.FP32,
-    first_index: int = 0,
-) -> None:
-    """One step by ``rule`` on flat ``param`` and ``state``, in place; ``out`` receives the rounded parameter.
-
-    As a segment of ``optim_cpu.kernels.StepBatch``: ``param`` is float32, or with ``remainder`` (int16) the bfloat16
-    half of a split one; ``state`` is float32, or bfloat16 by ``state_format``, and may hold more tensors than the rule
-    has. A split parameter has no ``out``. On ``first_index``, the place of the first element, stochastic rounding
-    depends.
-    """
-    assert out is None or remainder is None
-    kept = state[: rule.state_count]
-    for start in range(0, param.numel(), ELEMENTS_AT_ONCE):
+def step(segment: Segment, grad_scale: float) -> None:
+    """One step of ``segment``, in place, its gradient multiplied by float32(``grad_scale``)."""
+    rule, remainder, out = segment.rule, segment.remainder, segment.out
+    for start in range(0, segment.param.numel(), ELEMENTS_AT_ONCE):
         here = slice(start, start + ELEMENTS_AT_ONCE)
-        master = param[here] if remainder is None else join(param[here], remainder[here])
-        wide = [tensor[here].float() for tensor in kept]  # float32 is not copied: it is stepped in place
-        _step_fp32(rule, master, wide, grad[here], grad_scale)
-        if kept and state_format is not StateFormat.FP32:
-            added = _added_below(rule, state_format, first_index + start, master)
+        param, kept = segment.param[here], [tensor[here] for tensor in segment.kept]
+        master = param if remainder is None else join(param, remainder[here])
+        wide = [tensor.float() for tensor in kept]  # float32 is not copied: it is stepped in place
+        _step_fp32(rule, master, wide, segment.grad[here], grad_scale)
+        if kept and segment.state_format is not StateFormat.FP32:
+            added = _added_below(rule, segment.state_format, segment.first_index + start, master)
             for tensor, values, below in zip(kept, wide, added, strict=False):
-                _round_bf16(values, tensor[here], below)
+                _round_bf16(values, tensor, below)
         if remainder is not None:
-            split(master, param[here], remainder[here])
+            split(master, param, remainder[here])
         if out is not None:
             round_parameters(master, out[here])
 
@@ -212,7 +175,7 @@ def _random_bits(key: int, first_index: int, like: Tensor) -> Tensor:
     cuts = [first_index, *wraps, end]
     parts = []
     for start, stop in pairwise(cuts):
-        mixed, low = _mix(key + (start >> 32)), start & HALF_WORD
+        mixed, low = mix(key + (start >> 32)), start & HALF_WORD
         x = torch.arange(low, low + stop - start, device=like.device) ^ (mixed & HALF_WORD)
         x = _times(x ^ (x >> 16), 0x21F0AAAD)
         x = _times(x ^ (x >> 15) ^ (mixed >> 32), 0xD35A2D97)
@@ -225,7 +188,7 @@ def _times(x: Tensor, factor: int) -> Tensor:
     return (x * (factor - (1 << 32) if factor >> 31 else factor)) & HALF_WORD
 
 
-def _mix(x: int) -> int:
+def mix(x: int) -> int:
     """splitmix64's finalizer."""
     x &= WORD
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & WORD

@@ -39,7 +39,8 @@ class deferred_interrupts:  # noqa: N801 # read as a function
     def __enter__(self) -> None:
         self._handler: Callable[[int, FrameType | None], Any] | None = None
         self._held: list[tuple[int, FrameType | None]] = []
-        if threading.current_thread() is threading.main_thread():
+        # By number: to a thread that Python has not made, as autograd's, current_thread() gives an object that stays.
+        if threading.get_ident() == threading.main_thread().ident:
             handler = _get_handler(signal.SIGINT)
             if callable(handler):
                 self._handler = handler

@@ -182,6 +182,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         """
         self._ready.check_open("backward")
         self._ready.check_trains("backward")
+        self._schedule.check_thread()
         waiting = self._ready.scaled
         scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
         with self._phase("backward"):

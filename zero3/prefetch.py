@@ -108,7 +108,8 @@ class Prefetcher:
         """Start to fetch what comes next, as far as there is room; what was read goes on to the device."""
         try:
             for group in self._ahead:
-                group.advance()
+                if group.through_window:
+                    group.advance()
         except SwapError as error:
             self._error = error
             return

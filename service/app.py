@@ -55,7 +55,7 @@ OF_RANKS: dict[str, tuple[object, Callable[[View, str | None, int | None], BaseM
     "bandwidth": (
         ByRank[RankBandwidth],
         bandwidth,
-        "Each path in both directions, and collectives: now, on average, at most; latencies; in flight.",
+        "Each path and the device's link in both directions, and collectives: now, on average, at most; latencies.",
     ),
     "steps": (ByRank[RankSteps], steps, "The recent steps, and where their time went."),
     "config": (

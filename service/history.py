@@ -22,7 +22,8 @@ class Entry:
     """One second of a run, over its ranks on this node. None where nothing was known.
 
     ``at`` is Unix time; rates are bytes per second over NVMe, and sent to other ranks; ``stall`` is the share of the
-    time in which compute waited, the mean over the ranks.
+    time in which compute waited, the mean over the ranks. ``h2d`` and ``d2h`` are bytes per second to the device and
+    from it; None also where no rank has a device with memory of its own.
     """
 
     at: float
@@ -32,6 +33,8 @@ class Entry:
     sent: float | None
     stall: float | None
     used: dict[TierName, int | None]
+    h2d: float | None = None
+    d2h: float | None = None
 
 
 class _Counted(NamedTuple):
@@ -42,6 +45,8 @@ class _Counted(NamedTuple):
     written: int
     sent: int
     stall: float
+    h2d: int | None
+    d2h: int | None
 
 
 @dataclass
@@ -109,22 +114,32 @@ def _entry(
         sent=_sum(_rates(pairs, lambda one: one.sent)),
         stall=min(1.0, sum(stalls) / len(stalls)) if stalls else None,
         used={tier: _used(run.ranks, tier) for tier in TIERS},
+        h2d=_sum(_rates(pairs, lambda one: one.h2d)),
+        d2h=_sum(_rates(pairs, lambda one: one.d2h)),
     )
     return entry, counted
 
 
 def _counted(said: Snapshot, at: float) -> _Counted:
+    link = said.link
     return _Counted(
         at,
         sum(path.read.bytes for path in said.io),
         sum(path.written.bytes for path in said.io),
         sum(one.sent_bytes for one in said.collectives),
         sum(said.stalls.values()),
+        None if link is None else link.h2d.bytes,
+        None if link is None else link.d2h.bytes,
     )
 
 
-def _rates(pairs: Iterable[tuple[_Counted, _Counted]], of: Callable[[_Counted], float]) -> Iterator[float]:
-    return (max(0.0, of(now) - of(before)) / (now.at - before.at) for before, now in pairs)
+def _rates(
+    pairs: Iterable[tuple[_Counted, _Counted]], of: Callable[[_Counted], float | None]
+) -> Iterator[float]:
+    for before, now in pairs:
+        then, since = of(before), of(now)
+        if then is not None and since is not None:
+            yield max(0.0, since - then) / (now.at - before.at)
 
 
 def _sum(rates: Iterator[float]) -> float | None:

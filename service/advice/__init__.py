@@ -2,7 +2,8 @@
 
     finding.py   what is said            ranks.py   who is not there, and whom the others wait for
     waits.py     what steps wait for     nvme.py    steps that wait for NVMe, and what would help
-    relief.py    what memory would do    pace.py    steps that do not come, or have become slower
+    relief.py    what memory would do    link.py    steps that wait for copies to a GPU or from it
+                                         pace.py    steps that do not come, or have become slower
                                          disks.py  memory.py  training.py
 
 Each rule looks at a run and yields what it finds; a threshold stands beside its reason. Figures are of recent steps
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from service.advice import disks, memory, nvme, pace, ranks, training
+from service.advice import disks, link, memory, nvme, pace, ranks, training
 from service.advice.finding import Advice, Severity
 from service.view import RunView
 
@@ -28,6 +29,7 @@ _RULES: tuple[Callable[[RunView], Iterator[Advice]], ...] = (
     training.skipping,
     pace.stuck,
     nvme.bound,
+    link.bound,
     ranks.waited_for,
     pace.of_the_program,
     pace.slower_than_before,

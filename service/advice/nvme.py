@@ -7,14 +7,11 @@ from statistics import fmean, median
 
 from service.advice.finding import Advice, warning
 from service.advice.relief import NEGLIGIBLE, Relief, as_setting, on_tier, relief
-from service.advice.waits import ON_NVME, STALLED, direction, stepping
+from service.advice.waits import BOUND, ON_NVME, STALLED, TOLD, direction, stepping
 from service.recent import steady
 from service.view import RankView, RunView
 from service.words import listed, moved, seconds, share, size
 from tiering.telemetry import PlanStatus, Snapshot, TierStatus
-
-TOLD = 0.05  # of the stalls: causes of less are left out
-BOUND = 0.5  # of a step: whatever takes most of it is what bounds it
 
 
 def bound(run: RunView) -> Iterator[Advice]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 from service.advice.finding import Advice, warning
-from service.advice.waits import on_nvme, on_ranks, outside, stepping
+from service.advice.waits import on_link, on_nvme, on_ranks, outside, stepping
 from service.recent import steady
 from service.view import RunView
 from service.words import seconds, share
@@ -107,6 +107,8 @@ def _why_slower(said: Snapshot, before: list[StepRecord], now: list[StepRecord])
         return "it waits for other ranks: theirs tell why"
     if mostly(on_nvme):
         return "look at what else uses the disks (`iostat -x 1`); a drive may have filled its fast cache"
+    if mostly(on_link):
+        return "look at what else copies to or from GPUs, and at the link's width and speed (`nvidia-smi -q -d PCIE`)"
     if mostly(outside):
         return "look at what the program does between its steps: `py-spy dump`"
     return "look at what else uses the CPU or GPU, and at its clock and temperature"

@@ -6,7 +6,17 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 from service.advice.finding import Advice, error, warning
-from service.advice.waits import ON_RANKS, STALLED, Stepping, busy, on_nvme, outside, stepping, typical
+from service.advice.waits import (
+    ON_RANKS,
+    STALLED,
+    Stepping,
+    busy,
+    on_link,
+    on_nvme,
+    outside,
+    stepping,
+    typical,
+)
 from service.view import RunView
 from service.words import seconds, share
 
@@ -102,6 +112,11 @@ def _straggler(slowest: Stepping, others: list[Stepping]) -> Advice:
             on_nvme,
             "stall for NVMe",
             "look at what else uses its disk, and compare the ranks' disks with `tierbench DIR`",
+        ),
+        (
+            on_link,
+            "stall for copies",
+            "compare the ranks' links (`nvidia-smi -q -d PCIE`), and look at what else copies over its own",
         ),
         (
             outside,

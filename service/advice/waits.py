@@ -8,16 +8,19 @@ from typing import Literal, NamedTuple
 
 from service.recent import Recent, recent, steady
 from service.view import RankView, RunView
-from tiering.telemetry import DirectionStatus, Snapshot, StepRecord
+from tiering.telemetry import COPIES_OF, DirectionStatus, Snapshot, StepRecord
 
 FEWEST_STEPS = 3  # a median of fewer is chance
 STALLED = 0.2  # of a step: below, what could be gained is within the spread of step times
+BOUND = 0.5  # of a step: whatever takes most of it is what bounds it
+TOLD = 0.05  # of the stalls: causes of less are left out
 
-# Causes of waiting for other ranks, and of waiting for NVMe, if there is any.
+# Causes of waiting for other ranks, and of waiting for NVMe, if there is any. What begins with COPIES_OF is of the link
+# to a device with memory of its own: it waits for what is in host memory already.
 ON_RANKS = ("gather", "reduce", "agreement")
 ON_NVME = ("parameters", "gradients", "optimizer state", "staging")
 
-ALIKE = 0.8  # reads and writes whose times differ by less are both behind a stall
+ALIKE = 0.8  # directions whose times differ by less are both behind a stall
 
 Direction = Literal["reads", "writes", "reads and writes"]
 
@@ -50,6 +53,11 @@ def typical(one: Stepping, part: Callable[[StepRecord], float]) -> float:
 def on_nvme(step: StepRecord) -> float:
     """Seconds of stall for NVMe."""
     return sum(step.stalls.get(cause, 0.0) for cause in ON_NVME)
+
+
+def on_link(step: StepRecord) -> float:
+    """Seconds of stall for copies."""
+    return sum(waited for cause, waited in step.stalls.items() if cause.startswith(COPIES_OF))
 
 
 def on_ranks(step: StepRecord) -> float:

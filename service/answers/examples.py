@@ -15,16 +15,19 @@ from service.answers.of_rank import bandwidth, config, steps, tiers
 from service.answers.plan import plan
 from service.answers.status import last_words, runs, status
 from service.health import Alive, Health, ready
-from service.history import Entry
+from service.history import Entry, TierName
 from service.view import RankView, RunView, View
 from tiering.telemetry import (
     ActivationStatus,
     CollectiveStatus,
     ConfigurationStatus,
+    CopyStatus,
     Description,
+    DeviceMemoryStatus,
     DirectionStatus,
     IoEngineStatus,
     LatencyStatus,
+    LinkStatus,
     PathStatus,
     PlannedTier,
     PlanStatus,
@@ -118,13 +121,14 @@ def _snapshot() -> Snapshot:
         learning_rate=1e-4,
         phase_seconds={"forward": 12.0, "backward": 24.0, "step": 18.0},
         tiers=[
-            TierStatus("device", 8 * GIB, 24 * GIB, 6 * GIB, 7 * GIB, {"parameters": 6 * GIB}),
+            TierStatus("device", 8 * GIB, 24 * GIB, 6 * GIB, 7 * GIB, {"parameters": 6 * GIB}, 9 * GIB),
             TierStatus("host", 4 * GIB, 64 * GIB, 3 * GIB, 4 * GIB, {"optimizer state": 3 * GIB}, 40 * GIB),
             TierStatus(
                 "nvme", 12 * GIB, 900 * GIB, 9 * GIB, 9 * GIB, {"optimizer state": 9 * GIB}, 700 * GIB
             ),
         ],
         activations=ActivationStatus(256 * MIB, 768 * MIB),
+        device_memory=DeviceMemoryStatus(8 * GIB, 12 * GIB, 14 * GIB),
         io=[
             PathStatus(
                 "/nvme/swap",
@@ -136,9 +140,13 @@ def _snapshot() -> Snapshot:
             )
         ],
         io_engine=IoEngineStatus("io_uring", ["registered_buffers"], 512 * MIB),
+        link=LinkStatus(_copies(120 * GIB, 24e9), _copies(40 * GIB, 25e9)),
         collectives=[CollectiveStatus("all-gather", 960, 40 * GIB, 2e8)],
-        stalls={"optimizer state": 9.0, "staging": 3.0},
-        stalls_by_phase={"step": {"optimizer state": 9.0, "staging": 3.0}},
+        stalls={"optimizer state": 8.0, "staging": 3.0, "copies of parameters": 1.0},
+        stalls_by_phase={
+            "forward": {"copies of parameters": 1.0},
+            "step": {"optimizer state": 8.0, "staging": 3.0},
+        },
         steps=[_step(19), _step(20)],
     )
 
@@ -158,6 +166,17 @@ def _direction(moved: int, average: float, peak: float) -> DirectionStatus:
     )
 
 
+def _copies(moved: int, average: float) -> CopyStatus:
+    return CopyStatus(
+        bytes=moved,
+        copies=moved // (256 * MIB),
+        busy_seconds=moved / average,
+        bytes_per_second=average / 8,
+        average_bytes_per_second=average,
+        peak_bytes_per_second=average / 2,
+    )
+
+
 def _step(step: int) -> StepRecord:
     return StepRecord(
         step=step,
@@ -169,8 +188,10 @@ def _step(step: int) -> StepRecord:
         read_bytes=9 * GIB,
         written_bytes=9 * GIB,
         sent_bytes=2 * GIB,
-        stalls={"optimizer state": 0.45, "staging": 0.15},
+        stalls={"optimizer state": 0.4, "staging": 0.15, "copies of parameters": 0.05},
         ended_at=TAKEN_AT - 2.75 * (21 - step),
+        h2d_bytes=6 * GIB,
+        d2h_bytes=2 * GIB,
     )
 
 
@@ -207,9 +228,8 @@ def _description() -> Description:
 
 
 def _entries() -> list[Entry]:
+    used: dict[TierName, int | None] = {"device": 6 * GIB, "host": 3 * GIB, "nvme": 9 * GIB}
     return [
-        Entry(
-            TAKEN_AT - 1, 19, None, None, None, None, {"device": 6 * GIB, "host": 3 * GIB, "nvme": 9 * GIB}
-        ),
-        Entry(TAKEN_AT, 20, 2.5e9, 1.25e9, 2e8, 0.25, {"device": 6 * GIB, "host": 3 * GIB, "nvme": 9 * GIB}),
+        Entry(TAKEN_AT - 1, 19, None, None, None, None, used),
+        Entry(TAKEN_AT, 20, 2.5e9, 1.25e9, 2e8, 0.25, used, 2.2e9, 0.7e9),
     ]

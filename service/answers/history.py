@@ -24,6 +24,10 @@ class RunHistory(BaseModel):
     sent: list[float | None] = Field(
         description="bytes per second to other ranks, from all ranks here together"
     )
+    h2d: list[float | None] = Field(
+        description="bytes per second to the devices; null where the CPU is the device"
+    )
+    d2h: list[float | None] = Field(description="bytes per second from the devices; likewise")
     stall: list[float | None] = Field(
         description="share of the time in which compute waited, 0 to 1, mean over the ranks here"
     )
@@ -53,6 +57,8 @@ def _run_history(run: RunView, entries: list[Entry]) -> RunHistory:
         read=[entry.read for entry in entries],
         written=[entry.written for entry in entries],
         sent=[entry.sent for entry in entries],
+        h2d=[entry.h2d for entry in entries],
+        d2h=[entry.d2h for entry in entries],
         stall=[entry.stall for entry in entries],
         used={tier: [entry.used[tier] for entry in entries] for tier in TIERS},
     )

@@ -14,6 +14,7 @@ from tiering.telemetry import (
     ConfigurationStatus,
     DeviceMemoryStatus,
     IoEngineStatus,
+    LinkStatus,
     PathStatus,
     StepRecord,
     TierStatus,
@@ -55,6 +56,9 @@ class RankBandwidth(OfRank):
 
     io: list[PathStatus]
     io_engine: IoEngineStatus | None
+    link: LinkStatus | None = Field(
+        description="copies to the device (h2d) and from it (d2h); null where the device is the CPU"
+    )
     collectives: list[CollectiveStatus]
 
 

@@ -18,6 +18,7 @@ from tiering.telemetry import (
     CollectiveStatus,
     DeviceMemoryStatus,
     IoEngineStatus,
+    LinkStatus,
     PathStatus,
     StepRecord,
     TierStatus,
@@ -68,6 +69,10 @@ class RankStatus(BaseModel):
     )
     io: list[PathStatus] = Field(default=[], description="each swap path in both directions")
     io_engine: IoEngineStatus | None = Field(default=None, description="absent where nothing is swapped")
+    link: LinkStatus | None = Field(
+        default=None,
+        description="copies to the device (h2d) and from it (d2h); null where the device is the CPU",
+    )
     collectives: list[CollectiveStatus] = Field(default=[], description="empty where a rank is alone")
     phase_seconds: dict[str, float] = Field(default={}, description="seconds since the start, by phase")
     stalls: dict[str, float] = Field(default={}, description="seconds that compute waited, by cause")

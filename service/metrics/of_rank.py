@@ -1,4 +1,4 @@
-"""Metrics of a rank: its process, its steps, tiers, swapping, collectives, checkpoints, and its plan.
+"""Metrics of a rank: its process, its steps, tiers, swapping, copies, collectives, checkpoints, and its plan.
 
 Units are bytes and seconds. What pages have as rates and percentiles is left out: those of several ranks, or of another
 window, can be made of counters and buckets, but not of each other.
@@ -13,7 +13,7 @@ from typing import Literal
 from service.metrics.families import Family, Histogram, Values, counter, gauge
 from service.recent import recent
 from service.view import RankView
-from tiering.telemetry import DirectionStatus, PathStatus, PlanStatus, Snapshot
+from tiering.telemetry import CopyStatus, DirectionStatus, PathStatus, PlanStatus, Snapshot
 
 # Powers of two nanoseconds, as engines count them, from 16 us to 8.6 s. The same from the first scrape on: a bucket
 # that appears later would be missing in a rate.
@@ -129,14 +129,14 @@ _OF_STEPS: tuple[Family[Snapshot], ...] = (
     Family(
         "counter",
         "tiering_phase_seconds_total",
-        "Seconds that the rank spent in each phase of a step, and idle between phases, since the start.",
+        "Seconds that the rank, or its GPU, spent in each phase of a step, and idle between phases, since the start.",
         ("phase",),
         lambda said: {(phase,): seconds for phase, seconds in said.phase_seconds.items()},
     ),
     Family(
         "counter",
         "tiering_stall_seconds_total",
-        "Seconds that compute waited, by the phase in which it did and what it waited for, since the start.",
+        "Seconds that compute (the GPU, if there is one) waited, by phase and what it waited for, since the start.",
         ("phase", "cause"),
         _by_phase_and_cause,
     ),
@@ -325,6 +325,33 @@ _OF_SWAPPING: tuple[Family[Snapshot], ...] = (
     ),
 )
 
+
+def _of_copies(name: str, text: str, read: Callable[[CopyStatus], float]) -> Family[Snapshot]:
+    def told(said: Snapshot) -> Values:
+        link = said.link
+        return {} if link is None else {("h2d",): read(link.h2d), ("d2h",): read(link.d2h)}
+
+    return Family("counter", name, text, ("direction",), told)
+
+
+_OF_THE_LINK: tuple[Family[Snapshot], ...] = (
+    _of_copies(
+        "tiering_device_copy_bytes_total",
+        "Bytes copied to the GPU (h2d) and from it (d2h) since the start; absent on a CPU.",
+        lambda one: one.bytes,
+    ),
+    _of_copies(
+        "tiering_device_copies_total",
+        "Copies to the GPU (h2d) and from it (d2h) since the start; absent on a CPU.",
+        lambda one: one.copies,
+    ),
+    _of_copies(
+        "tiering_device_copy_busy_seconds_total",
+        "Seconds with a copy under way in that direction since the start, by the GPU's clock; absent on a CPU.",
+        lambda one: one.busy_seconds,
+    ),
+)
+
 _OF_COLLECTIVES: tuple[Family[Snapshot], ...] = (
     Family(
         "counter",
@@ -381,7 +408,7 @@ _OF_CHECKPOINTS: tuple[Family[Snapshot], ...] = (
     ),
 )
 
-OF_SNAPSHOT = _OF_STEPS + _OF_TIERS + _OF_SWAPPING + _OF_COLLECTIVES + _OF_CHECKPOINTS
+OF_SNAPSHOT = _OF_STEPS + _OF_TIERS + _OF_SWAPPING + _OF_THE_LINK + _OF_COLLECTIVES + _OF_CHECKPOINTS
 
 OF_PLAN: tuple[Family[PlanStatus], ...] = (
     Family(

@@ -11,7 +11,7 @@ const POINTS = 120; // of a line
 export class Series {
   constructor() {
     this.at = [];
-    this.values = {read: [], written: [], sent: [], stall: []};
+    this.values = {read: [], written: [], h2d: [], d2h: [], sent: [], stall: []};
   }
 
   /** Starts with what /v1/history tells of a run. */
@@ -249,6 +249,8 @@ export function charts() {
       series: [
         {name: "read", label: "read"},
         {name: "written", label: "written", dash: [6, 3]},
+        {name: "h2d", label: "to the device", dash: [10, 3], optional: true},
+        {name: "d2h", label: "from the device", dash: [10, 3, 2, 3], optional: true},
         {name: "sent", label: "sent", dash: [2, 3], optional: true},
       ],
     }),

@@ -1,4 +1,5 @@
-// What moves, and where: swap paths and collectives as tables, of figures to descriptions of elements. Pure.
+// What moves, and where: swap paths, the device's link and collectives as tables, of figures to descriptions of
+// elements. Pure.
 
 import {bytes, count, moved, rate, seconds} from "./figures.js";
 import {h, table} from "./patch.js";
@@ -91,6 +92,30 @@ export function paths(all, ranks) {
         )
       : null,
   ];
+}
+
+/** Both directions; `both` is null where the CPU is the device. */
+export function copies(both) {
+  if (!both) return null;
+  const rows = [
+    ["to the device", both.h2d],
+    ["from the device", both.d2h],
+  ];
+  return table(
+    "Device link",
+    "",
+    ["direction", "now", "while copying", "peak", "in all", "copies"],
+    rows.map(([word, way]) =>
+      h(
+        "tr",
+        {key: word},
+        h("th", {scope: "row"}, word),
+        [rate(way.rate), rate(way.average), rate(way.peak), moved(way.bytes), count(way.copies)].map(cell =>
+          h("td", {}, cell),
+        ),
+      ),
+    ),
+  );
 }
 
 export function collectives(all) {

@@ -18,7 +18,11 @@ const heard = age => (age === null ? UNKNOWN : age < 1.5 ? "just now" : `${secon
 // A rank that is not heard moves nothing that we know of.
 const moves = (rank, way) => (rank.state === "live" ? rate(moving(rank, way)) : UNKNOWN);
 
+const copies = (rank, way) =>
+  rank.state === "live" && rank.link ? rate(rank.link[way].bytes_per_second) : UNKNOWN;
+
 export function ranks(run) {
+  const linked = run.ranks.some(rank => rank.link);
   const rows = run.ranks.map((rank, place) => {
     const rest = rank.pid !== null
       ? [
@@ -30,9 +34,10 @@ export function ranks(run) {
           percent(rank.stall_share),
           moves(rank, "read"),
           moves(rank, "written"),
+          ...(linked ? [copies(rank, "h2d"), copies(rank, "d2h")] : []),
           String(rank.pid),
         ]
-      : Array(9).fill(UNKNOWN);
+      : Array(linked ? 11 : 9).fill(UNKNOWN);
     return h(
       "tr",
       {key: `${rank.rank} ${rank.pid ?? place}`},
@@ -58,6 +63,7 @@ export function ranks(run) {
         "stalled",
         "reads",
         "writes",
+        ...(linked ? ["to device", "from device"] : []),
         "pid",
         "why",
       ],

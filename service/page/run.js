@@ -2,7 +2,7 @@
 
 import {clock, count, most, percent, plain, plural, rate, rough, seconds, UNKNOWN} from "./figures.js";
 import {h, marked} from "./patch.js";
-import {moving} from "./totals.js";
+import {link, moving} from "./totals.js";
 
 const RUN_STATES = {training: ["Training", "good"], degraded: ["Degraded", "poor"], ended: ["Ended", "over"]};
 
@@ -74,6 +74,7 @@ export function facts(run, ranks, at) {
     .filter(([, value]) => value !== null && value !== undefined)
     .map(([name, value]) => `${name} ${rough(value)}`);
   const swaps = ranks.some(rank => rank.io.length);
+  const copied = link(ranks);
   return [
     [
       "Step",
@@ -99,6 +100,13 @@ export function facts(run, ranks, at) {
     ],
     swaps ? ["Reading", live ? rate(rates.read) : UNKNOWN, "from NVMe"] : null,
     swaps ? ["Writing", live ? rate(rates.written) : UNKNOWN, "to NVMe"] : null,
+    copied
+      ? [
+          "Copying",
+          live ? rate(copied.h2d.rate) : UNKNOWN,
+          `to the device, ${live ? rate(copied.d2h.rate) : UNKNOWN} from it`,
+        ]
+      : null,
     [
       "Running for",
       run.started_at && until ? seconds(Math.max(0, until - run.started_at)) : UNKNOWN,

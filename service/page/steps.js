@@ -117,6 +117,9 @@ function breakdown(step, follows) {
       "p",
       {class: "soft"},
       `read ${moved(step.read_bytes)}, wrote ${moved(step.written_bytes)}`,
+      step.h2d_bytes || step.d2h_bytes
+        ? `, copied ${moved(step.h2d_bytes)} to the device and ${moved(step.d2h_bytes)} from it`
+        : "",
       step.sent_bytes ? `, sent ${moved(step.sent_bytes)}` : "",
     ),
   );

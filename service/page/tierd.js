@@ -162,6 +162,9 @@ function draw(now) {
   warn();
   patch(at("tiers"), tiers.tiers(totals.tiers(ranks, run.device), ranks));
   patch(at("paths"), moving.paths(totals.paths(ranks), ranks));
+  const copied = totals.link(ranks);
+  at("device-link").hidden = !copied;
+  patch(at("copies"), moving.copies(copied));
   patch(at("ranks"), rankTable(run));
   const sent = totals.collectives(ranks);
   at("network").hidden = !sent.length;

@@ -70,6 +70,26 @@ export function paths(ranks) {
   }));
 }
 
+/** Both directions of the devices' links together; null where no rank has one. */
+export function link(ranks) {
+  const told = ranks.filter(rank => rank.link);
+  if (!told.length) return null;
+  const direction = way => {
+    const total = (name, of = told) => sum(of.map(rank => rank.link[way][name]));
+    return {
+      rate: total(
+        "bytes_per_second",
+        told.filter(rank => rank.state === "live"),
+      ),
+      average: total("average_bytes_per_second"),
+      peak: total("peak_bytes_per_second"),
+      bytes: total("bytes"),
+      copies: total("copies"),
+    };
+  };
+  return {h2d: direction("h2d"), d2h: direction("d2h")};
+}
+
 export function collectives(ranks) {
   return grouped(
     ranks.map(rank => rank.collectives),
@@ -120,6 +140,10 @@ export function pace(status, before) {
           const moved = path[way].bytes - then.io.find(one => one.path === path.path)?.[way].bytes;
           if (moved >= 0) path[way].bytes_per_second = moved / took;
         }
+      for (const way of rank.link && then.link ? ["h2d", "d2h"] : []) {
+        const copied = rank.link[way].bytes - then.link[way].bytes;
+        if (copied >= 0) rank.link[way].bytes_per_second = copied / took;
+      }
       for (const one of rank.collectives) {
         const sent = one.sent_bytes - then.collectives.find(other => other.kind === one.kind)?.sent_bytes;
         if (sent >= 0) one.sent_bytes_per_second = sent / took;

@@ -17,7 +17,7 @@ from service.advice import Advice
 from service.answers.status import RankStatus, RunStatus, Status
 from service.history import Entry
 from service.words import listed, plain, rate, seconds, share, size
-from tiering.telemetry import DirectionStatus, PathStatus
+from tiering.telemetry import CopyStatus, DirectionStatus, PathStatus
 
 _STATE_STYLES = {"training": "green", "live": "green", "degraded": "bold red", "ended": "bold red"}
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
@@ -81,6 +81,7 @@ def _run(
     yield from (_advice(one, drawn) for one in run.warnings if one.severity != "info")
     yield from _tiers(run.ranks, width, drawn)
     yield from _paths(run.ranks, width, drawn)
+    yield from _link(run.ranks)
     yield from _lately(run.ranks, entries, width, drawn)
     yield from _stalls(run.ranks)
     if len(run.ranks) > 1 or run.state != "training":
@@ -187,8 +188,18 @@ def _paths(ranks: Sequence[RankStatus], width: int, drawn: Marks) -> Iterator[Re
         yield Text(f"and {len(by_name) - MOST_PATHS} more paths", "dim")
 
 
-def _average(directions: Sequence[DirectionStatus]) -> float:
+def _average(directions: Sequence[DirectionStatus | CopyStatus]) -> float:
     return sum(one.average_bytes_per_second for one in directions)
+
+
+def _link(ranks: Sequence[RankStatus]) -> Iterator[RenderableType]:
+    links = [rank.link for rank in ranks if rank.link is not None]
+    if links:
+        told = [
+            f"{rate(sum(one.bytes_per_second for one in way))} {word} ({rate(_average(way))} while copying)"
+            for word, way in (("to it", [one.h2d for one in links]), ("back", [one.d2h for one in links]))
+        ]
+        yield Text(f"device link: {', '.join(told)}")
 
 
 def _lately(
@@ -203,6 +214,8 @@ def _lately(
     over_time: list[tuple[str, list[float | None], Callable[[float], str]]] = [
         ("read", [one.read for one in entries], rate),
         ("written", [one.written for one in entries], rate),
+        ("h2d", [one.h2d for one in entries], rate),
+        ("d2h", [one.d2h for one in entries], rate),
         ("sent", [one.sent for one in entries], rate),
     ]
     for name, values, words in over_time:

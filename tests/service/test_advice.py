@@ -29,9 +29,11 @@ from tiering.plan import Budgets, GroupSizes
 from tiering.telemetry import (
     CheckpointStatus,
     ConfigurationStatus,
+    CopyStatus,
     Description,
     DirectionStatus,
     IoEngineStatus,
+    LinkStatus,
     PathStatus,
     PlannedTier,
     PlanStatus,
@@ -145,8 +147,20 @@ def slow_of_two(rate: float) -> list[RankView]:
     return said(io=[path("/a", measured_bytes_per_second=2 * GB), replace(second, written=slow)])
 
 
+def on_gpu(
+    h2d: float = 8e9, d2h: float = 10e9, free: int = 30 * GIB, ranks: int = 1, **waited: float
+) -> list[RankView]:
+    """A GPU without NVMe: each step of a second copies 6 GB there and 2 GB back, at rates like these."""
+    device = TierStatus("device", 20 * GIB, 80 * GIB, 20 * GIB, 20 * GIB, available=free)
+    copied = [replace(one, h2d_bytes=6 * GB, d2h_bytes=2 * GB) for one in steps(*[1.0] * 3, **waited)]
+    link = LinkStatus(CopyStatus(average_bytes_per_second=h2d), CopyStatus(average_bytes_per_second=d2h))
+    both = replace(SAID, io=[], tiers=[device, HOST], link=link, steps=copied, local_world_size=ranks)
+    return [rank(replace(both, rank=number, world_size=ranks)) for number in range(ranks)]
+
+
 # parts of a step
 bound = {"stall": 0.71, "optimizer_state": 0.6, "staging": 0.11}
+copying = {"stall": 0.6, "copies_of_parameters": 0.55, "gradients": 0.02, "reduce": 0.03}
 waiting = {"stall": 0.4, "gather": 0.3, "agreement": 0.1}
 
 # code, whether it is an error, a run that has it, its neighbour without, and what it says
@@ -154,6 +168,10 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
     ("nvme-bound", said(steps=steps(*[2.0] * 3, **bound)), said(steps=steps(*[2.0] * 2, **bound)), "writes: 71 %"),
     ("nvme-bound", said(steps=steps(*[2.0] * 3, **bound)), said(steps=steps(*[2.0] * 3, stall=0.1)), "state 60 %"),
     ("nvme-bound", said(steps=steps(*[1.0] * 3, 9.0, **bound)), said(), "71 % of its 3.0 s is stall"),
+    ("link-bound", on_gpu(**copying), on_gpu(stall=0.6, gather=0.6), "bound by copies to the device: 57 % of its"),
+    ("link-bound", on_gpu(**copying), said(steps=steps(*[1.0] * 3, **copying)), "(copies of parameters 55 %)"),
+    ("link-bound", on_gpu(h2d=24e9, **copying), on_gpu(stall=0.1), "2.0 GB from it at 10.0 GB/s, 20 %"),
+    ("link-bound", on_gpu(stall=0.3, gradients=0.3), on_gpu(stall=0.15, gradients=0.15), "the step waits for copies"),
     ("network-bound", each(steps=steps(*[1.0] * 11, **waiting)), two(), "40 % of the step"),
     ("network-bound", each(steps=steps(*[1.0] * 11, **waiting), world_size=4), each(), "40 % of the step"),
     ("network-bound", each(steps=steps(*[1.0] * 11, stall=1.0, gather=1.0)), two(), "100 % of the step"),
@@ -253,6 +271,7 @@ def test_the_gravest_comes_first_and_what_ranks_say_alike_is_said_once() -> None
     [
         ({"stalls": {"reduce": 0.7}}, "other ranks"),
         ({"stalls": {"optimizer state": 0.7}}, "disks"),
+        ({"stalls": {"copies of parameters": 0.7}}, "nvidia-smi"),
         ({"update": 0.0}, "the program"),
         ({}, "clock and temperature"),
     ],
@@ -283,6 +302,27 @@ def remedy(
     waits = replace(SAID, tiers=[host, DISK], steps=steps(*[2.0] * 3, **bound))
     (found,) = of(rank(waits, described))
     return found.remedy
+
+
+def test_the_remedy_for_copies_is_the_device_memory_that_is_there() -> None:
+    def told(**changed: Any) -> Advice:
+        (found,) = [one for one in of(*on_gpu(**copying, **changed)) if one.code == "link-bound"]
+        return found
+
+    batch = "a larger micro-batch copies the parameters once for more samples"
+    # Of 80 GiB a twentieth is spared; two ranks have a GPU each, and budgets are the node's.
+    named = '26.0 GiB of device memory are free: tiering.device_budget "%dGiB" keeps more there'
+    assert told().remedy == f"{named % 46}; {batch}"
+    assert told(ranks=2).remedy.startswith(named % 92)
+    assert told(ranks=2).ranks == [0, 1]
+    assert told(h2d=24e9).remedy == f"{named % 46}, and lets copies begin earlier; {batch}", (
+        "a link with room"
+    )
+    assert (
+        told(free=7 * GIB).remedy == f"the device has no memory for a larger tiering.device_budget; {batch}"
+    )
+    assert told(h2d=3e9, d2h=1e9).text.startswith("the step is bound by copies to the device and back:")
+    assert "6.0 GB to the device at 0 B/s" in told(h2d=0.0).text
 
 
 def test_the_remedy_for_nvme_is_the_memory_that_is_there() -> None:

@@ -16,9 +16,11 @@ import pytest
 from service.page import read_files
 from tiering.telemetry import (
     ConfigurationStatus,
+    CopyStatus,
     Description,
     DeviceMemoryStatus,
     DirectionStatus,
+    LinkStatus,
     PathStatus,
     SettingStatus,
     Snapshot,
@@ -224,12 +226,12 @@ def test_a_run_is_shown_while_it_trains(visit: Open, watched: Sidecar) -> None:
         const {charts, Series} = await import("/page/charts.js");
         const [chart] = charts(), series = new Series(), drawn = [];
         for (const sent of [0, 5]) {
-            series.add({at: 1000 + sent, read: 1, written: 2, sent, stall: 0});
+            series.add({at: 1000 + sent, read: 1, written: 2, h2d: null, d2h: sent, sent, stall: 0});
             chart.show(series);
             drawn.push(chart.plot.series.map(one => one.show));
         }
         return drawn;
-    }""") == [[True, True, True, False], [True] * 4]
+    }""") == [[True, True, True, False, False, False], [True, True, True, False, True, True]]
 
 
 def test_it_suits_everybody(visit: Open, watched: Sidecar) -> None:
@@ -332,6 +334,10 @@ SAID = Snapshot(
         PathStatus(f"/nvme/{MARKUP}", "threads", True, DirectionStatus(errors=2, errors_by_errno={MARKUP: 2}))
     ],
     device_memory=DeviceMemoryStatus(3 * MIB, 4 * MIB, 5 * MIB),
+    link=LinkStatus(
+        CopyStatus(7 * 10**9, 12, average_bytes_per_second=5e10),
+        CopyStatus(10**9, 3, peak_bytes_per_second=2e10),
+    ),
     stalls={MARKUP: 0.5},
     steps=[StepRecord(9, 1.0, 0.25, 0.5, 0.25, 0.5, stalls={MARKUP: 0.5})],
 )
@@ -357,6 +363,10 @@ def test_what_pages_say_stays_text_and_runs_come_and_go(
         "#tiers",
         "torch has 3.00\u00a0MiB of GPU memory in tensors, at most 4.00\u00a0MiB, and has taken 5.00",
     )
+    seen.shows("#copies", "to the device0\u00a0B/s50.0\u00a0GB/s0\u00a0B/s7.00\u00a0GB12")
+    seen.shows("#copies", "from the device0\u00a0B/s0\u00a0B/s20.0\u00a0GB/s1.00\u00a0GB3")
+    seen.shows("#ranks", "to device")
+    seen.shows("#facts", "Copying0\u00a0B/s")
     (directory / f"{MARKUP[:4]}.1.junk.page").write_bytes(b"TIERPAGE" + bytes(99))
     second = publishing(directory, replace(SAID, rank=1, local_rank=1, steps=[]))
     publishing(directory, replace(SAID, run_name="other", run_id="other-1", world_size=1, local_world_size=1))

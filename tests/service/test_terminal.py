@@ -28,10 +28,12 @@ from service.terminal.picture import ASCII, BLOCKS, Marks, pictured
 from service.view import RankView, RunView, View
 from service.watch import Watch
 from tiering.telemetry import (
+    CopyStatus,
     Description,
     DeviceMemoryStatus,
     DirectionStatus,
     LatencyStatus,
+    LinkStatus,
     PathStatus,
     PlannedTier,
     PlanStatus,
@@ -88,6 +90,9 @@ PLAN = PlanStatus(
     host_without_nvme=6 * GIB,
 )
 TORCH = DeviceMemoryStatus(allocated=GIB, peak=2 * GIB, reserved=3 * GIB)
+LINK = LinkStatus(
+    CopyStatus(bytes_per_second=2e10, average_bytes_per_second=5e10), CopyStatus(bytes_per_second=1e9)
+)
 RANK = RankView(0, "live", "", 0.1, SAID, Description("cpu", plan=PLAN))
 
 
@@ -128,7 +133,9 @@ def test_no_line_is_wider_than_the_terminal_and_ascii_is_enough() -> None:
         replace(
             RANK,
             rank=n,
-            snapshot=replace(SAID, rank=n, world_size=3, local_world_size=3, device_memory=TORCH),
+            snapshot=replace(
+                SAID, rank=n, world_size=3, local_world_size=3, device_memory=TORCH, link=LINK if n else None
+            ),
         )
         for n in range(3)
     ]
@@ -138,6 +145,12 @@ def test_no_line_is_wider_than_the_terminal_and_ascii_is_enough() -> None:
         assert all(line.isascii() for line in shown)
     assert sum("live" in line for line in shown) == 3
     assert "torch in all: 3.0 GiB in tensors, peak 6.0 GiB, 9.0 GiB reserved" in shown
+    copied = "40.0 GB/s to it (100 GB/s while copying), 2.0 GB/s back (0 B/s while copying)"
+    assert f"device link: {copied}" in shown, "of two of them"
+    entries = [Entry(float(n), n, None, None, None, None, {}, h2d=n * 1e10, d2h=5e9) for n in range(3)]
+    shown = [line.split() for line in lines(view(*many), 99, ASCII, entries)]
+    assert ["h2d", "_+@", "up", "to", "20.0", "GB/s"] in shown
+    assert ["d2h", "@@@", "up", "to", "5.0", "GB/s"] in shown
 
 
 def test_runs_in_trouble_come_first_and_say_why() -> None:

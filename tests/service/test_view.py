@@ -19,7 +19,9 @@ from service.view import NotHereError, View, view_of
 from service.watch import Watch
 from tiering.telemetry import (
     CollectiveStatus,
+    CopyStatus,
     DirectionStatus,
+    LinkStatus,
     Page,
     PageReading,
     PathStatus,
@@ -238,7 +240,7 @@ def test_ready_means_that_whoever_should_publish_does(
 
 
 def counting(rank: int, at: float, read: int, stalled: float, used: int = 5) -> tuple[Page, PageReading]:
-    """The page of a rank as read at NOW + 1, with counters that it published at NOW + ``at``."""
+    """The page of a rank as read at NOW + 1, with counters that it published at NOW + ``at``. Rank 1 has a GPU."""
     where, said = live(rank, local=2)
     assert said.snapshot is not None
     moved = [
@@ -251,6 +253,7 @@ def counting(rank: int, at: float, read: int, stalled: float, used: int = 5) -> 
         stalls={"a": stalled, "b": stalled},
         tiers=[TierStatus("host", 9, 9, used, used)],
         collectives=[CollectiveStatus("all-gather", 1, 3 * read)],
+        link=LinkStatus(CopyStatus(4 * read), CopyStatus(5 * read)) if rank else None,
     )
     return where, replace(said, snapshot=snapshot, heartbeat_age=1 - at, published_at=NOW + at)
 
@@ -264,6 +267,7 @@ def test_history_comes_from_counters_over_the_time_between_publications() -> Non
     assert (first.read, first.written, first.sent, first.stall) == (None, None, None, None)
     assert (second.at, second.step) == (NOW + 2, 0)
     assert (second.read, second.written, second.sent) == pytest.approx((200.0, 400.0, 600.0))
+    assert (first.h2d, second.h2d, second.d2h) == (None, pytest.approx(400.0), pytest.approx(500.0))
     assert second.stall == pytest.approx((0.2 / 0.8 + 0.2 / 0.5) / 2)
     assert second.used == {"device": None, "host": 10, "nvme": None}
     # Rank 1 is stopped from here on: what rank 0 does is known, and then nothing is.
@@ -271,6 +275,7 @@ def test_history_comes_from_counters_over_the_time_between_publications() -> Non
     history.add(view_of([counting(0, 1.0, 200, 0.1), lost(counting(1, 0.5, 50, 0.2))], NOW + 4))
     known, unknown = history.of("gpt-1")[2:]
     assert (known.read, known.used["host"], unknown.read) == (pytest.approx(100.0), 5, None)
+    assert (known.h2d, known.d2h) == (None, None), "the CPU is the device of the one that is left"
 
 
 def test_a_clock_that_is_set_back_makes_no_time_run_backwards(monkeypatch: pytest.MonkeyPatch) -> None:

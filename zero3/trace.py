@@ -38,8 +38,8 @@ ROWS: dict[Track, str] = {
     "network": "network",
     "read": "reads",
     "write": "writes",
-    "h2d": "copies to the device",
-    "d2h": "copies from the device",
+    "h2d": "h2d copies",
+    "d2h": "d2h copies",
     "stall": "stalls",
     "wait": "waits of the CPU",
 }

@@ -34,6 +34,8 @@ from zero3.collectives import World
 from zero3.copies import LinkStats
 from zero3.run_record import RunRecord
 
+from .queued_device import Mark, QueuedDevice
+
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
 
 
@@ -330,52 +332,8 @@ def test_a_wait_counts_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None
     assert clock.seconds == {"parameters": 3.0, "agreement": 3.0}
 
 
-class Device:
-    """A device that takes as long as it is told, and the CPU's clock. Nanoseconds; the clocks began a day apart."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0
-        self.busy_until = 0  # on the CPU's clock
-        seconds = SimpleNamespace(time=time.time, perf_counter=time.perf_counter)
-        seconds.monotonic_ns = lambda: self.now
-        monkeypatch.setattr(timeline, "time", seconds)
-
-    @property
-    def compute(self) -> Device:
-        return self
-
-    def works(self, seconds: float) -> None:
-        """It is told to compute for so long."""
-        self.busy_until = max(self.busy_until, self.now) + round(1e9 * seconds)
-
-    def record(self, *, timed: bool = False) -> Mark:
-        self.works(0)
-        return Mark(self, self.busy_until, timed)
-
-    def wait_for(self, event: Mark) -> None:
-        self.busy_until = max(self.busy_until, event.at)
-
-    def passes(self, seconds: float) -> None:
-        """Of the CPU's time."""
-        self.now += round(1e9 * seconds)
-
-
-class Mark:
-    """An event of it."""
-
-    def __init__(self, device: Device, at: int, timed: bool = True) -> None:
-        self.device, self.at, self.timed = device, at, timed
-
-    def done(self) -> bool:
-        return self.at <= self.device.now
-
-    def seconds_since(self, earlier: Mark) -> float:
-        assert self.timed and earlier.timed and self.done()
-        return (self.at + 86400 * 10**9) / 1e9 - (earlier.at / 1e9 + 86400)
-
-
 def test_on_a_device_phases_are_its_own_and_told_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch)
+    device = QueuedDevice(monkeypatch)
     clock = timeline.PhaseClock(device)
     device.works(100)
     for _ in range(2):  # in no time; between the steps the program reads the loss
@@ -398,7 +356,7 @@ def test_on_a_device_phases_are_its_own_and_told_when_it_is_there(monkeypatch: p
 
 def test_on_a_device_a_stall_is_what_it_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU waits for what the device is not out of work for, and runs ahead of what the device waits for."""
-    device = Device(monkeypatch)
+    device = QueuedDevice(monkeypatch)
     clock = timeline.StallClock(timeline.Timeline())
     clock.streams = device
     told: list[dict[str, dict[str, float]]] = []

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.errors import EngineStateError, SwapError, TelemetryError
 from zero3 import tiers
 from zero3.engine import Engine
+from zero3.timeline import StallClock, Timeline
 from zero3.trace import StepTrace
+
+from .queued_device import Mark, QueuedDevice
 
 STREAMED = {
     "offload_param": "nvme",
@@ -208,6 +212,43 @@ def test_a_fetch_lasts_from_its_read_until_compute_has_the_group(
             assert before <= read.begin <= read.end <= fetch.end + EPSILON
             assert any(fetch.end <= event.begin + EPSILON for event in used) or "dropped" in fetch.args
             before = fetch.end
+
+
+def test_what_a_device_does_lies_where_it_did_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU's clock, though the CPU was long gone; the copy that is under way at the end is waited for."""
+    device, timeline = QueuedDevice(monkeypatch), Timeline()
+    stalls = StallClock(timeline)
+    stalls.streams = device
+    traced = StepTrace(tmp_path / "trace.json", SimpleNamespace(timeline=timeline, aio=None, streams=device))
+    device.passes(100)
+    assert not traced.end_step(7)
+    device.works(2)
+    first = device.record(timed=True)
+    device.works(3)
+    copied = device.record(timed=True)
+    timeline.queued("h2d", "parameters", first, copied, bytes=5)
+    stalls.hold(Mark(device, device.now + 6 * 10**9), "copies of parameters")
+    with stalls.waiting_for("gradients"):
+        device.passes(8)
+    began = device.record(timed=True)
+    device.works(4)
+    timeline.queued("d2h", "gradients", began, device.record(timed=True))
+    device.passes(3)
+    assert traced.end_step(8)
+    assert device.now == 112 * 10**9
+    timeline.queued("d2h", "late", began, began)
+    found = [
+        (one.row, one.name, *(round(at / 1e6, 6) for at in (one.begin, one.end)), one.args)
+        for one in read_trace(tmp_path / "trace.json").events
+    ]
+    assert found == [
+        ("step", "step 8", 0, 11, {}),
+        ("waits of the CPU", "gradients", 0, 8, {}),
+        ("h2d copies", "parameters", 2, 5, {"bytes": 5}),
+        ("stalls", "copies of parameters", 5, 6, {}),
+        ("stalls", "gradients", 6, 8, {}),
+        ("d2h copies", "gradients", 8, 12, {"runs_over": "into the next step"}),
+    ]
 
 
 def test_a_row_never_shows_two_things_at_once(

@@ -1,0 +1,61 @@
+"""Which memory is what: the device's, pinned, or the CPU's alone. All of it is the CPU's here, so addresses tell."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .order import Agent
+
+
+class Kind(Enum):
+    DEVICE = "device"
+    PINNED = "pinned"  # host memory that the device copies from and to while the CPU goes on
+    PAGEABLE = "host"
+
+
+@dataclass(eq=False)
+class Region:
+    """An allocation. ``owner`` is the stream it was made for, ``kept`` until where others may use it after its end.
+
+    ``movable`` is host memory of the script's own, which it would have put on a real device.
+    """
+
+    start: int
+    end: int
+    kind: Kind
+    what: str
+    owner: Agent | None = None
+    movable: bool = False
+    kept: dict[int, int] = field(default_factory=dict)
+
+
+class Regions:
+    """The allocations that there are."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._regions: list[Region] = []
+
+    def at(self, address: int) -> Region | None:
+        """The one that holds ``address``."""
+        index = bisect_right(self._starts, address) - 1
+        if index < 0 or address >= self._regions[index].end:
+            return None
+        return self._regions[index]
+
+    def add(self, region: Region) -> None:
+        """A new one, in place of whatever was there."""
+        first = bisect_right(self._starts, region.start) - 1
+        if first < 0 or self._regions[first].end <= region.start:
+            first += 1
+        last = bisect_left(self._starts, region.end)
+        self._starts[first:last] = [region.start]
+        self._regions[first:last] = [region]
+
+    def remove(self, region: Region) -> None:
+        """It is no more, unless another has taken its place already."""
+        index = bisect_left(self._starts, region.start)
+        if index < len(self._regions) and self._regions[index] is region:
+            del self._starts[index], self._regions[index]

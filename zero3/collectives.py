@@ -8,6 +8,26 @@ Each is a process group of its own: operations of one group must come in the sam
 not. Reductions have an order that all ranks know beforehand. That of gathers follows the modules that are called: those
 that a rank did not foresee are agreed on before they begin (see peers.py), or it could receive another group's bytes.
 
+Note [Collectives on a device]
+    NCCL's operations are work of the device, in the order of its streams. Gathers and reductions have a stream each, of
+    ours: NCCL runs what it is told without ``async_op`` on the stream that is current, and beside our events there is
+    no other order to keep in mind. A gather waits for the copy of this rank's shard and not for the compute that goes
+    on meanwhile, a reduction for the gradients that compute has collected; compute waits for what it needs of either.
+    The CPU waits for nothing: what it has to know of other ranks it asks by way of ``control``, between CPUs.
+
+    NCCL keeps no reference to what it was told of. Who begins a collective keeps its memory until its event.
+
+    Two communicators, so that the gather of the next block does not queue behind a large reduction. Their kernels
+    occupy the device until other ranks' have come, so each must find room beside the other's: ranks begin all of them
+    in the same order, and NCCL is asked to start them in that (NCCL_LAUNCH_ORDER_IMPLICIT, NCCL 2.26).
+
+Note [When a device waits for a rank that is gone]
+    A kernel of NCCL that waits for a lost rank never ends, nor does a CPU that waits for anything behind it. So a
+    thread watches over the other ranks (see peers.py) and aborts the communicators: their kernels end, with whatever
+    bytes they had, the CPU goes on, and the next call of ours raises the error that names the rank. torch's own watch
+    over NCCL remains. What it alone notices, as a broken network between ranks that are all alive, it ends the process
+    for; where both notice, ours is meant to come first: torch's takes a minute.
+
 Note [A reduction is an exchange and a sum]
     Each rank sends every other one the part of its gradient that this one owns, and sums up what it receives, in the
     order of ranks, in fp32, rounding once: (W-1)/W of the gradient leaves each rank, as in any reduce-scatter, and the
@@ -23,13 +43,15 @@ import logging
 import os
 import pickle
 import socket
+import threading
 import uuid
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -41,6 +63,7 @@ from torch.distributed.rendezvous import rendezvous
 from tiering.config import DistributedConfig
 from tiering.errors import ConfigError, DistributedError, RankOrderError
 from zero3.peers import Peers, sever
+from zero3.streams import Event, Stream, Streams, streams_of
 from zero3.timeline import StallClock
 
 log = logging.getLogger(__name__)
@@ -50,9 +73,14 @@ T = TypeVar("T")
 LARGE = 256 << 10  # bytes of a shard that is worth an operation for each rank
 TITLE = 64  # bytes of a row that say what it is
 GRACE = 60.0  # seconds
+FAREWELL = 10.0  # seconds in which other ranks may end what they still do with this one's memory
 _engines = itertools.count()  # of this process; as many as of any other rank
 
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+BACKENDS = {
+    "cpu": "gloo",
+    "cuda": "cpu:gloo,cuda:nccl",
+}  # of a world that we make: the program may use it, too
+TRANSPORTS = {"cpu": "gloo", "cuda": "nccl"}  # of parameters and gradients
 
 
 @dataclass(frozen=True)
@@ -143,35 +171,52 @@ def _on_this_node(rank: int, size: int) -> tuple[int, int]:
 
 @dataclass
 class Pending:
-    """A collective that was begun, and what it was for. ``collectives.finish`` waits for it."""
+    """A collective that was begun, and what it was for. ``collectives.finish`` waits for it.
+
+    On a device with streams there are no ``works``: ``ended`` is behind it, and ``buffers`` stay until somebody has
+    waited for that, or it has come.
+    """
 
     works: list[dist.Work]
     what: str
     group: str
+    ended: Event | None = None
+    buffers: tuple[Tensor, ...] = ()
 
 
 class Collectives:
     """The process groups of one engine on ``device``. Every method is to be called by all ranks, in one order.
 
-    ``sent`` counts the bytes that this rank has sent, by kind, ``calls`` the operations.
+    ``streams`` are the device's, None if it is the CPU. ``sent`` counts the bytes that this rank has sent, by kind,
+    ``calls`` the operations.
     """
 
     def __init__(
-        self, world: World, device: torch.device, config: DistributedConfig, stalls: StallClock
+        self,
+        world: World,
+        device: torch.device,
+        config: DistributedConfig,
+        stalls: StallClock,
+        streams: Streams | None = None,
     ) -> None:
         self.world = world
         self.sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.spared = 0  # bytes that gathers of groups would have sent that were still there
         self._stalls = stalls
-        self._watched = device.type == "cpu"  # a GPU's streams wait for its collectives
+        self._streams = streams or streams_of(device)
         self._failure: DistributedError | None = None
         self._raised: BaseException | None = None  # by the last forward
         self.row_nbytes = 64  # what a row of a table has room for
         timeout = timedelta(seconds=config.timeout + GRACE)  # our own message comes first
-        self._gathers = dist.new_group(timeout=timeout)
-        self._reductions = dist.new_group(timeout=timeout)
+        if device.type == "cuda":  # before NCCL looks; see Note [Collectives on a device]
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        transport = TRANSPORTS[device.type]
+        self._gathers = dist.new_group(timeout=timeout, backend=transport)
+        self._reductions = dist.new_group(timeout=timeout, backend=transport)
         self._control = dist.new_group(timeout=timeout, backend="gloo")
+        # A thread of the peers' refers to it: so it knows nothing of this object, which would never be given up.
+        self._groups = _Groups([self._gathers, self._reductions], self._control)
         store = dist.distributed_c10d._get_default_store()
         self.peers = Peers(
             PrefixStore(f"tiering engine {next(_engines)}", store),
@@ -179,13 +224,15 @@ class Collectives:
             world.size,
             timeout=config.timeout,
             silence=config.silence,
-            on_lost=None if self._watched else self._abort,
+            on_lost=None if self._streams is None else self._groups.abort,
+            unended=self._groups.unended,
         )
         # An engine that nobody closes must not go on giving signs of life. At exit peers take their leave themselves.
-        groups = (self._gathers, self._reductions, self._control)
-        self._leave = weakref.finalize(self, _leave, self.peers, groups)
+        self._leave = weakref.finalize(self, _leave, self.peers, self._groups)
         self._leave.atexit = False
         self.peers.agree("initialize")
+        if self._streams is not None:
+            self._connect(device)
 
     def announce(self, what: str, *, foreseen: bool) -> None:
         """The next gather is ``what``. Unless all ranks have ``foreseen`` that, they agree on it."""
@@ -195,38 +242,59 @@ class Collectives:
         else:
             self.agree(what)
 
-    def gather(self, whole: Tensor, shard: Tensor, what: str) -> Pending:
+    def gather(
+        self, whole: Tensor, shard: Tensor, what: str, after: Iterable[Event] | None = None
+    ) -> Pending:
         """Begin to fill the flat ``whole`` with the ``shard`` of each rank, in their order; it may be its place there.
 
-        It was announced as ``what``.
+        It was announced as ``what``. A device begins it when the events ``after`` have come, or, without them, when all
+        is over that the current stream was told so far; ``ended`` is behind it.
         """
         self._count("all-gather", shard.nbytes * (self.world.size - 1))
-        direct = self._watched and shard.nbytes >= LARGE
-        works = (
+        pending = Pending([], what, "gather")
+        if self._streams is not None:
+            collective = partial(_all_gather, whole, shard, self._gathers, async_op=False)
+            return self._queue(pending, collective, self._streams.gather, after, whole.nbytes)
+        direct = shard.nbytes >= LARGE
+        pending.works = (
             _scatter_shards(_bits(whole), _bits(shard), self._gathers)
             if direct
-            else [_all_gather(whole, shard, self._gathers)]
+            else [_waited_for(_all_gather(whole, shard, self._gathers))]
         )
-        return self._begun(Pending(works, what, "gather"), whole.nbytes)
+        return self._begun(pending, whole.nbytes)
 
     def spare(self, shard_nbytes: int) -> None:
         """A group was used again before its bytes were given up: nothing is sent."""
         self.spared += shard_nbytes * (self.world.size - 1)
 
     def exchange(self, received: Tensor, sent: Tensor, what: str) -> Pending:
-        """Begin to send each rank its part of the flat ``sent``; ``received`` gets this rank's part from each."""
+        """Begin to send each rank its part of the flat ``sent``; ``received`` gets this rank's part from each.
+
+        A device begins it when all is over that the current stream was told so far.
+        """
         self.check()
         self._raised = None
         self._count("reduce", sent.nbytes // self.world.size * (self.world.size - 1))
         self.peers.issued(what, group="reduction")
-        work = dist.all_to_all_single(received, sent, group=self._reductions, async_op=True)
-        return self._begun(Pending([work], what, "reduction"), sent.nbytes)
+        pending = Pending([], what, "reduction")
+        exchange = partial(dist.all_to_all_single, received, sent, group=self._reductions)
+        if self._streams is not None:
+            pending.buffers = received, sent
+            return self._queue(pending, exchange, self._streams.reduce, None, sent.nbytes)
+        pending.works = [_waited_for(exchange(async_op=True))]
+        return self._begun(pending, sent.nbytes)
 
     def finish(self, pending: Pending, cause: str) -> None:
-        """Wait for a collective; on a GPU the current stream does. Errors name the rank that is the reason."""
+        """Wait for a collective; a device's current stream does. Errors name the rank that is the reason."""
+        if pending.ended is not None:
+            self.check()
+            if not pending.ended.done():
+                self._stalls.hold(pending.ended, cause)
+            pending.buffers = ()  # whoever is told to use their memory anew, by the same stream, comes later
+            return
         with self._stalls.waiting_for(cause):
             while pending.works:
-                self._wait(pending.works[0], pending.what, pending.group, blocking=self._watched)
+                self._wait(pending.works[0], pending.what, pending.group)
                 del pending.works[0]  # not before: what has failed may still write to its buffers
 
     def table(self, mine: Tensor, what: str) -> Tensor:
@@ -323,19 +391,21 @@ class Collectives:
             )
 
     def close(self) -> None:
-        """Leave the other ranks. Idempotent."""
+        """Leave the other ranks. Idempotent. Where a device is connected with theirs, wait a while for them to come."""
         if self._raised is not None:
             self.peers.fail(self._raised)
-        if self._failure is not None and self._leave.alive:
-            for group in (self._gathers, self._reductions, self._control):
-                sever(group)
+        if self._leave.alive:
+            if self._failure is not None or (self._streams is not None and self.peers.broken):
+                self._groups.sever()
+            elif self._streams is not None:
+                self._part(self._streams)
         self._leave()
 
     def _gather_rows(self, rows: Tensor, row: Tensor, what: str) -> None:
         """Fill ``rows`` with the ``row`` of each rank, all of one size."""
         self._count("control", row.numel() * (self.world.size - 1))
         self.peers.issued(what, group="control")
-        work = _all_gather(rows.view(-1), row, self._control)
+        work = _waited_for(_all_gather(rows.view(-1), row, self._control))
         with self._stalls.waiting_for("agreement"):
             self._wait(work, what, "control")
 
@@ -344,9 +414,9 @@ class Collectives:
         """What has ended this engine, if that was raised here."""
         return self._failure or self.peers.failed_by
 
-    def _wait(self, work: dist.Work, what: str, group: str, *, blocking: bool = True) -> None:
+    def _wait(self, work: dist.Work, what: str, group: str) -> None:
         with self._failing():
-            self.peers.wait(work, what, group=group, blocking=blocking)
+            self.peers.wait(work, what, group=group)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -356,10 +426,34 @@ class Collectives:
             self._failure = error
             raise
 
+    def _queue(
+        self,
+        pending: Pending,
+        collective: Callable[[], object],
+        stream: Stream,
+        after: Iterable[Event] | None,
+        nbytes: int,
+    ) -> Pending:
+        """Tell the device of it. See Note [Collectives on a device]."""
+        assert self._streams is not None
+        for event in [self._streams.compute.record()] if after is None else after:
+            stream.wait_for(event)
+        begun = stream.record(timed=True)
+        try:
+            with stream.running():
+                collective()
+        except dist.DistError as error:  # a communicator that was aborted in between, or could not be made
+            with self._failing():
+                raise self.peers.cause_of(str(error), pending.what, group=pending.group) from error
+        pending.ended = stream.record(timed=True)
+        self._groups.queued(pending)
+        self._stalls.timeline.queued("network", pending.what, begun, pending.ended, bytes=nbytes)
+        return pending
+
     def _begun(self, pending: Pending, nbytes: int) -> Pending:
         """Show it in a trace: what carries it out says when it is done, nobody may be waiting by then."""
         timeline = self._stalls.timeline
-        if timeline.recording and self._watched:
+        if timeline.recording:
             timeline.begin("network", pending.what, bytes=nbytes)
             left = list(pending.works)
 
@@ -374,24 +468,108 @@ class Collectives:
 
     def has_ended(self, pending: Pending) -> bool:
         """Whether ``finish`` would not have to wait."""
-        # A GPU's streams wait, not the CPU; and there gathers that begin by chance could stand in each other's way.
-        return self._watched and all(work.is_completed() for work in pending.works)
+        # Never on a device: what somebody begins for that reason would not be begun in one order by all ranks.
+        return pending.ended is None and all(work.is_completed() for work in pending.works)
 
-    def _abort(self, reason: str) -> None:
-        """A GPU waits for a rank that will not come, and the CPU for the GPU: end what they wait for."""
-        log.critical("%s", reason)
-        for group in (self._gathers, self._reductions, self._control):
-            sever(group)
+    def _connect(self, device: torch.device) -> None:
+        """Let every GPU send to every other one, both ways in which we do.
+
+        That is when NCCL makes its connections and takes its memory: where all ranks are, and before anybody counts
+        what is left of the device. Some machines let GPUs reach each other's memory and deliver something else.
+        """
+        size, rank = self.world.size, self.world.rank
+        told = torch.full((1,), rank, dtype=torch.int32, device=device)
+        sent = torch.arange(size, dtype=torch.int32, device=device) + rank * size
+        whole, received = torch.empty_like(sent), torch.empty_like(sent)
+        self.announce("connect the devices", foreseen=True)
+        pending = (
+            self.gather(whole, told, "connect the devices"),
+            self.exchange(received, sent, "connect the devices"),
+        )
+        for each in pending:
+            assert each.ended is not None
+            each.ended.wait()
+            self.finish(each, "agreement")
+        if whole.tolist() != list(range(size)) or received.tolist() != [n * size + rank for n in range(size)]:
+            raise DistributedError(
+                f"the GPU of rank {rank} has received other bytes than those of other ranks have sent it:"
+                f" {whole.tolist()} and {received.tolist()}. The way between them is broken (PCI access control, or an"
+                " IOMMU): see whether NCCL_P2P_DISABLE=1 helps"
+            )
+
+    def _part(self, streams: Streams) -> None:
+        """See other ranks through what they still read of this one's memory; in vain if they do not come to close."""
+        streams.gather.synchronize()
+        streams.reduce.synchronize()
+        if not self.peers.meet("close", FAREWELL):
+            log.info("not all ranks have closed their engines within %.0f s of this one", FAREWELL)
 
     def _count(self, kind: str, nbytes: int) -> None:
         self.calls[kind] += 1
         self.sent[kind] += nbytes
 
 
-def _leave(peers: Peers, groups: Iterable[dist.ProcessGroup]) -> None:
+class _Groups:
+    """The process groups of one engine, and what a device has been told to do with those for ``transport``."""
+
+    def __init__(self, transport: list[dist.ProcessGroup], control: dist.ProcessGroup) -> None:
+        self._transport = transport
+        self._control = control
+        self._queued: dict[str, deque[Pending]] = {
+            "gather": deque(),
+            "reduction": deque(),
+        }  # each in its order
+        self._severing = threading.Lock()  # of what follows
+        self._severed = False
+
+    def queued(self, pending: Pending) -> None:
+        """The device was told of it."""
+        queued = self._queued[pending.group]
+        queued.append(pending)
+        while queued[0] is not pending and _is_over(queued[0]):
+            queued.popleft()
+
+    def unended(self) -> str | None:
+        """What the device was told and has not ended, the first of it. Any thread may ask."""
+        pending = (each for queued in self._queued.values() for each in list(queued))
+        return next((each.what for each in pending if not _is_over(each)), None)
+
+    def abort(self, reason: str) -> None:
+        """The device waits for a rank that will not come, and the CPU for the device: end what they wait for."""
+        log.critical("%s", reason)
+        self.sever()
+
+    def sever(self) -> None:
+        """Break the connections with other ranks, once; return when that is done, by whichever thread."""
+        with self._severing:
+            if not self._severed:
+                self._severed = True
+                sever([*self._transport, self._control])
+
+    def leave(self) -> None:
+        """Let torch forget them."""
+        known = [*self._transport, self._control]
+        with self._severing:
+            if all(group.name() == "nccl" for group in self._transport):
+                if (
+                    self._severed
+                ):  # torch's own watch over them may be about to end this process: do not wait for it
+                    known = [self._control]
+                else:  # not torch's way, which waits without a limit for all ranks of this node to do the same
+                    sever(self._transport)
+        for group in known:
+            with contextlib.suppress(ValueError):  # the program has destroyed all of torch's groups
+                dist.destroy_process_group(group)
+
+
+def _is_over(pending: Pending) -> bool:
+    assert pending.ended is not None
+    return pending.ended.done()
+
+
+def _leave(peers: Peers, groups: _Groups) -> None:
     peers.close()
-    for group in groups:
-        dist.destroy_process_group(group)
+    groups.leave()
 
 
 def _scatter_shards(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
@@ -406,10 +584,18 @@ def _scatter_shards(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> l
     return works
 
 
-def _all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """By the name that this torch has for it."""
+def _all_gather(
+    whole: Tensor, shard: Tensor, group: dist.ProcessGroup, *, async_op: bool = True
+) -> dist.Work | None:
+    """By the name that this torch has for it; None unless ``async_op``."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work = gather(_bits(whole), _bits(shard), group=group, async_op=True)
+    work: dist.Work | None = gather(_bits(whole), _bits(shard), group=group, async_op=async_op)
+    return work
+
+
+def _waited_for(work: dist.Work | None) -> dist.Work:
+    """What was begun with ``async_op``: it is there."""
+    assert work is not None
     return work
 
 

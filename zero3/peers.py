@@ -7,6 +7,8 @@ and judges. A wait ends early for these reasons, each on all ranks and with the 
     another rank is in, or about to enter, a different collective
     the store is out of reach, and the collective does not end either
     nobody has moved for ``timeout`` seconds
+
+A wait that only the device knows of does not end here: a thread watches for it, see ``on_lost``.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Literal, Self
 
@@ -36,6 +38,7 @@ FIRST_SLICE = 0.2  # seconds of waiting before anybody is asked
 SLICE = 1.0
 TIMED_OUT = "Operation timed out"  # gloo's words at the end of a slice; the collective goes on
 SEVERED = 0x7EE5  # a tag that no message has
+SEVERED_WITHIN = 60.0  # seconds
 QUOTED = 1000  # characters of another rank's error
 
 
@@ -47,7 +50,8 @@ class Peers:
     ``timeout``, or its message comes first.
 
     ``on_lost`` is called once, on a thread of its own, with the message of what ended the run, unless this rank did. It
-    is for backends whose ``wait`` returns at once (NCCL); with it, silence counts also while this rank does not wait.
+    is for collectives that a device waits for (NCCL); with it, silence counts also while this rank does not wait.
+    ``unended`` says what the device was told and has not ended, if anything: that counts as a wait of this rank.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Peers:
         timeout: float,
         silence: float = 30.0,
         on_lost: Callable[[str], None] | None = None,
+        unended: Callable[[], str | None] = lambda: None,
         beat: float = 1.0,
         patience: float = 10.0,
     ) -> None:
@@ -78,7 +83,7 @@ class Peers:
         atexit.register(self._at_exit)
         if on_lost is not None:
             threading.Thread(
-                target=self._watch, args=(on_lost,), name="watch over ranks", daemon=True
+                target=self._watch, args=(on_lost, unended), name="watch over ranks", daemon=True
             ).start()
 
     def note(self, doing: str) -> None:
@@ -108,19 +113,18 @@ class Peers:
                     raise self._cause_of("no answer from the store", delay)
                 delay.look()
 
-    def wait(self, work: Work, what: str, *, group: str = COLLECTIVE, blocking: bool = True) -> None:
-        """Wait for one collective that was issued or agreed on as ``what``.
+    def meet(self, what: str, within: float) -> bool:
+        """Whether all ranks come to ``what`` by this call while this one waits for them, ``within`` seconds at most."""
+        return self._heartbeat.answered(self._heartbeat.ask(what, what), within)
 
-        Not ``blocking``: where ``work.wait`` only orders streams (NCCL).
+    def wait(self, work: Work, what: str, *, group: str = COLLECTIVE) -> None:
+        """Wait for one collective that was issued or agreed on as ``what``.
 
         Raises:
             RankLostError, RankOrderError, DistributedError: see the top of this file. They are final: every later call
                 raises the same again.
         """
         self.check()
-        if not blocking:
-            work.wait()
-            return
         with _Delay(self, group, self._position.number(group, what), what) as delay:
             slice_s = FIRST_SLICE
             while True:
@@ -133,6 +137,16 @@ class Peers:
                     return
                 slice_s = SLICE
                 delay.look()
+
+    def cause_of(self, error: str, what: str, *, group: str) -> DistributedError:
+        """Why the last collective of ``group``, ``what``, could not even begin."""
+        with _Delay(self, group, self._position.number(group, what), what) as delay:
+            return self._cause_of(error, delay)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the run is over, by a failure of this rank or of another one that this one knows of."""
+        return self._heartbeat.failure is not None or self.failed_by is not None
 
     def fail(self, error: BaseException | str) -> None:
         """This rank gives up: the others are told why, unless there is a failure already."""
@@ -217,18 +231,18 @@ class Peers:
             "checkpoint.",
         )  # fmt: skip
 
-    def _nobody_moves(self) -> Failure:
+    def _nobody_moves(self, waiting: str = "") -> Failure:
         return Failure(
             "stuck", self.rank,
-            f"no rank has moved for {self.timeout:.0f} s: {self._heartbeat.positions()}. Stacks of the ranks that do "
-            "not wait tell more (py-spy dump --pid PID); work that takes this long needs a longer "
+            f"no rank has moved for {self.timeout:.0f} s: {self._heartbeat.positions()}{waiting}. Stacks of the ranks "
+            "that do not wait tell more (py-spy dump --pid PID); work that takes this long needs a longer "
             "tiering.distributed.timeout.",
         )  # fmt: skip
 
-    def _watch(self, on_lost: Callable[[str], None]) -> None:
-        """For backends that block on a device: what `_Delay` is for a wait that this class can see."""
+    def _watch(self, on_lost: Callable[[str], None], unended: Callable[[], str | None]) -> None:
+        """For collectives that a device waits for: what `_Delay` is for a wait that this class can see."""
         heartbeat = self._heartbeat
-        deaf = Stillness(2 * self._beat)
+        deaf, idle, looks = Stillness(2 * self._beat), Stillness(2 * self._beat), False
         while not self._closed:
             failure = heartbeat.failed(self._beat)
             if failure is None and not self._closed:
@@ -237,20 +251,48 @@ class Peers:
                     failure = heartbeat.settle(
                         self._store_out_of_reach("this rank has not moved either"), within=0.0
                     )
+                what = unended()
+                still = idle.seconds((what, heartbeat.moves, self._position.changes))
+                if looks is not (what is not None and still > self.timeout / 2):
+                    looks = not looks
+                    heartbeat.watch() if looks else heartbeat.rest()  # without it only the successor is seen
+                if what is not None and still > self.timeout and failure is None:
+                    waiting = f"; the device of rank {self.rank} is waiting to {what}"
+                    failure = heartbeat.settle(self._nobody_moves(waiting))
             if failure is not None:
                 if not self._closed:
                     on_lost(str(failure.error()))
                 return
 
 
-def sever(group: ProcessGroup) -> None:
-    """Break ``group``'s connections, so that a collective which cannot end does not keep the process from ending.
+def sever(groups: Iterable[ProcessGroup]) -> None:
+    """Break the connections of ``groups``, so that a collective which cannot end keeps nobody waiting.
 
-    Gloo's destructor waits for pending operations up to the group's time-out, minutes or more if the other side is
+    All at once: what NCCL does to abort a communicator may wait for the whole device, on which the kernel of another
+    one hangs. It may also never return: then neither does anybody who waits for the device, but this one goes on.
+    """
+    threads = [
+        threading.Thread(target=_sever, args=(group,), name="sever a group of ranks", daemon=True)
+        for group in groups
+    ]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + SEVERED_WITHIN
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+        if thread.is_alive():
+            log.error("connections with other ranks could not be broken within %.0f s", SEVERED_WITHIN)
+
+
+def _sever(group: ProcessGroup) -> None:
+    """Gloo's destructor waits for pending operations up to the group's time-out, minutes or more if the other side is
     frozen, and its ``abort`` does nothing. A receive whose time is up closes its connection, and all that hangs on it.
     """
     if group.name() != "gloo":
-        group.abort()
+        try:
+            group.abort()
+        except RuntimeError as error:
+            log.error("a communicator could not be aborted: %s", error)
         return
     for rank in range(group.size()):
         if rank != group.rank():

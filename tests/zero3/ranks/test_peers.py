@@ -19,7 +19,7 @@ import zero3.heartbeat
 import zero3.peers
 from tiering.errors import DistributedError, RankLostError
 from zero3.board import Process, spell
-from zero3.peers import Peers, Stillness
+from zero3.peers import Peers, Stillness, sever
 
 from .together import SOON, Done, Together, Transfer, eventually, refusal
 
@@ -224,7 +224,6 @@ def test_on_lost_is_told_once_without_any_wait(together: Callable[..., Together]
     told: list[str] = []
     them = together(3, silence=1.0, on_lost=told.append)
     them.ranks[0].issued("gather 'a'")
-    them.ranks[0].wait(Done(), "gather 'a'", blocking=False)
     them.ranks[2].issued("gather 'a'")
     if how == "fails":
         them.ranks[1].fail("out of memory")
@@ -235,7 +234,7 @@ def test_on_lost_is_told_once_without_any_wait(together: Callable[..., Together]
     expected = 3 if how == "falls silent" else 2  # who is believed dead is told, too; who did it is not
     eventually(lambda: len(told) >= expected)
     with pytest.raises(RankLostError, match=r"rank 1 \(host"):
-        them.ranks[0].wait(Done(), "gather 'a'", blocking=False)
+        them.ranks[0].check()
     them.close()
     assert len(told) == expected
     assert all("rank 1 (host" in message for message in told)
@@ -249,6 +248,71 @@ def test_on_lost_is_not_told_of_ranks_that_nobody_looks_at(together: Callable[..
     for peers, clock in zip(them.ranks, clocks, strict=True):
         eventually(lambda peers=peers, clock=clock: peers._heartbeat._clock > clock + 1.0)
     assert told == []
+
+
+def test_a_device_that_waits_while_nobody_moves_is_a_wait_as_any_other(
+    together: Callable[..., Together],
+) -> None:
+    """All ranks are alive and in step, and the network between them is not: no CPU waits for it."""
+    told: list[str] = []
+    queued: list[str] = []
+    them = together(2, timeout=0.3, on_lost=told.append, unended=lambda: queued[0] if queued else None)
+    clock = them.ranks[0]._heartbeat._clock
+    eventually(lambda: them.ranks[0]._heartbeat._clock > clock + 0.7)
+    assert told == [], "a rank that waits for nothing has no reason to move"
+    for peers in them.ranks:
+        peers.issued("gather 'a'")
+    queued.append("gather 'a'")
+    eventually(lambda: len(told) == 2)
+    for message in told:
+        assert re.search(
+            r"no rank has moved for 0 s: ranks 0-1 in .*, after collective 1; the device of rank \d is waiting to"
+            r" gather 'a'\. Stacks", message
+        )  # fmt: skip
+    with pytest.raises(DistributedError, match="the device of rank"):
+        them.ranks[1].check()
+
+
+def test_ranks_that_part_see_each_other_off(together: Callable[..., Together]) -> None:
+    them = together(2)
+    calls = [them.call(peers.meet, "close", SOON) for peers in them.ranks]
+    assert [call.result(SOON) for call in calls] == [True, True]
+    assert not any(peers.broken for peers in them.ranks)
+    assert them.ranks[0].meet("close again", 0.2) is False, "nobody else comes"
+    them.ranks[1].fail("no such file")
+    assert them.ranks[0].meet("close at last", SOON) is False, "nobody will"
+    assert all(peers.broken for peers in them.ranks)
+
+
+class Communicator:
+    """Of NCCL, whose abort waits for the device: for what all of them do there."""
+
+    def __init__(self, device: threading.Barrier) -> None:
+        self.aborted = False
+        self._device = device
+
+    def name(self) -> str:
+        return "nccl"
+
+    def abort(self) -> None:
+        self._device.wait(SOON)
+        self.aborted = True
+
+
+def test_communicators_are_aborted_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One after the other, the first would wait for what the second still does. One that never ends keeps nobody."""
+    device = threading.Barrier(2)
+    both = [Communicator(device) for _ in range(2)]
+    sever(both)
+    assert all(one.aborted for one in both)
+    monkeypatch.setattr(zero3.peers, "SEVERED_WITHIN", 0.1)
+    alone = Communicator(device)
+    sever([alone])
+    assert not alone.aborted
+    assert "connections with other ranks could not be broken" in caplog.text
+    device.abort()  # and the thread that waits for it
 
 
 # ---- the store ----

@@ -20,9 +20,9 @@ class DeviceSlab(Arena):
     def __init__(self, nbytes: int, device: torch.device, streams: Streams, name: str) -> None:
         self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
         super().__init__(memoryview(b""), self._bytes.data_ptr(), name, capacity=nbytes)
-        self._uses: list[
-            tuple[int, int, Event]
-        ] = []  # ranges that were released, and when they are not used any more
+        # Ranges that were released, and when they are not used any more. The first use is torch's, which fills what it
+        # allocates under deterministic algorithms.
+        self._uses: list[tuple[int, int, Event]] = [(0, self.capacity, streams.compute.record())]
 
     def tensor(self, lease: Lease) -> Tensor:
         """The bytes of ``lease``: a tensor that begins with its storage, so that a storage can take them over."""

@@ -11,7 +11,7 @@ from zero3 import timeline, trace
 
 
 class QueuedDevice:
-    """Also its only stream. Nanoseconds of the CPU, whose clock began a day before the device's."""
+    """Also its stream that computes. Nanoseconds of the CPU, whose clock began a day before the device's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0
@@ -24,7 +24,10 @@ class QueuedDevice:
     def compute(self) -> QueuedDevice:
         return self
 
-    fetch = compute
+    @property
+    def fetch(self) -> SimpleNamespace:
+        """A stream on which nothing is queued."""
+        return SimpleNamespace(synchronize=lambda: None, record=lambda timed: Mark(self, self.now, timed))
 
     def works(self, seconds: float) -> None:
         """It is told to compute for so long."""
@@ -36,9 +39,6 @@ class QueuedDevice:
 
     def wait_for(self, event: Mark) -> None:
         self.busy_until = max(self.busy_until, event.at)
-
-    def synchronize(self) -> None:
-        self.now = max(self.now, self.busy_until)
 
     def passes(self, seconds: float) -> None:
         """Of the CPU's time."""

@@ -450,13 +450,21 @@ def test_what_goes_over_the_link_is_told_by_step(
     assert engine.snapshot().link is None, "the CPU is the device"
     stats = {"h2d": LinkStats(1000, 1, 0.5), "d2h": LinkStats()}  # building the engine is no step
     monkeypatch.setattr(engine._tiers, "copies", SimpleNamespace(stats=lambda: dict(stats)))
+    device = QueuedDevice(monkeypatch)
+    monkeypatch.setattr(engine._tiers, "streams", device)
     record = RunRecord("linked", engine._tiers, engine._schedule.activations)
     stats |= {"h2d": LinkStats(1700, 3, 0.75)}
+    with record.phase("forward"):
+        device.works(2)
+    device.passes(2)
     record.end_step()
     stats |= {"h2d": LinkStats(1800, 4, 1.0), "d2h": LinkStats(30, 2, 0.25)}
     record.end_step()
     snapshot = record.snapshot()
-    assert [(step.h2d_bytes, step.d2h_bytes) for step in snapshot.steps] == [(700, 0), (100, 30)]
+    assert [(one.h2d_bytes, one.d2h_bytes, one.forward) for one in snapshot.steps] == [
+        (700, 0, 2.0),
+        (100, 30, 0.0),
+    ]
     assert snapshot.link == LinkStatus(h2d=CopyStatus(1800, 4, 1.0), d2h=CopyStatus(30, 2, 0.25))
 
 

@@ -104,7 +104,7 @@ def assemble(
     given = model, config, model_parameters, optimizer, weights, device, streams, stalls
     if world.size == 1:
         return _assemble(*given, None)
-    collectives = Collectives(world, device, config.tiering.distributed, stalls)
+    collectives = Collectives(world, device, config.tiering.distributed, stalls, streams)
     try:
         return _assemble(*given, collectives)
     except BaseException as error:

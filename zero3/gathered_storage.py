@@ -54,8 +54,11 @@ class ShardGathers:
         """Agree with the other ranks that these come next, unless all have ``foreseen`` it."""
         self._collectives.announce(self._what, foreseen=foreseen)
 
-    def begin(self, whole: Tensor, kept: Tensor | None) -> None:
-        """Gather into ``whole``, from the shard ``kept``, or from its place in the whole; after ``announce``."""
+    def begin(self, whole: Tensor, kept: Tensor | None, after: list[Event] | None = None) -> None:
+        """Gather into ``whole``, from the shard ``kept``, or from its place in the whole; after ``announce``.
+
+        On a device with streams ``after`` is what has to be over before.
+        """
         assert not self.begun
         self.begun = True
         base = 0
@@ -64,7 +67,7 @@ class ShardGathers:
                 self.announce(foreseen=True)
             shard = whole[mine.start : mine.stop] if kept is None else kept[base : base + len(mine)]
             target = whole[all_of_it.start : all_of_it.stop]
-            self._under_way.append(self._collectives.gather(target, shard, self._what))
+            self._under_way.append(self._collectives.gather(target, shard, self._what, after))
             base += len(mine)
 
     def finish(self) -> None:
@@ -73,15 +76,19 @@ class ShardGathers:
             self._collectives.finish(self._under_way[0], "gather")
             del self._under_way[0]
 
-    def end(self) -> bool:
-        """Let go of what nobody needs any more; False if its memory may still be written to, for ever."""
+    def end(self) -> list[Event] | None:
+        """Let go of what nobody needs any more: what its memory is written to until, or None if perhaps for ever."""
         self.begun = False
+        ends = [pending.ended for pending in self._under_way if pending.ended is not None]
+        if ends:
+            self._under_way.clear()
+            return ends
         try:
             self.finish()
         except DistributedError:  # whoever waits for another rank has been told, or will be
             self._under_way.clear()
-            return False
-        return True
+            return None
+        return []
 
 
 class ShardedStorage(FlatStorage):
@@ -134,7 +141,7 @@ class ArenaGatheredStorage(ArenaStorage, ShardedStorage):
             with contextlib.suppress(SwapError):  # who waited for it has been told
                 read.wait()
         self._reads.clear()
-        if self.gathers.end():
+        if self.gathers.end() is not None:
             lease.release()
 
     def _read(self) -> None:
@@ -202,22 +209,14 @@ class DeviceGatheredStorage(ShardedStorage):
             foreseen=foreseen
         )  # before there is a copy that ``drop`` would have to wait for
         target, after = self._room.open()
-        whole = target.view(self.flat.dtype)
-        streams, home = self._tiers.streams, self._home
-        if home.tensor is not None and home.on_device == (streams is not None):  # where the whole is
-            kept = home.tensor.view(self.flat.dtype)
-            if streams is not None:  # compute has updated it, perhaps
-                after.append(streams.compute.record())
-        else:
+        whole, home = target.view(self.flat.dtype), self._home
+        if home.tensor is None or home.on_host != self._tiers.device_is_host:
             self._bring_shard(whole, after)
-            kept = None
-        if streams is None:
-            self.gathers.begin(whole, kept)
+            self.gathers.begin(whole, None, after if self._copied is None else [self._copied])
             return
-        for event in after:
-            streams.fetch.wait_for(event)
-        with streams.fetch.running():
-            self.gathers.begin(whole, kept)
+        if self._tiers.streams is not None:  # compute has updated it, perhaps
+            after.append(self._tiers.streams.compute.record())
+        self.gathers.begin(whole, home.tensor.view(self.flat.dtype), after)
 
     def finish(self) -> None:
         self.gathers.finish()
@@ -231,12 +230,10 @@ class DeviceGatheredStorage(ShardedStorage):
             else:
                 self._lease.release()
             self._ticket = self._lease = None
-        last_use, self._copied = self._copied, None
-        begun = self.gathers.begun
-        if self.gathers.end():
-            if begun and self._tiers.streams is not None:  # compute has waited for it
-                last_use = self._tiers.streams.compute.record()
-            self._room.give_back(last_use)
+        copied, self._copied = self._copied, None
+        ends = self.gathers.end()
+        if ends is not None:
+            self._room.give_back(ends[-1] if ends else copied)
 
     def _bring_shard(self, whole: Tensor, after: list[Event]) -> None:
         """This rank's shard, to its places in the whole."""

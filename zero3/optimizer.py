@@ -21,6 +21,7 @@ from optim_cpu.kernels import StepBatch
 from tiering.errors import EngineStateError
 from zero3 import device_kernels, rules
 from zero3.deepspeed.optimizer_names import DeepSpeedOptimizerNames
+from zero3.device_update import DeviceUpdate, OnDevice, part_of
 from zero3.grads import KERNEL_DTYPES, GradientStore
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
@@ -69,7 +70,8 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._streams = streams
         self._gradients = gradients
         self._layout = layout
-        self._on_device: list[Tile] = []  # state on a GPU
+        self._on_device: list[Tile] = []  # all of it in a GPU's memory
+        self._visiting: list[Tile] = []  # updated there, too
         self._streamed: list[Tile] = []  # a part of it is where the CPU cannot address it
         self._in_place: list[Tile] = []
         self._tiles_of: defaultdict[ParamGroup, list[Tile]] = defaultdict(list)
@@ -83,7 +85,12 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             if piece.trainable
         }
         self._pipeline = StatePipeline(self._streamed, gradients, tiers)
+        self._visits = DeviceUpdate(gradients, tiers) if self._visiting else None
         self._in_gpu_memory = frozenset(self._on_device)
+        # Copies to the device may still read parameters in host memory that the CPU steps.
+        self._changes_host_params = streams is not None and any(
+            tile.group.shard_home.on_host for tile in (*self._in_place, *self._streamed)
+        )
         self._batch = StepBatch()
         self._numbers: dict[kernels.Rule, int] = {}  # of the rules in the batch
         # Of the step that is under way:
@@ -94,9 +101,11 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._grad_scale = 1.0
         self._due_in_place: deque[Tile] = deque()
         self._due_streamed: dict[Tile, None] = {}  # in order
+        self._due_visiting: deque[Tile] = deque()
         self._unfinished: Counter[ParamGroup] = Counter()  # tiles that are due
         # With step_in_backward:
         self._begun: dict[ParamGroup, None] = {}  # groups whose tiles were due in this backward, in order
+        self._final: dict[ParamGroup, None] = {}  # those whose gradients are still on their way, in order
         self._usual_order: list[ParamGroup] = list(reversed(self._tiles_of))
         gradients.make_room = self._make_room
         # Called when a tile is about to be stepped.
@@ -128,22 +137,30 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             self._rule_at(number, options, 1)
         self._grad_scale = grad_scale
         self._begun.clear()
+        self._final.clear()
         self._pipeline.expect(
             tile for group in self._usual_order for tile in self._tiles_of[group] if tile in self._pipeline
         )
         self._pipeline.read_ahead()
 
     def group_done(self, group: ParamGroup, *, final: bool) -> None:
-        """A backward that steps has left ``group``; ``final`` says that no gradient of it can come any more."""
+        """A backward that steps has left ``group``; ``final`` says that no gradient of it can come any more.
+
+        Those that are still leaving a GPU are waited for when backward has ended: the GPU has more to be told.
+        """
         if final and group in self._tiles_of:
-            self._make_due(group)
+            self._final[group] = None
+        for each in [each for each in self._final if self._gradients.arrived(each)]:
+            self._make_due(each)
         self._advance(finish=False)
 
     def finish_in_backward(self) -> None:
         """The backward has ended: step the groups that it could not step before."""
         self._wait_for_copies()
-        for group in [group for group in self._usual_order if group not in self._begun]:
-            self._make_due(group)
+        for group in (*self._final, *self._usual_order):
+            if group not in self._begun:
+                self._make_due(group)
+                self._advance(finish=False)
         self._finish()
         self._usual_order = list(self._begun)
         self._tell_schedulers()
@@ -151,6 +168,12 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     def release_read_ahead(self) -> None:
         """Free the slots of what was read ahead, for others to use; the step reads again."""
         self._pipeline.release()
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until host memory holds what a GPU has updated, and may be read and changed by the CPU."""
+        if self._visits is not None:
+            self._visits.settle()
 
     def prepare(self) -> None:
         """Count the step that comes and derive its rules. A bad option raises, and nothing has changed."""
@@ -226,6 +249,8 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def _make_room(self) -> bool:
         """Step a tile that is due and may hold a gradient window; False if none is."""
+        if self._final and not self._due_streamed:
+            self._make_due(next(iter(self._final)))
         if not self._due_streamed:
             return False
         self._step_streamed(next(iter(self._due_streamed)))
@@ -274,6 +299,8 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def _way_of(self, tile: Tile) -> list[Tile]:
         """The list of the tiles that are stepped as this one has to be."""
+        if tile.visits:
+            return self._visiting
         if tile.state.on_device:
             return self._on_device
         homes = (tile.state, tile.group.shard_home, self._gradients.homes[tile.group.index])
@@ -282,6 +309,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     def _make_due(self, group: ParamGroup) -> None:
         """The gradients of ``group`` are final, in backward."""
         self._begun[group] = None
+        self._final.pop(group, None)
         self._gradients.complete(group)
         self._count(group.layout.pieces)
         self._add_due(group)
@@ -296,18 +324,28 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
                 self._unfinished[group] += 1
                 if tile in self._pipeline:
                     self._due_streamed[tile] = None
+                elif tile.visits:
+                    self._due_visiting.append(tile)
                 else:
                     self._due_in_place.append(tile)
 
     def _finish(self) -> None:
-        """Step all that is due."""
+        """Step all that is due, or tell the device to."""
         self._pipeline.expect_only(self._due_streamed)
         self._advance(finish=True)
+        self._show()
+        if self._visits is not None:
+            self._visits.publish()
 
     def _advance(self, *, finish: bool) -> None:
-        """Step what is due: tiles whose bytes are there, else tiles in memory, else (to ``finish``) wait for bytes."""
+        """Step what is due: tiles whose bytes are there, else tiles in memory, else (to ``finish``) wait for bytes.
+
+        Before each of them, the device is told as many as it can begin soon; in the end all.
+        """
         while True:
             self._pipeline.read_ahead()
+            while self._due_visiting and self._visits is not None and self._visits.ready:
+                self._step_visiting()
             arrived = self._pipeline.first_arrived(self._due_streamed)
             if arrived is not None:
                 self._step_streamed(arrived)
@@ -315,13 +353,16 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
                 self._step_in_place()
             elif self._due_streamed and finish:
                 self._step_streamed(next(iter(self._due_streamed)))
+            elif self._due_visiting and finish:
+                self._step_visiting()
             else:
                 return
 
     def _step_in_place(self) -> None:
         """Step tiles that are in memory: all of them, or as many as bytes on their way leave time for."""
         tiles, numel = [], 0
-        while self._due_in_place and (numel < IN_PLACE_NUMEL or not self._due_streamed):
+        others = self._due_streamed or self._due_visiting
+        while self._due_in_place and (numel < IN_PLACE_NUMEL or not others):
             tile = self._due_in_place.popleft()
             tiles.append(tile)
             numel += tile.numel
@@ -346,6 +387,8 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._unfinished[tile.group] -= 1
         if not self._unfinished[tile.group]:
             self._gradients.drop_window(tile.group)
+            if not self._begun:  # in backward compute has other things to do than to wait for this
+                self._show()
             self.on_stepped(tile.group)
 
     def _add_to_batch(self, tile: Tile, staged: Staged | None) -> None:
@@ -392,35 +435,46 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         return self._numbers[rule]
 
     def _wait_for_copies(self) -> None:
-        if self._streams is not None:
+        if self._streams is not None and self._changes_host_params:
             self._streams.before_host_changes()
 
+    def _show(self) -> None:
+        """What compute is told from now on is with the parameters on the device that were stepped so far."""
+        self._pipeline.show()
+        if self._visits is not None:
+            self._visits.show()
+
     def _step_on_device(self, tile: Tile) -> None:
-        """Step a tile whose state is in a GPU's memory, by torch operations."""
+        """Step a tile that is in a GPU's memory, or tell the GPU to."""
+        state, params, grads = (
+            tile.state.tensor,
+            tile.group.shard_home,
+            self._gradients.homes[tile.group.index],
+        )
+        assert state is not None
+        param = part_of(params, tile, tile.group.dtype.itemsize)
+        grad = part_of(grads, tile, self._gradients.dtype.itemsize)
         self.before_change(tile)
-        layout, raw = self._layout, tile.state.tensor
-        param, grads = tile.group.shard_home.tensor, self._gradients.homes[tile.group.index].tensor
-        assert raw is not None and param is not None and grads is not None
-        kept = raw[: tile.numel * layout.master_itemsize]
-        moments = raw[kept.numel() :].view(layout.moment_dtype()).view(layout.moments, tile.numel)
-        whole = param.view(tile.group.dtype)[tile.start : tile.end]
-        separate = layout.master_itemsize == FP32
-        for segment, first_index in zip(tile.segments, tile.first_indices, strict=True):
-            rule = self._rule_of.get(segment.piece.index)
-            if rule is None:
-                continue
-            inside = slice(segment.start - tile.start, segment.start - tile.start + segment.numel)
-            device_kernels.step(
-                rule,
-                kept.view(torch.float32)[inside] if separate else whole[inside],
-                moments[:, inside].unbind(),
-                grads.view(self._gradients.dtype)[segment.start : segment.start + segment.numel],
-                out=whole[inside] if separate else None,
-                grad_scale=self._grad_scale,
-                remainder=kept.view(torch.int16)[inside] if layout.splits else None,
-                state_format=layout.moment_format,
-                first_index=first_index,
-            )
+        self._run_on_device(OnDevice(tile, state, param, grad))
+
+    def _step_visiting(self) -> None:
+        """Tell the GPU to fetch a tile, to step it and to bring it back."""
+        assert self._visits is not None
+        tile = self._due_visiting.popleft()
+        stepped = [
+            range(segment.start - tile.start, segment.start - tile.start + segment.numel)
+            for segment in tile.segments
+            if segment.piece.index in self._rule_of
+        ]
+        if len(stepped) == len(tile.segments):  # with what lies between them, at once
+            stepped = [range(tile.numel)]
+        self.before_change(tile)
+        self._visits.run(tile, stepped, self._run_on_device)
+        self._finished(tile)
+
+    def _run_on_device(self, tile: OnDevice) -> None:
+        segments = tile.segments(self._layout, self._rule_of, self._gradients.dtype)
+        device_kernels.step_segments(segments, self._grad_scale)
 
 
 def _torchs(method: str) -> Any:

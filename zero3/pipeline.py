@@ -17,12 +17,15 @@ import torch
 from optim_cpu import kernels
 from optim_cpu.kernels import DType
 from tiering.arena import Completion, Lease
-from tiering.tickets import AllOf, Transfer
+from tiering.tickets import AllOf
 from zero3.flat_storage import FETCH_PRIORITY
 from zero3.grads import KERNEL_DTYPES, GradientStore
 from zero3.param_group import ParamGroup
+from zero3.streams import Event
 from zero3.tiers import Home, Tiers, as_tensor
 from zero3.tiles import FP32, Tile
+
+KIND = "parameters"  # what is copied to the device and from it
 
 
 @dataclass(eq=False)
@@ -31,7 +34,7 @@ class Staged:
 
     tile: Tile
     lease: Lease
-    reads: list[Transfer] = field(default_factory=list)
+    reads: list[Completion] = field(default_factory=list)
     reads_gradient: bool = False
 
 
@@ -53,6 +56,7 @@ class StatePipeline:
         self._staged: dict[Tile, Staged] = {}  # in the order in which they were staged
         self._taken: set[Tile] = set()  # in this step
         self._final: set[ParamGroup] = set()
+        self._arrived: Event | None = None  # the last copy of stepped parameters to where compute uses them
 
     def __contains__(self, tile: Tile) -> bool:
         return tile in self._tiles
@@ -115,6 +119,13 @@ class StatePipeline:
         """A tile was updated: its slot is free as soon as that is written."""
         staged.lease.retire(AllOf[Completion](self._write(staged)))
 
+    def show(self) -> None:
+        """What compute is told from now on is with the parameters on the device that were given back."""
+        if self._arrived is not None:
+            assert self._tiers.copies is not None
+            self._tiers.copies.hold_compute(self._arrived, KIND)
+            self._arrived = None
+
     def param_address(self, tile: Tile, staged: Staged | None) -> int:
         """Where the tile's parameters are while it is updated."""
         home = tile.group.shard_home
@@ -153,9 +164,13 @@ class StatePipeline:
                 param_at = self._slots.param_offset
                 self._read(staged, home, param_at, tile.start * itemsize, tile.numel * itemsize)
             elif self._load.steps_need_params and home.on_device:
-                assert home.tensor is not None
+                streams, copies = self._tiers.streams, self._tiers.copies
+                assert home.tensor is not None and streams is not None and copies is not None
                 source = home.tensor[tile.start * itemsize : tile.end * itemsize]
-                as_tensor(lease)[self._slots.param_offset :][: source.numel()].copy_(source)
+                target = as_tensor(lease)[self._slots.param_offset :][: source.numel()]
+                staged.reads.append(
+                    copies.to_host(target, source, after=[streams.compute.record()], kind=KIND)
+                )
             if tile.group in self._final:
                 self._read_gradient(staged)
         except BaseException:
@@ -198,11 +213,13 @@ class StatePipeline:
                 assert swap is not None
                 writes.append(swap.swap_out(home.extent, part, offset=tile.start * itemsize))
             else:
-                assert home.tensor is not None
+                streams, copies = self._tiers.streams, self._tiers.copies
+                assert home.tensor is not None and streams is not None and copies is not None
                 source = as_tensor(staged.lease)[self._slots.param_offset :][: part.nbytes]
-                home.tensor[tile.start * itemsize :][: part.nbytes].copy_(source, non_blocking=True)
-                assert self._tiers.streams is not None
-                writes.append(self._tiers.streams.compute.record())
+                target = home.tensor[tile.start * itemsize :][: part.nbytes]
+                # Compute may still read what they take the place of.
+                self._arrived = copies.to_device(target, source, after=[streams.compute.record()], kind=KIND)
+                writes.append(self._arrived)
         if tile.state.extent is not None:
             assert swap is not None
             writes.append(swap.swap_out(tile.state.extent, staged.lease.part(0, tile.state.extent.nbytes)))

@@ -79,6 +79,8 @@ class StateLayout:
 class Tile:
     """A sub-group: elements [start, end) of this rank's shard of ``group``, its segments, and where its state lives.
 
+    ``visits``: a GPU updates it, to which what is in host memory comes.
+
     ``first_indices`` are the places of the segments' first elements among all elements of the model, in its order:
     stochastic rounding depends on them, and on nothing that a placement could change.
     """
@@ -89,6 +91,7 @@ class Tile:
     state: Home
     segments: tuple[Segment, ...]
     first_indices: tuple[int, ...]
+    visits: bool = False
 
     @property
     def numel(self) -> int:
@@ -111,5 +114,5 @@ def make_tiles(sub_groups: Iterable[SubGroup], groups: Sequence[ParamGroup], tie
         nbytes = planned.numel * tiers.plan.workload.state_itemsize
         home = tiers.home(planned.tier, nbytes, "optimizer state", names)
         indices = tuple(begins[s.piece.index] + s.first for s in parts)
-        made.append(Tile(group, planned.start, planned.end, home, parts, indices))
+        made.append(Tile(group, planned.start, planned.end, home, parts, indices, planned.visits))
     return made

@@ -21,6 +21,7 @@ from zero3 import assembly
 from zero3.optimizer import TieredOptimizer
 from zero3.tiles import Tile
 
+from .fake_device import FakeDevice
 from .scales import (
     CASES,
     CLIP,
@@ -243,11 +244,19 @@ def test_tiles_are_stepped_by_torch_operations_to_the_same_bits(
     assert differing(moved.state, reference.state) == []
 
 
-def test_a_gpu_steps_only_parameters_that_it_holds(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("share", "remedy"),
+    [
+        (
+            {"offload_optimizer": "cpu", "ratio": 0.5},
+            r"ratio 0\.5 keeps .* set ratio to 1, or .* to 'cpu' or 'none'",
+        ),
+        ({}, r"without offload_optimizer .* offload both, or set offload_param.device to 'cpu'"),
+    ],
+)
+def test_a_gpu_steps_no_parameters_that_it_cannot_reach(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, share: dict[str, Any], remedy: str
 ) -> None:
-    monkeypatch.setattr(assembly, "chosen_device", lambda: torch.device("cuda"))
-    with pytest.raises(
-        ConfigError, match=r"ratio 0\.5 keeps .* offload_param.device is 'cpu'; set ratio to 1, or"
-    ):
-        start(Scales(), offload_param="cpu", offload_optimizer="cpu", ratio=0.5)
+    monkeypatch.setattr(assembly, "streams_of", lambda device: FakeDevice().streams)
+    with pytest.raises(ConfigError, match=remedy):
+        start(Scales(), offload_param="nvme", **share)

@@ -232,7 +232,8 @@ def assert_same_steps(segments: list[Segment], places: Sequence[int] = (0,)) -> 
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize(
-    ("grad_dtype", "out"), zip(CODES, [torch.bfloat16, torch.float16, torch.float32], strict=True)
+    ("grad_dtype", "out"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float16, torch.float32)],
 )
 def test_every_rule(name: str, grad_dtype: torch.dtype, out: torch.dtype, way: str) -> None:
     """Values of every magnitude: some squares overflow, so infinities and NaN come up, too."""

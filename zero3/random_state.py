@@ -10,6 +10,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ def capture() -> dict[str, Any]:
     """
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda"] = torch.cuda.get_rng_state_all()  # kept in host memory: nothing waits for a device
+        state["cuda_device"] = torch.cuda.current_device()
     if "numpy.random" in sys.modules:
         state["numpy"] = sys.modules["numpy.random"].get_state(legacy=False)
     return state
@@ -43,7 +45,7 @@ def restore(state: Any) -> None:
     _restore("torch", torch.set_rng_state, state)
     _restore("python", random.setstate, state)
     _restore("numpy", _set_numpy, state)
-    _restore("cuda", _set_devices, state)
+    _restore("cuda", partial(_set_devices, own=state.get("cuda_device")), state)
 
 
 def _restore(name: str, set_state: Callable[[Any], None], state: dict[str, Any]) -> None:
@@ -66,14 +68,16 @@ def _set_numpy(state: dict[str, Any]) -> None:
     numpy.random.set_state(state)
 
 
-def _set_devices(states: list[Tensor]) -> None:
+def _set_devices(states: list[Tensor], *, own: int | None) -> None:
+    """``own``: which of them the process computed on; a launcher may show it other GPUs now, or in another order."""
     here = torch.cuda.device_count()
     for device, state in enumerate(states[:here]):
         torch.cuda.set_rng_state(state, device)
+    if own is not None and here and own != (current := torch.cuda.current_device()):
+        torch.cuda.set_rng_state(states[own], current)
     if len(states) != here:
         log.warning(
-            "the checkpoint has random states of %d GPUs, and this process sees %d: only the first %d go on from it",
-            len(states),
-            here,
-            min(len(states), here),
+            "the checkpoint has random states of %d GPUs, and this process sees %d: only the first %d, and the one it"
+            " computes on, go on from it",
+            *(len(states), here, min(len(states), here)),
         )

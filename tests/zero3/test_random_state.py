@@ -119,6 +119,29 @@ def test_other_gpus_are_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     assert "has random states of 3 GPUs, and this process sees 2" in caplog.text
 
 
+def test_the_gpu_that_is_computed_on_goes_on_whatever_its_number_is_now(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saved by the third of four ranks that saw all GPUs of their node, loaded where each sees its own alone."""
+    given: dict[int, int] = {}
+    states = [torch.tensor([number], dtype=torch.uint8) for number in (6, 7, 8, 9)]
+    for name, answer in {
+        "is_initialized": lambda: True,
+        "get_rng_state_all": lambda: states,
+        "current_device": lambda: 2,
+        "set_rng_state": lambda state, device: given.update({device: int(state[0])}),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    tensors: dict[str, Tensor] = {}
+    saved = plain.decode(plain.encode(random_state.capture(), tensors), tensors)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    random_state.restore(saved)
+    assert given == {0: 8}
+    with pytest.raises(CheckpointError, match="random state of 'cuda' is refused"):
+        random_state.restore({"cuda": states, "cuda_device": 4})
+
+
 def test_no_states_at_all_are_an_error() -> None:
     with pytest.raises(CheckpointError, match="the random states are a list; the file is damaged"):
         random_state.restore([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tiering.aio import AioContext
 from tiering.config import TelemetryConfig
@@ -34,6 +36,8 @@ from zero3.collectives import World
 from zero3.copies import LinkStats
 from zero3.run_record import RunRecord
 
+from .fake.streams import never
+from .fake_device import DEVICE, FakeDevice
 from .queued_device import Mark, QueuedDevice
 
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
@@ -466,6 +470,29 @@ def test_what_goes_over_the_link_is_told_by_step(
         (100, 30, 0.0),
     ]
     assert snapshot.link == LinkStatus(h2d=CopyStatus(1800, 4, 1.0), d2h=CopyStatus(30, 2, 0.25))
+
+
+def test_an_engine_on_a_device_tells_its_copies_and_waits(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine as it is, on a device made of CPU memory; events say of nothing that it is over."""
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2)]
+    with FakeDevice(answers=never) as device:
+        device.run_engines(monkeypatch)
+        offloaded = {"offload_param": "cpu", "offload_optimizer": "cpu", "threshold": 0}
+        engine = start(nn.Sequential(*layers), precision="fp32", accumulation=1, **offloaded)
+        engine.trace(tmp_path / "trace.json")
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 64, device=DEVICE)).sum())
+            engine.step()
+        device.streams.synchronize()
+        snapshot = engine.snapshot()
+    trained = sum(4 * parameter.numel() for layer in layers for parameter in layer.parameters())
+    assert snapshot.link is not None
+    assert snapshot.link.d2h.bytes == 2 * trained <= snapshot.link.h2d.bytes
+    assert {"copies of parameters", "copies of gradients"} <= set(snapshot.stalls)
+    told = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"h2d", "d2h", "wait"} <= {event.get("cat") for event in told}
 
 
 def test_one_rank_alone_sends_nothing(start: Callable[..., Any]) -> None:

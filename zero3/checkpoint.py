@@ -87,6 +87,7 @@ class Checkpoints:
         asked = Asked(str(save_dir), tag, latest, exclude_frozen, keep, background)
         with self._standstill.now():
             try:
+                self._parts.optimizer.release_read_ahead()  # what a GPU has updated is in host memory then
                 under_way = self._begin(asked, client_state)
             except TieringError as error:
                 self._note_refused(asked, error)

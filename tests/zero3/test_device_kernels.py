@@ -9,10 +9,12 @@ import ctypes
 import math
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,11 +31,9 @@ from zero3.device_kernels import Segment, compiled, fused, torch_operations
 from zero3.grads import KERNEL_DTYPES
 
 STEPS = [
-    f"step<{optimizer}, {states}, {state_format}, {split}, {grad}, {out}>"
+    f"step<{optimizer}, {states}, {state_format}, {split}, {grad}>"
     for optimizer, states in ((0, 2), (1, 1), (2, 1), (3, 0), (3, 1))
-    for state_format in range(3 if states else 1)
-    for split, out in ((1, fused.NOTHING), (0, 0), (0, 1), (0, 2), (0, fused.NOTHING))
-    for grad in range(3)
+    for state_format, split, grad in product(range(3 if states else 1), range(2), range(3))
 ]
 ACCUMULATES = [
     f"accumulate<{t}, {s}, {o}>" for t, s, o in product(range(3), range(3), range(2)) if t != s or not o
@@ -46,7 +46,9 @@ class CompiledByGcc:
     """kernels.cu as a library of ordinary functions."""
 
     def __init__(self, directory: Path) -> None:
-        lines = [f'#include "{Path(__file__).with_name("simt.h")}"', f'#include "{compiled.SOURCE}"']
+        here = Path(__file__)
+        sources = here.with_name("simt.h"), compiled.SOURCE, here.with_name("cuda_calls.h")
+        lines = [f'#include "{source}"' for source in sources]
         for run, arguments, names in (
             ("run_in_turn", "*(Rule *)a[0], *(Segments *)a[1]", STEPS),
             ("run_in_turn", "*(void **)a[0], *(void **)a[1], *(u64 *)a[2]", ACCUMULATES),
@@ -94,6 +96,71 @@ def test_structures_are_as_in_the_source(by_gcc: CompiledByGcc) -> None:
     sizes = {name: ctypes.sizeof(structure) for name, structure in STRUCTURES.items()}
     assert {name: by_gcc.library[f"size_of_{name}"]() for name in STRUCTURES} == sizes
     assert max(sizes["Rule"] + sizes["Segments"], sizes["Flats"] + 8) <= 4096
+
+
+@pytest.fixture
+def calls(by_gcc: CompiledByGcc, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """Stands for NVRTC and the driver, of a GPU that torch tells of."""
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a stand-in")
+    stream = SimpleNamespace(cuda_stream=0x7F12_3456_7890)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(compiled.ctypes, "CDLL", lambda path: by_gcc.library)
+    return by_gcc.library
+
+
+def test_compiled_and_launched(calls: ctypes.CDLL) -> None:
+    """By the calls of NVRTC and of the driver, from a thread without a context, on that thread's stream."""
+    found = compiled.CompiledKernels(torch.device("cuda", 3))
+    options = ctypes.c_char.in_dll(calls, "last_options")
+    assert ctypes.string_at(ctypes.addressof(options)).decode().split() == [
+        "--gpu-architecture=sm_90", "-std=c++17", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", "-fmad=false",
+    ]  # fmt: skip
+    flat, target = every_kind(torch.bfloat16)[: 1 << 14], torch.ones(1 << 14)
+    sums = torch.empty(4, dtype=torch.float64)
+
+    def launch() -> None:
+        fused.block_squares(found, [flat], sums)
+        fused.accumulate(found, target, flat, overwrite=False)
+        fused.accumulate(found, target, flat, overwrite=False)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    assert sums.tolist() == [squares_in_c(block) for block in flat.split(4096)]
+    assert torch.equal(target, 1 + flat.float() + flat.float())
+    assert ctypes.c_void_p.in_dll(calls, "last_stream").value == 0x7F12_3456_7890
+    assert ctypes.c_int.in_dll(calls, "programs_alive").value == 0
+
+
+def test_what_cannot_be_compiled(
+    calls: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Is said once, with the compiler's words; and what fails later is an error."""
+    device = torch.device("cuda", 5)
+    found = compiled.CompiledKernels(device)
+    with pytest.raises(compiled.UnavailableError, match=r'NVRTC_ERROR_COMPILATION\n.*"nothing" is undefined'):
+        found.launch("nothing<0>", 1, [])
+    with pytest.raises(compiled.UnavailableError, match="named symbol not found"):
+        found.launch("accumulate<7, 7, 7>", 1, [])
+    with pytest.raises(RuntimeError, match=r"cuLaunchKernel failed: error 1; .*CUDA_LAUNCH_BLOCKING"):
+        found.launch(compiled.PROBE, 0, [])
+    monkeypatch.setattr(compiled, "PROBE", "nothing<0>")
+    on_gpu = SimpleNamespace(is_cuda=True, device=device)
+    assert [compiled.kernels_of(on_gpu) for _ in range(3)] == [None] * 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "a stand-in could not be compiled" in caplog.text and '"nothing" is undefined' in caplog.text
+    assert ctypes.c_int.in_dll(calls, "programs_alive").value == 0
+
+
+def test_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds of torch for the CPU, or for AMD's GPUs, and a compiler that is not beside torch."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(compiled.UnavailableError, match="not a build for CUDA"):
+        compiled.CompiledKernels(torch.device("cuda", 0))
+    with pytest.raises(compiled.UnavailableError, match=r"libnvrtc\.so\.99 is not found"):
+        compiled.nvrtc(99)
 
 
 def squares_in_c(flat: Tensor) -> float:
@@ -432,7 +499,7 @@ def test_launches_are_shared(by_gcc: CompiledByGcc, monkeypatch: pytest.MonkeyPa
     ]
     by_gcc.launched.clear()
     device_kernels.step_segments(ours, 0.37)
-    assert by_gcc.launched == ["step<0, 2, 0, 0, 0, 3>"] * (3 + 1)  # of 81 segments, and of 20
+    assert by_gcc.launched == ["step<0, 2, 0, 0, 0>"] * (3 + 1)  # of 81 segments, and of 20
     for segment, (param, m, v, grad) in zip(ours, arrays, strict=True):
         step_in_c(segment.rule, param, [m, v], grad, grad_scale=0.37)
         assert all(map(same_bits, [segment.param, *segment.state], [param, m, v]))

@@ -11,6 +11,7 @@ import functools
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 from typing import Any
@@ -59,24 +60,22 @@ class CompiledKernels:
         if torch.version.cuda is None:
             raise UnavailableError("this torch is not a build for CUDA")
         self._device = device
-        self._nvrtc, self._driver = nvrtc(int(torch.version.cuda.split(".")[0])), Driver()
+        self._nvrtc = nvrtc(int(torch.version.cuda.split(".")[0]))
+        self._driver = Driver(device.index)
         major, minor = torch.cuda.get_device_capability(device)
         self._architecture = f"sm_{major}{minor}"
         self._functions: dict[str, c_void_p] = {}
         self._lock = threading.Lock()
-        with torch.cuda.device(device):
-            self._function(PROBE)  # what holds for one holds for all: from here on, a failure is an error
+        self._function(PROBE)  # what holds for one holds for all: from here on, a failure is an error
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Any]) -> None:
         """Queue ``kernel`` on the calling thread's stream of the device, as Kernels says."""
         addresses = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-            self._driver.launch(self._function(kernel), blocks, THREADS, stream, addresses)
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        self._driver.launch(self._function(kernel), blocks, THREADS, stream, addresses)
 
     def _function(self, kernel: str) -> c_void_p:
         with self._lock:
-            self._driver.enter_context(self._device.index)
             if kernel not in self._functions:
                 image, name = compiled(self._nvrtc, SOURCE.read_text(), kernel, self._architecture)
                 self._functions[kernel] = self._driver.load(image, name)
@@ -146,9 +145,13 @@ def _log_of(library: ctypes.CDLL, program: c_void_p) -> str:
 
 
 class Driver:
-    """What is needed of CUDA's driver, which torch has initialized. Raises UnavailableError if it is not there."""
+    """What is needed of CUDA's driver, for one device, which torch has initialized. Raises UnavailableError.
 
-    def __init__(self) -> None:
+    The driver works in a context, and a thread has one by a call of torch's, if it has made one, for whatever device.
+    So each call here is made in the device's primary context, which is torch's, too; what was current is so again.
+    """
+
+    def __init__(self, device: int) -> None:
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -156,23 +159,17 @@ class Driver:
         self._library.cuLaunchKernel.argtypes = (
             c_void_p, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_void_p, POINTER(c_void_p), c_void_p,
         )  # fmt: skip
-
-    def enter_context(self, device: int) -> None:
-        """Make the device's primary context the thread's, as torch's first call in a thread does."""
-        context = c_void_p()
-        self._call("cuCtxGetCurrent", byref(context))
-        if not context:
-            number = c_int()
-            self._call("cuDeviceGet", byref(number), device)
-            self._call("cuDevicePrimaryCtxRetain", byref(context), number)
-            self._call("cuCtxSetCurrent", context)
+        handle, self._context = c_int(), c_void_p()
+        self._call("cuDeviceGet", byref(handle), device)
+        self._call("cuDevicePrimaryCtxRetain", byref(self._context), handle)
 
     def load(self, image: bytes, name: bytes) -> c_void_p:
         """The function ``name`` in ``image``, which stays loaded. Raises UnavailableError."""
         module, function = c_void_p(), c_void_p()
         try:
-            self._call("cuModuleLoadData", byref(module), image)
-            self._call("cuModuleGetFunction", byref(function), module, name)
+            with self._in_context():
+                self._call("cuModuleLoadData", byref(module), image)
+                self._call("cuModuleGetFunction", byref(function), module, name)
         except RuntimeError as error:
             raise UnavailableError(str(error)) from None
         return function
@@ -181,7 +178,17 @@ class Driver:
         self, function: c_void_p, blocks: int, threads: int, stream: int, arguments: ctypes.Array[c_void_p]
     ) -> None:
         """Queue a kernel, with the addresses of its arguments."""
-        self._call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, None)
+        with self._in_context():
+            self._call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, None)
+
+    @contextmanager
+    def _in_context(self) -> Iterator[None]:
+        before = c_void_p()
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", byref(before))
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)

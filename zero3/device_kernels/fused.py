@@ -23,7 +23,6 @@ THREADS = 256
 CHUNK = 4 * THREADS  # elements of a block of threads
 WARPS = THREADS // 32  # of which each sums one block of squares
 MOST_SEGMENTS, MOST_FLATS = 40, 128
-NOTHING = 3  # in place of the dtype of `out`
 
 T = TypeVar("T")
 
@@ -60,7 +59,7 @@ class _Segment(ctypes.Structure):
     _fields_ = (
         *((name, c_uint64) for name in ("param", "remainder", "state0", "state1", "grad", "out")),
         *((name, c_uint64) for name in ("numel", "first")),
-        *((name, c_uint32) for name in ("index", "key_low", "key_high", "unused")),
+        *((name, c_uint32) for name in ("index", "key_low", "key_high", "out_dtype")),
     )
 
 
@@ -125,10 +124,8 @@ def _step_of(segment: Segment) -> str:
     """The kernel for its optimizer and what it has in memory."""
     states = segment.rule.state_count
     state_format = segment.state_format if states else StateFormat.FP32
-    split, grad = segment.remainder is not None, DTYPES[segment.grad.dtype]
-    out = NOTHING if segment.out is None else DTYPES[segment.out.dtype]
-    optimizer = int(segment.rule.scalar("optimizer"))
-    return f"step<{optimizer}, {states}, {state_format:d}, {split:d}, {grad:d}, {out:d}>"
+    optimizer, split = int(segment.rule.scalar("optimizer")), segment.remainder is not None
+    return f"step<{optimizer}, {states}, {state_format:d}, {split:d}, {DTYPES[segment.grad.dtype]:d}>"
 
 
 def _entries(segment: Segment) -> Iterator[_Segment]:
@@ -150,6 +147,7 @@ def _entries(segment: Segment) -> Iterator[_Segment]:
             index=start & 0xFFFFFFFF,
             key_low=key & 0xFFFFFFFF,
             key_high=key >> 32,
+            out_dtype=DTYPES[segment.out.dtype] if segment.out is not None else 0,
             **{name: t.data_ptr() + at * t.itemsize for name, t in tensors.items() if t is not None},
         )
 

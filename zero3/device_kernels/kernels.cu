@@ -16,7 +16,7 @@ typedef unsigned long long u64;
 
 enum { ADAM, LION, ADAGRAD, SGD };              /* opt_rule.optimizer */
 enum { DECAY_NONE, DECAY_L2, DECAY_DECOUPLED }; /* opt_rule.decay_kind */
-enum { FP32, BF16, FP16, NOTHING };             /* types in memory; NOTHING: no `out` */
+enum { FP32, BF16, FP16 };                      /* types in memory */
 enum { STATE_FP32, STATE_BF16, STATE_BF16_STOCHASTIC };
 
 /* Of a block; elements of a thread; elements of a block. */
@@ -33,10 +33,10 @@ struct Rule {
 struct Segment {
     void *param, *remainder, *state0, *state1;
     const void *grad;
-    void *out;
+    void *out;                    /* or NULL */
     u64 numel, first;             /* block of threads of the launch */
     u32 index, key_low, key_high; /* of the random bits; the first element's index, its lower half */
-    u32 unused;
+    int out_dtype;
 };
 
 struct Segments {
@@ -209,7 +209,18 @@ template <int FORMAT> __device__ void store_state(void *to, u64 i, float x, u32 
         ((u16 *)to)[i] = to_bf16_by(x, below);
 }
 
-template <int STATES, int FORMAT, int SPLIT, int OUT>
+/* To bfloat16, of two that are equally near the one away from zero, as the upper half of a split. */
+__device__ void store_out(const Segment &s, u64 i, float param)
+{
+    if (s.out_dtype == BF16)
+        ((u16 *)s.out)[i] = to_bf16_by(param, HALF);
+    else if (s.out_dtype == FP16)
+        store<FP16>(s.out, i, param);
+    else
+        store<FP32>(s.out, i, param);
+}
+
+template <int STATES, int FORMAT, int SPLIT>
 __device__ void store_element(const Segment &s, u64 i, const Element &e)
 {
     const int by_chance = FORMAT == STATE_BF16_STOCHASTIC;
@@ -225,15 +236,13 @@ __device__ void store_element(const Segment &s, u64 i, const Element &e)
     } else {
         ((float *)s.param)[i] = e.param;
     }
-    if (OUT == BF16) /* of two that are equally near the one away from zero, as split */
-        ((u16 *)s.out)[i] = to_bf16_by(e.param, HALF);
-    else if (OUT != NOTHING)
-        store<OUT>(s.out, i, e.param);
+    if (s.out)
+        store_out(s, i, e.param);
 }
 
 /* One step of a table of segments, a chunk by each block of threads. `out` may be exactly `grad`: an element is read
  * before it is written. */
-template <int OPTIMIZER, int STATES, int FORMAT, int SPLIT, int GRAD, int OUT>
+template <int OPTIMIZER, int STATES, int FORMAT, int SPLIT, int GRAD>
 __global__ void __launch_bounds__(THREADS) step(const Rule rule, const Segments segments)
 {
     const Segment &s = segments.of[place_of(segments, blockIdx.x)];
@@ -247,7 +256,7 @@ __global__ void __launch_bounds__(THREADS) step(const Rule rule, const Segments 
     for (int j = 0; j < EACH; j++) {
         step_element<OPTIMIZER, STATES>(e[j], rule);
         if (first + j * THREADS < s.numel)
-            store_element<STATES, FORMAT, SPLIT, OUT>(s, first + j * THREADS, e[j]);
+            store_element<STATES, FORMAT, SPLIT>(s, first + j * THREADS, e[j]);
     }
 }
 

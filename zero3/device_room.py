@@ -90,22 +90,34 @@ class SlabRoom(DeviceRoom):
 
 
 class AllocatedRoom(DeviceRoom):
-    """An allocation of torch's, counted in a ledger: the storage is resized to it and back to nothing."""
+    """An allocation of torch's, counted in a ledger: the storage is resized to it and back to nothing.
 
-    def __init__(self, flat: Tensor, ledger: Ledger, tiers: Tiers) -> None:
+    ``alone``: no other rank has to have room when this one has.
+    """
+
+    def __init__(self, flat: Tensor, ledger: Ledger, tiers: Tiers, *, alone: bool) -> None:
         self._flat = flat
         self._nbytes = flat.untyped_storage().nbytes()
         self._ledger = ledger
         self._tiers = tiers
+        self._alone = alone
         self._entry: Entry | None = None
 
     def take(self, *, at: int | None, wait: bool) -> bool:
-        ledger = self._ledger
-        self._entry = (ledger.lease if wait else ledger.try_lease)(self._nbytes, KIND)
-        return self._entry is not None
+        entry = (self._ledger.lease if wait else self._ledger.try_lease)(self._nbytes, KIND)
+        if entry is None:
+            return False
+        try:
+            self._flat.untyped_storage().resize_(self._nbytes)
+        except torch.OutOfMemoryError:
+            entry.release()
+            if wait or not self._alone:
+                raise
+            return False  # what is fetched ahead makes room
+        self._entry = entry
+        return True
 
     def open(self) -> tuple[Tensor, list[Event]]:
-        self._flat.untyped_storage().resize_(self._nbytes)
         # The memory may be what compute has freed, and uses still.
         streams = self._tiers.streams
         return self._flat.data.view(torch.uint8), [] if streams is None else [streams.compute.record()]
@@ -116,7 +128,7 @@ class AllocatedRoom(DeviceRoom):
     def give_back(self, last_use: Event | None) -> None:
         assert self._entry is not None
         streams = self._tiers.streams
-        if streams is not None and self._flat.untyped_storage().nbytes():
+        if streams is not None:
             # It goes back to the pool of the stream that it was allocated on, which is perhaps not this one.
             if last_use is not None:
                 streams.compute.wait_for(last_use)
@@ -126,10 +138,10 @@ class AllocatedRoom(DeviceRoom):
         self._entry = None
 
 
-def room_for(flat: Tensor, tiers: Tiers) -> DeviceRoom:
-    """Room for ``flat``, which has its full size now, wherever the tiers have it."""
+def room_for(flat: Tensor, tiers: Tiers, *, alone: bool) -> DeviceRoom:
+    """Room for ``flat``, which has its full size now, wherever the tiers have it; ``alone``: see AllocatedRoom."""
     working = tiers.working
     if isinstance(working, DeviceSlab):
         return SlabRoom(flat, working, tiers)
     assert isinstance(working, Ledger)
-    return AllocatedRoom(flat, working, tiers)
+    return AllocatedRoom(flat, working, tiers, alone=alone)

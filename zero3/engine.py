@@ -191,6 +191,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
                 told = loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
                 scaled.backward(retain_graph=retain_graph)
             except BaseException:
+                self._loss = None
                 self._ready.give_up_backward()
                 raise
             finally:

@@ -157,7 +157,7 @@ class CopiedStorage(FlatStorage):
         self._nbytes = self.flat.untyped_storage().nbytes()
         self._home = home
         self._tiers = tiers
-        self._room = room_for(self.flat, tiers)
+        self._room = room_for(self.flat, tiers, alone=True)
         self._lease: Lease | None = None
         self._ticket: Transfer | None = None
         self._arrived: Event | None = None  # the copy in flight

@@ -175,7 +175,7 @@ class DeviceGatheredStorage(ShardedStorage):
         self.gathers = gathers
         self._home = home
         self._tiers = tiers
-        self._room = room_for(self.flat, tiers)
+        self._room = room_for(self.flat, tiers, alone=False)
         self._lease: Lease | None = None  # pinned, of a shard that is read
         self._ticket: Transfer | None = None
         self._copied: Event | None = None  # the shard, to its place

@@ -301,7 +301,7 @@ class _Copies:
         self._stream.wait_for(streams.compute.record())
         # Two for each chunk that is read, where masters are split; and those of one that is being taken.
         self._pinned = [
-            torch.empty(WINDOW, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+            torch.empty(WINDOW, dtype=torch.uint8, device="cpu", pin_memory=True)
             for _ in range(2 * AHEAD + 2)
         ]
         self._next = 0

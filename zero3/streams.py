@@ -80,6 +80,11 @@ class Streams(ABC):
     def compute(self) -> Stream:
         """The stream of the calling thread: where its torch operations are queued now."""
 
+    def synchronize(self) -> None:
+        """Let the CPU wait for all copies, and for the updates between them: host and device memory are about to go."""
+        for stream in (self.fetch, self.update, self.offload, self.save):
+            stream.synchronize()
+
     def before_host_changes(self) -> None:
         """Let the CPU wait for the copies to the device: they may still read what changes in host memory now."""
         self.fetch.synchronize()

@@ -330,6 +330,8 @@ class Tiers:
         finally:
             if self.swap is not None:
                 self.swap.close()
+            if self.streams is not None:
+                self.streams.synchronize()
             if self._unpin is not None:
                 self._unpin()
             # The engine may be referred to for long; its memory must not wait for that.

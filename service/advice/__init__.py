@@ -31,6 +31,7 @@ _RULES: tuple[Callable[[RunView], Iterator[Advice]], ...] = (
     nvme.bound,
     link.bound,
     ranks.waited_for,
+    pace.of_the_update,
     pace.of_the_program,
     pace.slower_than_before,
     disks.slow_paths,

@@ -1,4 +1,4 @@
-"""Steps that do not come, that the program holds up, or that have become slower."""
+"""Steps that do not come, that the program or the CPU's optimizer holds up, or that have become slower."""
 
 from __future__ import annotations
 
@@ -57,6 +57,33 @@ def of_the_program(run: RunView) -> Iterator[Advice]:
                 f"{share(elsewhere / total)} of the step is neither forward nor backward nor step: the program is busy"
                 " with something else, or waits for data",
                 "more workers of the DataLoader, or `py-spy dump` to see what the program does between its steps",
+                rank.rank,
+            )
+
+
+UPDATING = 0.3  # of a step: less is what an update on the GPU takes, too
+
+
+def of_the_update(run: RunView) -> Iterator[Advice]:
+    """A GPU that has nothing to do while the CPU updates the optimizer state. What it waits for meanwhile is not it."""
+    for rank, said, _ in stepping(run):
+        planned = rank.description.plan if rank.description is not None else None
+        if said.link is None or planned is None:
+            continue
+        elsewhere = [tier.name for tier in planned.tiers if tier.by_kind.get("optimizer state", 0)]
+        in_phase = said.phase_seconds.get("step", 0.0)
+        if not {"host", "nvme"} & {*elsewhere} or in_phase <= 0:
+            continue
+        waited = min(1.0, sum(said.stalls_by_phase.get("step", {}).values()) / in_phase)
+        steps = steady(said)
+        part = (1 - waited) * sum(one.update for one in steps) / sum(one.seconds for one in steps)
+        if part >= UPDATING:
+            yield warning(
+                "update-bound",
+                f"{share(part)} of the step is the update of the optimizer state on the CPU, for which the GPU waits",
+                'run `tiering plan --measure` on this machine: at its rates tiering.update_on_device "auto" lets the'
+                " GPU update what the CPU would take longer for; an offload_optimizer.ratio below 1 keeps a share of"
+                " the state there; more gradient_accumulation_steps update once for more samples",
                 rank.rank,
             )
 

@@ -148,14 +148,26 @@ def slow_of_two(rate: float) -> list[RankView]:
 
 
 def on_gpu(
-    h2d: float = 8e9, d2h: float = 10e9, free: int = 30 * GIB, ranks: int = 1, **waited: float
+    h2d: float = 8e9,
+    d2h: float = 10e9,
+    free: int = 30 * GIB,
+    ranks: int = 1,
+    where: str = "nvme",
+    **waited: float,
 ) -> list[RankView]:
-    """A GPU without NVMe: each step of a second copies 6 GB there and 2 GB back, at rates like these."""
+    """A GPU without NVMe: each step of a second copies 6 GB there and 2 GB back, at rates like these.
+
+    It is in the phase step for 400 ms of it, of which ``updating`` is no stall; ``where`` the plan has the state.
+    """
+    updating = waited.pop("updating", 0.0)
+    plan = replace(PLAN, tiers=[PlannedTier(where, 4 * GIB, GIB, {"optimizer state": GIB})])
     device = TierStatus("device", 20 * GIB, 80 * GIB, 20 * GIB, 20 * GIB, available=free)
     copied = [replace(one, h2d_bytes=6 * GB, d2h_bytes=2 * GB) for one in steps(*[1.0] * 3, **waited)]
     link = LinkStatus(CopyStatus(average_bytes_per_second=h2d), CopyStatus(average_bytes_per_second=d2h))
     both = replace(SAID, io=[], tiers=[device, HOST], link=link, steps=copied, local_world_size=ranks)
-    return [rank(replace(both, rank=number, world_size=ranks)) for number in range(ranks)]
+    both = replace(both, phase_seconds={"step": 1.2}, stalls_by_phase={"step": {"any": 1.2 - 3 * updating}})
+    described = replace(DESCRIBED, plan=plan)
+    return [rank(replace(both, rank=number, world_size=ranks), described) for number in range(ranks)]
 
 
 # parts of a step
@@ -172,6 +184,8 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
     ("link-bound", on_gpu(**copying), said(steps=steps(*[1.0] * 3, **copying)), "(copies of parameters 55 %)"),
     ("link-bound", on_gpu(h2d=24e9, **copying), on_gpu(stall=0.1), "2.0 GB from it at 10.0 GB/s, 20 %"),
     ("link-bound", on_gpu(stall=0.3, gradients=0.3), on_gpu(stall=0.15, gradients=0.15), "the step waits for copies"),
+    ("update-bound", on_gpu(updating=0.31), on_gpu(updating=0.29), "31 % of the step is the update"),
+    ("update-bound", on_gpu(updating=0.4, where="host"), on_gpu(updating=0.4, where="device"), "on the CPU"),
     ("network-bound", each(steps=steps(*[1.0] * 11, **waiting)), two(), "40 % of the step"),
     ("network-bound", each(steps=steps(*[1.0] * 11, **waiting), world_size=4), each(), "40 % of the step"),
     ("network-bound", each(steps=steps(*[1.0] * 11, stall=1.0, gather=1.0)), two(), "100 % of the step"),

@@ -4,6 +4,7 @@
 #   make test       the fast tests            make test-all   also slow ones, and C under the sanitizers
 #   make lint       formatting, types, import order, warnings of the C compiler
 #   make wheel      dist/*.whl                make clean      remove whatever these targets made
+#   make gpu-carry  dist/gpu: what bench/gpu_check.sh needs on a machine with a GPU and no network
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -17,6 +18,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 FUZZ_SECONDS ?= 8
+GPU_PYTHON ?= 3.12
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 3
 
@@ -27,7 +29,7 @@ C_BUILDERS := $(wildcard aio_csrc/build_aio.py optim_cpu/build_optim.py)
 quietly = log=$$(mktemp); if $(1) >$$log 2>&1; then rm -f $$log; else \
 	status=$$?; cat $$log >&2; rm -f $$log; exit $$status; fi
 
-.PHONY: demo test test-all lint sanitize wheel clean toolchain emulator sidecar-tools
+.PHONY: demo test test-all lint sanitize wheel gpu-carry clean toolchain emulator sidecar-tools
 
 demo: $(STAMP)
 	$(BIN)/tiering demo $(ARGS)
@@ -98,6 +100,9 @@ wheel: $(STAMP)
 	@rm -rf build dist
 	@$(call quietly,$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps -w dist .)
 	@ls dist/*.whl
+
+gpu-carry: wheel
+	@$(BIN)/python bench/gpu_carry.py --python $(GPU_PYTHON) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

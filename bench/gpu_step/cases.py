@@ -1,0 +1,148 @@
+"""What meets what: a model that fits on the card, everywhere it can live, and one whose state does not fit."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from figures.report import Report
+
+from . import sides, tables
+from .link import Link
+from .run import Measured, Run
+from .shape import Shape, of_size
+from .side import Spec
+from .sides import DISK_SHARE, Sides
+from .waves import Memory, packed
+from .work import Work
+
+LARGER = 1.25
+"""Parameters, gradients and state of the model that does not fit, over the card's memory."""
+LARGER_SHARE = 0.4
+"""Of the time, for that model."""
+TINY_CARD = 4 << 30
+"""Bytes: of a device that is the CPU, for budgets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What to measure on: ``memory`` is what all sides may take, ``card`` a card's in whole, None on a CPU.
+
+    ``points`` are tokens per step, of which the goals are about the first. ``peer`` has DeepSpeed. ``shares`` are
+    further sides' ``update_on_device``.
+    """
+
+    memory: Memory
+    card: int | None
+    sequence: int
+    points: tuple[int, ...]
+    peer: Path | None
+    direct: bool  # the directory takes direct I/O
+    pinned: Link | None
+    more: dict[str, Any] = field(default_factory=dict)
+    shares: tuple[float, ...] = ()
+
+    def work(self, shape: Shape) -> Work:
+        return Work(shape, self.sequence, self.card)
+
+    def sides(self, shape: Shape, points: Sequence[int]) -> Sides:
+        return Sides(shape, max(points), self.card or TINY_CARD, self.more)
+
+
+def in_waves(
+    run: Run,
+    setting: Setting,
+    shape: Shape,
+    anchor: Sequence[Spec],
+    units: Sequence[Sequence[Spec]],
+    points: Sequence[int],
+    until: float,
+) -> list[Measured]:
+    """All sides, as many at a time as memory holds, each wave with its share of the time."""
+    waves, without = packed(anchor, units, setting.memory)
+    for spec in without:
+        run.without(
+            spec.name,
+            f"about {spec.device / 2**30:.0f} GiB of the device and {spec.host / 2**30:.0f} GiB of the host"
+            f" do not fit beside {', '.join(one.name for one in anchor) or 'nothing'}",
+        )
+    found: list[Measured] = []
+    for number, wave in enumerate(waves):
+        now = time.monotonic()
+        found += run.wave(setting.work(shape), wave, points, now + (until - now) / (len(waves) - number))
+    return found
+
+
+def tell(report: Report, what: str, setting: Setting, found: Sequence[Measured]) -> None:
+    """Tables of each wave, for each size of step."""
+    for wave in dict.fromkeys(side.wave for side in found):
+        for tokens in dict.fromkeys(side.tokens for side in found):
+            ours = [side for side in found if (side.wave, side.tokens) == (wave, tokens)]
+            tables.show(report, f"{what}, {tokens} tokens per step", ours, setting.pinned)
+
+
+def disk_holds(run: Run, of: Sides) -> bool:
+    """Whether the NVMe side has room; else the report says so."""
+    free = shutil.disk_usage(run.place.directory).free
+    if of.disk <= DISK_SHARE * free:
+        return True
+    run.without(sides.ON_NVME, f"{of.disk / 2**30:.0f} GiB do not fit beside what is on the disk")
+    return False
+
+
+def fitting(run: Run, setting: Setting, shape: Shape, until: float) -> None:
+    """The model that fits: no offload is the reference for every way to offload it."""
+    of = setting.sides(shape, setting.points)
+    first = [of.offloaded()] + ([of.peer(setting.peer)] if setting.peer is not None else [])
+    units = [first, [of.plain()], [of.eager()], [of.state_offloaded()]]
+    units += [
+        [of.offloaded(f"{sides.OFFLOADED}, {share:.0%} updated on the device", tiering={"update_on_device": share})]
+        for share in setting.shares
+    ]  # fmt: skip
+    if setting.direct and disk_holds(run, of):
+        units.append([of.on_nvme()])
+    found = in_waves(run, setting, shape, [of.reference()], units, setting.points, until)
+    tell(run.report, "a model that fits", setting, found)
+    run.report.verdicts += goals(run, setting, found)
+
+
+def goals(run: Run, setting: Setting, found: Sequence[Measured]) -> list[Any]:
+    """Of the first size of step, between sides of one wave. A CPU as the device proves none of them."""
+    if setting.card is None:
+        return []
+    first = [side for side in found if side.tokens == setting.points[0]]
+    made = []
+    ours = tables.named(first, sides.OFFLOADED)
+    for name in (sides.REFERENCE, sides.PEER):
+        theirs = next((side for side in first if ours and (side.name, side.wave) == (name, ours.wave)), None)
+        if ours is None or theirs is None:
+            run.without(f"{sides.OFFLOADED} beside {name}", "not measured without both")
+        elif name == sides.PEER:
+            made.append(tables.as_fast(ours, theirs, tables.OF_PEER))
+            made.append(tables.smaller(ours, theirs, tables.MEMORY_OF_PEER))
+        else:
+            made.append(tables.as_fast(ours, theirs, tables.OF_REFERENCE))
+    return made
+
+
+def larger_shape(setting: Setting, card: int) -> Shape | None:
+    """The shape whose parameters, gradients and state are so much larger; None where memory does not hold it."""
+    shape = of_size(int(LARGER * card / sides.ALL))
+    return shape if setting.memory.holds(setting.sides(shape, setting.points[:1]).filled()) else None
+
+
+def larger(run: Run, setting: Setting, shape: Shape, until: float) -> None:
+    """A model whose state is larger than ``setting.card``."""
+    points = setting.points[:1]
+    of = setting.sides(shape, points)
+    units = [[of.filled()], [of.offloaded()]]
+    if setting.direct and disk_holds(run, of):
+        units.append([of.on_nvme()])
+    if setting.peer is not None:
+        units.append([of.peer(setting.peer)])
+    found = in_waves(run, setting, shape, [], units, points, until)
+    tell(run.report, "a model larger than the card", setting, found)

@@ -1,0 +1,223 @@
+"""Tables of sides, and verdicts from ratios of rounds. What only a device can tell is "-" without one."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+from figures.report import Report, Table, Verdict, middle
+
+from tiering.tierbench.ratios import compare
+
+from . import sides
+from .link import Link
+from .run import Measured
+from .side import Round
+
+GB = 1e9
+NONE = "-"
+OF_REFERENCE = 0.9
+OF_PEER = 1.5
+MEMORY_OF_PEER = 0.5
+OF_PINNED = 0.9
+
+
+def gigabytes(nbytes: float | None) -> str:
+    return NONE if nbytes is None else f"{nbytes / GB:.2f}"
+
+
+def times(title: str, found: Sequence[Measured], reference: Measured | None) -> Table:
+    """Tokens per second and where the time went."""
+    table = Table(
+        title,
+        (
+            "side",
+            "tokens/s",
+            "TFLOP/s",
+            "of all on the device",
+            "s per step",
+            "forward + backward on the device",
+            "calls of step",
+            "stalled",
+            "last loss",
+        ),
+    )
+    for side in found:
+        rounds = side.rounds
+        computed = [one.computed / one.steps for one in rounds if one.computed is not None]
+        counts = "stalled" in rounds[0].counted
+        table.rows.append(
+            (
+                side.name,
+                middle(side.rates, ",.0f"),
+                f"{side.flops(statistics.median(side.rates)) / 1e12:.1f}",
+                str(ratio(side, reference)) if reference is not None else NONE,
+                f"{statistics.median(one.per_step for one in rounds):.3f}",
+                f"{statistics.median(computed):.3f}" if computed else NONE,
+                f"{statistics.median(one.update / one.steps for one in rounds):.3f}",
+                f"{statistics.median(one.share('stalled') for one in rounds):.1%}" if counts else NONE,
+                f"{rounds[-1].loss:.3f}",
+            )
+        )
+    for side in found:
+        if causes := stalls(side):
+            table.notes.append(f"{side.name} stalled for {causes}.")
+    turns = ", ".join(f"{side.name}: {len(side.rounds)} of {side.rounds[-1].steps} steps" for side in found)
+    table.notes.append(f"Medians with the range of all rounds. Rounds: {turns}.")
+    return table
+
+
+def ratio(ours: Measured, theirs: Measured) -> object:
+    """Tokens per second, round by round."""
+    pairs = min(len(ours.rates), len(theirs.rates))
+    return compare(ours.rates[:pairs], theirs.rates[:pairs]).median
+
+
+def stalls(side: Measured) -> str:
+    """Seconds per step that compute waited, by cause, in all rounds together; the longest first."""
+    steps = sum(one.steps for one in side.rounds)
+    causes: Counter[str] = Counter()
+    for one in side.rounds:
+        for name, seconds in one.counted.items():
+            what, _, cause = name.partition(": ")
+            if what == "stalled" and cause:
+                causes[cause] += seconds
+    return ", ".join(f"{cause} {seconds / steps:.3f} s" for cause, seconds in causes.most_common() if seconds)
+
+
+def memory(title: str, found: Sequence[Measured]) -> Table:
+    """What each side took, beside what it may and what it planned."""
+    table = Table(
+        title,
+        (
+            "side",
+            "device, GB: planned",
+            "budget",
+            "allocated",
+            "reserved",
+            "reserved, not allocated",
+            "in split blocks",
+            "cudaMalloc per step",
+            "host, GB: planned",
+            "peak",
+            "training",
+            "pinned by torch",
+        ),
+    )
+    for side in found:
+        planned, budgets = side.facts.get("planned", {}), side.facts.get("budgets", {})
+        allocated, reserved = side.most("allocated"), side.most("reserved")
+        between = None if allocated is None or reserved is None else reserved - allocated
+        calls = [
+            one.device_allocations / one.steps for one in side.rounds if one.device_allocations is not None
+        ]
+        table.rows.append(
+            (
+                side.name,
+                gigabytes(planned.get("device")),
+                gigabytes(budgets.get("device")),
+                gigabytes(allocated),
+                gigabytes(reserved),
+                gigabytes(between),
+                gigabytes(side.most("unusable")),
+                f"{statistics.median(calls):.1f}" if calls else NONE,
+                gigabytes(planned.get("host")),
+                gigabytes(side.host),
+                gigabytes(max(one.host for one in side.rounds)),
+                gigabytes(side.most("pinned")),
+            )
+        )
+        if retries := sum(one.retries or 0 for one in side.rounds):
+            table.notes.append(f"{side.name}: torch had to free its cache for memory {retries} times.")
+        if side.facts.get("pinned_shows") is False and side.most("pinned"):
+            table.notes.append(f"{side.name}: what torch pinned is not in VmHWM here, and was added.")
+    table.notes.append(
+        "Peaks of all rounds: of the device by torch's allocator (a budget is for what the engine owns; activations,"
+        " gradients that are just computed and torch's own come on top), of the host by VmHWM; the first peak of the"
+        " host has building in it."
+    )
+    return table
+
+
+def link(title: str, found: Sequence[Measured], pinned: Link) -> Table | None:
+    """What went over the link in each direction, and how fast while it did."""
+    table = Table(
+        title, ("side", "direction", "GB per step", "MB per copy", "GB/s while busy", "of pinned", "busy")
+    )
+    for side in found:
+        for way in ("h2d", "d2h"):
+            moving = [one for one in side.rounds if one.counted.get(f"{way}: copies")]
+            if not moving:
+                continue
+            rates = [
+                one.counted[f"{way}: bytes"] / one.counted[f"{way}: busy"]
+                for one in moving
+                if _busy(one, way)
+            ]
+            table.rows.append(
+                (
+                    side.name,
+                    {"h2d": "to the device", "d2h": "to the host"}[way],
+                    f"{statistics.median(one.counted[f'{way}: bytes'] / one.steps for one in moving) / GB:.3f}",
+                    f"{statistics.median(_each(one, way) for one in moving) / 1e6:.1f}",
+                    middle([rate / GB for rate in rates], ".1f") if rates else NONE,
+                    f"{statistics.median(rates) / pinned.alone[way]:.2f}" if rates else NONE,
+                    f"{statistics.median(one.share(f'{way}: busy') for one in moving):.0%}",
+                )
+            )  # fmt: skip
+    if not table.rows:
+        return None
+    table.notes.append(
+        f"Pinned memory of torch's, one direction alone: {pinned.alone['h2d'] / GB:.1f} GB/s to the device,"
+        f" {pinned.alone['d2h'] / GB:.1f} to the host; both at once: {pinned.both['h2d'] / GB:.1f} and"
+        f" {pinned.both['d2h'] / GB:.1f}. While a copy is under way the other direction, and compute, may be, too."
+    )
+    return table
+
+
+def _busy(one: Round, way: str) -> bool:
+    return one.counted[f"{way}: busy"] > 0
+
+
+def _each(one: Round, way: str) -> float:
+    return one.counted[f"{way}: bytes"] / one.counted[f"{way}: copies"]
+
+
+def show(report: Report, title: str, found: Sequence[Measured], pinned: Link | None) -> None:
+    """All tables of the sides of one wave and one size of step."""
+    if not found:
+        return
+    report.tables.append(times(f"{title}: time", found, named(found, sides.REFERENCE)))
+    report.tables.append(memory(f"{title}: memory", found))
+    if pinned is not None and (table := link(f"{title}: the link", found, pinned)) is not None:
+        report.tables.append(table)
+
+
+def named(found: Sequence[Measured], name: str) -> Measured | None:
+    return next((side for side in found if side.name == name), None)
+
+
+def as_fast(ours: Measured, theirs: Measured, at_least: float) -> Verdict:
+    pairs = min(len(ours.rates), len(theirs.rates))
+    found = compare(ours.rates[:pairs], theirs.rates[:pairs]).median
+    what = f"tokens/s at {ours.tokens} tokens per step: {ours.name} / {theirs.name}"
+    return Verdict(what, str(found), f"at least {at_least}", found.point >= at_least)
+
+
+def smaller(ours: Measured, theirs: Measured, below: float) -> Verdict:
+    share = ours.host / theirs.host
+    found = f"{share:.3f} ({ours.host / GB:.2f} of {theirs.host / GB:.2f} GB)"
+    return Verdict(f"peak host memory: {ours.name} / {theirs.name}", found, f"below {below}", share < below)
+
+
+def copies(pinned: Link) -> list[Verdict]:
+    """The engine's copies beside torch's own pinned ones, both directions at once."""
+    ways = {"h2d": "to the device", "d2h": "to the host"}
+    made = []
+    for way, words in ways.items():
+        share = pinned.engine[way] / pinned.both[way]
+        found = f"{share:.3f} ({pinned.engine[way] / GB:.1f} of {pinned.both[way] / GB:.1f} GB/s)"
+        what = f"the engine's copies {words}, both directions at once / torch's pinned ones"
+        made.append(Verdict(what, found, f"at least {OF_PINNED}", share >= OF_PINNED))
+    return made

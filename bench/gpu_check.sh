@@ -186,12 +186,8 @@ fi
 wanted io && finish io "I/O engine, swap space" 60
 # A peer that does not compile is missing, which is no failure of ours.
 [ -z "$peer" ] || { finish deepspeed "DeepSpeed's CPUAdam compiles" 60 peer && peer=built; }
-# Its parts lie beside it. Status 1 says that a goal was missed, which its table shows.
-bench() {
-    env -u PYTHONSAFEPATH python3 "$repository/bench/$1" "${@:2}"
-    local status=$?
-    return $((status == 1 ? 0 : status))
-}
+# Parts of a benchmark lie beside it. Its status 1 says that a goal was missed, which its table shows, or that it broke.
+bench() { env -u PYTHONSAFEPATH python3 "$repository/bench/$1" "${@:2}"; }
 export -f bench
 export repository
 wanted copies && part "copy rates" 40 bash -c 'bench gpu_copy.py'
@@ -206,7 +202,8 @@ if wanted step; then
 fi
 if wanted disk; then
     if command -v fio >/dev/null; then
-        part "I/O rates" 60 bash -c 'bench bench_aio.py --quick "$0"' "$scratch"
+        # Quick readings prove nothing of a goal.
+        part "I/O rates" 60 bash -c 'bench bench_aio.py --quick "$0" || [ $? -eq 1 ]' "$scratch"
     else
         printf '\nno fio here: I/O rates are left out\n'
     fi

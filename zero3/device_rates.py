@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from tiering import logs
 from tiering.arena import Arena
 from tiering.demo.model import Block
+from tiering.plan import Budgets, Tier, Workload
 from tiering.planning import conditions
-from tiering.planning.measure import SECONDS, Leg, Measurement, Tell, quietly, repeated
+from tiering.planning.measure import SECONDS, Leg, Measurement, Tell, of_cpu, quietly, repeated
 from tiering.planning.rates import Rates
+from tiering.planning.saved_rates import SavedRates
+from tiering.planning.update_share import best_share
+from zero3.collectives import Collectives
 from zero3.precision import COMPUTE_DTYPES
 from zero3.tiers import as_tensor, register_with_cuda, unregister_with_cuda
+
+log = logging.getLogger(__name__)
 
 HEAD_WIDTH = 64
 WEIGHTS_BYTES = 192 << 20  # of blocks that take turns: more than a cache holds
@@ -38,6 +47,48 @@ def of_this_machine(
         tokens=tokens,
         seconds=seconds,
     )
+
+
+def saved_rates(load: Workload, device: torch.device, *, local_ranks: int) -> Rates:
+    """What ``tiering plan --measure`` has found of this GPU's link and of the CPUs of this node for ``load``.
+
+    Each of its ``local_ranks`` has a part of the CPUs, as was not so when they were measured.
+    """
+    saved = SavedRates.of_user()
+    cpu = of_cpu(
+        state_format=load.state_format, state_tensors=load.state_tensors, grad_itemsize=load.grad_itemsize
+    )
+    part = {"cpus", "threads"} if local_ranks > 1 else set()
+    link = of_device(device, torch.float32, tokens=1)
+    found = (
+        saved.find_like(cpu, but_for=part),
+        saved.find_like(link, but_for={"dtype", "tokens"} | (part - {"threads"})),
+    )
+    rates = Rates()
+    for record in found:
+        rates = rates.updated(record.rates) if record is not None else rates
+    return rates
+
+
+def settle_update_share(
+    load: Workload,
+    budgets: Budgets,
+    device: torch.device,
+    *,
+    local_ranks: int,
+    collectives: Collectives | None,
+) -> Workload:
+    """``load`` with the share of updates on the GPU that is fastest on the slowest rank; none where nobody measured."""
+    share = best_share(load, budgets, saved_rates(load, device, local_ranks=local_ranks).of_rank(local_ranks))
+    if collectives is not None:
+        row = torch.tensor([share], dtype=torch.float64, device="cpu")
+        share = float(collectives.table(row, "compare rates").min())
+    if not share and Tier.HOST in load.optimizer_tiers:
+        log.log(
+            logs.once(logging.INFO),
+            "the CPU updates what is in host memory; whether a GPU would be faster, tiering plan --measure finds out",
+        )
+    return replace(load, update_on_device=share)
 
 
 def of_device(

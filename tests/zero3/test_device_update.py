@@ -47,16 +47,21 @@ PLACEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     "room for few": ({**ON_HOST, "device_budget": "250KiB", "update_on_device": 1.0}, {}, {VISIT}),
     "in backward": ({**ON_HOST, "update_on_device": 0.5}, IN_BACKWARD, {CPU, VISIT}),
     "in backward, parameters stay": ({**STATE_ON_HOST, "update_on_device": 0.5}, IN_BACKWARD, {CPU, VISIT}),
+    "in backward, a share stays": (
+        {**ON_HOST, "ratio": 0.6, "update_on_device": 0.5},
+        IN_BACKWARD,
+        {CPU, VISIT, STAYS},
+    ),
     "in backward, some on nvme": ({**SOME_ON_NVME, "update_on_device": 1.0}, IN_BACKWARD, {CPU, VISIT}),
 }
 ANSWERS: dict[str, Answers] = {"never": never, "by chance": by_chance(5), "at once": at_once}
 FAST = {
     ("half", "never"),
     ("parameters stay, split", "by chance"),
-    ("a share stays, fp32", "never"),
+    ("all state stays", "never"),
     ("room for few", "at once"),
     ("in backward, some on nvme", "never"),
-    ("in backward, parameters stay", "by chance"),
+    ("in backward, a share stays", "never"),
 }
 
 

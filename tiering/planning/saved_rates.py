@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Container
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -84,18 +85,30 @@ class SavedRates:
 
     def find(self, measurement: Measurement) -> Record | None:
         """What was measured under the very same conditions, and is still fresh."""
-        path = self.path(measurement)
+        record = self._read_file(self.path(measurement), measurement.conditions)
+        return record if record is not None and record.fresh else None
+
+    def _read_file(self, path: Path, conditions: Conditions, but_for: Container[str] = ()) -> Record | None:
+        """The record in a file, if it is there, can be trusted, and is of ``conditions``."""
         try:
             with path.open("rb") as file:
                 if os.fstat(file.fileno()).st_uid != os.geteuid():  # where others may write, too
                     raise FormatError("it belongs to another user")
-                record = _read(file.read(), measurement.conditions)
+                return _read(file.read(), conditions, but_for)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, OverflowError, ConfigError) as error:
             self._warn(f"the rates saved in {path} are not used: {_reason(error)}")
             return None
-        return record if record is not None and record.fresh else None
+
+    def find_like(self, measurement: Measurement, *, but_for: Container[str]) -> Record | None:
+        """The last that was measured and is still fresh, ``but_for`` these conditions under the same ones."""
+        found = []
+        for path in sorted(self.directory.glob(f"{measurement.name.lower()}-*.json")):
+            record = self._read_file(path, measurement.conditions, but_for)
+            if record is not None and record.fresh:
+                found.append(record)
+        return max(found, key=lambda record: record.measured, default=None)
 
     def save(self, measurement: Measurement, record: Record) -> Path | None:
         """Keep what was just measured; returns where, None if that was not possible."""
@@ -125,10 +138,13 @@ class SavedRates:
         self._told = True
 
 
-def _read(content: bytes, conditions: Conditions) -> Record | None:
+def _read(content: bytes, conditions: Conditions, but_for: Container[str]) -> Record | None:
     """The record of ``conditions``, None if it is another version's or of others. Raises ValueError or ConfigError."""
     told = strict_json.parse(content)
-    if told.get("schema") != SCHEMA or _canonical(told.get("conditions")) != _canonical(conditions):
+    theirs = told.get("conditions")
+    if told.get("schema") != SCHEMA or not isinstance(theirs, dict):
+        return None
+    if _canonical(_without(theirs, but_for)) != _canonical(_without(conditions, but_for)):
         return None
     rates, measured, others = (told.get(name) for name in ("rates", "measured", "others"))
     if not isinstance(rates, dict) or not isinstance(measured, str) or not isinstance(others, float):
@@ -137,6 +153,10 @@ def _read(content: bytes, conditions: Conditions) -> Record | None:
     if when.tzinfo is None:
         raise FormatError(f"it was measured at {measured!r}, in nobody knows which time zone")
     return Record(Rates.from_dict(rates), when, others)
+
+
+def _without(conditions: Conditions, names: Container[str]) -> Conditions:
+    return {name: value for name, value in conditions.items() if name not in names}
 
 
 def _canonical(conditions: object) -> str:

@@ -63,7 +63,7 @@ from torch.distributed.rendezvous import rendezvous
 from tiering.config import DistributedConfig
 from tiering.errors import ConfigError, DistributedError, RankOrderError
 from zero3.peers import Peers, sever
-from zero3.streams import Event, Stream, Streams, streams_of
+from zero3.streams import Event, Stream, Streams
 from zero3.timeline import StallClock
 
 log = logging.getLogger(__name__)
@@ -197,14 +197,14 @@ class Collectives:
         device: torch.device,
         config: DistributedConfig,
         stalls: StallClock,
-        streams: Streams | None = None,
+        streams: Streams | None,
     ) -> None:
         self.world = world
         self.sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.spared = 0  # bytes that gathers of groups would have sent that were still there
         self._stalls = stalls
-        self._streams = streams or streams_of(device)
+        self._streams = streams
         self._failure: DistributedError | None = None
         self._raised: BaseException | None = None  # by the last forward
         self.row_nbytes = 64  # what a row of a table has room for
@@ -390,15 +390,31 @@ class Collectives:
                 " the same model and read the same configuration and files; only data differs"
             )
 
-    def close(self) -> None:
-        """Leave the other ranks. Idempotent. Where a device is connected with theirs, wait a while for them to come."""
+    def settle(self) -> None:
+        """Before anybody waits for a device for the last time, or gives back memory that it sends or receives in.
+
+        What cannot end is ended: on this rank nobody does, where it is the one that has failed.
+        """
         if self._raised is not None:
             self.peers.fail(self._raised)
+        if self._streams is None or not self._leave.alive:
+            return
+        if self.peers.broken:
+            self._groups.sever()
+        self._streams.gather.synchronize()
+        self._streams.reduce.synchronize()
+
+    def close(self) -> None:
+        """Leave the other ranks. Idempotent.
+
+        Where a device is connected with theirs, wait a while for them to come: they may still read its memory.
+        """
+        self.settle()
         if self._leave.alive:
-            if self._failure is not None or (self._streams is not None and self.peers.broken):
+            if self._failure is not None:
                 self._groups.sever()
-            elif self._streams is not None:
-                self._part(self._streams)
+            elif self._streams is not None and not self.peers.meet("close", FAREWELL):
+                log.info("not all ranks have closed their engines within %.0f s of this one", FAREWELL)
         self._leave()
 
     def _gather_rows(self, rows: Tensor, row: Tensor, what: str) -> None:
@@ -496,13 +512,6 @@ class Collectives:
                 f" {whole.tolist()} and {received.tolist()}. The way between them is broken (PCI access control, or an"
                 " IOMMU): see whether NCCL_P2P_DISABLE=1 helps"
             )
-
-    def _part(self, streams: Streams) -> None:
-        """See other ranks through what they still read of this one's memory; in vain if they do not come to close."""
-        streams.gather.synchronize()
-        streams.reduce.synchronize()
-        if not self.peers.meet("close", FAREWELL):
-            log.info("not all ranks have closed their engines within %.0f s of this one", FAREWELL)
 
     def _count(self, kind: str, nbytes: int) -> None:
         self.calls[kind] += 1

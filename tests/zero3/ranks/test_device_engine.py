@@ -1,0 +1,92 @@
+"""Ranks with GPUs that are made of CPU memory: no stream lacks a wait, and no bit is another one than on CPUs.
+
+What transport does to memory is written down as NCCL would do it: on the stream that it is told on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.zero3.fake.operations import span_of
+from tests.zero3.fake.streams import at_once, never
+from tests.zero3.fake_device import FakeDevice
+
+from . import models
+from .pool import Pool
+from .training import Trained, train
+
+Ranks = Callable[[int], Pool]
+ROOM = {"device_budget": "64MiB", "host_budget": "64MiB"}
+SGD = {
+    "rule": "SGD",
+    "optimizer": {"lr": 0.1, "momentum": 0.9},
+}  # no square root, which torch's CPU rounds otherwise
+PLACES: dict[str, dict[str, Any]] = {
+    "stage 3, host": {"offload_param": "cpu", "offload_optimizer": "cpu", "precision": "bf16"},
+    "stage 3": {},
+    "stage 2, host": {"stage": 2, "offload_optimizer": "cpu", "accumulation": 2},
+    "stage 1": {"stage": 1, "precision": "bf16"},
+    "stage 0": {"stage": 0},
+    "stage 3, no prefetch": {"offload_param": "cpu", "offload_optimizer": "cpu", "prefetch": 0},
+    "stage 3, nvme": {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False},
+    "stage 3, nothing persistent": {"threshold": 0, "accumulation": 2, "precision": "bf16"},
+    "stage 1, nvme": {"stage": 1, "offload_optimizer": "nvme", "cache_in_host": False},
+    "unused on some ranks": {
+        "build": models.Blocks,
+        "data": models.Choices((0, 1), (1, 2), (0, 2), (0, 1, 3)),
+        "stage": 2,
+        "threshold": 0,
+    },
+}
+
+
+def watch(gpu: FakeDevice, patch: pytest.MonkeyPatch) -> None:
+    """Note what collectives write, which their schemas do not tell: all of what is received."""
+
+    def noting(name: str) -> Callable[..., object]:
+        collective = getattr(dist, name)
+
+        def call(received: Tensor, sent: Tensor, **kwargs: Any) -> object:
+            if kwargs.get("async_op"):  # between CPUs
+                return collective(received, sent, **kwargs)
+            assert gpu.streams.compute in (gpu.streams.gather, gpu.streams.reduce)
+            result = collective(received, sent, **kwargs)
+            gpu.on_device(*span_of(received), True, name)
+            return result
+
+        return call
+
+    for name in ("all_gather_single", "all_to_all_single"):
+        patch.setattr(dist, name, noting(name))
+
+
+def train_on_gpus(rank: int, nvme: Path, answers: bool, **options: Any) -> tuple[Trained, int]:
+    with pytest.MonkeyPatch.context() as patch, FakeDevice(at_once if answers else never) as gpu:
+        gpu.run_engines(patch)
+        watch(gpu, patch)
+        return train(rank, nvme, **(ROOM | options)), gpu.operations
+
+
+def assert_as_on_cpus(ranks: Ranks, nvme: Path, answers: bool, case: dict[str, Any]) -> None:
+    case = SGD | case
+    of_cpus = ranks(2).run(train, nvme, **case)
+    for rank, (run, operations) in enumerate(ranks(2).run(train_on_gpus, nvme, answers, **case)):
+        assert operations > 300, "it ran elsewhere"
+        assert run.differing(of_cpus[rank]) == [], f"rank {rank}"
+
+
+def test_no_wait_is_missing_and_no_bit_is_another(ranks: Ranks, nvme: Path) -> None:
+    assert_as_on_cpus(ranks, nvme, False, PLACES["stage 3, host"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", [False, True], ids=["never over", "over at once"])
+@pytest.mark.parametrize("place", PLACES)
+def test_in_every_stage_and_placement(ranks: Ranks, nvme: Path, place: str, answers: bool) -> None:
+    assert_as_on_cpus(ranks, nvme, answers, PLACES[place])

@@ -126,6 +126,26 @@ def test_accumulate(target: torch.dtype, source: torch.dtype, overwrite: bool, w
     assert_same_bits(found, held)
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("source", CODES)
+@pytest.mark.parametrize("target", CODES)
+def test_reduce(target: torch.dtype, source: torch.dtype, overwrite: bool, way: str) -> None:
+    generator, any_of = torch.Generator().manual_seed(1), [every_kind(dtype) for dtype in (target, source)]
+    for count, numel in ((1, 50_001), (8, 50_001), (257, 999)):
+        places = torch.randint(1 << 16, (count + 1, numel), generator=generator)
+        held, sources = any_of[0][places[0]], list(any_of[1][places[1:]])
+        total, there = held.cuda(), [each.cuda() for each in sources]
+        with no_wait():
+            device_kernels.reduce(total, there, 1 / 3, overwrite=overwrite)
+        from_c = CODES[target], [each.data_ptr() for each in sources], CODES[source], numel
+        kernels.reduce(held.data_ptr(), *from_c, 1 / 3, overwrite=overwrite)
+        found = total.cpu()
+        if way == "torch operations" or count == 257:  # more than a launch takes
+            assert torch.equal(found.isnan(), held.isnan())
+            found, held = found.nan_to_num(nan=0), held.nan_to_num(nan=0)
+        assert_same_bits(found, held)
+
+
 RULES: dict[str, Callable[[int], Rule]] = {
     "adamw": lambda step: kernels.adam(
         lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step, decoupled=True

@@ -38,8 +38,14 @@ STEPS = [
 ACCUMULATES = [
     f"accumulate<{t}, {s}, {o}>" for t, s, o in product(range(3), range(3), range(2)) if t != s or not o
 ]
+REDUCES = [f"reduce<{t}, {s}, {o}>" for t, s, o in product(range(3), range(3), range(2))]
 SQUARES = [f"block_squares<{dtype}>" for dtype in range(3)]
-STRUCTURES = {"Rule": fused.RuleArgument, "Segments": fused.Segments, "Flats": fused.Flats}
+STRUCTURES = {
+    "Rule": fused.RuleArgument,
+    "Segments": fused.Segments,
+    "Flats": fused.Flats,
+    "Sources": fused.Sources,
+}
 
 
 class CompiledByGcc:
@@ -52,6 +58,7 @@ class CompiledByGcc:
         for run, arguments, names in (
             ("run_in_turn", "*(Rule *)a[0], *(Segments *)a[1]", STEPS),
             ("run_in_turn", "*(void **)a[0], *(void **)a[1], *(u64 *)a[2]", ACCUMULATES),
+            ("run_in_turn", "*(void **)a[0], *(Sources *)a[1], *(float *)a[2], *(u64 *)a[3]", REDUCES),
             ("run_by_warps", "*(Flats *)a[0], *(double **)a[1]", SQUARES),
         ):
             for name in names:
@@ -95,7 +102,7 @@ def test_structures_are_as_in_the_source(by_gcc: CompiledByGcc) -> None:
     """And fit what a launch may take by value."""
     sizes = {name: ctypes.sizeof(structure) for name, structure in STRUCTURES.items()}
     assert {name: by_gcc.library[f"size_of_{name}"]() for name in STRUCTURES} == sizes
-    assert max(sizes["Rule"] + sizes["Segments"], sizes["Flats"] + 8) <= 4096
+    assert max(sizes["Rule"] + sizes["Segments"], sizes["Flats"] + 8, sizes["Sources"] + 20) <= 4096
 
 
 @pytest.fixture
@@ -224,6 +231,26 @@ def test_accumulate(target: torch.dtype, source: torch.dtype, overwrite: bool, w
         assert torch.equal(ours.isnan(), theirs.isnan())
         ours, theirs = ours.nan_to_num(nan=0), theirs.nan_to_num(nan=0)
     assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("source", KERNEL_DTYPES)
+@pytest.mark.parametrize("target", KERNEL_DTYPES)
+def test_reduce(target: torch.dtype, source: torch.dtype, overwrite: bool, way: str) -> None:
+    """Of one, of some, and of more than a launch takes; zeros keep their sign; sources are left as they are."""
+    generator, any_of = torch.Generator().manual_seed(1), [every_kind(dtype) for dtype in (target, source)]
+    for count, numel in ((1, 5000), (5, 5000), (257, 99)):
+        places = torch.randint(1 << 16, (count + 1, numel), generator=generator)
+        ours, theirs = (any_of[0][places[0]] for _ in range(2))
+        sources, kept = (list(any_of[1][places[1:]]) for _ in range(2))
+        device_kernels.reduce(ours, sources, 1 / 3, overwrite=overwrite)
+        from_c = KERNEL_DTYPES[target], [each.data_ptr() for each in kept], KERNEL_DTYPES[source], numel
+        kernels.reduce(theirs.data_ptr(), *from_c, 1 / 3, overwrite=overwrite)
+        if way == "torch operations" or count > fused.MOST_SOURCES:
+            assert torch.equal(ours.isnan(), theirs.isnan())
+            ours, theirs = ours.nan_to_num(nan=0), theirs.nan_to_num(nan=0)
+        assert same_bits(ours, theirs)
+        assert all(map(same_bits, sources, kept))
 
 
 def adam(step: int, *, lr: float = 1e-3, beta: float = 0.9, weight_decay: float = 0.1, **own: Any) -> Rule:

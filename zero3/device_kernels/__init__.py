@@ -25,6 +25,7 @@ __all__ = [
     "Segment",
     "accumulate",
     "join",
+    "reduce",
     "round_parameters",
     "split",
     "step",
@@ -42,6 +43,15 @@ def accumulate(target: Tensor, grad: Tensor, *, overwrite: bool) -> None:
         fused.accumulate(kernels, target, grad, overwrite=overwrite)
     else:
         torch_operations.accumulate(target, grad, overwrite=overwrite)
+
+
+def reduce(target: Tensor, sources: Sequence[Tensor], factor: float, *, overwrite: bool) -> None:
+    """``target`` = or += ``factor`` times the sum of ``sources``, which share a dtype: as optim_cpu's ``reduce``."""
+    kernels = compiled.kernels_of(target)
+    if kernels and len(sources) <= fused.MOST_SOURCES:
+        fused.reduce(kernels, target, sources, factor, overwrite=overwrite)
+    else:
+        torch_operations.reduce(target, sources, factor, overwrite=overwrite)
 
 
 def sum_of_squares(flat: Tensor) -> float:

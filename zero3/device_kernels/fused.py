@@ -22,7 +22,7 @@ from zero3.device_kernels.torch_operations import block_count, mix
 THREADS = 256
 CHUNK = 4 * THREADS  # elements of a block of threads
 WARPS = THREADS // 32  # of which each sums one block of squares
-MOST_SEGMENTS, MOST_FLATS = 40, 128
+MOST_SEGMENTS, MOST_FLATS, MOST_SOURCES = 40, 128, 256
 
 T = TypeVar("T")
 
@@ -79,6 +79,12 @@ class Flats(ctypes.Structure):
     _fields_ = (("count", c_uint64), ("blocks", c_uint64), ("of", _Flat * MOST_FLATS))
 
 
+class Sources(ctypes.Structure):
+    """``Sources`` of kernels.cu."""
+
+    _fields_ = (("count", c_uint64), ("of", c_uint64 * MOST_SOURCES))
+
+
 def accumulate(kernels: Kernels, target: Tensor, grad: Tensor, *, overwrite: bool) -> None:
     """``target`` = or += ``grad``, in float32, rounded once to the dtype of ``target``."""
     assert target.is_contiguous() and grad.is_contiguous() and target.numel() == grad.numel()
@@ -87,6 +93,22 @@ def accumulate(kernels: Kernels, target: Tensor, grad: Tensor, *, overwrite: boo
     kernel = f"accumulate<{DTYPES[target.dtype]:d}, {DTYPES[grad.dtype]:d}, {overwrite:d}>"
     addresses = (c_uint64(target.data_ptr()), c_uint64(grad.data_ptr()))
     kernels.launch(kernel, -(-target.numel() // CHUNK), [*addresses, c_uint64(target.numel())])
+
+
+def reduce(
+    kernels: Kernels, target: Tensor, sources: Sequence[Tensor], factor: float, *, overwrite: bool
+) -> None:
+    """``target`` = or += ``factor`` times the sum of at most MOST_SOURCES tensors, in float32, rounded once."""
+    numel, dtype = target.numel(), sources[0].dtype
+    assert target.is_contiguous()
+    assert all(s.is_contiguous() and (s.numel(), s.dtype) == (numel, dtype) for s in sources)
+    if not numel:
+        return
+    addresses = [source.data_ptr() for source in sources]
+    table = Sources(len(addresses), (c_uint64 * MOST_SOURCES)(*addresses))
+    kernel = f"reduce<{DTYPES[target.dtype]:d}, {DTYPES[dtype]:d}, {overwrite:d}>"
+    arguments = [c_uint64(target.data_ptr()), table, c_float(factor), c_uint64(numel)]
+    kernels.launch(kernel, -(-numel // CHUNK), arguments)
 
 
 def block_squares(kernels: Kernels, flats: Sequence[Tensor], sums: Tensor) -> None:

@@ -22,7 +22,7 @@ enum { STATE_FP32, STATE_BF16, STATE_BF16_STOCHASTIC };
 /* Of a block; elements of a thread; elements of a block. */
 enum { THREADS = 256, EACH = 4, CHUNK = THREADS * EACH };
 enum { LANES = 32, SQUARE_BLOCK = 4096, WARPS = THREADS / LANES };
-enum { MOST_SEGMENTS = 40, MOST_FLATS = 128 };
+enum { MOST_SEGMENTS = 40, MOST_FLATS = 128, MOST_SOURCES = 256 };
 
 struct Rule {
     float scale, decay, step_size, beta1, one_minus_beta1, beta2, one_minus_beta2;
@@ -52,6 +52,11 @@ struct Flat {
 struct Flats {
     u64 count, blocks;
     Flat of[MOST_FLATS];
+};
+
+struct Sources {
+    u64 count;
+    const void *of[MOST_SOURCES];
 };
 
 /* The place in a table of what has block `number`. */
@@ -278,6 +283,31 @@ __global__ void __launch_bounds__(THREADS) accumulate(void *target, const void *
     for (int j = 0; j < EACH; j++)
         if (first + j * THREADS < numel)
             store<TARGET>(target, first + j * THREADS, x[j]);
+}
+
+/* target = v, or += v, v being (sources[0] + sources[1] + ...) * factor in float32: rounded once, to nearest even. */
+template <int TARGET, int SOURCE, int OVERWRITE>
+__global__ void __launch_bounds__(THREADS)
+    reduce(void *target, const Sources sources, float factor, u64 numel)
+{
+    u64 first = (u64)blockIdx.x * CHUNK + threadIdx.x;
+    float x[EACH];
+
+    for (int j = 0; j < EACH; j++)
+        x[j] = -0.0f; /* which adds nothing; 0 would turn a -0 into 0 */
+    for (u32 source = 0; source < sources.count; source++)
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+            x[j] = __fadd_rn(x[j], load<SOURCE>(sources.of[source], within(first + j * THREADS, numel)));
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        u64 i = first + j * THREADS;
+        x[j] = __fmul_rn(x[j], factor);
+        if (!OVERWRITE)
+            x[j] = __fadd_rn(load<TARGET>(target, within(i, numel)), x[j]);
+        if (i < numel)
+            store<TARGET>(target, i, canonical(x[j]));
+    }
 }
 
 /* The sums of squares of all blocks of a table of flat tensors, one by each warp, whose threads are the lanes. A square

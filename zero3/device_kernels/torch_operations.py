@@ -62,6 +62,16 @@ def accumulate(target: Tensor, grad: Tensor, *, overwrite: bool) -> None:
         target.copy_(target.float().add_(grad.float()))
 
 
+def reduce(target: Tensor, sources: Sequence[Tensor], factor: float, *, overwrite: bool) -> None:
+    """``target`` = or += ``factor`` times the sum of ``sources``, in float32 and their order, rounded once."""
+    for start in range(0, target.numel(), ELEMENTS_AT_ONCE):
+        here = slice(start, start + ELEMENTS_AT_ONCE)
+        total = sources[0][here].to(torch.float32, copy=True)
+        for source in sources[1:]:
+            total.add_(source[here])
+        accumulate(target[here], total.mul_(factor), overwrite=overwrite)
+
+
 def block_squares(flats: Sequence[Tensor], sums: Tensor) -> None:
     """``sums`` = the sums of squares of the blocks of all tensors, in their order. They are added side by side."""
     work = sums.new_empty(min(len(sums), BLOCKS_AT_ONCE), BLOCK)

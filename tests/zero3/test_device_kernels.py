@@ -161,13 +161,26 @@ def test_what_cannot_be_compiled(
     assert ctypes.c_int.in_dll(calls, "programs_alive").value == 0
 
 
-def test_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builds of torch for the CPU, or for AMD's GPUs, and a compiler that is not beside torch."""
+def test_the_compiler_beside_torch(
+    by_gcc: CompiledByGcc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is taken from where NVIDIA's packages have it; what cannot be loaded is passed over."""
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    with pytest.raises(compiled.UnavailableError, match=r"libnvrtc\.so\.99 is neither"):
+        compiled.nvrtc(99)
+    for directory in (tmp_path / "torch" / "lib", tmp_path / "nvidia" / "cu99" / "lib"):
+        directory.mkdir(parents=True)
+    (tmp_path / "torch" / "lib" / "libnvrtc.so.99").write_bytes(b"no library")
+    library = tmp_path / "nvidia" / "cu99" / "lib" / "libnvrtc.so.99.1"
+    library.symlink_to(by_gcc.library._name)
+    assert compiled.nvrtc(99)._name == str(library)
+
+
+def test_a_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one for AMD's GPUs is, whose tensors say that they are CUDA's."""
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(compiled.UnavailableError, match="not a build for CUDA"):
         compiled.CompiledKernels(torch.device("cuda", 0))
-    with pytest.raises(compiled.UnavailableError, match=r"libnvrtc\.so\.99 is not found"):
-        compiled.nvrtc(99)
 
 
 def squares_in_c(flat: Tensor) -> float:

@@ -83,22 +83,23 @@ class CompiledKernels:
 
 
 def nvrtc(cuda: int) -> ctypes.CDLL:
-    """The compiler for this major version of CUDA: loaded by torch, or found beside it.
+    """The compiler for this major version of CUDA: torch's own, for another may not know the GPU, or the loader's.
 
     Raises UnavailableError.
     """
-    for path in (f"libnvrtc.so.{cuda}", *_beside_torch(f"libnvrtc.so.{cuda}*")):
+    name = f"libnvrtc.so.{cuda}"
+    for path in (*_beside_torch(f"{name}*"), name):
         try:
             library = ctypes.CDLL(path)
         except OSError:
             continue
         library.nvrtcGetErrorString.restype = c_char_p
         return library
-    raise UnavailableError(f"libnvrtc.so.{cuda} is not found, neither by the loader nor beside torch")
+    raise UnavailableError(f"{name} is neither beside torch nor found by the loader")
 
 
 def _beside_torch(pattern: str) -> Iterator[str]:
-    """Torch's own libraries, and those of NVIDIA's packages."""
+    """In torch's directory, or in those of NVIDIA's packages."""
     packages = Path(torch.__file__).parents[1]
     for directory in ("torch/lib", "nvidia/*/lib"):
         yield from map(str, sorted(packages.glob(f"{directory}/{pattern}")))

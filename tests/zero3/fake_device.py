@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zero3.assembly
 from optim_cpu import kernels
 from tiering.arena import Arena
+from zero3.tiers import Tiers
 
 from .fake.host import Kernels, watch_threads, watch_transfers
 from .fake.memory import Kind, Region, Regions
@@ -70,6 +71,12 @@ class NotOrdered(AssertionError):  # noqa: N818 # it says what is wrong with a p
         self.found = found
 
 
+class _Local(threading.local):
+    """Of a thread."""
+
+    moves = False  # whether it is in a ``to`` that crosses the link
+
+
 class FakeDevice:
     """A device for the length of a block. ``answers``: what events say that nobody has waited for; or transfers."""
 
@@ -88,6 +95,7 @@ class FakeDevice:
         self._storages: dict[int, Region] = {}  # an owning storage's address -> its memory
         self._kinds: dict[int, Kind] = {}  # of every storage that owned some, also while it is empty
         self._dead: deque[tuple[int, Clock]] = deque()
+        self._local = _Local()
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -117,6 +125,15 @@ class FakeDevice:
         """Engines that are made from now on take this for their GPU."""
         patch.setattr(zero3.assembly, "chosen_device", lambda: DEVICE)
         patch.setattr(zero3.assembly, "streams_of", lambda device: self.streams)
+        close = Tiers.close
+
+        def closed(tiers: Tiers) -> None:
+            """With CUDA all of the device is waited for before host memory is no longer registered there."""
+            if tiers.host.capacity:
+                self.streams.synchronize()
+            close(tiers)
+
+        patch.setattr(Tiers, "close", closed)
 
     def watching(self) -> AbstractContextManager[object]:
         """A block whose operations of torch, in this thread, are seen."""
@@ -233,9 +250,8 @@ class FakeDevice:
         if shape.name not in CROSSING or not regions:
             return False
         sides = [region is not None and region.kind is Kind.DEVICE for region in regions]
-        if shape.name == "_to_copy":
-            target = kwargs.get("device")
-            return target is not None and sides[0] != (target == DEVICE)
+        if shape.name == "_to_copy":  # autograd's own have a device, too, which tells nothing
+            return self._local.moves
         return len(sides) == 2 and sides[0] != sides[1]
 
     def _cross(
@@ -299,6 +315,17 @@ class FakeDevice:
         self._regions.add(region)
         self.history.forget(region.start, region.end)
 
+    def _is_there(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is the device's, also while it has no memory."""
+        with torch._C.DisableTorchFunctionSubclass():  # of a resharded parameter nobody else may ask that
+            return self._is_plainly_there(tensor)
+
+    def _is_plainly_there(self, tensor: Tensor) -> bool:
+        if address := tensor.data_ptr():
+            region = self._regions.at(address)
+            return region is not None and region.kind is Kind.DEVICE
+        return self._kinds.get(tensor.untyped_storage()._cdata) is Kind.DEVICE
+
     def _died(self, key: int) -> None:
         """A storage is no more. This may come in the middle of anything: what it means is looked at later."""
         clock: Clock = {}
@@ -334,7 +361,8 @@ class FakeDevice:
         map_arena = Arena.map.__func__  # type: ignore[attr-defined]
         storages = torch.UntypedStorage
         resize, exchange = storages.resize_, storages._swap_data_ptr_  # type: ignore[attr-defined]
-        numpy, tolist = Tensor.numpy, Tensor.tolist
+        to, numpy, tolist = Tensor.to, Tensor.numpy, Tensor.tolist
+        device = Tensor.device
 
         def mapped(cls: type[Arena], nbytes: int, name: str, *args: Any, **options: Any) -> Arena:
             arena: Arena = map_arena(cls, nbytes, name, *args, **options)
@@ -373,6 +401,24 @@ class FakeDevice:
                         self._kinds[key] = region.kind
                         self._storages[key] = region
 
+        def moved(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            """To torch both are one device: what crosses the link has to be copied, and what does not, not."""
+            given = [options.pop("device")] if "device" in options else list(args[:1])
+            if not given or not isinstance(given[0], str | torch.device):
+                return to(tensor, *args, **options)
+            to_device = torch.device(given[0]) == DEVICE
+            if self._is_there(tensor) is to_device:
+                return to(tensor, "cpu", *args[1:], **options)
+            self._local.moves = True
+            try:
+                return to(tensor, "cpu", *args[1:], **options | {"copy": True})
+            finally:
+                self._local.moves = False
+
+        def device_of(tensor: Tensor) -> torch.device:
+            found: torch.device = device.__get__(tensor)
+            return DEVICE if found.type == "cpu" and self._is_there(tensor) else found
+
         def as_numpy(tensor: Tensor, *args: Any, **options: Any) -> Any:
             for each in tensors_in(tensor):
                 self.on_host(*span_of(each), False, "numpy")
@@ -380,8 +426,7 @@ class FakeDevice:
 
         def as_list(tensor: Tensor) -> Any:
             for each in tensors_in(tensor):
-                region = self._regions.at(each.data_ptr())
-                if region is not None and region.kind is Kind.DEVICE:
+                if self._is_there(each):
                     with self.lock:
                         self.on_device(*span_of(each), False, "tolist")
                         self.wait("tolist")
@@ -392,6 +437,9 @@ class FakeDevice:
         patch.setattr(Arena, "map", classmethod(mapped))
         patch.setattr(storages, "resize_", resized)
         patch.setattr(storages, "_swap_data_ptr_", exchanged)
+        patch.setattr(Tensor, "device", property(device_of))
+        patch.setattr(Tensor, "to", moved)
+        patch.setattr(Tensor, "cpu", lambda tensor: moved(tensor, "cpu"))
         patch.setattr(Tensor, "numpy", as_numpy)
         patch.setattr(Tensor, "tolist", as_list)
 
@@ -404,4 +452,5 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self._device.operation(func, args, dict(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._device.operation(func, args, dict(kwargs or {}))

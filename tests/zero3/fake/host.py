@@ -12,6 +12,8 @@ import pytest
 from optim_cpu import kernels
 from tiering.aio import _KIND_NAMES, AioContext, Ticket
 from tiering.errors import SwapError
+from zero3.saver import Saver
+from zero3.tiles import Tile
 
 from .operations import place
 from .order import Access, Agent, Clock
@@ -221,6 +223,15 @@ def watch_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
         finally:
             listen(condition)
 
+    has_copied = Saver.has_copied
+
+    def may_change(saver: Saver, tile: Tile) -> bool:
+        """It looks without the lock, under which was written what it finds."""
+        answer = has_copied(saver, tile)
+        listen(saver._change)
+        return answer
+
+    patch.setattr(Saver, "has_copied", may_change)
     replacements: dict[str, Callable[..., Any]] = {"__enter__": entered, "__exit__": left, "wait": waited}
     for name, replacement in replacements.items():
         patch.setattr(threading.Condition, name, replacement)

@@ -58,7 +58,7 @@ def touched(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        if value.device.type == "cpu" and value.layout is torch.strided and value.numel():
+        if value.is_cpu and value.layout is torch.strided and value.numel():
             yield value
     elif isinstance(value, list | tuple):
         for each in value:

@@ -103,6 +103,7 @@ def config(
     sub_group_size: int = 10**9,
     prefetch: int = 10**6,
     clip: float = 1.0,
+    ratio: float = 1.0,
     **tiers: Any,
 ) -> dict[str, Any]:
     """A configuration as a user writes it; keyword arguments left over go to the ``tiering`` block."""
@@ -121,7 +122,7 @@ def config(
         "zero_optimization": {
             "stage": 3,
             "offload_param": section(offload_param),
-            "offload_optimizer": section(offload_optimizer),
+            "offload_optimizer": section(offload_optimizer) | {"ratio": ratio},
             "sub_group_size": sub_group_size,
             "stage3_prefetch_bucket_size": prefetch,
             "stage3_param_persistence_threshold": threshold,
@@ -145,6 +146,9 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if FAKE:
             from tests.zero3.fake_device import FakeDevice
 
+            # A GPU's is correctly rounded, as the kernels' is; torch's on a CPU is not.
+            sqrt = Tensor.sqrt
+            monkeypatch.setattr(Tensor, "sqrt", lambda tensor: sqrt(tensor.double()).float())
             stack.enter_context(FakeDevice()).run_engines(monkeypatch)
         yield
 

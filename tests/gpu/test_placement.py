@@ -15,10 +15,17 @@ from tiering.plan import Tier
 
 pytestmark = pytest.mark.gpu
 
+ON_HOST = {"offload_param": "cpu", "offload_optimizer": "cpu"}
 ALL_ON_NVME = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
 PLACEMENTS: dict[str, dict[str, Any]] = {
-    "host": {"offload_param": "cpu", "offload_optimizer": "cpu"},
+    "host": ON_HOST,
     "optimizer on host": {"offload_optimizer": "cpu"},
+    "parameters on host": {"offload_param": "cpu"},
+    "half of the optimizer on host": {"offload_optimizer": "cpu", "ratio": 0.5, "sub_group_size": 50_000},
+    "all updated on the device": {**ON_HOST, "update_on_device": 1.0},
+    "half updated on the device": {**ON_HOST, "update_on_device": 0.5, "sub_group_size": 50_000},
+    "parameters on the device, updated there": {"offload_optimizer": "cpu", "update_on_device": 1.0},
+    "split state, updated on the device": {**ON_HOST, "update_on_device": 1.0, "state": "split"},
     "optimizer on nvme": {"offload_optimizer": "nvme", "cache_in_host": False},
     "parameters on nvme, optimizer on host": {
         "offload_param": "nvme",
@@ -61,6 +68,8 @@ def test_every_placement_gives_the_same_bits(
     assert reference.losses[-1] < reference.losses[0]
     same(train(**habit), reference, "the same again: if this differs, the device does not repeat itself")
     for name, placement in PLACEMENTS.items():
+        if placement.get("state") == "split" and precision != "bf16":
+            continue  # half of a master is its bf16 parameter
         run = train(**habit, **placement)
         same(run, reference, name)
         if "nvme" in placement.values():
@@ -68,6 +77,13 @@ def test_every_placement_gives_the_same_bits(
             assert run.snapshot.io[0].written.bytes > 0, name
         else:
             assert run.snapshot.io == [], name
+
+
+@pytest.mark.parametrize("placement", [{}, ON_HOST, {**ON_HOST, "threshold": 0}, ALL_ON_NVME])
+def test_stepping_in_backward_gives_the_same_bits(
+    train: Callable[..., Any], same: Callable[..., None], placement: dict[str, Any]
+) -> None:
+    same(train(clip=0.0, step_in_backward=True, **placement), train(clip=0.0), "step_in_backward")
 
 
 @pytest.mark.parametrize(("precision", "accumulation"), HABITS)

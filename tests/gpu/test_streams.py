@@ -25,6 +25,7 @@ ALWAYS = (
 )  # cycles of the device, half a millisecond: a copy or a block here takes a twentieth of it
 HOST = {"offload_param": "cpu", "offload_optimizer": "cpu"}
 FEW_GROUPS = HOST | {"device_budget": "1MiB"}
+UPDATED = HOST | {"update_on_device": 1.0, "sub_group_size": 20_000}
 NVME = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
 EARLY = "stepped in backward"
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -33,6 +34,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "optimizer on host": {"offload_optimizer": "cpu"},
     "nvme": NVME,
     "nvme, nothing persistent, room for few groups": NVME | {"threshold": 0, "device_budget": "1MiB"},
+    "updated on the device": UPDATED,
     EARLY: HOST | {"step_in_backward": True, "clip": 0.0},
 }
 
@@ -92,19 +94,33 @@ def test_streams_that_are_held_up_change_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("deaf", "slow"), [("compute", "fetch"), ("fetch", "compute"), ("offload", "compute")]
+    ("deaf", "slow", "placement"),
+    [
+        ("compute", "fetch", FEW_GROUPS),
+        ("fetch", "compute", FEW_GROUPS),
+        ("offload", "compute", FEW_GROUPS),
+        ("update", "fetch", UPDATED),
+        ("offload", "update", UPDATED),
+        ("fetch", "update", UPDATED),
+    ],
 )
 def test_a_stream_that_waits_for_nobody_shows(
-    train: Callable[..., Any], model: Callable[[Delays | None], nn.Module], deaf: str, slow: str
+    train: Callable[..., Any],
+    model: Callable[[Delays | None], nn.Module],
+    deaf: str,
+    slow: str,
+    placement: dict[str, Any],
 ) -> None:
     """Without this, nothing above would show anything."""
     reference = train(3, model(None))
     with Delays(0, only=(slow,), cycles=ALWAYS) as delays:
         delays.ignore_waits(deaf)
-        run = renamed(train(3, model(delays), **FEW_GROUPS))
+        run = renamed(train(3, model(delays), **placement))
     assert delays.count[deaf, "ignored"] > 0
     differs = run.losses != reference.losses or run.norms != reference.norms or run.differing(reference)
-    assert differs, f"{deaf} waits for nobody and the bits are right: what holds streams up proves nothing"
+    assert differs, (
+        f"{deaf} does not wait for {slow} and the bits are right: what holds streams up proves nothing"
+    )
 
 
 @pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != EARLY])

@@ -295,6 +295,7 @@ __global__ void __launch_bounds__(THREADS)
 
     for (int j = 0; j < EACH; j++)
         x[j] = -0.0f; /* which adds nothing; 0 would turn a -0 into 0 */
+#pragma unroll 4
     for (u32 source = 0; source < sources.count; source++)
 #pragma unroll
         for (int j = 0; j < EACH; j++)

@@ -445,6 +445,11 @@ class FakeDevice:
 
 
 class _Mode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch loads its compiler for this, which takes seconds."""
+        return False
+
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
         self._device = device

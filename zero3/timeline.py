@@ -120,8 +120,8 @@ class PhaseClock:
     """The phase that a run is in, and seconds by phase since the first one began, the one under way included.
 
     What the program does between the others is "idle"; what it does before the first, "start", is not counted. A phase
-    within a phase, as a forward in a backward, is not part of the outer one. With ``streams`` seconds are the device's,
-    and the phase is still the program's.
+    within a phase, as a forward in a backward, is not part of the outer one. With ``streams`` the phase is still the
+    program's, but seconds are the device's, as far as it has come to the end of one.
     """
 
     def __init__(self, streams: Streams | None = None) -> None:
@@ -132,9 +132,8 @@ class PhaseClock:
         self._lock = threading.Lock()
         self._seconds = defaultdict[str, float](float, idle=0.0)  # (lock) without the phase under way
         self._reached: Event | None = None  # (lock) the last beginning that the device has come to
-        self._ahead: deque[tuple[Phase, Event]] = (
-            deque()
-        )  # (lock) phases that it has yet to end, and where they do
+        # (lock) phases that the device has yet to end, and their ends
+        self._ahead: deque[tuple[Phase, Event]] = deque()
 
     def enter(self, phase: Phase) -> float:
         """``phase`` begins, and what was before it ends: now, on the clock of perf_counter."""
@@ -273,17 +272,17 @@ class StallClock:
             self._under_way[thread] = _Wait(self.phase, cause, time.monotonic_ns(), reached)
 
     def _end(self, thread: int) -> None:
+        resumed = None if self.streams is None else self.streams.compute.record(timed=True)
         with self._lock:
             wait = self._under_way.pop(thread, None)
             if wait is None:  # an interrupt came before it began
                 return
             ended = time.monotonic_ns()  # asked under the lock: whoever asked before it has counted less
-            if wait.reached is None:
+            if resumed is None:
                 self._ended[wait.phase, wait.cause] += ended - wait.began
             else:
-                assert self.streams is not None
-                self._queue(wait, self.streams.compute.record(timed=True))
-        self.timeline.waited("stall" if wait.reached is None else "wait", wait.cause, wait.began, ended)
+                self._queue(wait, resumed)
+        self.timeline.waited("stall" if resumed is None else "wait", wait.cause, wait.began, ended)
 
     def _queue(self, wait: _Wait, resumed: Event) -> None:
         """The CPU has said all there is to ``wait``; with the lock."""

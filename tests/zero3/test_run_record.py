@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -450,13 +451,12 @@ def test_a_rank_tells_who_it_is_and_what_it_sent(start: Callable[..., Any], tmp_
 def test_what_goes_over_the_link_is_told_by_step(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = start()
+    engine, device = start(), QueuedDevice(monkeypatch)
     assert engine.snapshot().link is None, "the CPU is the device"
     stats = {"h2d": LinkStats(1000, 1, 0.5), "d2h": LinkStats()}  # building the engine is no step
-    monkeypatch.setattr(engine._tiers, "copies", SimpleNamespace(stats=lambda: dict(stats)))
-    device = QueuedDevice(monkeypatch)
-    monkeypatch.setattr(engine._tiers, "streams", device)
-    record = RunRecord("linked", engine._tiers, engine._schedule.activations)
+    linked = copy.copy(engine._tiers)
+    linked.streams, linked.copies = device, SimpleNamespace(stats=lambda: dict(stats))
+    record = RunRecord("linked", linked, engine._schedule.activations)
     stats |= {"h2d": LinkStats(1700, 3, 0.75)}
     with record.phase("forward"):
         device.works(2)

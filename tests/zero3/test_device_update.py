@@ -35,6 +35,12 @@ PLACEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     "half": ({**ON_HOST, "update_on_device": 0.5}, {}, {CPU, VISIT}),
     "all of it, fp32": ({**ON_HOST, "update_on_device": 1.0}, {"precision": "fp32"}, {VISIT}),
     "parameters stay": ({**STATE_ON_HOST, "update_on_device": 0.5}, {}, {CPU, VISIT}),
+    # Without any state nothing comes back, and gradients alone visit.
+    "parameters stay, no state": (
+        {**STATE_ON_HOST, "update_on_device": 1.0},
+        {"precision": "fp32", "rule": "SGD", "optimizer": {"lr": 1e-2}},
+        set(),
+    ),
     "parameters stay, split": ({**STATE_ON_HOST, "update_on_device": 0.6}, SPLIT, {CPU, VISIT}),
     "a share stays": ({**ON_HOST, "ratio": 0.6, "update_on_device": 0.5}, SPLIT, {CPU, VISIT, STAYS}),
     "a share stays, fp32": (
@@ -141,18 +147,25 @@ def left_by(engine: Engine) -> dict[str, Tensor]:
     )
 
 
-@pytest.mark.parametrize("micro_batches_ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize(
+    ("accumulation", "tiers"),
+    [(1, ON_HOST), (2, ON_HOST), (1, {**STATE_ON_HOST, **SPLIT})],
+    ids=["one", "two", "parameters stay"],
+)
 def test_who_uses_what_is_on_its_way_back_waits_for_it(
     start: Start,
     differing: Differing,
     micro_batches: Callable[..., Iterator[tuple[Tensor, Tensor]]],
     tmp_path: Path,
-    micro_batches_ahead: int,
+    accumulation: int,
+    tiers: dict[str, Any],
 ) -> None:
-    """Right after a step: an evaluation, a save, what names read, and parameters in place."""
+    """Before a step, an evaluation that nobody looks at, as nobody does at the loss without accumulation. Right after
+    it an evaluation, a save, what names read, and parameters in place.
+    """
 
     def trained(directory: Path, **options: Any) -> list[dict[str, Tensor]]:
-        engine = start(accumulation=1 + micro_batches_ahead, **options)
+        engine = start(accumulation=accumulation, **options)
         seen = []
         uses: list[Callable[[int], object]] = [
             lambda step: engine.save_checkpoint(directory, f"at {step}"),
@@ -160,11 +173,17 @@ def test_who_uses_what_is_on_its_way_back_waits_for_it(
             lambda step: edited(engine),
             lambda step: engine.eval()(*next(micro_batches(1))).item(),
         ]
-        for step, (tokens, targets) in enumerate(micro_batches(len(uses) * (1 + micro_batches_ahead))):
+        for step, (tokens, targets) in enumerate(micro_batches(len(uses) * accumulation)):
             engine.train()
-            engine.backward(engine(tokens, targets))
+            loss = engine(tokens, targets)
+            if accumulation > 1:
+                engine.backward(loss)
+            else:
+                loss.backward()
+            with torch.no_grad():  # nobody waits for what this reads
+                engine(tokens, targets)
             engine.step()
-            if step % (1 + micro_batches_ahead) == micro_batches_ahead:
+            if (step + 1) % accumulation == 0:
                 uses.pop(0)(step)
         seen.append(left_by(engine))
         engine.load_checkpoint(directory)
@@ -172,10 +191,9 @@ def test_who_uses_what_is_on_its_way_back_waits_for_it(
         engine.close()
         return seen
 
-    tiers = {**ON_HOST, "update_on_device": 0.5}
-    for one, other in zip(
-        on_gpu(never, trained, tmp_path / "gpu", **tiers), trained(tmp_path / "cpu"), strict=True
-    ):
+    seen = on_gpu(never, trained, tmp_path / "gpu", update_on_device=0.5, **tiers)
+    state = {"state": tiers["state"]} if "state" in tiers else {}
+    for one, other in zip(seen, trained(tmp_path / "cpu", **state), strict=True):
         assert differing(one, other) == []
 
 

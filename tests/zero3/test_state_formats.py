@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -125,13 +125,13 @@ def test_tiles_are_stepped_by_torch_operations_to_the_same_bits(
     sqrt, stepped = torch.Tensor.sqrt, []
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda t: sqrt(t.double()).float())
     monkeypatch.setattr(TieredOptimizer, "_way_of", lambda self, tile: self._on_device)
-    step = device_kernels.step
+    step = device_kernels.step_segments
 
-    def counted(*args: Any, **options: Any) -> None:
-        stepped.append(args)
-        step(*args, **options)
+    def counted(segments: Sequence[device_kernels.Segment], grad_scale: float) -> None:
+        stepped.extend(segments)
+        step(segments, grad_scale)
 
-    monkeypatch.setattr(device_kernels, "step", counted)
+    monkeypatch.setattr(device_kernels, "step_segments", counted)
     moved = run(CASES[name], accumulation=2, state=state, sub_group_size=1)
     assert len(stepped) > len(reference.masters)
     assert_same(moved, reference, differing, "torch operations")

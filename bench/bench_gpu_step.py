@@ -227,7 +227,7 @@ def fitting_shape(options: argparse.Namespace, setting: Setting) -> Shape | None
         return TINY
     if options.parameters:
         return of_size(int(options.parameters))
-    return sides.that_fits(max(setting.points), setting.memory, setting.peer, setting.more)
+    return sides.that_fits(setting.points[0], setting.memory, setting.peer, setting.more)
 
 
 def main() -> int:

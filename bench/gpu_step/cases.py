@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,8 @@ def disk_holds(run: Run, of: Sides) -> bool:
 
 def fitting(run: Run, setting: Setting, shape: Shape, until: float) -> None:
     """The model that fits: no offload is the reference for every way to offload it."""
-    of = setting.sides(shape, setting.points)
+    points = holding(run, setting, shape)
+    of = setting.sides(shape, points)
     first = [of.offloaded()] + ([of.peer(setting.peer)] if setting.peer is not None else [])
     units = [first, [of.plain()], [of.eager()], [of.state_offloaded()]]
     units += [
@@ -105,9 +106,21 @@ def fitting(run: Run, setting: Setting, shape: Shape, until: float) -> None:
     ]  # fmt: skip
     if setting.direct and disk_holds(run, of):
         units.append([of.on_nvme()])
-    found = in_waves(run, setting, shape, [of.reference()], units, setting.points, until)
+    found = in_waves(run, setting, shape, [of.reference()], units, points, until)
     tell(run.report, "a model that fits", setting, found)
     run.report.verdicts += goals(run, setting, found)
+
+
+def holding(run: Run, setting: Setting, shape: Shape) -> list[int]:
+    """The sizes of a step at which no offload fits on the card beside plain PyTorch; the first is one."""
+    points = list(setting.points[:1])
+    for tokens in setting.points[1:]:
+        of = setting.sides(shape, [*points, tokens])
+        if setting.memory.holds(replace(of.reference(), host=0), replace(of.plain(), host=0)):
+            points.append(tokens)
+        else:
+            run.without(f"{tokens} tokens per step", "its activations do not fit on the card twice")
+    return points
 
 
 def goals(run: Run, setting: Setting, found: Sequence[Measured]) -> list[Any]:

@@ -1,0 +1,513 @@
+"""What bench_gpu_step.py trains, which sides meet, what it concludes from rounds, and what gpu_copy.py measures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+import tomllib
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+import gpu_carry
+import gpu_copy
+from figures.report import Report
+from gpu_step import cases, serve, sides, tables
+from gpu_step.cases import Setting
+from gpu_step.link import Link
+from gpu_step.llama import Llama
+from gpu_step.meter import Meter
+from gpu_step.plain import Plain
+from gpu_step.run import Measured, Run
+from gpu_step.shape import TINY, Shape, of_size
+from gpu_step.side import Place, Round, Side, Spec
+from gpu_step.sides import Sides, that_fits
+from gpu_step.waves import Memory, packed
+from gpu_step.work import Work
+from step.side import SideError
+
+from zero3.copies import Copies
+from zero3.streams import Event, Stream, Streams
+from zero3.timeline import StallClock, Timeline
+
+REPOSITORY = Path(__file__).parents[1]
+BENCH = REPOSITORY / "bench"
+GIB = 1 << 30
+GB = 10**9
+MIB = 1 << 20
+H200 = Memory(int(0.9 * 140 * GIB), int(0.85 * 120 * GIB))
+SMALL_CARD = Memory(int(0.9 * 24 * GIB), int(0.85 * 64 * GIB))
+CPU = Work(TINY, sequence=32, card=None)
+PINNED = Link(
+    "a card",
+    140 * GIB,
+    "torch",
+    alone={"h2d": 55e9, "d2h": 54e9},
+    both={"h2d": 50e9, "d2h": 40e9},
+    engine={"h2d": 48e9, "d2h": 35e9},
+)
+
+
+def a_round(seconds: float = 4.0, **changes: Any) -> Round:
+    known = Round(
+        tokens=8000,
+        steps=2,
+        seconds=seconds,
+        update=1.0,
+        loss=5.5,
+        counted={
+            "stalled": 1.0,
+            "stalled: copies of parameters": 0.75,
+            "stalled: copies of gradients": 0.25,
+            "h2d: bytes": 20 * GB,
+            "h2d: copies": 100,
+            "h2d: busy": 0.5,
+            "d2h: bytes": 0,
+            "d2h: copies": 0,
+            "d2h: busy": 0.0,
+        },
+        host=30 * GB,
+        pinned=0,
+        allocated=10 * GB,
+        reserved=12 * GB,
+        unusable=GB,
+        device_allocations=6,
+        retries=0,
+        computed=1.5,
+    )
+    return dataclasses.replace(known, **changes)
+
+
+def measured(name: str, *rounds: Round, wave: int = 1, **facts: Any) -> Measured:
+    built = {"host": 31 * GB}
+    planned = {"device": 2 * GB, "host": 28 * GB}
+    known = {"built": built, "planned": planned, "budgets": {"device": 20 * GB}, "pinned_shows": True}
+    return Measured(name, dataclasses.replace(CPU, sequence=2000), known | facts, list(rounds), wave)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(Place(tmp_path, threads=1), Report("known", {}), time.monotonic() + 60, turn=2.0)
+
+
+def setting(**changes: Any) -> Setting:
+    known = Setting(
+        memory=H200, card=140 * GIB, sequence=2048, points=(8192, 16384), peer=None, direct=True, pinned=PINNED
+    )  # fmt: skip
+    return dataclasses.replace(known, **changes)
+
+
+class TestShape:
+    @pytest.mark.parametrize("shape", [TINY, Shape(1024, 3, words=300)], ids=str)
+    def test_elements_and_flops_are_those_of_the_module(self, shape: Shape) -> None:
+        """torch counts the matrix products of a forward, attention as if nothing were masked."""
+        tokens, sequence = 64, 32
+        with torch.device("meta"):
+            model = Llama(shape)
+            words = torch.zeros(tokens // sequence, sequence, dtype=torch.long)
+        assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
+        assert sum(parameter.numel() for parameter in model.blocks[0].parameters()) == shape.block
+        with FlopCounterMode(display=False) as counter:
+            model(words, words)
+        masked = 2 * shape.blocks * sequence * shape.width
+        assert counter.get_total_flops() == tokens * (shape.flops(sequence) // 3 + masked)
+
+    def test_by_size(self) -> None:
+        llama_2_7b = of_size(7 * 10**9)
+        assert 0.95 < llama_2_7b.parameters / 7e9 <= 1
+        assert abs(llama_2_7b.blocks / llama_2_7b.heads - 1) < 0.25
+        with pytest.raises(ValueError, match="the smallest shape has"):
+            of_size(10**6)
+
+    @pytest.mark.slow
+    def test_the_module_computes_what_transformers_does(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(1)
+        ours = Llama(TINY)
+        theirs = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=TINY.words,
+                hidden_size=TINY.width,
+                intermediate_size=TINY.mlp,
+                num_hidden_layers=TINY.blocks,
+                num_attention_heads=TINY.heads,
+                num_key_value_heads=TINY.heads // 4,
+                rms_norm_eps=1e-5,
+                tie_word_embeddings=False,
+            )
+        )
+        names = {
+            "embedding": "model.embed_tokens",
+            "norm": "model.norm",
+            "head": "lm_head",
+            "before_attention": "input_layernorm",
+            "before_mlp": "post_attention_layernorm",
+            "attention.queries": "self_attn.q_proj",
+            "attention.keys": "self_attn.k_proj",
+            "attention.values": "self_attn.v_proj",
+            "attention.output": "self_attn.o_proj",
+            **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+        }
+        weights = {}
+        for name, value in ours.state_dict().items():
+            place, _, short = name.removesuffix(".weight").rpartition("blocks.")
+            number, _, inner = (
+                short.partition(".") if place or name.startswith("blocks.") else ("", "", short)
+            )
+            layer = f"model.layers.{number}." if number else ""
+            weights[f"{layer}{names[inner]}.weight"] = value
+        theirs.load_state_dict(weights, strict=True)
+        words = torch.randint(TINY.words, (2, 33))
+        logits = theirs(words[:, :-1]).logits
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
+        torch.testing.assert_close(ours(words[:, :-1], words[:, 1:]), expected)
+
+
+class TestWaves:
+    def specs(self, *sizes: tuple[int, int]) -> list[Spec]:
+        return [Spec(str(number), "plain", *size) for number, size in enumerate(sizes)]
+
+    def test_units_stay_together_and_memory_holds_each_wave(self) -> None:
+        anchor, *others = self.specs((4, 0), (2, 3), (2, 3), (3, 1), (1, 1))
+        waves, without = packed([anchor], [others[:2], others[2:3], others[3:]], Memory(9, 7))
+        assert [[spec.name for spec in wave] for wave in waves] == [["0", "1", "2", "4"], ["0", "3"]]
+        assert without == []
+
+    def test_who_fits_beside_nobody_is_named_and_its_unit_goes_without(self) -> None:
+        anchor, small, large = self.specs((4, 0), (2, 3), (2, 8))
+        waves, without = packed([anchor], [[small, large]], Memory(9, 7))
+        assert waves == [[anchor, small]]
+        assert without == [large]
+
+
+class TestSizes:
+    @pytest.mark.parametrize("memory", [H200, SMALL_CARD], ids=["H200", "24 GiB"])
+    def test_the_model_that_fits_is_as_large_as_memory_allows(self, memory: Memory) -> None:
+        shape = that_fits(8192, memory, Path("python"), {})
+        assert shape is not None
+
+        def needed(shape: Shape) -> tuple[int, int]:
+            of = Sides(shape, 8192, memory.device)
+            others = [of.plain(), of.offloaded(), of.eager(), of.state_offloaded(), of.on_nvme()]
+            everyone = [of.reference(), *others, of.peer(Path("python"))]
+            return sum(side.device for side in everyone[:2]), sum(side.host for side in everyone)
+
+        device, host = needed(shape)
+        assert device <= memory.device
+        assert host <= memory.host
+        device, host = needed(of_size(int(shape.parameters * 1.15)))
+        assert device > memory.device or host > memory.host
+
+    def test_an_h200_has_all_of_them_beside_each_other_and_a_small_card_has_not(self) -> None:
+        for memory, several in ((H200, False), (SMALL_CARD, True)):
+            shape = that_fits(8192, memory, None, {})
+            assert shape is not None
+            of = Sides(shape, 8192, memory.device)
+            units = [[of.offloaded()], [of.plain()], [of.eager()], [of.state_offloaded()], [of.on_nvme()]]
+            waves, without = packed([of.reference()], units, memory)
+            assert without == []
+            assert (len(waves) > 1) is several
+
+    def test_what_the_device_cannot_hold_of_the_larger_model_is_offloaded(self) -> None:
+        shape = cases.larger_shape(setting(), 24 * GIB)
+        assert shape is not None
+        assert 1.15 < 16 * shape.parameters / (24 * GIB) <= 1.25
+        of = Sides(shape, 8192, 24 * GIB)
+        filled = of.filled()
+        ratio = filled.settings["zero"]["offload_optimizer"]["ratio"]
+        assert 0 < ratio < 0.9
+        kept = (1 - ratio) * 14 * shape.parameters
+        assert 0.9 * of.budget < kept + 8 * 2 * shape.words * shape.width <= of.budget
+        assert filled.device <= 24 * GIB < of.reference().device
+        assert Sides(TINY, 64, 24 * GIB).filled().settings["zero"]["offload_optimizer"]["ratio"] == 0
+
+    def test_one_that_neither_card_nor_host_holds_is_left_out(self) -> None:
+        assert cases.larger_shape(setting(memory=Memory(140 * GIB, 16 * GIB)), 140 * GIB) is None
+
+    def test_a_step_whose_activations_do_not_fit_is_left_out(self, run: Run) -> None:
+        small = setting(memory=SMALL_CARD, card=24 * GIB)
+        shape = that_fits(8192, SMALL_CARD, None, {})
+        assert shape is not None
+        assert cases.holding(run, small, shape) == [8192]
+        assert run.report.skipped == ["16384 tokens per step: its activations do not fit on the card twice"]
+        assert cases.holding(run, setting(), of_size(10**9)) == [8192, 16384]
+
+
+class TestPlain:
+    def test_a_round_trains_so_many_steps_and_a_cpu_tells_of_no_device(self) -> None:
+        side = Plain(CPU, {})
+        before = [master.clone() for master in side.masters]
+        told = serve.train(side, Meter(), CPU.batches(64), 2)
+        assert {int(state["step"]) for state in side.optimizer.state.values()} == {2}
+        assert all(not torch.equal(master, old) for master, old in zip(side.masters, before, strict=True))
+        for master, parameter in zip(side.masters, side.parameters, strict=True):
+            assert torch.equal(parameter.detach(), master.bfloat16())
+        assert Round(tokens=64, **told).steps == 2
+        assert told["computed"] is told["allocated"] is None
+        assert 5 < told["loss"] < 6  # ln(256)
+
+
+class TestConclusions:
+    def test_the_tables_of_known_rounds(self) -> None:
+        ours = measured(sides.OFFLOADED, a_round(4.0), a_round(5.0))
+        theirs = measured(sides.REFERENCE, a_round(2.0, counted={}), a_round(2.5, counted={}))
+        report = Report("known", {})
+        tables.show(report, "known", [theirs, ours], PINNED)
+        text = report.markdown()
+        rate = ours.flops(3600.0) / 1e12
+        assert (
+            f"| {sides.OFFLOADED} | 3,600 (3,200-4,000) | {rate:.1f} | 0.500 (0.500-0.500) | 2.250 | 0.750 | 0.500 |"
+            " 22.5% | 5.500 |"
+        ) in text
+        assert (
+            f"{sides.OFFLOADED} stalled for copies of parameters 0.375 s, copies of gradients 0.125 s."
+            in text
+        )
+        assert f"| {sides.REFERENCE} | 7,200 (6,400-8,000) |" in text
+        assert (
+            f"| {sides.OFFLOADED} | 2.00 | 20.00 | 10.00 | 12.00 | 2.00 | 1.00 | 3.0 | 28.00 | 31.00 | 30.00 | 0.00 |"
+            in text
+        )
+        assert (
+            f"| {sides.OFFLOADED} | to the device | 10.000 | 200.0 | 40.0 (40.0-40.0) | 0.73 | 11% |" in text
+        )
+        assert "| to the host |" not in text
+
+    def test_what_a_cpu_cannot_tell_is_a_dash(self) -> None:
+        blank = dict.fromkeys(
+            ("pinned", "allocated", "reserved", "unusable", "device_allocations", "retries")
+        )
+        side = measured("known", a_round(computed=None, counted={}, **blank), planned={}, budgets={})
+        (row,) = tables.memory("known", [side]).rows
+        assert row == ("known", *"--------", "31.00", "30.00", "-")
+        (row,) = tables.times("known", [side], None).rows
+        assert row[3] == row[5] == row[7] == "-"
+
+    def test_memory_that_is_not_the_process_s_own_is_told(self) -> None:
+        hidden = measured("known", a_round(pinned=8 * GB, retries=3), pinned_shows=False)
+        notes = tables.memory("known", [hidden]).notes
+        assert "known: torch had to free its cache for memory 3 times." in notes
+        assert "known: what torch pinned is not in VmHWM here, and was added." in notes
+
+    def test_copies_are_judged_in_each_direction(self) -> None:
+        assert [verdict.holds for verdict in tables.copies(PINNED)] == [True, False]
+
+    @pytest.mark.parametrize(
+        ("seconds", "reference", "peer", "host", "holds"),
+        [
+            (4.4, 4.0, 6.6, 63 * GB, [True, True, True]),
+            (4.5, 4.0, 6.6, 62 * GB, [False, False, False]),
+        ],
+    )
+    def test_goals(
+        self, run: Run, seconds: float, reference: float, peer: float, host: int, holds: list[bool]
+    ) -> None:
+        found = [
+            measured(sides.REFERENCE, a_round(reference, tokens=8192)),
+            measured(sides.OFFLOADED, a_round(seconds, tokens=8192)),
+            measured(sides.PEER, a_round(peer, tokens=8192, host=host)),
+            measured(sides.PEER, a_round(99.0, tokens=16384, host=host)),
+        ]
+        verdicts = cases.goals(run, setting(), found)
+        assert [verdict.holds for verdict in verdicts] == holds
+        assert verdicts[1].what.startswith("tokens/s at 8192 tokens per step: ours, cpu offload / DeepSpeed")
+
+    def test_only_sides_that_ran_beside_each_other_are_compared(self, run: Run) -> None:
+        found = [
+            measured(sides.OFFLOADED, a_round(tokens=8192), wave=1),
+            measured(sides.REFERENCE, a_round(tokens=8192), wave=2),
+        ]
+        assert cases.goals(run, setting(), found) == []
+        assert len(run.report.skipped) == 2
+        assert cases.goals(run, setting(card=None), found) == []
+
+
+class Known:
+    """A side of known speed, in seconds per step; it breaks in that round."""
+
+    def __init__(self, seconds: float, breaks: int = 0) -> None:
+        self.seconds, self.breaks, self.asked = seconds, breaks, list[tuple[int, int]]()
+
+    def run(self, tokens: int, steps: int, patience: float) -> Round:
+        self.asked.append((tokens, steps))
+        if len(self.asked) == self.breaks:
+            raise SideError("it broke")
+        return a_round(steps * self.seconds, tokens=tokens, steps=steps)
+
+
+class TestRun:
+    def test_a_turn_is_about_as_long_for_everyone_and_who_breaks_sits_out(self, run: Run) -> None:
+        known: dict[str, Any] = {"fast": Known(0.25), "slow": Known(9.0), "broken": Known(0.5, breaks=2)}
+        rounds = run._alternate(known, 64, time.monotonic() + 60)
+        assert [steps for _, steps in known["fast"].asked[:3]] == [2, 8, 8]
+        assert [steps for _, steps in known["slow"].asked[:3]] == [2, 1, 1]
+        assert len(known["broken"].asked) == 2
+        assert set(rounds) == {"fast", "slow"}
+        assert run.failed == ["broken"]
+
+    def test_a_round_that_would_end_too_late_is_not_begun(self, run: Run) -> None:
+        known: dict[str, Any] = {"one": Known(30.0), "other": Known(15.0)}
+        rounds = run._alternate(known, 64, time.monotonic() + 40)
+        assert [len(kept) for kept in rounds.values()] == [1, 1]
+
+    def test_one_that_hangs_is_ended_with_what_it_started(self, tmp_path: Path) -> None:
+        silent = tmp_path / "python"
+        silent.write_text(f"#!/bin/sh\nsleep 600 & echo $! >{tmp_path}/child\necho compiling >&2\nwait\n")
+        silent.chmod(0o700)
+        spec = Spec("hung", "plain", 0, 0, on_disk=True, python=silent)
+        with Side(spec, CPU, Place(tmp_path, 1)) as side:
+            while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+                time.sleep(0.01)
+            with pytest.raises(SideError, match=r"hung gave no answer within 1 s .*compiling"):
+                side.wait(0.6)
+        child = int((tmp_path / "child").read_text())
+        state = Path(f"/proc/{child}/stat")
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+        assert not list(tmp_path.glob("side.*"))
+
+
+class Clock(Event):
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, Clock)
+        return self.at - earlier.at
+
+
+class Timed(Stream):
+    """A stream on which each operation takes as long as it is said to."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.now, self.operations = seconds, 0.0, 0
+
+    def record(self, *, timed: bool = False) -> Event:
+        return Clock(self.now)
+
+    def wait_for(self, event: Event) -> None: ...
+
+    def running(self) -> AbstractContextManager[object]:
+        self.operations += 1
+        self.now += self.seconds
+        return nullcontext()
+
+    def keep(self, tensor: Tensor) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Device(Streams):
+    def __init__(self) -> None:
+        self.fetch, self.offload, self.update = Timed(0.5), Timed(0.25), Timed(0.0)
+
+    @property
+    def compute(self) -> Stream:
+        return self.update
+
+
+class TestCopies:
+    @pytest.mark.parametrize("kind", [gpu_copy.Direct, Copies])
+    def test_a_burst_moves_all_bytes_and_is_timed_by_the_device(self, kind: Any) -> None:
+        streams = Device()
+        clock = StallClock(Timeline())
+        copies = kind(streams) if kind is gpu_copy.Direct else kind(streams, clock)
+        ways = ("h2d", "d2h")
+
+        def filled(first: int) -> dict[str, Tensor]:
+            return {way: torch.full((4 * MIB,), first + at, dtype=torch.uint8) for at, way in enumerate(ways)}
+
+        buffers = gpu_copy.Buffers(device=filled(1), host=filled(3))
+        assert gpu_copy.burst(streams, copies, buffers, ["h2d"], MIB) == {"h2d": 2 * MIB}
+        assert (streams.fetch.operations, streams.offload.operations) == (4, 0)  # type: ignore[attr-defined]
+        assert gpu_copy.burst(streams, copies, buffers, ways, MIB) == {"h2d": 2 * MIB, "d2h": 4 * MIB}
+        assert buffers.device["h2d"].unique().tolist() == [3]
+        assert buffers.host["d2h"].unique().tolist() == [2]
+
+    def test_the_first_rounds_are_dropped_and_medians_compared(self) -> None:
+        readings = iter([1e9, 1e9, 50e9, 60e9, 52e9])
+        found = gpu_copy.in_rounds(3, {"known": lambda: {"h2d": next(readings)}})
+        assert gpu_copy.medians(found["known"]) == {"h2d": 52e9}
+        rates = {
+            "pinned by torch, 64 MiB, alone, to device": {"h2d": [55e9]},
+            "pinned by torch, 64 MiB, alone, to host": {"d2h": [54e9]},
+            "pinned by torch, 64 MiB, both": {"h2d": [50e9], "d2h": [40e9]},
+            "the engine's copies, 64 MiB, both": {"h2d": [45e9], "d2h": [36e9]},
+        }
+        told = gpu_copy.told(rates, 64)
+        assert gpu_copy.holds(told)
+        assert Link("a card", 1, "torch", **told).alone == {"h2d": 55e9, "d2h": 54e9}
+        rates["the engine's copies, 64 MiB, both"]["d2h"] = [35e9]
+        assert not gpu_copy.holds(gpu_copy.told(rates, 64))
+
+
+class TestCarried:
+    def test_everything_is_but_what_the_machine_has(self) -> None:
+        project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+        assert {"torch", "numpy"} == {
+            one.split(">")[0] for one in set(project["dependencies"]) - set(gpu_carry.required())
+        }
+
+    def test_a_part_that_is_not_there_is_refused(self, tmp_path: Path) -> None:
+        ran = subprocess.run(
+            [BENCH / "gpu_check.sh", tmp_path, "", "copies", "speed"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert ran.returncode == 2
+        assert "no part is called speed; there are: tests sanitizer io copies step disk" in ran.stderr
+
+
+@pytest.mark.slow
+class TestWhole:
+    """The script itself, with a tiny model on the CPU and something that calls itself DeepSpeed."""
+
+    @pytest.fixture
+    def peers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        from .test_bench_step import FAKE_DEEPSPEED
+
+        for name, text in FAKE_DEEPSPEED.items():
+            path = tmp_path / "site" / "deepspeed" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+        return Path(sys.executable)
+
+    def test_every_side_trains_the_same(self, tmp_path: Path, peers: Path) -> None:
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        command = [sys.executable, BENCH / "bench_gpu_step.py", disk, "--tiny", "--seconds", "240"]
+        command += ["--peers", peers, "--update-on-device", "0.5", "--json", tmp_path / "found.json"]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert ran.returncode == 0, ran.stderr
+        found = json.loads((tmp_path / "found.json").read_text())
+        fitting = {
+            (side["name"], tokens)
+            for side in found["sides"]
+            for tokens in {one["tokens"] for one in side["rounds"]}
+        }
+        ways = [sides.REFERENCE, sides.PLAIN_TORCH, sides.OFFLOADED, sides.EAGER, sides.STATE_OFFLOADED]
+        ways += [sides.ON_NVME, sides.PEER, f"{sides.OFFLOADED}, 50% updated on the device"]
+        assert {(name, 64) for name in [*ways, sides.FILLED]} <= fitting
+        assert {(name, 128) for name in ways} <= fitting
+        early = [side["rounds"][0]["loss"] for side in found["sides"] if side["rounds"][0]["tokens"] == 64]
+        assert all(4.5 < loss < 6.5 for loss in early), early  # ln(256) is 5.5
+        assert found["goals"] == []
+        assert list(disk.iterdir()) == []

@@ -143,8 +143,10 @@ class Chart {
     return this.series.map(one => this.has(one)).join();
   }
 
+  /** Of what never moved, lines that are `optional` are left out, and those `unless` something else did. */
   has(one) {
-    return !one.optional || (this.data[one.name] || []).some(value => value > 0);
+    const moved = name => (this.data[name] || []).some(value => value > 0);
+    return moved(one.name) || !(one.optional || (one.unless && moved(one.unless)));
   }
 
   show({at, values}) {
@@ -247,8 +249,8 @@ export function charts() {
       top: high => Math.max(high || 0, 1000) * 1.1,
       ticks: roundTicks,
       series: [
-        {name: "read", label: "read"},
-        {name: "written", label: "written", dash: [6, 3]},
+        {name: "read", label: "read", unless: "h2d"},
+        {name: "written", label: "written", dash: [6, 3], unless: "h2d"},
         {name: "h2d", label: "to the device", dash: [10, 3], optional: true},
         {name: "d2h", label: "from the device", dash: [10, 3, 2, 3], optional: true},
         {name: "sent", label: "sent", dash: [2, 3], optional: true},

@@ -221,17 +221,18 @@ def test_a_run_is_shown_while_it_trains(visit: Open, watched: Sidecar) -> None:
     assert seen.page.locator("#stall details").get_attribute("open") is not None
     assert seen.page.locator("#found tbody tr").count() == 1
     assert seen.page.evaluate("[...document.querySelectorAll('#ranks tr')].every(each => each.known)")
-    # What is sent is drawn from the moment at which something is.
+    # What is copied or sent is drawn from the moment at which something is; and then, without NVMe, nothing of that.
     assert seen.page.evaluate("""async () => {
         const {charts, Series} = await import("/page/charts.js");
-        const [chart] = charts(), series = new Series(), drawn = [];
-        for (const sent of [0, 5]) {
-            series.add({at: 1000 + sent, read: 1, written: 2, h2d: null, d2h: sent, sent, stall: 0});
+        const [chart] = charts(), drawn = [];
+        for (const moved of [[1, 2, null, 0, 0], [0, 0, null, null, 5], [0, 2, 7, 8, 0]]) {
+            const [read, written, h2d, d2h, sent] = moved, series = new Series();
+            series.add({at: 1000, read, written, h2d, d2h, sent, stall: 0});
             chart.show(series);
-            drawn.push(chart.plot.series.map(one => one.show));
+            drawn.push(chart.plot.series.slice(1).map(one => Number(one.show)).join(""));
         }
         return drawn;
-    }""") == [[True, True, True, False, False, False], [True, True, True, False, True, True]]
+    }""") == ["11000", "11001", "01110"]
 
 
 def test_it_suits_everybody(visit: Open, watched: Sidecar) -> None:

@@ -23,6 +23,7 @@ PYTEST_ARGS ?=
 TEST_WORKERS ?= 3
 
 C_SOURCES := $(wildcard aio_csrc/*.[ch] aio_csrc/*.inc optim_cpu/csrc/*.[ch] optim_cpu/csrc/*.inc)
+CUDA_SOURCES := $(wildcard zero3/device_kernels/*.cu tests/zero3/*.h)
 C_BUILDERS := $(wildcard aio_csrc/build_aio.py optim_cpu/build_optim.py)
 
 # Runs a command that is only interesting when it fails.
@@ -70,7 +71,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
+	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES) $(CUDA_SOURCES)
 	@echo "C extensions, every warning an error"
 	@$(call quietly,.ci/strict-build $(BIN)/python)
 

@@ -24,6 +24,7 @@ from tiering.weights.files import open_weights
 from zero3.client_optimizer import ClientOptimizer
 from zero3.collectives import ALONE, Collectives, World, join
 from zero3.device import chosen_device
+from zero3.device_rates import settle_update_share
 from zero3.fill import Fill, Given
 from zero3.grads import GradientStore
 from zero3.groups import GroupMembers
@@ -142,7 +143,11 @@ def _assemble(
     members, layouts, load = sized.members, sized.layouts, sized.workload
     compute, grad_dtype, reduce_dtype = sized.compute, sized.grad_dtype, sized.reduce_dtype
     nvme = nvme_paths(config)
-    plan = make_plan(load, _budgets(config, device, nvme, world, collectives))
+    budgets = _budgets(config, device, nvme, world, collectives)
+    if streams is not None and config.tiering.update_on_device == "auto":
+        ranks = world.local_size
+        load = settle_update_share(load, budgets, device, local_ranks=ranks, collectives=collectives)
+    plan = make_plan(load, budgets)
     if collectives is not None:
         collectives.check_same("plan", (f"{key} {value}" for key, value in vars(load).items()))
     log.log(logs.once(logging.INFO), "%s", plan)

@@ -369,6 +369,8 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         if self._ready.closed:
             return
         self._ready.closed = True
+        if self._collectives is not None:
+            self._collectives.settle()
         self._preemption.close()
         self._end_trace("close()")
         if self._publisher is not None:

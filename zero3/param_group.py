@@ -99,6 +99,8 @@ class ParamGroup:
             self.residency = Residency.SHARDED
         self.moves = self._storage is not None
         self.through_window = home.extent is not None and by_copy
+        # For its next use, if no other group is fetched before that: it costs the network, or a GPU's link.
+        self.stays = self.sharded or (self.moves and by_copy and not self.through_window)
         self._waits_apart = self.sharded or by_copy  # the storage says itself where it waits
         self.storage_key: int = flat.untyped_storage()._cdata  # the same whether or not the storage has bytes
         self._views = [flat[p.start : p.end].view(p.shape) for p in layout.pieces]

@@ -75,7 +75,8 @@ class Prefetcher:
         self._ahead.pop(group, None)
         if group in self._kept:
             self._kept.remove(group)
-            group.spare()
+            if group.sharded:
+                group.spare()
         while group.residency is Residency.SHARDED and self._window_is_full(group):
             self._drop_last()
         while not group.unshard(wait=not self._ahead):
@@ -94,7 +95,7 @@ class Prefetcher:
         """``group`` is not in use now; ``raised``: an exception has ended what used it, on this rank."""
         if group.residency is Residency.RESIDENT:
             return
-        if group.sharded and not raised and (place := self._next_use(group)) is not None:
+        if group.stays and not raised and (place := self._next_use(group)) is not None:
             group.hide()
             self._ahead = {group: place, **self._ahead}
             self._kept.add(group)

@@ -42,7 +42,7 @@ class Group:
     """Stands for a ParamGroup: counts against the room of the device."""
 
     moves = False  # what autograd saves is handed out by the model of autograd below
-    through_window = sharded = False
+    through_window = sharded = stays = False
 
     def __init__(self, index: int, device: Device) -> None:
         self.index, self.name, self.parent = index, f"g{index}", PARENTS[index]

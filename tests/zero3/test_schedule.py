@@ -35,7 +35,7 @@ class FakeGroup:
         self.parent = parent
         self.residency = Residency.SHARDED
         self.moves = False  # saves no tensors
-        self.sharded = False
+        self.sharded = self.stays = False
         self.params: list[Any] = []
         self.layout = FlatLayout((), 0, 0)
         self.storage_key = id(self)

@@ -433,7 +433,7 @@ def test_many_groups_are_looked_through_once() -> None:
     looks = 0
 
     class Group:
-        moves, through_window, sharded = True, False, False
+        moves, through_window, sharded, stays = True, False, False, False
 
         def __init__(self) -> None:
             self.state = Residency.SHARDED

@@ -16,7 +16,8 @@ whose offloaded sides host memory holds beside each other; or --parameters.
 AdamW and fp32 masters; parameters and optimizer offloaded to the CPU; the same with groups stepped while backward
 runs, and so without clipping; the optimizer alone on the CPU; both on NVMe with a small host budget; DeepSpeed's stage
 3 with cpu offload of both, pinned. --update-on-device adds offloaded sides with that share of the state updated on the
-device.
+device, --resized one that unshards groups in memory of torch's allocator in place of a slab of its own, which shows in
+reserved memory and calls of cudaMalloc.
 
 **Case "larger".** A model whose parameters, gradients and state are 1.25 times the card: all on the CPU, as much on
 the device as it holds, on NVMe, DeepSpeed. --limit makes the card smaller for it: torch's allocator takes no more than
@@ -103,6 +104,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side")
     parser.add_argument(
         "--update-on-device", type=float, nargs="+", default=[], help="shares, each for one more side"
+    )
+    parser.add_argument(
+        "--resized", action="store_true", help="one more side, that unshards groups where torch allocates"
     )
     parser.add_argument(
         "--tiering", type=json.loads, default={}, help="JSON that goes into that section of each of our sides"
@@ -192,6 +196,7 @@ def setting_of(options: argparse.Namespace, link: Link | None) -> Setting:
         pinned=link,
         more=options.tiering,
         shares=tuple(options.update_on_device),
+        resized=options.resized,
     )
 
 
@@ -227,7 +232,7 @@ def fitting_shape(options: argparse.Namespace, setting: Setting) -> Shape | None
         return TINY
     if options.parameters:
         return of_size(int(options.parameters))
-    return sides.that_fits(setting.points[0], setting.memory, setting.peer, setting.more)
+    return cases.that_fits(setting)
 
 
 def main() -> int:

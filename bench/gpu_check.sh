@@ -195,7 +195,7 @@ if wanted step; then
     # It ends by itself before it is ended: its report comes last. The model that does not fit is one for a card of 24
     # GiB, since to fill host memory with a larger one takes minutes.
     limit=$(left 240)
-    more=(--seconds $((limit - 25)) --turn 1 --parameters 8e8 --limit 24GiB)
+    more=(--seconds $((limit - 25)) --turn 1 --parameters 8e8 --limit 24GiB --resized)
     [ -z "$report" ] || more+=(--markdown "$report-step.md" --json "$report-step.json")
     [ "$peer" = built ] || more+=(--no-peers)
     part "training step" "$limit" bash -c 'bench bench_gpu_step.py "$@"' _ "$scratch" "${more[@]}"

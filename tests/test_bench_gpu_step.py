@@ -31,7 +31,7 @@ from gpu_step.plain import Plain
 from gpu_step.run import Measured, Run
 from gpu_step.shape import TINY, Shape, of_size
 from gpu_step.side import Place, Round, Side, Spec
-from gpu_step.sides import Sides, that_fits
+from gpu_step.sides import Sides
 from gpu_step.waves import Memory, packed
 from gpu_step.work import Work
 from step.side import SideError
@@ -192,32 +192,33 @@ class TestWaves:
 
 
 class TestSizes:
-    @pytest.mark.parametrize("memory", [H200, SMALL_CARD], ids=["H200", "24 GiB"])
-    def test_the_model_that_fits_is_as_large_as_memory_allows(self, memory: Memory) -> None:
-        shape = that_fits(8192, memory, Path("python"), {})
+    @pytest.mark.parametrize(
+        ("memory", "several"), [(H200, False), (SMALL_CARD, True)], ids=["H200", "24 GiB"]
+    )
+    def test_the_model_that_fits_is_as_large_as_memory_allows(self, memory: Memory, several: bool) -> None:
+        """An H200's host holds all sides beside each other, a small card not."""
+        on = setting(memory=memory, card=memory.device, peer=Path("python"), shares=(0.5,), resized=True)
+
+        def everyone(shape: Shape) -> tuple[Spec, list[list[Spec]]]:
+            of = on.sides(shape, [8192])
+            return of.reference(), [*cases.ways(on, of), [of.on_nvme()]]
+
+        def held(shape: Shape) -> bool:
+            reference, units = everyone(shape)
+            specs = [reference, *(spec for unit in units for spec in unit)]
+            assert len(specs) == 9
+            on_card = reference.device + next(spec.device for spec in specs if spec.name == sides.PLAIN_TORCH)
+            return on_card <= memory.device and sum(spec.host for spec in specs) <= memory.host
+
+        shape = cases.that_fits(on)
         assert shape is not None
-
-        def needed(shape: Shape) -> tuple[int, int]:
-            of = Sides(shape, 8192, memory.device)
-            others = [of.plain(), of.offloaded(), of.eager(), of.state_offloaded(), of.on_nvme()]
-            everyone = [of.reference(), *others, of.peer(Path("python"))]
-            return sum(side.device for side in everyone[:2]), sum(side.host for side in everyone)
-
-        device, host = needed(shape)
-        assert device <= memory.device
-        assert host <= memory.host
-        device, host = needed(of_size(int(shape.parameters * 1.15)))
-        assert device > memory.device or host > memory.host
-
-    def test_an_h200_has_all_of_them_beside_each_other_and_a_small_card_has_not(self) -> None:
-        for memory, several in ((H200, False), (SMALL_CARD, True)):
-            shape = that_fits(8192, memory, None, {})
-            assert shape is not None
-            of = Sides(shape, 8192, memory.device)
-            units = [[of.offloaded()], [of.plain()], [of.eager()], [of.state_offloaded()], [of.on_nvme()]]
-            waves, without = packed([of.reference()], units, memory)
-            assert without == []
-            assert (len(waves) > 1) is several
+        assert held(shape)
+        assert not held(of_size(int(shape.parameters * 1.15)))
+        reference, units = everyone(shape)
+        waves, without = packed([reference], units, memory)
+        assert without == []
+        assert (len(waves) > 1) is several
+        assert all(wave[0] == reference for wave in waves)
 
     def test_what_the_device_cannot_hold_of_the_larger_model_is_offloaded(self) -> None:
         shape = cases.larger_shape(setting(), 24 * GIB)
@@ -237,7 +238,7 @@ class TestSizes:
 
     def test_a_step_whose_activations_do_not_fit_is_left_out(self, run: Run) -> None:
         small = setting(memory=SMALL_CARD, card=24 * GIB)
-        shape = that_fits(8192, SMALL_CARD, None, {})
+        shape = cases.that_fits(small)
         assert shape is not None
         assert cases.holding(run, small, shape) == [8192]
         assert run.report.skipped == ["16384 tokens per step: its activations do not fit on the card twice"]

@@ -33,7 +33,7 @@ class Setting:
     """What to measure on: ``memory`` is what all sides may take, ``card`` a card's in whole, None on a CPU.
 
     ``points`` are tokens per step, of which the goals are about the first. ``peer`` has DeepSpeed. ``shares`` are
-    further sides' ``update_on_device``.
+    further sides' ``update_on_device``, ``resized`` asks for one more without a slab.
     """
 
     memory: Memory
@@ -45,6 +45,7 @@ class Setting:
     pinned: Link | None
     more: dict[str, Any] = field(default_factory=dict)
     shares: tuple[float, ...] = ()
+    resized: bool = False
 
     def work(self, shape: Shape) -> Work:
         return Work(shape, self.sequence, self.card)
@@ -94,16 +95,35 @@ def disk_holds(run: Run, of: Sides) -> bool:
     return False
 
 
+def ways(setting: Setting, of: Sides) -> list[list[Spec]]:
+    """Who meets the reference, but for NVMe; DeepSpeed meets what it is compared with, too."""
+    first = [of.offloaded()] + ([of.peer(setting.peer)] if setting.peer is not None else [])
+    units = [first, [of.plain()], [of.eager()], [of.state_offloaded()]]
+    for share in setting.shares:
+        name = f"{sides.OFFLOADED}, {share:.0%} updated on the device"
+        units.append([of.offloaded(name, tiering={"update_on_device": share})])
+    if setting.resized:
+        units.append([of.resized()])
+    return units
+
+
+def that_fits(setting: Setting) -> Shape | None:
+    """The largest model whose reference and plain loop the card holds beside each other, and all others the host."""
+
+    def fits(shape: Shape) -> bool:
+        of = setting.sides(shape, setting.points[:1])
+        others = [of.reference(), of.on_nvme(), *(spec for unit in ways(setting, of) for spec in unit)]
+        host = sum(spec.host for spec in others)
+        return setting.memory.holds(replace(of.reference(), host=0), replace(of.plain(), host=host))
+
+    return sides.largest(fits)
+
+
 def fitting(run: Run, setting: Setting, shape: Shape, until: float) -> None:
     """The model that fits: no offload is the reference for every way to offload it."""
     points = holding(run, setting, shape)
     of = setting.sides(shape, points)
-    first = [of.offloaded()] + ([of.peer(setting.peer)] if setting.peer is not None else [])
-    units = [first, [of.plain()], [of.eager()], [of.state_offloaded()]]
-    units += [
-        [of.offloaded(f"{sides.OFFLOADED}, {share:.0%} updated on the device", tiering={"update_on_device": share})]
-        for share in setting.shares
-    ]  # fmt: skip
+    units = ways(setting, of)
     if setting.direct and disk_holds(run, of):
         units.append([of.on_nvme()])
     found = in_waves(run, setting, shape, [of.reference()], units, points, until)

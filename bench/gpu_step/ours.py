@@ -1,7 +1,8 @@
 """Our engine, by a configuration as any user's.
 
 ``settings``: ``directory`` of the swap space, None without; ``param`` and ``optimizer``, where these are offloaded to;
-``zero`` and ``tiering``, further keys of those sections; ``clip``, the largest norm of the gradients, 0 for any.
+``zero`` and ``tiering``, further keys of those sections; ``clip``, the largest norm of the gradients, 0 for any;
+``resize``, to unshard groups as where torch cannot exchange storages' memory.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ class Ours:
         import tiering  # after the baseline was taken
 
         config = configuration(settings)
+        if settings.get("resize"):
+            from zero3 import tiers
+
+            tiers.can_exchange = lambda device: False  # what it answers there
         self.about = f"tiering {tiering.__version__}"
         with tiering.zero.Init(config=config):
             module = work.build()
@@ -60,6 +65,7 @@ class Ours:
             "about": self.about,
             "parameters": self.parameters,
             "planned": {tier.value: plan.total(tier) for tier in Tier},
+            "updated_on_device": plan.workload.update_on_device,
             "budgets": {tier.value: plan.budgets.of(tier) for tier in Tier},
         }
 

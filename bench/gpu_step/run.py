@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -125,8 +125,7 @@ class Run:
                 begun[spec.name] = stack.enter_context(Side(spec, work, self.place))
             except SideError as error:
                 self.fail(spec.name, error)
-        # All of them, before each is waited for.
-        stack.callback(lambda: [side.leave() for side in begun.values()])
+        stack.callback(let_go, begun.values())  # all of them, before each is waited for
         for name, side in begun.items():
             try:
                 side.wait(until - time.monotonic())
@@ -165,3 +164,8 @@ class Run:
             if number >= FEWEST_ROUNDS and time.monotonic() + took > stop:
                 break
         return {name: rounds for name, rounds in kept.items() if name not in broken}
+
+
+def let_go(sides: Iterable[Side]) -> None:
+    for side in sides:
+        side.leave()

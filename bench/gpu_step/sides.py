@@ -8,13 +8,13 @@ largest. DeepSpeed pins by powers of two: a guess on the safe side.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .shape import BF16, SMALLEST, Shape, of_size
 from .side import Spec
-from .waves import Memory
 
 GIB = 1 << 30
 CONTEXT = GIB  # of a process on the device, and with torch on the host
@@ -35,6 +35,7 @@ EAGER = "ours, cpu offload, step in backward"
 STATE_OFFLOADED = "ours, optimizer on the CPU"
 FILLED = "ours, what fits on the device"
 ON_NVME = "ours, NVMe"
+RESIZED = "ours, cpu offload, storages resized"
 PEER = "DeepSpeed, cpu offload"
 
 
@@ -101,6 +102,10 @@ class Sides:
         """As ``offloaded``, and groups are stepped while backward still runs, which clipping does not allow."""
         return self.offloaded(EAGER, clip=0.0, tiering={"step_in_backward": True})
 
+    def resized(self) -> Spec:
+        """As ``offloaded``, and groups are unsharded in memory that torch allocates each time, in place of a slab."""
+        return self.offloaded(RESIZED, resize=True)
+
     def state_offloaded(self) -> Spec:
         """Gradients and state in host memory."""
         parameters = self.shape.parameters
@@ -141,7 +146,7 @@ class Sides:
         return Spec(PEER, "deepspeed", device, PROCESS + DEEPSPEED * parameters, python=python)
 
 
-def largest(fits: Any, most: float = 20e9) -> Shape | None:
+def largest(fits: Callable[[Shape], bool], most: float = 20e9) -> Shape | None:
     """The largest shape that ``fits``, by steps of 3 %; None if there is none."""
     size = most
     while size >= SMALLEST.parameters:
@@ -150,16 +155,3 @@ def largest(fits: Any, most: float = 20e9) -> Shape | None:
             return shape
         size *= 0.97
     return None
-
-
-def that_fits(tokens: int, memory: Memory, peer: Path | None, more: dict[str, Any]) -> Shape | None:
-    """The largest model whose reference and plain loop fit on the card beside each other, and all others in memory."""
-
-    def fits(shape: Shape) -> bool:
-        sides = Sides(shape, tokens, memory.device, more)
-        others = [sides.plain(), sides.offloaded(), sides.eager(), sides.state_offloaded(), sides.on_nvme()]
-        others += [sides.peer(peer)] if peer is not None else []
-        host = sum(spec.host for spec in [sides.reference(), *others])
-        return memory.holds(replace(sides.reference(), host=0), replace(sides.plain(), host=host))
-
-    return largest(fits)

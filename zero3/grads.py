@@ -61,12 +61,7 @@ def add_up(parts: list[Tensor], factor: float, target: Tensor, *, overwrite: boo
     ``on_device``: all are in memory that only the device addresses, and its compute does it.
     """
     if on_device:
-        for start in range(0, target.numel(), device_kernels.ELEMENTS_AT_ONCE):
-            here = slice(start, start + device_kernels.ELEMENTS_AT_ONCE)
-            total = parts[0][here].float()
-            for part in parts[1:]:
-                total.add_(part[here])
-            device_kernels.accumulate(target[here], total.mul_(factor), overwrite=overwrite)
+        device_kernels.reduce(target, parts, factor, overwrite=overwrite)
         return
     kernels.reduce(
         target.data_ptr(),

@@ -45,6 +45,7 @@ from tiering.telemetry import (
 )
 from zero3.activations import Activations
 from zero3.collectives import ALONE, World
+from zero3.device_rates import saved_rates
 from zero3.room import Room, Seldom
 from zero3.tiers import Tiers
 from zero3.timeline import PhaseClock, by_cause
@@ -114,6 +115,7 @@ class RunRecord:
         self._param_groups = param_groups
         self._checkpoint = checkpoint
         self._node = socket.gethostname()
+        self._link_can_do = _measured(tiers, world)
         self._started_at = time.time()
         self._phases = PhaseClock(tiers.streams)
         self._seconds_before: dict[str, float] = {}
@@ -307,7 +309,7 @@ class RunRecord:
             return None
         told = copies.stats()
         h2d, d2h = (CopyStatus(one.bytes, one.copies, one.busy_seconds) for one in (told["h2d"], told["d2h"]))
-        return LinkStatus(h2d, d2h)
+        return LinkStatus(h2d, d2h, self._link_can_do)
 
     def _collectives(self) -> list[CollectiveStatus]:
         if self._traffic is None:
@@ -360,6 +362,14 @@ def _percentiles(aio: AioContext, file: int, kind: Kind) -> LatencyStatus:
 
 def _last_used(buckets: Sequence[int]) -> int:
     return max((index for index, count in enumerate(buckets) if count), default=-1)
+
+
+def _measured(tiers: Tiers, world: World) -> int | None:
+    """Bytes per second each way over the link of a GPU, if it was measured here before."""
+    if tiers.device.type != "cuda":
+        return None
+    rate = saved_rates(tiers.plan.workload, tiers.device, local_ranks=world.local_size).device_link
+    return None if rate is None else round(rate)
 
 
 def _capacities(tiers: Tiers) -> dict[Tier, int]:

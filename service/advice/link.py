@@ -14,6 +14,7 @@ from service.view import RunView
 from service.words import listed, moved, rate, seconds, share, size
 from tiering.telemetry import COPIES_OF, CopyStatus
 
+SLOW = 0.7  # of what was measured: copies share the memory of the host with others, and small ones are slower
 FULL = 0.7  # of the step: a link busy for less has room for copies that begin earlier
 
 Way = Literal["to the device", "from the device", "to the device and back"]
@@ -34,15 +35,18 @@ def bound(run: RunView) -> Iterator[Advice]:
     ]
     there, back = median(one.h2d_bytes for one in steps), median(one.d2h_bytes for one in steps)
     assert most.said.link is not None
-    busy = _busy(there, most.said.link.h2d), _busy(back, most.said.link.d2h)
+    link = most.said.link
+    busy = _busy(there, link.h2d), _busy(back, link.d2h)
+    measured = link.measured_bytes_per_second
     yield warning(
         "link-bound",
         f"the step {'is bound by' if stalled >= BOUND else 'waits for'} copies {_way(*busy)}:"
         f" {share(stalled)} of its {seconds(took)} is stall ({listed(causes)});"
-        f" it copies {moved(there)} to the device at {rate(most.said.link.h2d.average_bytes_per_second)}, which is"
+        f" it copies {moved(there)} to the device at {rate(link.h2d.average_bytes_per_second)}, which is"
         f" {share(min(1.0, busy[0] / took))} of the step, and {moved(back)} from it at"
-        f" {rate(most.said.link.d2h.average_bytes_per_second)}, {share(min(1.0, busy[1] / took))}",
-        _remedy(most, max(busy) / took),
+        f" {rate(link.d2h.average_bytes_per_second)}, {share(min(1.0, busy[1] / took))}"
+        + ("" if measured is None else f"; {rate(measured)} each way were measured"),
+        _remedy(most, busy, took),
         *([one.rank.rank for one in found] if len(run.ranks) > 1 else []),
     )
 
@@ -74,17 +78,22 @@ def _way(there: float, back: float) -> Way:
 SPARED = 0.05  # of the device's memory: for a longer batch, and for what others start there
 
 
-def _remedy(one: Stepping, busy: float) -> str:
-    """Fewer bytes; copies that begin earlier; more samples for the same bytes."""
+def _remedy(one: Stepping, busy: tuple[float, float], took: float) -> str:
+    """A link as fast as it was; fewer bytes; copies that begin earlier; more samples for the same bytes."""
+    assert one.said.link is not None
+    way = one.said.link.h2d if busy[0] >= busy[1] else one.said.link.d2h
+    remedies = []
+    if way.average_bytes_per_second < SLOW * (one.said.link.measured_bytes_per_second or 0):
+        remedies.append("see what else copies to or from GPUs, or fills the host's memory bandwidth")
     device = next((tier for tier in one.said.tiers if tier.name == "device"), None)
     larger = "a larger tiering.device_budget"
-    more = "a larger micro-batch copies the parameters once for more samples"
-    if device is not None and device.available is not None:
-        free = int(device.available - SPARED * device.capacity)
-        if free < SPARED * device.capacity:
-            return f"the device has no memory for {larger}; {more}"
-        ranks = max(1, one.said.local_world_size)
-        named = as_setting((device.budget + free) * ranks)
-        larger = f"{size(free)} of device memory are free: tiering.device_budget {named}"
-    does = "keeps more there" if busy >= FULL else "keeps more there, and lets copies begin earlier"
-    return f"{larger} {does}; {more}"
+    does = "keeps more there" + ("" if max(busy) >= FULL * took else ", and lets copies begin earlier")
+    if device is None or device.available is None:
+        remedies.append(f"{larger} {does}")
+    elif (free := int(device.available - SPARED * device.capacity)) < SPARED * device.capacity:
+        remedies.append(f"the device has no memory for {larger}")
+    else:
+        named = as_setting((device.budget + free) * max(1, one.said.local_world_size))
+        remedies.append(f"{size(free)} of device memory are free: tiering.device_budget {named} {does}")
+    remedies.append("a larger micro-batch copies the parameters once for more samples")
+    return "; ".join(remedies)

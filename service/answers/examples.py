@@ -140,7 +140,7 @@ def _snapshot() -> Snapshot:
             )
         ],
         io_engine=IoEngineStatus("io_uring", ["registered_buffers"], 512 * MIB),
-        link=LinkStatus(_copies(120 * GIB, 24e9), _copies(40 * GIB, 25e9)),
+        link=LinkStatus(_copies(120 * GIB, 24e9), _copies(40 * GIB, 25e9), 26_000_000_000),
         collectives=[CollectiveStatus("all-gather", 960, 40 * GIB, 2e8)],
         stalls={"optimizer state": 8.0, "staging": 3.0, "copies of parameters": 1.0},
         stalls_by_phase={

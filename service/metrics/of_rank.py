@@ -350,6 +350,11 @@ _OF_THE_LINK: tuple[Family[Snapshot], ...] = (
         "Seconds with a copy under way in that direction since the start, by the GPU's clock; absent on a CPU.",
         lambda one: one.busy_seconds,
     ),
+    gauge(
+        "tiering_device_link_measured_bytes_per_second",
+        "Bandwidth each way of the link to the GPU, as tiering plan --measure found it; absent where it did not.",
+        lambda said: said.link.measured_bytes_per_second if said.link is not None else None,
+    ),
 )
 
 _OF_COLLECTIVES: tuple[Family[Snapshot], ...] = (

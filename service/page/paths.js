@@ -101,21 +101,26 @@ export function copies(both) {
     ["to the device", both.h2d],
     ["from the device", both.d2h],
   ];
-  return table(
-    "Device link",
-    "",
-    ["direction", "now", "while copying", "peak", "in all", "copies"],
-    rows.map(([word, way]) =>
-      h(
-        "tr",
-        {key: word},
-        h("th", {scope: "row"}, word),
-        [rate(way.rate), rate(way.average), rate(way.peak), moved(way.bytes), count(way.copies)].map(cell =>
-          h("td", {}, cell),
+  return [
+    table(
+      "Device link",
+      "",
+      ["direction", "now", "while copying", "peak", "in all", "copies"],
+      rows.map(([word, way]) =>
+        h(
+          "tr",
+          {key: word},
+          h("th", {scope: "row"}, word),
+          [rate(way.rate), rate(way.average), rate(way.peak), moved(way.bytes), count(way.copies)].map(cell =>
+            h("td", {}, cell),
+          ),
         ),
       ),
     ),
-  );
+    both.measured
+      ? h("p", {class: "soft", key: "measured"}, `Measured before: ${rate(both.measured)} each way.`)
+      : null,
+  ];
 }
 
 export function collectives(all) {

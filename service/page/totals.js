@@ -87,7 +87,8 @@ export function link(ranks) {
       copies: total("copies"),
     };
   };
-  return {h2d: direction("h2d"), d2h: direction("d2h")};
+  const measured = sum(told.map(rank => rank.link.measured_bytes_per_second));
+  return {h2d: direction("h2d"), d2h: direction("d2h"), measured};
 }
 
 export function collectives(ranks) {

@@ -199,6 +199,8 @@ def _link(ranks: Sequence[RankStatus]) -> Iterator[RenderableType]:
             f"{rate(sum(one.bytes_per_second for one in way))} {word} ({rate(_average(way))} while copying)"
             for word, way in (("to it", [one.h2d for one in links]), ("back", [one.d2h for one in links]))
         ]
+        measured = [one.measured_bytes_per_second for one in links if one.measured_bytes_per_second]
+        told += [f"{rate(sum(measured))} each way measured"] if measured else []
         yield Text(f"device link: {', '.join(told)}")
 
 

@@ -152,6 +152,7 @@ def on_gpu(
     d2h: float = 10e9,
     free: int = 30 * GIB,
     ranks: int = 1,
+    measured: int | None = None,
     where: str = "nvme",
     **waited: float,
 ) -> list[RankView]:
@@ -163,7 +164,9 @@ def on_gpu(
     plan = replace(PLAN, tiers=[PlannedTier(where, 4 * GIB, GIB, {"optimizer state": GIB})])
     device = TierStatus("device", 20 * GIB, 80 * GIB, 20 * GIB, 20 * GIB, available=free)
     copied = [replace(one, h2d_bytes=6 * GB, d2h_bytes=2 * GB) for one in steps(*[1.0] * 3, **waited)]
-    link = LinkStatus(CopyStatus(average_bytes_per_second=h2d), CopyStatus(average_bytes_per_second=d2h))
+    link = LinkStatus(
+        CopyStatus(average_bytes_per_second=h2d), CopyStatus(average_bytes_per_second=d2h), measured
+    )
     both = replace(SAID, io=[], tiers=[device, HOST], link=link, steps=copied, local_world_size=ranks)
     both = replace(both, phase_seconds={"step": 1.2}, stalls_by_phase={"step": {"any": 1.2 - 3 * updating}})
     described = replace(DESCRIBED, plan=plan)
@@ -323,6 +326,7 @@ def test_the_remedy_for_copies_is_the_device_memory_that_is_there() -> None:
         (found,) = [one for one in of(*on_gpu(**copying, **changed)) if one.code == "link-bound"]
         return found
 
+    others = "copies to or from GPUs, or fills the host's memory bandwidth"
     batch = "a larger micro-batch copies the parameters once for more samples"
     # Of 80 GiB a twentieth is spared; two ranks have a GPU each, and budgets are the node's.
     named = '26.0 GiB of device memory are free: tiering.device_budget "%dGiB" keeps more there'
@@ -335,6 +339,9 @@ def test_the_remedy_for_copies_is_the_device_memory_that_is_there() -> None:
     assert (
         told(free=7 * GIB).remedy == f"the device has no memory for a larger tiering.device_budget; {batch}"
     )
+    assert told(measured=11 * GB).remedy == told().remedy
+    assert told(measured=12 * GB).remedy == f"see what else {others}; {told().remedy}"
+    assert told(measured=12 * GB).text.endswith("20 %; 12.0 GB/s each way were measured")
     assert told(h2d=3e9, d2h=1e9).text.startswith("the step is bound by copies to the device and back:")
     assert "6.0 GB to the device at 0 B/s" in told(h2d=0.0).text
 

@@ -168,6 +168,7 @@ def test_the_values_are_those_of_the_page() -> None:
         ("tiering_io_registered_bytes", rank, 8 * MIB),
         ("tiering_device_copy_bytes_total", {**rank, "direction": "h2d"}, 900 * MIB),
         ("tiering_device_copy_bytes_total", {**rank, "direction": "d2h"}, 300 * MIB),
+        ("tiering_device_link_measured_bytes_per_second", rank, 5 * 10**10),
         ("tiering_device_copies_total", {**rank, "direction": "h2d"}, 60),
         ("tiering_device_copy_busy_seconds_total", {**rank, "direction": "d2h"}, 0.03125),
         ("tiering_collective_calls_total", {**rank, "kind": "all-gather"}, 40),

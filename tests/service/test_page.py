@@ -338,6 +338,7 @@ SAID = Snapshot(
     link=LinkStatus(
         CopyStatus(7 * 10**9, 12, average_bytes_per_second=5e10),
         CopyStatus(10**9, 3, peak_bytes_per_second=2e10),
+        51 * 10**9,
     ),
     stalls={MARKUP: 0.5},
     steps=[StepRecord(9, 1.0, 0.25, 0.5, 0.25, 0.5, stalls={MARKUP: 0.5})],
@@ -366,6 +367,7 @@ def test_what_pages_say_stays_text_and_runs_come_and_go(
     )
     seen.shows("#copies", "to the device0\u00a0B/s50.0\u00a0GB/s0\u00a0B/s7.00\u00a0GB12")
     seen.shows("#copies", "from the device0\u00a0B/s0\u00a0B/s20.0\u00a0GB/s1.00\u00a0GB3")
+    seen.shows("#copies", "Measured before: 51.0\u00a0GB/s each way.")
     seen.shows("#ranks", "to device")
     seen.shows("#facts", "Copying0\u00a0B/s")
     (directory / f"{MARKUP[:4]}.1.junk.page").write_bytes(b"TIERPAGE" + bytes(99))

@@ -91,7 +91,7 @@ PLAN = PlanStatus(
 )
 TORCH = DeviceMemoryStatus(allocated=GIB, peak=2 * GIB, reserved=3 * GIB)
 LINK = LinkStatus(
-    CopyStatus(bytes_per_second=2e10, average_bytes_per_second=5e10), CopyStatus(bytes_per_second=1e9)
+    CopyStatus(bytes_per_second=2e10, average_bytes_per_second=5e10), CopyStatus(bytes_per_second=1e9), 10**11
 )
 RANK = RankView(0, "live", "", 0.1, SAID, Description("cpu", plan=PLAN))
 
@@ -145,7 +145,7 @@ def test_no_line_is_wider_than_the_terminal_and_ascii_is_enough() -> None:
         assert all(line.isascii() for line in shown)
     assert sum("live" in line for line in shown) == 3
     assert "torch in all: 3.0 GiB in tensors, peak 6.0 GiB, 9.0 GiB reserved" in shown
-    copied = "40.0 GB/s to it (100 GB/s while copying), 2.0 GB/s back (0 B/s while copying)"
+    copied = "40.0 GB/s to it (100 GB/s while copying), 2.0 GB/s back (0 B/s while copying), 200 GB/s each way measured"
     assert f"device link: {copied}" in shown, "of two of them"
     entries = [Entry(float(n), n, None, None, None, None, {}, h2d=n * 1e10, d2h=5e9) for n in range(3)]
     shown = [line.split() for line in lines(view(*many), 99, ASCII, entries)]

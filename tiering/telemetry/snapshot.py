@@ -132,10 +132,14 @@ Moving = TypeVar("Moving", DirectionStatus, CopyStatus)
 
 @dataclass(frozen=True)
 class LinkStatus:
-    """The link between host memory and a device that has its own: ``h2d`` to the device, ``d2h`` from it."""
+    """The link between host memory and a device that has its own: ``h2d`` to the device, ``d2h`` from it.
+
+    ``measured_bytes_per_second`` is what the slower of the two ways can do, if ``tiering plan --measure`` has found it.
+    """
 
     h2d: CopyStatus = field(default_factory=CopyStatus)
     d2h: CopyStatus = field(default_factory=CopyStatus)
+    measured_bytes_per_second: Integer | None = None
 
 
 @dataclass(frozen=True)
@@ -308,9 +312,8 @@ def with_rates(current: Snapshot, previous: Snapshot | None, seconds: float | No
         )
 
     def link_rated(now: LinkStatus, then: LinkStatus | None) -> LinkStatus:
-        return LinkStatus(
-            rated(now.h2d, then.h2d if then else None), rated(now.d2h, then.d2h if then else None)
-        )
+        h2d, d2h = rated(now.h2d, then.h2d if then else None), rated(now.d2h, then.d2h if then else None)
+        return replace(now, h2d=h2d, d2h=d2h)
 
     def kind_rated(now: CollectiveStatus) -> CollectiveStatus:
         then = kinds_before.get(now.kind)

@@ -80,15 +80,17 @@ def test_rates_come_from_two_samples() -> None:
 def test_the_link_has_rates_each_way() -> None:
     def sample(there: int, back: int, peak: float = 0.0) -> Snapshot:
         return snapshot(
-            link=LinkStatus(CopyStatus(there, 3, 2.0), CopyStatus(back, 1, 0.0, peak_bytes_per_second=peak))
+            link=LinkStatus(
+                CopyStatus(there, 3, 2.0), CopyStatus(back, 1, 0.0, peak_bytes_per_second=peak), 99
+            )
         )
 
     link = with_rates(sample(900, 50), sample(400, 40, peak=70.0), 0.25).link
     assert link == LinkStatus(
-        CopyStatus(900, 3, 2.0, 2000.0, 450.0, 2000.0), CopyStatus(50, 1, 0.0, 40.0, 0.0, 70.0)
+        CopyStatus(900, 3, 2.0, 2000.0, 450.0, 2000.0), CopyStatus(50, 1, 0.0, 40.0, 0.0, 70.0), 99
     )
     assert with_rates(sample(900, 50), snapshot(), 0.25).link == LinkStatus(
-        CopyStatus(900, 3, 2.0, 0.0, 450.0, 0.0), CopyStatus(50, 1)
+        CopyStatus(900, 3, 2.0, 0.0, 450.0, 0.0), CopyStatus(50, 1), 99
     )
     assert with_rates(snapshot(), sample(900, 50), 0.25).link is None
 

@@ -35,7 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zero3.assembly
 from optim_cpu import kernels
 from tiering.arena import Arena
-from zero3.tiers import Tiers
 
 from .fake.host import Kernels, watch_threads, watch_transfers
 from .fake.memory import Kind, Region, Regions
@@ -125,15 +124,6 @@ class FakeDevice:
         """Engines that are made from now on take this for their GPU."""
         patch.setattr(zero3.assembly, "chosen_device", lambda: DEVICE)
         patch.setattr(zero3.assembly, "streams_of", lambda device: self.streams)
-        close = Tiers.close
-
-        def closed(tiers: Tiers) -> None:
-            """With CUDA all of the device is waited for before host memory is no longer registered there."""
-            if tiers.host.capacity:
-                self.streams.synchronize()
-            close(tiers)
-
-        patch.setattr(Tiers, "close", closed)
 
     def watching(self) -> AbstractContextManager[object]:
         """A block whose operations of torch, in this thread, are seen."""

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from optim_cpu import kernels
 from optim_cpu.kernels import DType
-from tiering.arena import Arena
+from tiering.aio import AioContext
+from tiering.arena import PAGE, Arena
+from tiering.swap_space import Section, StripedExtent, SwapSpace
 from zero3.exchange import apart, exchange_pointers
 from zero3.tiers import as_tensor
 
@@ -275,3 +280,161 @@ def test_a_wait_that_is_missing(program: Program) -> None:
     with pytest.raises(NotOrdered) as caught, FakeDevice() as gpu:
         program(gpu, False)
     assert program.__name__ in str(caught.value)
+
+
+def a_read_is_over_before_its_bytes_are_copied(
+    gpu: FakeDevice, right: bool, space: SwapSpace, extent: StripedExtent, arena: Arena
+) -> None:
+    lease, target = arena.lease(PAGE, "read"), torch.empty(PAGE, dtype=torch.uint8, device=DEVICE)
+    ticket = space.swap_in(extent, lease)
+    if right:
+        ticket.wait()
+    with gpu.streams.fetch.running():
+        copy(target, as_tensor(lease))
+    gpu.streams.fetch.synchronize()
+    ticket.wait()
+
+
+def a_copy_is_over_before_its_lease_is_read_into(
+    gpu: FakeDevice, right: bool, space: SwapSpace, extent: StripedExtent, arena: Arena
+) -> None:
+    lease, target = arena.lease(PAGE, "read"), torch.empty(PAGE, dtype=torch.uint8, device=DEVICE)
+    as_tensor(lease).zero_()
+    with gpu.streams.fetch.running():
+        copy(target, as_tensor(lease))
+    if right:
+        gpu.streams.fetch.synchronize()
+    space.swap_in(extent, lease).wait()
+    gpu.streams.fetch.synchronize()
+
+
+def a_gradient_is_there_before_it_is_written(
+    gpu: FakeDevice, right: bool, space: SwapSpace, extent: StripedExtent, arena: Arena
+) -> None:
+    lease, source = arena.lease(PAGE, "written"), torch.ones(PAGE, dtype=torch.uint8, device=DEVICE)
+    gpu.streams.offload.wait_for(gpu.streams.compute.record())
+    with gpu.streams.offload.running():
+        copy(as_tensor(lease), source)
+    if right:
+        gpu.streams.offload.record().wait()
+    space.swap_out(extent, lease).wait()
+    gpu.streams.offload.synchronize()
+
+
+def a_slot_is_free_when_it_is_written(
+    gpu: FakeDevice, right: bool, space: SwapSpace, extent: StripedExtent, arena: Arena
+) -> None:
+    gpu.transfer_answers = never
+    lease = arena.lease(arena.capacity, "written")
+    as_tensor(lease).zero_()
+    ticket = space.swap_out(extent, lease, nbytes=PAGE)
+    assert not ticket.done()
+    if right:
+        lease.retire(ticket)
+    else:
+        lease.release()
+    as_tensor(arena.lease(PAGE, "next")).zero_()
+    ticket.wait()
+    assert ticket.done()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        a_read_is_over_before_its_bytes_are_copied,
+        a_copy_is_over_before_its_lease_is_read_into,
+        a_gradient_is_there_before_it_is_written,
+        a_slot_is_free_when_it_is_written,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_a_transfer_that_is_not_waited_for(program: Callable[..., None], tmp_path: Path) -> None:
+    def run(gpu: FakeDevice, right: bool) -> None:
+        with AioContext(engine="threads") as aio:
+            space = SwapSpace({"state": Section(PAGE, (tmp_path,))}, aio)
+            extent, arena = space.allocate(PAGE, ("weight",), "state"), Arena.map(2 * PAGE, "host")
+            space.swap_out(extent, lease := arena.lease(PAGE, "first")).wait()
+            lease.release()
+            program(gpu, right, space, extent, arena)
+        space.close()
+
+    with FakeDevice() as gpu:
+        run(gpu, True)
+    with pytest.raises(NotOrdered, match=program.__name__), FakeDevice() as gpu:
+        run(gpu, False)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "a hook of a module",
+        "a hook of a tensor",
+        pytest.param("a recomputed forward", marks=pytest.mark.slow),  # for which torch loads its compiler
+    ],
+)
+@pytest.mark.parametrize("right", [True, False])
+def test_nothing_that_runs_in_backward_is_missed(right: bool, where: str) -> None:
+    """Hooks and recomputed forwards, which torch calls from its engine, wait for a copy or do not."""
+
+    def use(gpu: FakeDevice, copied: Tensor) -> None:
+        with gpu.streams.fetch.running():
+            copy(copied, source)
+        if right:
+            gpu.streams.compute.wait_for(gpu.streams.fetch.record())
+        copied.sum()
+
+    def block(x: Tensor) -> Tensor:
+        if recomputing:
+            use(gpu, copied)
+        return layer(x)
+
+    def program() -> None:
+        x = torch.ones(NUMEL, requires_grad=True, device=DEVICE)
+        layer.requires_grad_()
+        result: Tensor
+        if where == "a recomputed forward":
+            result = checkpoint(block, x, use_reentrant=False)
+        elif where == "a hook of a module":
+            layer.register_full_backward_hook(lambda *_: use(gpu, copied))
+            result = layer(x)
+        else:
+            result = layer(x)
+            result.register_hook(lambda _: use(gpu, copied))
+        recomputing.append(True)
+        result.sum().backward()
+        gpu.streams.fetch.synchronize()
+
+    recomputing: list[bool] = []
+    with ExitStack() as stack:
+        if not right:
+            stack.enter_context(pytest.raises(NotOrdered, match=r"in use[^+]*"))
+        gpu = stack.enter_context(FakeDevice())
+        source, copied, layer = (
+            pinned(),
+            torch.empty(NUMEL, device=DEVICE),
+            nn.LayerNorm(NUMEL, device=DEVICE),
+        )
+        program()
+
+
+def test_what_makes_the_cpu_wait_is_told() -> None:
+    with FakeDevice() as gpu:
+        values, there = on_device(), pinned()
+        copy(there, values)
+        assert gpu.waits == []
+        values.sum().item()
+        values.tolist()
+        there.copy_(values)
+        torch.empty(NUMEL, device=DEVICE).copy_(torch.zeros(NUMEL), non_blocking=True)
+        assert values.cpu().device == torch.device("cpu") and values.device == DEVICE
+        assert values.float() is values and values.to(DEVICE) is values
+        assert (there.to(DEVICE).device, values.new_empty(1).device) == (DEVICE, DEVICE)
+    told = [what for what, _ in gpu.waits]
+    assert told == [
+        "_local_scalar_dense",
+        "tolist",
+        "copy_ from the device",
+        "copy_ to the device",  # out of memory that is not pinned
+        "_to_copy from the device",
+        "_to_copy to the device",
+    ]

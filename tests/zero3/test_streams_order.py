@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import tiering
+from zero3 import tiers
 from zero3.engine import Engine
 
 from .conftest import SmallModel, batches, same_bits
@@ -273,6 +274,13 @@ def test_what_touches_the_same_bytes_is_in_order(
     left: Callable[..., Left], placement: str, script: str
 ) -> None:
     check(left, FakeDevice(never, never), script, placement)
+
+
+@pytest.mark.parametrize("placement", ["host, room for few groups", "nvme, room for few groups"])
+def test_without_a_slab(left: Callable[..., Left], monkeypatch: pytest.MonkeyPatch, placement: str) -> None:
+    """As where torch cannot exchange the memory of storages: torch allocates what is unsharded."""
+    monkeypatch.setattr(tiers, "can_exchange", lambda device: False)
+    check(left, FakeDevice(never, never), "failures", placement)
 
 
 @pytest.mark.slow

@@ -102,15 +102,11 @@ class _Within(threading.local):
 
 class FakeStreams(Streams):
     def __init__(self, device: FakeDevice) -> None:
-        names = ("compute", "fetch", "offload", "update", "save", "gather", "reduce")
-        self._all = [FakeStream(device, name) for name in names]
-        self.default, self.fetch, self.offload, self.update, self.save, self.gather, self.reduce = self._all
+        self.default, self.fetch, self.offload, self.update, self.save, self.gather, self.reduce = (
+            FakeStream(device, name)
+            for name in ("compute", "fetch", "offload", "update", "save", "gather", "reduce")
+        )
         self._within = _Within()
-
-    def synchronize(self) -> None:
-        """Let the CPU wait for all of the device."""
-        for stream in self._all:
-            stream.synchronize()
 
     @property
     def within(self) -> list[FakeStream]:

@@ -29,7 +29,10 @@ from zero3.tiers import Home, Tiers
 from zero3.tiles import FP32, StateLayout, Tile
 
 KIND = "optimizer state"
-ROUNDS = 4  # through all slots that may be queued at once: a batch of the CPU's kernels takes as long as some tiles
+ROUNDS = (
+    4  # through all slots that are queued in a step: a batch of the CPU's kernels takes as long as some tiles
+)
+IN_BACKWARD = 1  # that are queued there: copies of parameters and gradients have to wait for them
 
 
 @dataclass
@@ -104,12 +107,11 @@ class DeviceUpdate:
         self._stepped: Event | None = None  # the last tile that was, if nobody has waited for it
         self._returned: Event | None = None  # the last copy back
 
-    @property
-    def ready(self) -> bool:
-        """Whether what is queued now would come to its turn soon. Never waits."""
+    def ready(self, *, rounds: int) -> bool:
+        """Whether fewer tiles are under way than go through all slots in so many rounds. Never waits."""
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft()
-        return len(self._under_way) < ROUNDS * len(self._slots)
+        return len(self._under_way) < rounds * len(self._slots)
 
     def run(self, tile: Tile, stepped: list[range], step: Callable[[OnDevice], None]) -> None:
         """Queue the update of ``tile``: ``step`` queues its kernels.

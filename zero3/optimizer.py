@@ -21,7 +21,7 @@ from optim_cpu.kernels import StepBatch
 from tiering.errors import EngineStateError
 from zero3 import device_kernels, rules
 from zero3.deepspeed.optimizer_names import DeepSpeedOptimizerNames
-from zero3.device_update import DeviceUpdate, OnDevice, part_of
+from zero3.device_update import IN_BACKWARD, ROUNDS, DeviceUpdate, OnDevice, part_of
 from zero3.grads import KERNEL_DTYPES, GradientStore
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
@@ -92,6 +92,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             tile.group.shard_home.on_host for tile in (*self._in_place, *self._streamed)
         )
         self._batch = StepBatch()
+        self._on_device_now: list[device_kernels.Segment] = []
         self._numbers: dict[kernels.Rule, int] = {}  # of the rules in the batch
         # Of the step that is under way:
         self._options: list[Options] = []
@@ -344,8 +345,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         """
         while True:
             self._pipeline.read_ahead()
-            while self._due_visiting and self._visits is not None and self._visits.ready:
-                self._step_visiting()
+            self._begin_visits(ROUNDS if finish else IN_BACKWARD)
             arrived = self._pipeline.first_arrived(self._due_streamed)
             if arrived is not None:
                 self._step_streamed(arrived)
@@ -357,6 +357,11 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
                 self._step_visiting()
             else:
                 return
+
+    def _begin_visits(self, rounds: int) -> None:
+        """Tell the GPU of as many tiles as it can begin soon."""
+        while self._due_visiting and self._visits is not None and self._visits.ready(rounds=rounds):
+            self._step_visiting()
 
     def _step_in_place(self) -> None:
         """Step tiles that are in memory: all of them, or as many as bytes on their way leave time for."""
@@ -421,6 +426,8 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             )
 
     def _run_batch(self, what: str) -> None:
+        device_kernels.step_segments(self._on_device_now, self._grad_scale)
+        self._on_device_now.clear()
         if not len(self._batch):
             return
         with self._timeline.span("kernel", what):
@@ -445,7 +452,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             self._visits.show()
 
     def _step_on_device(self, tile: Tile) -> None:
-        """Step a tile that is in a GPU's memory, or tell the GPU to."""
+        """Add a tile that is in a GPU's memory to what it steps next."""
         state, params, grads = (
             tile.state.tensor,
             tile.group.shard_home,
@@ -455,7 +462,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         param = part_of(params, tile, tile.group.dtype.itemsize)
         grad = part_of(grads, tile, self._gradients.dtype.itemsize)
         self.before_change(tile)
-        self._run_on_device(OnDevice(tile, state, param, grad))
+        self._on_device_now += self._segments(OnDevice(tile, state, param, grad))
 
     def _step_visiting(self) -> None:
         """Tell the GPU to fetch a tile, to step it and to bring it back."""
@@ -473,8 +480,10 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._finished(tile)
 
     def _run_on_device(self, tile: OnDevice) -> None:
-        segments = tile.segments(self._layout, self._rule_of, self._gradients.dtype)
-        device_kernels.step_segments(segments, self._grad_scale)
+        device_kernels.step_segments(self._segments(tile), self._grad_scale)
+
+    def _segments(self, tile: OnDevice) -> list[device_kernels.Segment]:
+        return tile.segments(self._layout, self._rule_of, self._gradients.dtype)
 
 
 def _torchs(method: str) -> Any:

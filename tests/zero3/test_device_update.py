@@ -34,7 +34,7 @@ CPU, VISIT, STAYS = "by the CPU", "visiting the device", "in device memory"
 PLACEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     "half": ({**ON_HOST, "update_on_device": 0.5}, {}, {CPU, VISIT}),
     "all of it, fp32": ({**ON_HOST, "update_on_device": 1.0}, {"precision": "fp32"}, {VISIT}),
-    "parameters stay": ({**STATE_ON_HOST, "update_on_device": 0.5}, {}, {CPU, VISIT}),
+    "parameters stay": ({**STATE_ON_HOST, "update_on_device": 1.0}, {}, {VISIT}),
     # Without any state nothing comes back, and gradients alone visit.
     "parameters stay, no state": (
         {**STATE_ON_HOST, "update_on_device": 1.0},
@@ -63,11 +63,13 @@ PLACEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
 ANSWERS: dict[str, Answers] = {"never": never, "by chance": by_chance(5), "at once": at_once}
 FAST = {
     ("half", "never"),
+    ("parameters stay", "never"),
     ("parameters stay, split", "never"),
     ("all state stays", "never"),
     ("room for few", "at once"),
     ("in backward, some on nvme", "by chance"),
     ("in backward, a share stays", "never"),
+    ("in backward, parameters stay", "never"),
 }
 
 

@@ -1,7 +1,8 @@
 """A Llama in plain torch: what every side trains.
 
 Nothing here knows of a side. Rotary frequencies are computed in each forward, so that the module has parameters and no
-buffers. Matrices are drawn as Llama draws them, from a normal distribution of 0.02.
+buffers. Matrices are drawn as Llama's are, from a normal distribution, by ``reset_parameters``: what builds a model
+piece by piece takes the values as soon as a layer is there.
 """
 
 from __future__ import annotations
@@ -17,10 +18,17 @@ THETA = 10_000.0
 DEVIATION = 0.02
 
 
-def linear(inputs: int, outputs: int) -> nn.Linear:
-    layer = nn.Linear(inputs, outputs, bias=False)
-    nn.init.normal_(layer.weight, std=DEVIATION)
-    return layer
+class Matrix(nn.Linear):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=DEVIATION)
+
+
+class Words(nn.Embedding):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=DEVIATION)
 
 
 def rotary(sequence: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -41,10 +49,10 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         shared = shape.width // SHARED
-        self.queries = linear(shape.width, shape.width)
-        self.keys = linear(shape.width, shared)
-        self.values = linear(shape.width, shared)
-        self.output = linear(shape.width, shape.width)
+        self.queries = Matrix(shape.width, shape.width)
+        self.keys = Matrix(shape.width, shared)
+        self.values = Matrix(shape.width, shared)
+        self.output = Matrix(shape.width, shape.width)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, sequence, _ = x.shape
@@ -66,9 +74,9 @@ class Block(nn.Module):
         self.before_attention = nn.RMSNorm(shape.width, eps=1e-5)
         self.attention = Attention(shape)
         self.before_mlp = nn.RMSNorm(shape.width, eps=1e-5)
-        self.gate = linear(shape.width, shape.mlp)
-        self.up = linear(shape.width, shape.mlp)
-        self.down = linear(shape.mlp, shape.width)
+        self.gate = Matrix(shape.width, shape.mlp)
+        self.up = Matrix(shape.width, shape.mlp)
+        self.down = Matrix(shape.mlp, shape.width)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.before_attention(x), cos, sin)
@@ -86,16 +94,16 @@ class Llama(nn.Module):
     def __init__(self, shape: Shape, *, reentrant: bool = False) -> None:
         super().__init__()
         self.reentrant = reentrant
-        self.embedding = nn.Embedding(shape.words, shape.width)
-        nn.init.normal_(self.embedding.weight, std=DEVIATION)
+        self.embedding = Words(shape.words, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.blocks))
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
-        self.head = linear(shape.width, shape.words)
+        self.head = Matrix(shape.width, shape.words)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
         cos, sin = rotary(tokens.shape[1], x.device, x.dtype)
         for block in self.blocks:
-            x = checkpoint(block, x, cos, sin, use_reentrant=self.reentrant)
+            # Nothing is drawn at random in a block.
+            x = checkpoint(block, x, cos, sin, use_reentrant=self.reentrant, preserve_rng_state=False)
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -12,7 +12,7 @@
 # unless some are named:
 #
 #     tests      tests/gpu, each file in a process of its own: an error of CUDA would stay with the process
-#     sanitizer  tests/gpu/stress.py under compute-sanitizer, where there is one
+#     sanitizer  tests/gpu/stress.py under compute-sanitizer, where there is one: accesses, and races of streams
 #     io         tests of the I/O engine, beside the tests above: they need no GPU
 #     copies     bench/gpu_copy.py
 #     step       bench/bench_gpu_step.py, beside DeepSpeed if it is there and compiles
@@ -174,13 +174,18 @@ if wanted tests; then
     done
 fi
 if wanted sanitizer; then
-    if ! command -v compute-sanitizer >/dev/null; then
-        printf '\nno compute-sanitizer here: the stress test runs without it\n'
-        part "stress of the streams" 60 python3 tests/gpu/stress.py
+    if command -v compute-sanitizer >/dev/null; then
+        # Blocks that torch's allocator keeps would hide what is outside of a tensor; of its own pools CUDA knows which
+        # stream may use what.
+        beside memcheck 90 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
+            python3 tests/gpu/stress.py --seconds 40
+        part "stress, races of streams" 90 env PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync compute-sanitizer \
+            --tool memcheck --track-stream-ordered-races all --error-exitcode 9 \
+            python3 tests/gpu/stress.py --seconds 40
+        finish memcheck "stress, accesses out of place" 30
     else
-        # Blocks that torch's allocator keeps would hide what is outside of a tensor.
-        part "stress under compute-sanitizer" 75 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-            compute-sanitizer --tool memcheck --error-exitcode 99 python3 tests/gpu/stress.py
+        printf '\nno compute-sanitizer here: the stress test runs without it\n'
+        part "stress of the streams" 90 python3 tests/gpu/stress.py --seconds 50
     fi
 fi
 wanted io && finish io "I/O engine, swap space" 60

@@ -270,7 +270,8 @@ class TestPlain:
 
 class TestConclusions:
     def test_the_tables_of_known_rounds(self) -> None:
-        ours = measured(sides.OFFLOADED, a_round(4.0), a_round(5.0))
+        updated = {"by the CPU": 6 * GB, "visiting the device": 3 * GB}
+        ours = measured(sides.OFFLOADED, a_round(4.0), a_round(5.0), updated=updated)
         theirs = measured(sides.REFERENCE, a_round(2.0, counted={}), a_round(2.5, counted={}))
         report = Report("known", {})
         tables.show(report, "known", [theirs, ours], PINNED)
@@ -283,6 +284,9 @@ class TestConclusions:
         assert (
             f"{sides.OFFLOADED} stalled for copies of parameters 0.375 s, copies of gradients 0.125 s."
             in text
+        )
+        assert (
+            f"{sides.OFFLOADED} updates its state: 6.00 GB by the CPU, 3.00 GB visiting the device." in text
         )
         assert f"| {sides.REFERENCE} | 7,200 (6,400-8,000) |" in text
         assert (
@@ -520,6 +524,7 @@ def test_on_a_device_ours_counts_the_link_and_what_the_device_stood_still(resize
         0 < counted["h2d: copies"] < counted["d2h: copies"] == 2 * len(list(side.engine.module.parameters()))
     )
     assert "stalled" in counted
+    assert facts["updated"] == {"by the CPU": 12 * TINY.parameters}
     assert facts["planned"]["host"] > 16 * TINY.parameters > facts["planned"]["device"]
 
 

@@ -65,7 +65,7 @@ class Ours:
             "about": self.about,
             "parameters": self.parameters,
             "planned": {tier.value: plan.total(tier) for tier in Tier},
-            "updated_on_device": plan.workload.update_on_device,
+            "updated": plan.updated(),
             "budgets": {tier.value: plan.budgets.of(tier) for tier in Tier},
         }
 

@@ -61,10 +61,9 @@ def times(title: str, found: Sequence[Measured], reference: Measured | None) -> 
             )
         )
     for side in found:
-        if share := side.facts.get("updated_on_device"):
-            table.notes.append(
-                f"{side.name}: {share:.0%} of the state in host memory visits the GPU to be updated."
-            )
+        if updated := side.facts.get("updated"):
+            where = ", ".join(f"{nbytes / GB:.2f} GB {kind}" for kind, nbytes in updated.items())
+            table.notes.append(f"{side.name} updates its state: {where}.")
         if causes := stalls(side):
             table.notes.append(f"{side.name} stalled for {causes}.")
     turns = ", ".join(f"{side.name}: {len(side.rounds)} of {side.rounds[-1].steps} steps" for side in found)

@@ -524,7 +524,8 @@ def test_on_a_device_ours_counts_the_link_and_what_the_device_stood_still(resize
         0 < counted["h2d: copies"] < counted["d2h: copies"] == 2 * len(list(side.engine.module.parameters()))
     )
     assert "stalled" in counted
-    assert facts["updated"] == {"by the CPU": 12 * TINY.parameters}
+    (updated,) = facts["updated"].items()
+    assert updated == ("by the CPU", pytest.approx(12 * TINY.parameters, rel=1e-3))
     assert facts["planned"]["host"] > 16 * TINY.parameters > facts["planned"]["device"]
 
 

@@ -23,7 +23,10 @@ def eager(function: Callable[Params, Result]) -> Callable[Params, Result]:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if disabled is None:
+            from torch._dynamo.eval_frame import skip_code
+
             disabled = torch.compiler.disable(function)
+            skip_code(marked.__code__)  # which would be compiled where code that is not calls it
         return disabled(*args, **kwargs)
 
     marked: Any = call

@@ -11,12 +11,10 @@ A copied or pickled module takes its hooks along: there they do nothing.
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from tiering.errors import EngineStateError
+from zero3.compiled import Around, called_by_compiled_code, is_compiled
 from zero3.eager import eager
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
@@ -44,28 +43,40 @@ class Events(Protocol):
     def end_of_backward(self) -> None: ...
 
 
-def install(model: nn.Module, groups: Iterable[ParamGroup], events: Events) -> list[RemovableHandle]:
+class Removable(Protocol):
+    """A hook, or several."""
+
+    def remove(self) -> None: ...
+
+
+def install(model: nn.Module, groups: Iterable[ParamGroup], events: Events) -> list[Removable]:
     """Hook ``groups`` of ``model`` up to ``events``; the handles remove the hooks."""
     groups = list(groups)
     moving = frozenset(group.storage_key for group in groups if group.moves)
-    handles: list[RemovableHandle] = []
+    on_params: list[Removable] = []
+    hooked: dict[nn.Module, _Hooked] = {}
+
+    def add(module: nn.Module, before: _Before, after: OurHook) -> None:
+        hooked.setdefault(module, _Hooked(module)).add(before, after)
+
     for group in groups:
         for entry in group.entries:
             opening = _BeforeGroup(events, group)
-            handles.append(entry.register_forward_pre_hook(opening, prepend=True))
-            handles.append(
-                entry.register_forward_hook(_AfterGroup(events, opening, moving), always_call=True)
-            )
+            add(entry, opening, _AfterGroup(events, opening, moving))
         for piece, param in zip(group.layout.pieces, group.params, strict=True):
             if piece.trainable:
-                handles.append(param.register_post_accumulate_grad_hook(_accumulated(events, group, piece)))
-    # After the groups': a prepended hook runs before those that are there, another one behind them.
-    anything_moves = any(group.moves for group in groups)
-    for module in _outside_of_blocks(model, groups) if anything_moves else [model]:
-        before = _BeforeForward(events, module is model, _looked_at(module, groups))
-        handles.append(module.register_forward_pre_hook(before, prepend=True))
-        handles.append(module.register_forward_hook(_AfterForward(events, before, moving), always_call=True))
-    return handles
+                on_params.append(param.register_post_accumulate_grad_hook(_accumulated(events, group, piece)))
+    # After the groups': the hooks of the last pair are the outermost. What is compiled is cut at the hooks in it: then
+    # they are the same for every placement.
+    everywhere = bool(moving) or any(is_compiled(module) for module in model.modules())
+    for module in _outside_of_blocks(model, groups) if everywhere else [model]:
+        before: _BeforeForward = (
+            _BeforeModel(model, groups, events, hooked.values())
+            if module is model
+            else _BeforeForward(events, _looked_at(module, groups))
+        )
+        add(module, before, _AfterForward(events, before, moving))
+    return [*on_params, *hooked.values()]
 
 
 def _outside_of_blocks(model: nn.Module, groups: Iterable[ParamGroup]) -> Iterator[nn.Module]:
@@ -82,6 +93,16 @@ def _outside_of_blocks(model: nn.Module, groups: Iterable[ParamGroup]) -> Iterat
         if module is model or module not in entries or encloses:
             yield module
             queue.extend(module.children())
+
+
+def _enclosing_groups(model: nn.Module, groups: Iterable[ParamGroup]) -> dict[str, nn.Module]:
+    """``model``, and the modules around blocks that are none themselves, by name."""
+    entries = {entry for group in groups for entry in group.entries}
+    around = {"": model}
+    for name, module in model.named_modules():
+        if module not in entries and any(inner in entries for inner in module.modules()):
+            around[name] = module
+    return around
 
 
 def _looked_at(module: nn.Module, groups: Iterable[ParamGroup]) -> list[ParamGroup]:
@@ -180,15 +201,6 @@ def does_nothing(*args: Any, **kwargs: Any) -> None:
     """What a hook of ours becomes when its module is copied or pickled."""
 
 
-def _called_by_compiled_code() -> bool:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_qualname.startswith("_TorchDynamoContext.__call__"):
-            return True
-        frame = frame.f_back
-    return False
-
-
 class _Before(OurHook):
     """A hook that another one answers: torch calls that one also where this one never ran, or raised."""
 
@@ -211,23 +223,43 @@ class _Before(OurHook):
 class _BeforeForward(_Before):
     """``posing``: groups whose parameters the module looks at, but does not read, to choose its way."""
 
-    def __init__(self, events: Events, whole: bool, posing: list[ParamGroup]) -> None:
+    whole = False
+
+    def __init__(self, events: Events, posing: list[ParamGroup]) -> None:
         super().__init__()
         self.events = events
-        self.whole = whole
         self.posing = posing
 
     def run(self, module: nn.Module, args: Any) -> None:
-        if self.whole and _called_by_compiled_code():
-            raise EngineStateError(
-                "the whole model is called by code that torch.compile has compiled: it would be cut at every module"
-                " whose parameters move, and differently for each placement; compile the blocks instead, as by"
-                " `for block in model.layers: block.compile()`"
-            )
         self.events.begin_forward(torch.is_grad_enabled(), whole=self.whole)
         self.told()
         for group in self.posing:
             group.pose()
+
+
+class _BeforeModel(_BeforeForward):
+    """Of the whole model, and no part of it runs: settles where the hooks of all ``hooked`` modules are."""
+
+    whole = True
+
+    def __init__(
+        self, model: nn.Module, groups: list[ParamGroup], events: Events, hooked: Iterable[_Hooked]
+    ) -> None:
+        super().__init__(events, _looked_at(model, groups))
+        self.hooked = hooked
+        self.enclosing = _enclosing_groups(model, groups)
+
+    def run(self, module: nn.Module, args: Any) -> None:
+        compiled = next((name for name, each in self.enclosing.items() if is_compiled(each)), None)
+        if compiled is not None or called_by_compiled_code():
+            raise EngineStateError(
+                f"{repr(compiled) if compiled else 'the whole model'} runs in code that torch.compile has compiled: it"
+                " would be cut at every module whose parameters move, and differently for each placement; compile the"
+                " blocks instead, as by `for block in model.layers: block.compile()`"
+            )
+        for each in self.hooked:
+            each.settle()
+        super().run(module, args)
 
 
 class _AfterForward(OurHook):
@@ -274,6 +306,54 @@ class _AfterGroup(OurHook):
         watch_backward(output, lambda: self.events.pre_backward(group, nodes))
         self.events.post_forward(group, raised=output is None)
         return output
+
+
+class _Hooked:
+    """A module with hooks of ours, in pairs: among torch's, or once it was compiled in place, around its call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._pairs: list[tuple[_Before, OurHook]] = []
+        self._handles: list[RemovableHandle] = []
+        self._around: Around | None = None
+
+    def add(self, before: _Before, after: OurHook) -> None:
+        """Hooks around those that are there."""
+        self._pairs.append((before, after))
+        self._register(before, after)
+
+    def settle(self) -> None:
+        """Follow ``module.compile()``, which may have been called at any time."""
+        call = self.module._compiled_call_impl
+        if call is self._around:
+            return
+        self._unregister()
+        if call is None:
+            self._around = None
+            for before, after in self._pairs:
+                self._register(before, after)
+        else:
+            befores, afters = zip(*self._pairs, strict=True)
+            self._around = Around(
+                self.module, call, [each.run for each in reversed(befores)], [each.run for each in afters]
+            )
+            self.module._compiled_call_impl = self._around
+
+    def remove(self) -> None:
+        """The module is as it was."""
+        self._unregister()
+        if self._around is not None and self.module._compiled_call_impl is self._around:
+            self.module._compiled_call_impl = self._around.call
+
+    def _register(self, before: _Before, after: OurHook) -> None:
+        # A prepended hook runs before those that are there, another one behind them.
+        self._handles.append(self.module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(self.module.register_forward_hook(after, always_call=True))
+
+    def _unregister(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
 
 def _accumulated(events: Events, group: ParamGroup, piece: Piece) -> Callable[[Tensor], None]:

@@ -14,6 +14,7 @@ Note [A resharded parameter points nowhere]
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -26,6 +27,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tiering.errors import ResidencyError
+from zero3.compiled import cuts_compiled_code
+from zero3.eager import eager
 
 # What torch may ask of a parameter without its values. Properties other than these few are metadata, too.
 VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -140,12 +143,13 @@ class _Resharded:
         return self.numel()
 
     @classmethod
+    @eager
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func == _GRAD.__get__ and (owner := owner_of(args[0])) is not None:
-            owner.gradient_asked_for(args[0])
+        if func == _GRAD.__get__:
+            _gradient_asked_for(args[0])
         if getattr(func, "__name__", "") in ("stride", "is_contiguous"):
             return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)  # as when it is shown
         if _is_metadata(func):
@@ -160,6 +164,12 @@ class _Resharded:
             if not isinstance(param, _Resharded):
                 continue  # came along with one before it
             owner = owner_of(param)
+            if owner is not None and cuts_compiled_code():
+                raise ResidencyError(
+                    f"{owner.where(param)}, is read by compiled code of a module that is not its own, which would be"
+                    " cut there: differently for each placement. Read it in a function that is marked with"
+                    " torch.compiler.disable, or leave the module that reads it uncompiled"
+                )
             if owner is not None and func is Tensor.detach:
                 saved = owner.copy_to_save(param)
                 if saved is not None:
@@ -184,7 +194,9 @@ class _Shown:
     @property
     def data(self) -> Tensor:
         assert isinstance(self, nn.Parameter)
-        if (owner := owner_of(self)) is not None:
+        # Compiled code asks for its class alone when it first runs, and would count as an editor for good.
+        by_compiler = sys._getframe(1).f_globals.get("__name__", "").startswith("torch._functorch.")
+        if not by_compiler and (owner := owner_of(self)) is not None:
             owner.data_asked_for(self)
         return data_of(self)
 
@@ -196,8 +208,7 @@ class _Shown:
     @property
     def grad(self) -> Tensor | None:
         assert isinstance(self, nn.Parameter)
-        if (owner := owner_of(self)) is not None:
-            owner.gradient_asked_for(self)
+        _gradient_asked_for(self)
         found: Tensor | None = _GRAD.__get__(self)
         return found
 
@@ -257,10 +268,17 @@ def set_data(param: nn.Parameter, values: Tensor) -> None:
 
 def take_gradient(param: nn.Parameter) -> Tensor | None:
     """What autograd has accumulated on ``param``, which has none then."""
-    gradient: Tensor | None = _GRAD.__get__(param)
-    if gradient is not None:
-        _GRAD.__set__(param, None)
+    with torch._C.DisableTorchFunctionSubclass():  # nobody asks for it: it is on its way
+        gradient: Tensor | None = _GRAD.__get__(param)
+        if gradient is not None:
+            _GRAD.__set__(param, None)
     return gradient
+
+
+def _gradient_asked_for(param: nn.Parameter) -> None:
+    owner = owner_of(param)
+    if owner is not None and not torch.compiler.is_compiling():  # the compiler looks at all there is
+        owner.gradient_asked_for(param)
 
 
 @contextmanager

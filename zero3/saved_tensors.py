@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero3.activations import Activations
+from zero3.eager import eager
 from zero3.hooks import graph_task
 from zero3.param_group import ParamGroup
 
@@ -126,6 +127,8 @@ class _Saved:
 
 
 class _Hooks:
+    """Compiled code that is left to Python in parts calls them eagerly, too."""
+
     def __init__(
         self, saved: SavedTensors, outer: tuple[Callable[..., Any], Callable[..., Tensor]] | None
     ) -> None:
@@ -133,6 +136,7 @@ class _Hooks:
         self._outer_pack: Callable[[Tensor], Any] | None = outer and outer[0]
         self._outer_unpack: Callable[[Any], Tensor] | None = outer and outer[1]
 
+    @eager
     def pack(self, tensor: Tensor) -> Any:
         group = None
         if tensor.layout is torch.strided:
@@ -144,6 +148,7 @@ class _Hooks:
             return self._outer_pack(tensor)
         return _Saved(group, tensor)
 
+    @eager
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _Saved):
             if packed.group is not None:

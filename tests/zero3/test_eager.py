@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -70,11 +71,12 @@ def test_what_is_marked_is_disabled_once_the_compiler_is_there(monkeypatch: pyte
     def plain(*args: int, **kwargs: int) -> object:
         return "plain", args, kwargs
 
+    compiler = importlib.import_module("torch._dynamo")
     monkeypatch.setattr(torch.compiler, "disable", disable)
     marked = eager(plain)
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
-    assert marked(1, b=2) == ("plain", (1,), {"b": 2})
-    monkeypatch.setitem(sys.modules, "torch._dynamo", sys)
+    with monkeypatch.context() as without:
+        without.delitem(sys.modules, compiler.__name__)
+        assert marked(1, b=2) == ("plain", (1,), {"b": 2})
     assert marked(1, b=2) == marked(1, b=2) == ("disabled", (1,), {"b": 2})
     assert disabled == [plain]
     assert (marked.__name__, marked.__wrapped__) == ("plain", plain)
@@ -101,3 +103,24 @@ def test_a_compiled_function_leaves_what_is_marked_alone() -> None:
         node.target.__name__ for graph in graphs for node in graph.graph.nodes if node.op == "call_function"
     ]
     assert operations == ["mul", "mul"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_what_is_marked_is_not_compiled_by_itself() -> None:
+    """torch's own modules are not compiled: the compiler would look at what they call, to compile that instead."""
+    packed: list[torch.Size] = []
+
+    @eager
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor
+
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    linear = nn.Linear(4, 4)
+    linear.compile(backend="eager")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        linear(torch.ones(2, 4))  # from here on the compiler knows the mark
+        counters.clear()
+        linear(torch.ones(3, 4))
+    assert packed == [(2, 4), (3, 4)]
+    assert not counters["frames"] and not counters["graph_break"]

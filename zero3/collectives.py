@@ -43,10 +43,9 @@ import logging
 import os
 import pickle
 import socket
-import threading
 import uuid
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,7 +61,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from tiering.config import DistributedConfig
 from tiering.errors import ConfigError, DistributedError, RankOrderError
-from zero3.peers import Peers, sever
+from zero3.peers import Peers
+from zero3.process_groups import Pending as Pending  # what is pending here
+from zero3.process_groups import ProcessGroups, all_gather, as_bytes, scatter_shards, waited_for
 from zero3.streams import Event, Stream, Streams
 from zero3.timeline import StallClock
 
@@ -157,6 +158,17 @@ def _name_of_this_start(store: Store, rank: int, size: int) -> str:
             return name
 
 
+def check_apart(gpus: list[tuple[str, str]]) -> None:
+    """ConfigError if two ranks have one GPU. ``gpus``: of each, its host and what tells it from others there."""
+    for rank, gpu in enumerate(gpus):
+        if (first := gpus.index(gpu)) < rank:
+            raise ConfigError(
+                f"ranks {first} and {rank} have the same GPU of host {gpu[0]}, and NCCL needs one for each: start as"
+                " many ranks on a node as it has GPUs (torchrun --nproc-per-node), with a LOCAL_RANK of its own for"
+                " each, or show each rank its own GPU (CUDA_VISIBLE_DEVICES)"
+            )
+
+
 def _on_this_node(rank: int, size: int) -> tuple[int, int]:
     """This rank among those of its node, and their number: as the launcher says, or by the names of hosts."""
     names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -167,21 +179,6 @@ def _on_this_node(rank: int, size: int) -> tuple[int, int]:
     hosts = [store.get(str(other)).decode() for other in range(size)]
     here = [other for other in range(size) if hosts[other] == hosts[rank]]
     return here.index(rank), len(here)
-
-
-@dataclass
-class Pending:
-    """A collective that was begun, and what it was for. ``collectives.finish`` waits for it.
-
-    On a device with streams there are no ``works``: ``ended`` is behind it, and ``buffers`` stay until somebody has
-    waited for that, or it has come.
-    """
-
-    works: list[dist.Work]
-    what: str
-    group: str
-    ended: Event | None = None
-    buffers: tuple[Tensor, ...] = ()
 
 
 class Collectives:
@@ -216,7 +213,7 @@ class Collectives:
         self._reductions = dist.new_group(timeout=timeout, backend=transport)
         self._control = dist.new_group(timeout=timeout, backend="gloo")
         # A thread of the peers' refers to it: so it knows nothing of this object, which would never be given up.
-        self._groups = _Groups([self._gathers, self._reductions], self._control)
+        self._groups = ProcessGroups([self._gathers, self._reductions], self._control)
         store = dist.distributed_c10d._get_default_store()
         self.peers = Peers(
             PrefixStore(f"tiering engine {next(_engines)}", store),
@@ -231,6 +228,9 @@ class Collectives:
         self._leave = weakref.finalize(self, _leave, self.peers, self._groups)
         self._leave.atexit = False
         self.peers.agree("initialize")
+        if device.type == "cuda":
+            gpu = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+            check_apart(self.say(gpu, "tell which GPU is whose"))
         if self._streams is not None:
             self._connect(device)
 
@@ -253,13 +253,13 @@ class Collectives:
         self._count("all-gather", shard.nbytes * (self.world.size - 1))
         pending = Pending([], what, "gather")
         if self._streams is not None:
-            collective = partial(_all_gather, whole, shard, self._gathers, async_op=False)
+            collective = partial(all_gather, whole, shard, self._gathers, async_op=False)
             return self._queue(pending, collective, self._streams.gather, after, whole.nbytes)
         direct = shard.nbytes >= LARGE
         pending.works = (
-            _scatter_shards(_bits(whole), _bits(shard), self._gathers)
+            scatter_shards(as_bytes(whole), as_bytes(shard), self._gathers)
             if direct
-            else [_waited_for(_all_gather(whole, shard, self._gathers))]
+            else [waited_for(all_gather(whole, shard, self._gathers))]
         )
         return self._begun(pending, whole.nbytes)
 
@@ -281,7 +281,7 @@ class Collectives:
         if self._streams is not None:
             pending.buffers = received, sent
             return self._queue(pending, exchange, self._streams.reduce, None, sent.nbytes)
-        pending.works = [_waited_for(exchange(async_op=True))]
+        pending.works = [waited_for(exchange(async_op=True))]
         return self._begun(pending, sent.nbytes)
 
     def finish(self, pending: Pending, cause: str) -> None:
@@ -303,7 +303,7 @@ class Collectives:
         Rows say what they are, and all are of one size, for gloo ends a process that receives more than it expects.
         RankOrderError, on every rank, if ranks have come to different tables.
         """
-        payload = _bits(mine)
+        payload = as_bytes(mine)
         row = torch.zeros(TITLE + self.row_nbytes, dtype=torch.uint8, device="cpu")
         title = what.encode()[:TITLE]
         row[: len(title)] = torch.frombuffer(bytearray(title), dtype=torch.uint8)
@@ -327,7 +327,7 @@ class Collectives:
         receivers = self.world.size - 1
         self._count("broadcast", values.nbytes if self.world.rank == source and receivers else 0)
         self.peers.issued(what, group="control")
-        work = dist.broadcast(_bits(values), source, group=self._control, async_op=True)
+        work = dist.broadcast(as_bytes(values), source, group=self._control, async_op=True)
         self._wait(work, what, "control")
 
     def of_node(self, mine: T) -> list[T]:
@@ -421,7 +421,7 @@ class Collectives:
         """Fill ``rows`` with the ``row`` of each rank, all of one size."""
         self._count("control", row.numel() * (self.world.size - 1))
         self.peers.issued(what, group="control")
-        work = _waited_for(_all_gather(rows.view(-1), row, self._control))
+        work = waited_for(all_gather(rows.view(-1), row, self._control))
         with self._stalls.waiting_for("agreement"):
             self._wait(work, what, "control")
 
@@ -518,96 +518,6 @@ class Collectives:
         self.sent[kind] += nbytes
 
 
-class _Groups:
-    """The process groups of one engine, and what a device has been told to do with those for ``transport``."""
-
-    def __init__(self, transport: list[dist.ProcessGroup], control: dist.ProcessGroup) -> None:
-        self._transport = transport
-        self._control = control
-        self._queued: dict[str, deque[Pending]] = {
-            "gather": deque(),
-            "reduction": deque(),
-        }  # each in its order
-        self._severing = threading.Lock()  # of what follows
-        self._severed = False
-
-    def queued(self, pending: Pending) -> None:
-        """The device was told of it."""
-        queued = self._queued[pending.group]
-        queued.append(pending)
-        while queued[0] is not pending and _is_over(queued[0]):
-            queued.popleft()
-
-    def unended(self) -> str | None:
-        """What the device was told and has not ended, the first of it. Any thread may ask."""
-        pending = (each for queued in self._queued.values() for each in list(queued))
-        return next((each.what for each in pending if not _is_over(each)), None)
-
-    def abort(self, reason: str) -> None:
-        """The device waits for a rank that will not come, and the CPU for the device: end what they wait for."""
-        log.critical("%s", reason)
-        self.sever()
-
-    def sever(self) -> None:
-        """Break the connections with other ranks, once; return when that is done, by whichever thread."""
-        with self._severing:
-            if not self._severed:
-                self._severed = True
-                sever([*self._transport, self._control])
-
-    def leave(self) -> None:
-        """Let torch forget them."""
-        known = [*self._transport, self._control]
-        with self._severing:
-            if all(group.name() == "nccl" for group in self._transport):
-                if (
-                    self._severed
-                ):  # torch's own watch over them may be about to end this process: do not wait for it
-                    known = [self._control]
-                else:  # not torch's way, which waits without a limit for all ranks of this node to do the same
-                    sever(self._transport)
-        for group in known:
-            with contextlib.suppress(ValueError):  # the program has destroyed all of torch's groups
-                dist.destroy_process_group(group)
-
-
-def _is_over(pending: Pending) -> bool:
-    assert pending.ended is not None
-    return pending.ended.done()
-
-
-def _leave(peers: Peers, groups: _Groups) -> None:
+def _leave(peers: Peers, groups: ProcessGroups) -> None:
     peers.close()
     groups.leave()
-
-
-def _scatter_shards(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """As an all-gather, from each rank to every other one at once.
-
-    gloo's own goes through a hidden buffer as large as the whole, and around a ring.
-    """
-    works = []
-    for rank, part in enumerate(whole.chunk(dist.get_world_size(group))):
-        shards = [shard] * dist.get_world_size(group) if rank == dist.get_rank(group) else None
-        works.append(dist.scatter(part, shards, group=group, group_src=rank, async_op=True))
-    return works
-
-
-def _all_gather(
-    whole: Tensor, shard: Tensor, group: dist.ProcessGroup, *, async_op: bool = True
-) -> dist.Work | None:
-    """By the name that this torch has for it; None unless ``async_op``."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work | None = gather(_bits(whole), _bits(shard), group=group, async_op=async_op)
-    return work
-
-
-def _waited_for(work: dist.Work | None) -> dist.Work:
-    """What was begun with ``async_op``: it is there."""
-    assert work is not None
-    return work
-
-
-def _bits(values: Tensor) -> Tensor:
-    """As bytes: copied as they are, whatever dtypes the transport knows."""
-    return values.view(torch.uint8)

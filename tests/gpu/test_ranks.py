@@ -285,6 +285,7 @@ def main(what: str, *arguments: str) -> None:
             from zero3 import collectives
 
             patch.setitem(collectives.TRANSPORTS, "cuda", "gloo")
+            patch.setattr(collectives, "check_apart", lambda gpus: None)
             for name in (GATHERS, "all_to_all_single"):
                 patch.setattr(dist, name, through_cpus(getattr(dist, name)))
         if what == "places":

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tiering.config import DistributedConfig
-from tiering.errors import DistributedError
-from zero3.collectives import FAREWELL, Collectives, join
+from tiering.errors import ConfigError, DistributedError
+from zero3.collectives import FAREWELL, Collectives, check_apart, join
 from zero3.streams import Event, Stream, Streams
 from zero3.timeline import StallClock, Timeline
 
@@ -185,3 +185,9 @@ def forget(rank: int) -> tuple[bool, str]:
 
 def test_who_watches_over_ranks_keeps_no_engine(ranks: Ranks) -> None:
     assert ranks(2).run(forget) == [(True, "closed")] * 2
+
+
+def test_ranks_that_share_a_gpu_are_told_before_nccl_is_asked() -> None:
+    check_apart([("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")])
+    with pytest.raises(ConfigError, match=r"ranks 1 and 3 have the same GPU of host b.*--nproc-per-node"):
+        check_apart([("a", "0"), ("b", "0"), ("a", "1"), ("b", "0")])

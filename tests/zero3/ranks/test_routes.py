@@ -36,9 +36,9 @@ PLACES: dict[str, dict[str, Any]] = {
 
 def from_each_to_all(patch: pytest.MonkeyPatch) -> list[int]:
     """Every shard counts as large: it is sent to every rank at once. Returns a list with an entry for each gather."""
-    scatter, taken = collectives._scatter_shards, []
+    scatter, taken = collectives.scatter_shards, []
     patch.setattr(collectives, "LARGE", 0)
-    patch.setattr(collectives, "_scatter_shards", lambda *args: (taken.append(1), scatter(*args))[1])
+    patch.setattr(collectives, "scatter_shards", lambda *args: (taken.append(1), scatter(*args))[1])
     return taken
 
 

@@ -169,6 +169,12 @@ class Workload:
         """Whether a step reads the compute parameters: they are the master, or a half of it."""
         return self.master_is_param or self.split
 
+    @property
+    def stepped_bytes(self) -> int:
+        """Bytes that the CPU reads and writes to step an element."""
+        params = self.compute_itemsize * (2 if self.steps_need_params else 1)
+        return 2 * self.state_itemsize + self.grad_itemsize + params
+
     def param_traffic(self, group: GroupSizes) -> tuple[int, int]:
         """Bytes (read, written) over NVMe in a step for the parameters of ``group``, if they live there."""
         updated = self.state_numel(group) * self.compute_itemsize

@@ -36,6 +36,7 @@ RATE_NAMES = {
     "nvme-write": "written to them",
     "nvme-mixed": "read and written at once",
     "host-copy": "copied within host memory",
+    "host-memory": "read and written there by CPUs and links together",
     "device-link": "one way between host memory and a GPU",
     "device-link-both": "both ways together, at the same time",
     "device-memory": "of a GPU's own memory",

@@ -109,6 +109,9 @@ class _Work:
     sent: float = 0.0
     gradients: float = 0.0  # elements that the CPU takes in
     stepped: float = 0.0  # elements, by the CPU
+    updating: float = (
+        0.0  # bytes of host memory, which are read and written to update what a GPU does not keep
+    )
 
 
 def forecast(
@@ -237,10 +240,12 @@ def _update(plan: Plan, steps: _Work) -> None:
         there, back = plan.visited(tile) if tile.visits else (0, 0)
         steps.to_device += there
         steps.from_device += back
+        steps.updating += there + back
         if tile.visits or (tile.tier is Tier.DEVICE and not load.device_is_host):
             steps.device_bytes += updated_on_device(load, tile.numel)
             continue
         steps.stepped += tile.numel
+        steps.updating += 0 if load.device_is_host else tile.numel * load.stepped_bytes
         if plan.param_tiers[tile.group] is Tier.DEVICE and not load.device_is_host:
             steps.to_device += tile.numel * load.compute_itemsize
             steps.from_device += tile.numel * load.compute_itemsize if load.steps_need_params else 0
@@ -285,6 +290,8 @@ def _phase(name: str, work: _Work, flops: float, rates: Rates, device_is_host: b
     if rates.device_memory is not None and work.device_bytes:
         busy[Part.COMPUTE] = max(busy[Part.COMPUTE], work.device_bytes / rates.device_memory)
     busy[Part.HOST_MEMORY] = needed(work.copied, "host_copy") + needed(work.gradients, "gradients")
+    if rates.host_memory is not None:
+        busy[Part.HOST_MEMORY] = max(busy[Part.HOST_MEMORY], work.updating / rates.host_memory)
     busy[Part.OPTIMIZER] = needed(work.stepped, "optimizer")
     needed(max(work.to_device, work.from_device), "device_link")
     busy[Part.DEVICE_LINK] = link_seconds(work.to_device, work.from_device, rates)

@@ -71,13 +71,12 @@ class Profile:
 
     def rates(self, load: Workload) -> Rates:
         """The rates for ``load``. What the CPU does is bound by its memory: bytes read and written, by the element."""
-        stepped = 2 * load.state_itemsize + load.grad_itemsize + load.compute_itemsize
-        stepped += load.compute_itemsize if load.steps_need_params else 0
         return Rates(
             nvme_read=self.drives * self.drive.read,
             nvme_write=self.drives * self.drive.write,
             host_copy=self.host_memory / 2,
-            optimizer=self.host_memory / stepped,
+            host_memory=self.host_memory,
+            optimizer=self.host_memory / load.stepped_bytes,
             gradients=self.host_memory / (load.sent_itemsize + load.grad_itemsize),
             flops=self.device.flops,
             device_memory=self.device.memory,

@@ -27,6 +27,7 @@ class Rates:
     nvme_write: float | None = None
     nvme_mixed: float | None = None  # reads and writes together, at the same time and as many of each
     host_copy: float | None = None  # copied from one place of host memory to another
+    host_memory: float | None = None  # read and written there by CPUs and links together
     device_link: float | None = None  # one way, host memory to the device or back
     device_link_both: float | None = None  # both ways at the same time, as much each way, together
     device_memory: float | None = None  # read from, or written to, the device's own memory
@@ -54,6 +55,7 @@ class Rates:
             nvme_write=share(self.nvme_write),
             nvme_mixed=share(self.nvme_mixed),
             host_copy=share(self.host_copy),
+            host_memory=share(self.host_memory),
             optimizer=share(self.optimizer),
             gradients=share(self.gradients),
         )

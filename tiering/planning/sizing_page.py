@@ -6,6 +6,7 @@ python -m tiering.planning.sizing_page > docs/sizing.md
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tiering.budgets import AUTO_SHARE, NVME_SHARE
@@ -17,6 +18,7 @@ from tiering.planning.forecast import HIDDEN, forecast
 from tiering.planning.profiles import PROFILES, SSD_990_PRO, Profile
 from tiering.planning.setting import TOKENS, Setting, profile_budgets, usual_config, with_changes
 from tiering.planning.sizing import decoder, load_of, parse_count
+from tiering.planning.update_share import best_share
 
 SIZES = ("1.5B", "3B", "7B", "13B", "30B", "70B")
 STATES = ("fp32", "split+bf16")
@@ -128,6 +130,8 @@ def _rows_of(profile: Profile, sizes: Sequence[str]) -> Iterator[Sequence[str]]:
     )
     setting = Setting(ranks, ranks, profile.device.memory_bytes)
     for size, state, load in _loads(sizes, setting, micro_batches=MICRO_BATCHES):
+        rates = profile.rates(load)
+        load = replace(load, update_on_device=best_share(load, budgets, rates.of_rank(ranks)))
         try:
             plan = place(load, budgets)
         except PlacementError:
@@ -136,7 +140,7 @@ def _rows_of(profile: Profile, sizes: Sequence[str]) -> Iterator[Sequence[str]]:
         shape = decoder(parse_count(size))
         told = forecast(
             plan,
-            profile.rates(load),
+            rates,
             tokens=TOKENS,
             local_ranks=ranks,
             checkpointed=True,

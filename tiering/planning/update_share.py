@@ -2,8 +2,8 @@
 
 The CPU and the GPU update at the same time, so the fastest is to give each as much as both are done with together. What
 the GPU gets takes the time of its link, both ways at once, or of its memory if that is slower; the CPU has what is left
-and what no GPU can reach, by its kernels' measured rate. Both use host memory; that they slow each other there is not
-reckoned with, and where host memory is all that bounds them the split costs nothing.
+and what no GPU can reach, by its kernels' rate. Both use host memory: where somebody knows how fast that is, no share
+makes it faster.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ from tiering.plan import Budgets, Tier, Workload
 from tiering.planning.forecast import link_seconds, updated_on_device
 from tiering.planning.rates import Rates
 
-WORTH_A_WINDOW = 0.05  # smaller shares save less than the device memory is worth that they pass through
+SHARES = [hundredths / 100 for hundredths in range(101)]
+WORTH_A_WINDOW = (
+    0.05  # what saves less of an update's time is not worth the device memory that it passes through
+)
 
 
 def best_share(load: Workload, budgets: Budgets, rates: Rates) -> float:
-    """The share of state in host memory that should visit the GPU, in hundredths; 0 where a rate is not known.
+    """The share of state in host memory that should visit the GPU, one of SHARES; 0 where a rate is not known.
 
     ``rates`` are those of one rank. Raises nothing: what has no plan has no share.
     """
-    if load.device_is_host or rates.optimizer is None or rates.device_link is None:
+    kernels = rates.optimizer
+    if load.device_is_host or kernels is None or rates.device_link is None:
         return 0.0
     try:
         plan = place(replace(load, update_on_device=1.0), budgets)
@@ -38,8 +42,17 @@ def best_share(load: Workload, budgets: Budgets, rates: Rates) -> float:
     on_device = link_seconds(there, back, rates)
     if rates.device_memory is not None:
         on_device = max(on_device, updated_on_device(load, elements) / rates.device_memory)
-    kept = sum(t.numel for t in plan.sub_groups if t.tier is not Tier.DEVICE and not t.visits)
-    on_cpu, beside = elements / rates.optimizer, kept / rates.optimizer
-    # share x on_device = (1 - share) x on_cpu + beside
-    share = min(1.0, (on_cpu + beside) / (on_cpu + on_device)) if on_device else 1.0
-    return round(share, 2) if share >= WORTH_A_WINDOW else 0.0
+    beside = sum(t.numel for t in plan.sub_groups if t.tier is not Tier.DEVICE and not t.visits)
+
+    def seconds(share: float) -> float:
+        stepped = (1 - share) * elements + beside
+        busiest: float = max(share * on_device, stepped / kernels)
+        if rates.host_memory is not None:
+            moved = share * (there + back) + stepped * load.stepped_bytes
+            busiest = max(busiest, moved / rates.host_memory)
+        return busiest
+
+    least = min(map(seconds, SHARES))
+    if least > (1 - WORTH_A_WINDOW) * seconds(0.0):
+        return 0.0
+    return next(share for share in SHARES if seconds(share) == least)

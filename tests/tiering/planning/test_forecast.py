@@ -16,7 +16,10 @@ from tiering.planning.forecast import HIDDEN, Forecast, Part, forecast
 from tiering.planning.rates import Rates
 
 # Seconds are then amounts; both ways of a link do not slow each other.
-EACH_ONE = Rates(**dict.fromkeys((field.name for field in fields(Rates)), 1.0) | {"device_link_both": 2.0})
+EACH_ONE = Rates(
+    **dict.fromkeys((field.name for field in fields(Rates)), 1.0)
+    | {"device_link_both": 2.0, "host_memory": None}
+)
 TRAINED = 3 * NUMEL  # elements of example()
 
 

@@ -36,6 +36,8 @@ def load(**changes: object) -> Workload:
         ({"device_link_both": LINK}, 0.33),  # both ways share what one way has
         ({"device_link_both": None}, 0.5),
         ({"device_memory": 14.0}, 0.33),  # 28 bytes of it for an element
+        ({"host_memory": 1.5 * 28}, 0.34),  # of which an element takes 28 bytes wherever it is updated
+        ({"host_memory": 28.0}, 0.0),
         ({"optimizer": 30.0}, 0.0),  # not worth its window
         ({"optimizer": None}, 0.0),
         ({"device_link": None}, 0.0),
@@ -50,7 +52,9 @@ def test_the_gpu_gets_as_much_as_both_are_done_with_together(
         planned = make_plan(load(update_on_device=share), AMPLE)
         step = forecast(planned, replace(known, flops=1e30, gradients=1e30), tokens=1).step
         on_device = max(step.busy[Part.DEVICE_LINK], step.busy[Part.COMPUTE])
-        assert step.busy[Part.OPTIMIZER] == pytest.approx(on_device, rel=0.05)
+        both = step.busy[Part.HOST_MEMORY] if "host_memory" in rates else on_device
+        assert step.seconds == pytest.approx(max(both, step.busy[Part.OPTIMIZER]))
+        assert step.busy[Part.OPTIMIZER] == pytest.approx(both, rel=0.05)
 
 
 def test_the_cpu_has_what_no_gpu_reaches() -> None:

@@ -33,10 +33,11 @@ from optim_cpu import kernels
 from tiering.arena import Lease
 from tiering.errors import EngineStateError, RankOrderError
 from zero3 import device_kernels
-from zero3.collectives import Collectives, Pending
+from zero3.collectives import Collectives
 from zero3.grads import KERNEL_DTYPES, GradientStore, add_up, taken_gradient
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece, shard_ranges
+from zero3.process_groups import Pending
 from zero3.tiers import Entry, Tiers, as_tensor
 
 

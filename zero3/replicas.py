@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from zero3.collectives import Collectives, Pending
+from zero3.collectives import Collectives
 from zero3.param_group import ParamGroup
 from zero3.partition import shard_ranges
+from zero3.process_groups import Pending
 
 
 class Replicas:

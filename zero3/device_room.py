@@ -21,7 +21,16 @@ KIND = "unsharded groups"
 
 
 class DeviceRoom(ABC):
-    """Room for the bytes of one flat tensor: ``take`` it, ``open`` it to write, ``attach`` it to use, ``give_back``."""
+    """Room for the bytes of ``flat``: ``take`` it, ``open`` it to write, ``attach`` it to use, ``give_back``.
+
+    Until ``take_bytes`` the tensor has memory, with nothing in it, so that views of it can be made.
+    """
+
+    flat: Tensor
+
+    @abstractmethod
+    def take_bytes(self) -> None:
+        """Let the tensor be without memory until ``attach``."""
 
     @abstractmethod
     def take(self, *, at: int | None, wait: bool) -> bool:
@@ -44,16 +53,20 @@ class DeviceRoom(ABC):
 
 
 class SlabRoom(DeviceRoom):
-    """A lease of the slab, with whose memory the storage trades its own."""
+    """A lease of the slab, with whose memory the storage trades its own. It never has memory beside the slab's."""
 
-    def __init__(self, flat: Tensor, slab: DeviceSlab, tiers: Tiers) -> None:
-        self._flat = flat
-        self._nbytes = flat.untyped_storage().nbytes()
+    def __init__(self, numel: int, dtype: torch.dtype, slab: DeviceSlab, tiers: Tiers) -> None:
+        self._nbytes = numel * dtype.itemsize
+        shown = slab.beginning(self._nbytes).untyped_storage()
+        self.flat = torch.empty(0, dtype=dtype, device=tiers.device).set_(shown, 0, (numel,), (1,))
         self._slab = slab
         self._tiers = tiers
         self._lease: Lease | None = None
         self._bytes: Tensor | None = None  # of the lease; while attached, it has what the flat tensor had
         self._attached = False
+
+    def take_bytes(self) -> None:
+        exchange_pointers(self.flat, torch.empty(0, dtype=torch.uint8, device=self.flat.device))
 
     def take(self, *, at: int | None, wait: bool) -> bool:
         # Room comes free when compute gives it back, which is waiting here: waiting would be for nothing.
@@ -71,7 +84,7 @@ class SlabRoom(DeviceRoom):
 
     def attach(self) -> None:
         assert self._bytes is not None
-        exchange_pointers(self._flat, self._bytes)
+        exchange_pointers(self.flat, self._bytes)
         self._attached = True
 
     def give_back(self, last_use: Event | None) -> None:
@@ -79,7 +92,7 @@ class SlabRoom(DeviceRoom):
         assert lease is not None
         if self._attached:
             assert self._bytes is not None and self._tiers.streams is not None
-            exchange_pointers(self._flat, self._bytes)
+            exchange_pointers(self.flat, self._bytes)
             self._attached = False
             last_use = last_use or self._tiers.streams.compute.record()
         self._bytes = None
@@ -95,20 +108,23 @@ class AllocatedRoom(DeviceRoom):
     ``alone``: no other rank has to have room when this one has.
     """
 
-    def __init__(self, flat: Tensor, ledger: Ledger, tiers: Tiers, *, alone: bool) -> None:
-        self._flat = flat
-        self._nbytes = flat.untyped_storage().nbytes()
+    def __init__(self, numel: int, dtype: torch.dtype, ledger: Ledger, tiers: Tiers, *, alone: bool) -> None:
+        self.flat = torch.empty(numel, dtype=dtype, device=tiers.device)
+        self._nbytes = self.flat.untyped_storage().nbytes()
         self._ledger = ledger
         self._tiers = tiers
         self._alone = alone
         self._entry: Entry | None = None
+
+    def take_bytes(self) -> None:
+        self.flat.untyped_storage().resize_(0)
 
     def take(self, *, at: int | None, wait: bool) -> bool:
         entry = (self._ledger.lease if wait else self._ledger.try_lease)(self._nbytes, KIND)
         if entry is None:
             return False
         try:
-            self._flat.untyped_storage().resize_(self._nbytes)
+            self.flat.untyped_storage().resize_(self._nbytes)
         except torch.OutOfMemoryError:
             entry.release()
             if wait or not self._alone:
@@ -120,7 +136,7 @@ class AllocatedRoom(DeviceRoom):
     def open(self) -> tuple[Tensor, list[Event]]:
         # The memory may be what compute has freed, and uses still.
         streams = self._tiers.streams
-        return self._flat.data.view(torch.uint8), [] if streams is None else [streams.compute.record()]
+        return self.flat.data.view(torch.uint8), [] if streams is None else [streams.compute.record()]
 
     def attach(self) -> None:
         pass
@@ -132,16 +148,16 @@ class AllocatedRoom(DeviceRoom):
             # It goes back to the pool of the stream that it was allocated on, which is perhaps not this one.
             if last_use is not None:
                 streams.compute.wait_for(last_use)
-            streams.compute.keep(self._flat)
-        self._flat.untyped_storage().resize_(0)
+            streams.compute.keep(self.flat)
+        self.flat.untyped_storage().resize_(0)
         self._entry.release()
         self._entry = None
 
 
-def room_for(flat: Tensor, tiers: Tiers, *, alone: bool) -> DeviceRoom:
-    """Room for ``flat``, which has its full size now, wherever the tiers have it; ``alone``: see AllocatedRoom."""
+def room_for(numel: int, dtype: torch.dtype, tiers: Tiers, *, alone: bool) -> DeviceRoom:
+    """Room for a flat tensor, wherever the tiers have it; ``alone``: see AllocatedRoom."""
     working = tiers.working
     if isinstance(working, DeviceSlab):
-        return SlabRoom(flat, working, tiers)
+        return SlabRoom(numel, dtype, working, tiers)
     assert isinstance(working, Ledger)
-    return AllocatedRoom(flat, working, tiers, alone=alone)
+    return AllocatedRoom(numel, dtype, working, tiers, alone=alone)

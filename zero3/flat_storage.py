@@ -153,11 +153,11 @@ class CopiedStorage(FlatStorage):
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers) -> None:
-        self.flat = torch.empty(numel, dtype=dtype, device=tiers.device)
-        self._nbytes = self.flat.untyped_storage().nbytes()
+        self._room = room_for(numel, dtype, tiers, alone=True)
+        self.flat = self._room.flat
+        self._nbytes = numel * dtype.itemsize
         self._home = home
         self._tiers = tiers
-        self._room = room_for(self.flat, tiers, alone=True)
         self._lease: Lease | None = None
         self._ticket: Transfer | None = None
         self._arrived: Event | None = None  # the copy in flight
@@ -183,6 +183,9 @@ class CopiedStorage(FlatStorage):
             raise
         self._lease = lease
         return True
+
+    def take_bytes(self) -> None:
+        self._room.take_bytes()
 
     def advance(self) -> None:
         if self._ticket is not None and self._ticket.done():

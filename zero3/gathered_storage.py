@@ -171,14 +171,17 @@ class DeviceGatheredStorage(ShardedStorage):
     def __init__(
         self, layout: FlatLayout, dtype: torch.dtype, home: Home, tiers: Tiers, gathers: ShardGathers
     ) -> None:
-        self.flat = torch.empty(layout.numel, dtype=dtype, device=tiers.device)
+        self._room = room_for(layout.numel, dtype, tiers, alone=False)
+        self.flat = self._room.flat
         self.gathers = gathers
         self._home = home
         self._tiers = tiers
-        self._room = room_for(self.flat, tiers, alone=False)
         self._lease: Lease | None = None  # pinned, of a shard that is read
         self._ticket: Transfer | None = None
         self._copied: Event | None = None  # the shard, to its place
+
+    def take_bytes(self) -> None:
+        self._room.take_bytes()
 
     def start(self, *, at: int | None, wait: bool) -> bool:
         if not self._room.take(at=at, wait=wait):

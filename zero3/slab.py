@@ -28,6 +28,10 @@ class DeviceSlab(Arena):
         """The bytes of ``lease``: a tensor that begins with its storage, so that a storage can take them over."""
         return apart(self._bytes[lease.offset : lease.offset + lease.nbytes])
 
+    def beginning(self, nbytes: int) -> Tensor:
+        """As ``tensor``, of bytes that nobody has leased, for who needs memory of that size and does not touch it."""
+        return apart(self._bytes[:nbytes])
+
     def last_uses(self, lease: Lease) -> list[Event]:
         """What has to be over before ``lease`` is written to."""
         end = lease.offset + lease.nbytes

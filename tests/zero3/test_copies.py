@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tiering.arena import PAGE, Arena
 from zero3.copies import Copies, LinkStats
+from zero3.device_room import room_for
 from zero3.exchange import apart, can_exchange, exchange_pointers
 from zero3.slab import DeviceSlab
 from zero3.streams import Event, Stream
@@ -112,6 +114,32 @@ def test_a_lease_of_the_slab_is_a_tensor_with_a_storage_of_its_own(gpu: FakeDevi
     exchange_pointers(flat, tensor)
     assert flat.untyped_storage().nbytes() == 0
     assert can_exchange(DEVICE)
+
+
+def test_a_storage_over_the_slab_never_has_memory_of_its_own(gpu: FakeDevice) -> None:
+    slab = DeviceSlab(4 * PAGE, DEVICE, gpu.streams, "working")
+    tiers = SimpleNamespace(working=slab, device=DEVICE, streams=gpu.streams)
+    other = slab.lease(PAGE, "other", alone=True)
+    room = room_for(PAGE, torch.bfloat16, tiers, alone=True)  # type: ignore[arg-type]
+    flat, view = room.flat, room.flat[8:16].view(2, 4)
+    assert flat.data_ptr() == slab.address
+    room.take_bytes()
+    assert flat.untyped_storage().nbytes() == 0
+    assert room.take(at=None, wait=True)
+    target, after = room.open()
+    with gpu.streams.fetch.running():
+        for event in after:
+            gpu.streams.fetch.wait_for(event)
+        target.view(torch.bfloat16).copy_(torch.arange(PAGE, device=DEVICE))
+    gpu.streams.compute.wait_for(gpu.streams.fetch.record())
+    room.attach()
+    assert view.data_ptr() == slab.address + other.nbytes + 16
+    assert view.flatten().tolist() == list(range(8, 16))
+    view.sum()
+    room.give_back(None)
+    assert (flat.untyped_storage().nbytes(), slab.used) == (0, other.nbytes)
+    again = slab.lease(3 * PAGE, "again", alone=True)
+    assert len(slab.last_uses(again)) == 1  # what compute was told so far
 
 
 def test_what_is_apart_keeps_the_memory_of_the_whole() -> None:

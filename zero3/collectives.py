@@ -399,10 +399,13 @@ class Collectives:
             self.peers.fail(self._raised)
         if self._streams is None or not self._leave.alive:
             return
-        if self.peers.broken:
+        if self.peers.broken or self._failure is not None:
             self._groups.sever()
-        self._streams.gather.synchronize()
-        self._streams.reduce.synchronize()
+        try:
+            self._streams.gather.synchronize()
+            self._streams.reduce.synchronize()
+        except RuntimeError as error:  # CUDA's, which every call raises from then on: there is more to close
+            log.error("the device of rank %d has failed: %s", self.world.rank, error)
 
     def close(self) -> None:
         """Leave the other ranks. Idempotent.

@@ -53,7 +53,10 @@ class ProcessGroups:
     def unended(self) -> str | None:
         """What the device was told and has not ended, the first of it. Any thread may ask."""
         pending = (each for queued in self._queued.values() for each in list(queued))
-        return next((each.what for each in pending if not _is_over(each)), None)
+        try:
+            return next((each.what for each in pending if not _is_over(each)), None)
+        except RuntimeError:  # CUDA's: whoever uses the device is told
+            return None
 
     def abort(self, reason: str) -> None:
         """The device waits for a rank that will not come, and the CPU for the device: end what they wait for."""

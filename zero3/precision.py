@@ -20,10 +20,13 @@ FACTOR = 2.0  # a power of two, so that only exponents change
 
 
 def autocast(config: TieringConfig, device: torch.device) -> AbstractContextManager[Any]:
-    """The autocast section's context on ``device``; nothing without one."""
+    """The autocast section's context on ``device``; nothing without one.
+
+    Without torch's cache, which keeps a copy of every weight until the forward ends, however few fit on the device.
+    """
     if config.autocast is None:
         return nullcontext()
-    return torch.autocast(device.type, COMPUTE_DTYPES[config.autocast])
+    return torch.autocast(device.type, COMPUTE_DTYPES[config.autocast], cache_enabled=False)
 
 
 def cast_floating(values: Any, dtype: torch.dtype) -> Any:

@@ -393,10 +393,8 @@ class Collectives:
     def settle(self) -> None:
         """Before anybody waits for a device for the last time, or gives back memory that it sends or receives in.
 
-        What cannot end is ended: on this rank nobody does, where it is the one that has failed.
+        What cannot end is ended: on this rank nobody else does, where it is the one that has failed.
         """
-        if self._raised is not None:
-            self.peers.fail(self._raised)
         if self._streams is None or not self._leave.alive:
             return
         if self.peers.broken or self._failure is not None:
@@ -412,6 +410,8 @@ class Collectives:
 
         Where a device is connected with theirs, wait a while for them to come: they may still read its memory.
         """
+        if self._raised is not None:
+            self.peers.fail(self._raised)
         self.settle()
         if self._leave.alive:
             if self._failure is not None:

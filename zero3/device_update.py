@@ -7,7 +7,8 @@ Note [Visits to the device]
     run at once. Meanwhile the CPU steps other tiles.
 
     Until ``settle`` the CPU must neither read nor write the host memory of tiles that were queued. Copies to the device
-    that are queued after ``publish``, and what compute is told after ``show``, see the new parameters.
+    that are queued after ``publish``, and what compute is told after ``show``, see the new parameters; gradients that
+    compute makes then come behind the copies of those that they take the place of.
 """
 
 from __future__ import annotations

@@ -133,8 +133,6 @@ class Update:
     def expect(self, *, last: bool) -> None:
         """A backward begins; the ``last`` one before an update may read ahead for it."""
         self._gradients.last_micro_batch = last
-        if isinstance(self._optimizer, TieredOptimizer):
-            self._optimizer.settle()  # gradients take the places of those that it may still be using
         if last and not self.in_backward:
             self._optimizer.expect_step()
 

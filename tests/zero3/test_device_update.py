@@ -27,6 +27,7 @@ ON_HOST = {"offload_param": "cpu", "offload_optimizer": "cpu", **SMALL_TILES}
 STATE_ON_HOST = {"offload_optimizer": "cpu", **SMALL_TILES}
 SOME_ON_NVME = {"offload_param": "nvme", "offload_optimizer": "nvme", "host_budget": "2MiB", **SMALL_TILES}
 SPLIT = {"state": "split"}
+STATELESS = {"precision": "fp32", "rule": "SGD", "optimizer": {"lr": 1e-2}}
 IN_BACKWARD = {"step_in_backward": True, "clip": 0, "accumulation": 1}
 
 CPU, VISIT, STAYS = "by the CPU", "visiting the device", "in device memory"
@@ -38,7 +39,7 @@ PLACEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     # Without any state nothing comes back, and gradients alone visit.
     "parameters stay, no state": (
         {**STATE_ON_HOST, "update_on_device": 1.0},
-        {"precision": "fp32", "rule": "SGD", "optimizer": {"lr": 1e-2}},
+        STATELESS,
         set(),
     ),
     "parameters stay, split": ({**STATE_ON_HOST, "update_on_device": 0.6}, SPLIT, {CPU, VISIT}),
@@ -150,24 +151,30 @@ def left_by(engine: Engine) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "tiers"),
-    [(1, ON_HOST), (2, ON_HOST), (1, {"offload_optimizer": "cpu", **SPLIT})],  # fewer tiles than slots
-    ids=["one", "two", "parameters stay"],
+    ("tiers", "habit"),
+    [
+        (ON_HOST, {}),
+        (ON_HOST, {"accumulation": 2}),
+        ({"offload_optimizer": "cpu"}, SPLIT),  # fewer tiles than slots
+        (STATE_ON_HOST, STATELESS),
+    ],
+    ids=["one", "two", "parameters stay", "no state"],
 )
 def test_who_uses_what_is_on_its_way_back_waits_for_it(
     start: Start,
     differing: Differing,
     micro_batches: Callable[..., Iterator[tuple[Tensor, Tensor]]],
     tmp_path: Path,
-    accumulation: int,
     tiers: dict[str, Any],
+    habit: dict[str, Any],
 ) -> None:
     """Before a step, an evaluation that nobody looks at, as nobody does at the loss without accumulation. Right after
     it an evaluation, a save, what names read, and parameters in place.
     """
 
     def trained(directory: Path, **options: Any) -> list[dict[str, Tensor]]:
-        engine = start(accumulation=accumulation, **options)
+        engine = start(**({"accumulation": 1} | habit | options))
+        accumulation = engine.config.gradient_accumulation_steps
         seen = []
         uses: list[Callable[[int], object]] = [
             lambda step: None,
@@ -195,8 +202,7 @@ def test_who_uses_what_is_on_its_way_back_waits_for_it(
         return seen
 
     seen = on_gpu(never, trained, tmp_path / "gpu", update_on_device=0.5, **tiers)
-    state = {"state": tiers["state"]} if "state" in tiers else {}
-    for one, other in zip(seen, trained(tmp_path / "cpu", **state), strict=True):
+    for one, other in zip(seen, trained(tmp_path / "cpu"), strict=True):
         assert differing(one, other) == []
 
 

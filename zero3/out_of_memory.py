@@ -17,7 +17,7 @@ def explain(error: BaseException, tiers: Tiers, left: str) -> None:
     if not isinstance(error, torch.OutOfMemoryError):
         return
     owned = sorted(tiers.occupancy(Tier.DEVICE).items(), key=lambda item: -item[1])
-    kinds = ", ".join(f"{kind} {format_size(nbytes)}" for kind, nbytes in owned)
+    kinds = ", ".join(f"{kind} {format_size(nbytes)}" for kind, nbytes in owned) or "nothing"
     error.add_note(
         f"The engine owns {format_size(sum(nbytes for _, nbytes in owned))} of the device's memory ({kinds}), of a"
         f" device_budget of {format_size(tiers.plan.budgets.device)}; all else there are activations, gradients on"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiering.errors import EngineStateError
+from zero3 import tiers
 
 from .fake_device import FakeDevice
 
@@ -201,3 +203,42 @@ def test_what_ran_out_of_memory_keeps_none(
         assert [storage() for storage in seen] == [None, None]
     finally:
         gc.enable()
+
+
+def test_what_was_fetched_ahead_gives_way_to_what_is_needed(
+    start: Callable[..., Any],
+    gpu: Callable[[], None],
+    micro_batches: Callable[..., Any],
+    differing: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where torch cannot exchange the memory of storages, unsharding allocates: here, in room for three groups."""
+    gpu()
+    monkeypatch.setattr(tiers, "can_exchange", lambda device: False)
+    batches = list(micro_batches(3))
+    calm = start(accumulation=1, **HOST)
+    train(calm, batches)
+    sizes = {group.name: group.layout.numel * group.dtype.itemsize for group in calm._groups}
+    room = sum(sorted(sizes.values())[-3:])
+    assert room < sum(sizes.values())
+    resize, held, refused = torch.UntypedStorage.resize_, Counter[int](), []
+
+    def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        if nbytes and nbytes + sum(held.values()) - held[storage._cdata] > room:
+            refused.append(nbytes)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        held[storage._cdata] = nbytes
+        return resize(storage, nbytes)
+
+    tried = start(accumulation=1, **HOST)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", resized)
+    train(tried, batches)
+    assert len(refused) > 3
+    assert differing(tried.master_state_dict(), calm.master_state_dict()) == []
+    room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        tried(*batches[0])
+    room = 2 * sum(sizes.values())
+    train(calm, batches)
+    train(tried, batches)
+    assert differing(tried.master_state_dict(), calm.master_state_dict()) == []

@@ -250,9 +250,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def _make_room(self) -> bool:
         """Step a tile that is due and may hold a gradient window; False if none is."""
-        if self._final and not self._due_streamed:
-            self._make_due(next(iter(self._final)))
-        if not self._due_streamed:
+        if not self._due_streamed:  # a group whose gradients are still on their way may be the one that asks
             return False
         self._step_streamed(next(iter(self._due_streamed)))
         return True

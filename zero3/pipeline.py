@@ -181,6 +181,10 @@ class StatePipeline:
 
     def _unstage(self, tile: Tile) -> None:
         staged = self._staged.pop(tile)
+        for read in staged.reads:
+            if isinstance(read, Event):  # of parameters on the device, which somebody may be about to edit
+                assert self._tiers.streams is not None
+                self._tiers.streams.compute.wait_for(read)
         staged.lease.retire(AllOf[Completion](list(staged.reads)))
 
     def _read_gradient(self, staged: Staged) -> None:

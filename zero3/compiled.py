@@ -55,6 +55,12 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or by_hand
 
 
+def in_compiled_autograd() -> bool:
+    """Whether the backward that runs is one that torch has traced: it calls nobody at its end."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False))
+
+
 def called_by_compiled_code() -> bool:
     """Whether anything that calls what runs now was compiled, though what lies between was told to be left alone."""
     return "compiled" in _callers()

@@ -33,6 +33,7 @@ from torch import nn
 from tiering.errors import ArenaError, EngineStateError, ResidencyError
 from tiering.interrupts import deferred_interrupts, uninterrupted
 from zero3.activations import Activations
+from zero3.compiled import in_compiled_autograd
 from zero3.hooks import call_at_end_of_backward, graph_task, in_backward_pass, next_node
 from zero3.param_group import ParamGroup, Residency
 from zero3.partition import Piece
@@ -199,6 +200,11 @@ class PassSchedule:
                 raise EngineStateError(
                     "backward was called with create_graph=True: gradients of gradients are not supported in this"
                     " version while parameters are offloaded; use offload_param: none"
+                )
+            if in_compiled_autograd():
+                raise EngineStateError(
+                    "backward was called under torch's compiled autograd, which does not tell when it ends: leave"
+                    " torch._dynamo.config.compiled_autograd at False; blocks' own backwards are compiled without it"
                 )
             self.in_backward, self._received = True, False
             self._backward = call_at_end_of_backward(self.end_of_backward)

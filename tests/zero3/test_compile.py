@@ -273,6 +273,19 @@ def test_a_compiled_whole_is_refused_with_the_remedy(start: Start, placement: di
     engine.step()
 
 
+def test_compiled_autograd_is_refused(start: Start) -> None:
+    engine = start(seeded(Layers), accumulation=1)
+    tokens, targets = next(batches(1))
+    loss = engine(tokens, targets)
+    with (
+        pytest.raises(EngineStateError, match=r"config\.compiled_autograd at False"),
+        torch._dynamo.compiled_autograd._enable(lambda graph: graph),
+    ):
+        engine.backward(loss)
+    engine.backward(engine(tokens, targets))
+    engine.step()
+
+
 def test_wrapped_modules_are_refused_at_initialize(start: Start) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ConfigError, match=r"the model is wrapped by torch\.compile"):

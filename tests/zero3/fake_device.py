@@ -12,9 +12,10 @@ raises it.
         target.sum()  # found: compute did not wait for the copy
 
 The device's memory is what is allocated for ``DEVICE`` (its index tells it from "cpu"), and what comes of operations on
-that; everything else is the CPU's. Found are also device memory that is freed while another stream uses it and was not
+that; everything else is the CPU's. An allocation counts as a write: what its stream did with the memory before need
+not be over. Found are also device memory that is freed while another stream uses it and was not
 told to keep it, the CPU touching the device's memory, and operations that mix both. ``waits`` lists where the program
-made the CPU wait for the device without an event: ``.item()``, a copy that blocks.
+made the CPU wait for the device: for an event, by ``.item()``, by a copy that blocks.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ class FakeDevice:
             made = [
                 tensor
                 for tensor in tensors_in(result)
-                if tensor.untyped_storage()._cdata not in known and not shape.views
+                if tensor.untyped_storage()._cdata not in known and shape.makes
             ]
             kind = Kind.DEVICE if there else Kind.PINNED if pinned else Kind.PAGEABLE
             if self._crosses(shape, regions, args, kwargs):
@@ -292,14 +293,22 @@ class FakeDevice:
         key, start = storage._cdata, storage.data_ptr()
         if not storage.nbytes() or not start:
             return
-        if key not in self._kinds:
-            weakref.finalize(storage, self._died, key).atexit = False
         owner = self.streams.compute.agent if kind is Kind.DEVICE else None
         where = place()
         movable = kind is Kind.PAGEABLE and not (where and where[0][0].startswith(("zero3/", "tiering/")))
         region = Region(start, start + storage.nbytes(), kind, what, owner, movable)
         self._add(region)
-        self._storages[key], self._kinds[key] = region, kind
+        self._storages[key] = region
+        self._follow(storage, kind)
+        if owner is not None:  # which may still use what was there before
+            self.on_device(region.start, region.end, True, f"{what}, which takes what was there before")
+
+    def _follow(self, storage: torch.UntypedStorage, kind: Kind) -> None:
+        """Know of what kind ``storage`` is, whatever memory it has, as long as it lives."""
+        key = storage._cdata
+        if key not in self._kinds:
+            weakref.finalize(storage, self._died, key).atexit = False
+        self._kinds[key] = kind
 
     def _add(self, region: Region) -> None:
         self._regions.add(region)
@@ -308,13 +317,13 @@ class FakeDevice:
     def _is_there(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is the device's, also while it has no memory."""
         with torch._C.DisableTorchFunctionSubclass():  # of a resharded parameter nobody else may ask that
-            return self._is_plainly_there(tensor)
+            return self._has(tensor.data_ptr(), tensor.untyped_storage()._cdata)
 
-    def _is_plainly_there(self, tensor: Tensor) -> bool:
-        if address := tensor.data_ptr():
-            region = self._regions.at(address)
-            return region is not None and region.kind is Kind.DEVICE
-        return self._kinds.get(tensor.untyped_storage()._cdata) is Kind.DEVICE
+    def _has(self, address: int, key: int) -> bool:
+        if not address:
+            return self._kinds.get(key) is Kind.DEVICE
+        region = self._regions.at(address)
+        return region is not None and region.kind is Kind.DEVICE
 
     def _died(self, key: int) -> None:
         """A storage is no more. This may come in the middle of anything: what it means is looked at later."""
@@ -381,15 +390,14 @@ class FakeDevice:
         def exchanged(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> Any:
             with self.lock:
                 self._bury()
+                both = storage, other
+                there = any(self._has(each.data_ptr(), each._cdata) for each in both)
+                had = [self._storages.pop(each._cdata, None) for each in both]
                 exchange(storage, other)
-                keys = storage._cdata, other._cdata
-                had = [self._storages.pop(key, None) for key in keys]
-                for key, of, region in zip(keys, (storage, other), reversed(had), strict=True):
+                for each, region in zip(both, reversed(had), strict=True):
+                    self._follow(each, Kind.DEVICE if there else Kind.PAGEABLE)
                     if region is not None:
-                        if key not in self._kinds:
-                            weakref.finalize(of, self._died, key).atexit = False
-                        self._kinds[key] = region.kind
-                        self._storages[key] = region
+                        self._storages[each._cdata] = region
 
         def moved(tensor: Tensor, *args: Any, **options: Any) -> Any:
             """To torch both are one device: what crosses the link has to be copied, and what does not, not."""

@@ -36,6 +36,13 @@ def on_device(value: float = 1.0) -> Tensor:
     return torch.full((NUMEL,), value, device=DEVICE)
 
 
+def room(gpu: FakeDevice) -> Tensor:
+    """On the device, for copies."""
+    made = torch.empty(NUMEL, device=DEVICE)
+    gpu.streams.fetch.wait_for(gpu.streams.compute.record())
+    return made
+
+
 def pinned(value: float = 1.0) -> Tensor:
     return torch.empty(NUMEL, pin_memory=True).fill_(value)
 
@@ -45,7 +52,7 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 
 def compute_waits_for_a_copy(gpu: FakeDevice, right: bool) -> None:
-    target, source = torch.empty(NUMEL, device=DEVICE), pinned()
+    target, source = room(gpu), pinned()
     fetch = gpu.streams.fetch
     with fetch.running():
         copy(target, source)
@@ -56,7 +63,7 @@ def compute_waits_for_a_copy(gpu: FakeDevice, right: bool) -> None:
 
 
 def compute_waits_for_the_right_event(gpu: FakeDevice, right: bool) -> None:
-    target, source = torch.empty(NUMEL, device=DEVICE), pinned()
+    target, source = room(gpu), pinned()
     fetch = gpu.streams.fetch
     early = fetch.record()
     with fetch.running():
@@ -68,7 +75,7 @@ def compute_waits_for_the_right_event(gpu: FakeDevice, right: bool) -> None:
 
 
 def compute_waits_for_the_right_stream(gpu: FakeDevice, right: bool) -> None:
-    target, source = torch.empty(NUMEL, device=DEVICE), pinned()
+    target, source = room(gpu), pinned()
     with gpu.streams.fetch.running():
         copy(target, source)
     waited = gpu.streams.fetch if right else gpu.streams.offload
@@ -121,7 +128,7 @@ def an_answer_is_heard(gpu: FakeDevice, right: bool) -> None:
 
 
 def the_cpu_leaves_alone_what_is_copied(gpu: FakeDevice, right: bool) -> None:
-    target, source = torch.empty(NUMEL, device=DEVICE), pinned()
+    target, source = room(gpu), pinned()
     with gpu.streams.fetch.running():
         copy(target, source)
     if right:
@@ -132,7 +139,7 @@ def the_cpu_leaves_alone_what_is_copied(gpu: FakeDevice, right: bool) -> None:
 
 def a_lease_is_given_back_after_the_copy(gpu: FakeDevice, right: bool) -> None:
     arena = Arena.map(4096, "host")
-    target = torch.empty(NUMEL, device=DEVICE)
+    target = room(gpu)
     lease = arena.lease(BYTES, "fetched")
     source = as_tensor(lease)[:BYTES].view(torch.float32).fill_(1.0)
     with gpu.streams.fetch.running():
@@ -143,6 +150,17 @@ def a_lease_is_given_back_after_the_copy(gpu: FakeDevice, right: bool) -> None:
         lease.release()
     again = arena.lease(BYTES, "next")
     as_tensor(again).zero_()
+    gpu.streams.fetch.synchronize()
+
+
+def a_copy_waits_for_the_allocation(gpu: FakeDevice, right: bool) -> None:
+    """Compute may still use what was there before."""
+    target, source = torch.empty(NUMEL, device=DEVICE), pinned()
+    if right:
+        gpu.streams.fetch.wait_for(gpu.streams.compute.record())
+    with gpu.streams.fetch.running():
+        copy(target, source)
+    gpu.streams.compute.wait_for(gpu.streams.fetch.record())
     gpu.streams.fetch.synchronize()
 
 
@@ -262,6 +280,7 @@ PROGRAMS: list[Program] = [
     an_answer_is_heard,
     the_cpu_leaves_alone_what_is_copied,
     a_lease_is_given_back_after_the_copy,
+    a_copy_waits_for_the_allocation,
     a_tensor_is_kept_for_a_copy,
     a_tensor_is_held_until_compute_has_waited,
     a_storage_is_emptied_after_the_copy,
@@ -285,12 +304,12 @@ def test_a_wait_that_is_missing(program: Program) -> None:
 def a_read_is_over_before_its_bytes_are_copied(
     gpu: FakeDevice, right: bool, space: SwapSpace, extent: StripedExtent, arena: Arena
 ) -> None:
-    lease, target = arena.lease(PAGE, "read"), torch.empty(PAGE, dtype=torch.uint8, device=DEVICE)
+    lease, target = arena.lease(BYTES, "read"), room(gpu).view(torch.uint8)
     ticket = space.swap_in(extent, lease)
     if right:
         ticket.wait()
     with gpu.streams.fetch.running():
-        copy(target, as_tensor(lease))
+        copy(target, as_tensor(lease)[:BYTES])
     gpu.streams.fetch.synchronize()
     ticket.wait()
 
@@ -298,10 +317,10 @@ def a_read_is_over_before_its_bytes_are_copied(
 def a_copy_is_over_before_its_lease_is_read_into(
     gpu: FakeDevice, right: bool, space: SwapSpace, extent: StripedExtent, arena: Arena
 ) -> None:
-    lease, target = arena.lease(PAGE, "read"), torch.empty(PAGE, dtype=torch.uint8, device=DEVICE)
+    lease, target = arena.lease(BYTES, "read"), room(gpu).view(torch.uint8)
     as_tensor(lease).zero_()
     with gpu.streams.fetch.running():
-        copy(target, as_tensor(lease))
+        copy(target, as_tensor(lease)[:BYTES])
     if right:
         gpu.streams.fetch.synchronize()
     space.swap_in(extent, lease).wait()
@@ -411,7 +430,7 @@ def test_nothing_that_runs_in_backward_is_missed(right: bool, where: str) -> Non
         gpu = stack.enter_context(FakeDevice())
         source, copied, layer = (
             pinned(),
-            torch.empty(NUMEL, device=DEVICE),
+            room(gpu),
             nn.LayerNorm(NUMEL, device=DEVICE),
         )
         program()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,12 +21,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import tiering
-from zero3 import tiers
+from zero3 import share, tiers
 from zero3.engine import Engine
+from zero3.saver import Saver
 
 from .conftest import SmallModel, batches, same_bits
-from .fake.streams import Answers, at_once, by_chance, never
+from .fake.streams import Answers, FakeStream, at_once, by_chance, never
 from .fake_device import FakeDevice
+from .plain import least_budgets
 
 Start = Callable[..., Engine]
 Script = Callable[[Engine, Path], Iterator[Tensor]]  # trains, and yields losses that nobody has waited for
@@ -33,11 +36,14 @@ Script = Callable[[Engine, Path], Iterator[Tensor]]  # trains, and yields losses
 HOST = {"offload_param": "cpu", "offload_optimizer": "cpu"}
 NVME = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
 TIGHT = {"device_budget": "400KiB", "prefetch": 0}
+LEAST = {"least": True}  # budgets, in which the plan could be made
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "host": HOST,
     "host, room for few groups": HOST | TIGHT | {"threshold": 0},
     "nvme": NVME | {"sub_group_size": 5000},
     "nvme, room for few groups": NVME | TIGHT | {"threshold": 0},
+    "nvme, the least room": NVME | LEAST | {"threshold": 0, "sub_group_size": 5000},
+    "host, the least room": HOST | LEAST | {"threshold": 0},
     "device": {},
     "parameters on the device, state on nvme": {"offload_optimizer": "nvme", "cache_in_host": False},
     "parameters on the device, state in host memory": {"offload_optimizer": "cpu"},
@@ -70,6 +76,19 @@ ANSWERS: dict[str, Callable[[], Answers]] = {
 
 
 @pytest.fixture(autouse=True)
+def saves_that_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In many chunks, so that training goes on meanwhile."""
+    finish = Saver._finish
+
+    def late(*args: Any) -> None:
+        time.sleep(0.001)
+        finish(*args)
+
+    monkeypatch.setattr(share, "CHUNK", 4096)
+    monkeypatch.setattr(Saver, "_finish", late)
+
+
+@pytest.fixture(autouse=True)
 def exact_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's square root on a CPU is not rounded correctly, a GPU's is."""
     sqrt = torch.Tensor.sqrt
@@ -77,12 +96,12 @@ def exact_sqrt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def update(engine: Engine, pairs: Iterator[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-    """One, over all its micro-batches."""
+    """One, over all its micro-batches. The engine does not get the loss, whose value it would wait for in ``step``."""
     for _ in range(engine.config.gradient_accumulation_steps):
         tokens, targets = next(pairs)
         loss = engine(tokens, targets)
         yield loss.detach()
-        engine.backward(loss)
+        engine.scale(loss).backward()
         engine.step()
 
 
@@ -98,7 +117,7 @@ def evaluations(engine: Engine, directory: Path) -> Iterator[Tensor]:
     for _ in range(2):
         tokens, targets = next(pairs)
         for _ in range(engine.config.gradient_accumulation_steps):
-            engine.backward(engine(tokens, targets))
+            engine.scale(engine(tokens, targets)).backward()
             engine.eval()
             with torch.no_grad():
                 yield engine(tokens, targets)
@@ -113,7 +132,9 @@ def edits(engine: Engine, directory: Path) -> Iterator[Tensor]:
     pairs = batches(100)
     block = engine.module.blocks[1]
     for _ in range(2):
+        handle = block.register_forward_pre_hook(_halve)
         yield from update(engine, pairs)
+        handle.remove()
         with torch.no_grad():
             yield engine(*next(pairs))
         with torch.no_grad(), tiering.gathered(block.up.weight, modify=True):
@@ -125,11 +146,17 @@ def edits(engine: Engine, directory: Path) -> Iterator[Tensor]:
         tokens, targets = next(pairs)
         loss = engine(tokens, targets)
         yield loss.detach()
-        engine.backward(loss)
+        engine.scale(loss).backward()
         engine.set_fp32_gradient(name, engine.get_fp32_gradient(name) / 2)
         engine.step()
         engine.set_fp32_state(name, "exp_avg", engine.get_fp32_state(name, "exp_avg") / 2)
     yield from update(engine, pairs)
+
+
+def _halve(block: Any, args: Any) -> None:
+    """In forward."""
+    with torch.no_grad():
+        block.down.weight.mul_(0.5)
 
 
 def saves(engine: Engine, directory: Path) -> Iterator[Tensor]:
@@ -156,7 +183,7 @@ def failures(engine: Engine, directory: Path) -> Iterator[Tensor]:
     for hook in hooks:
         handle = hook()
         with pytest.raises(OSError, match="on purpose"):
-            engine.backward(engine(*next(pairs)))
+            engine.scale(engine(*next(pairs))).backward()
         handle.remove()
         engine.zero_grad()
         yield from update(engine, pairs)
@@ -176,12 +203,30 @@ def without_sync(engine: Engine, directory: Path) -> Iterator[Tensor]:
         yield from update(engine, pairs)
 
 
+def streams(engine: Engine, directory: Path) -> Iterator[Tensor]:
+    """Evaluations on a stream of the user's own, who puts them in order with training."""
+    pairs, device = batches(100), engine._tiers.streams
+    for _ in range(2):
+        yield from update(engine, pairs)
+        if device is None:
+            with torch.no_grad():
+                yield engine(*next(pairs))
+            continue
+        mine = FakeStream(device.compute.device, "of the user's")
+        mine.wait_for(device.compute.record())
+        with mine.running(), torch.no_grad():
+            loss = engine(*next(pairs))
+        device.compute.wait_for(mine.record())
+        mine.keep(loss)
+        yield loss
+
+
 def overflows(engine: Engine, directory: Path) -> Iterator[Tensor]:
     pairs = batches(100)
     for number in range(4):
         loss = engine(*next(pairs))
         yield loss.detach()
-        engine.backward(loss * 1e6 if number == 2 else loss)
+        engine.scale(loss * 1e6 if number == 2 else loss).backward()
         engine.step()
 
 
@@ -197,6 +242,8 @@ SCRIPTS: dict[str, tuple[Script, dict[str, Any]]] = {
     "saves": (saves, {"accumulation": 1}),
     "failures": (failures, {"accumulation": 1}),
     "without sync": (without_sync, {"accumulation": 1}),
+    "edits of split state": (edits, {"accumulation": 1, "state": "split+bf16"}),
+    "streams of the user's": (streams, {"accumulation": 1}),
     "overflows": (overflows, {"accumulation": 1, "precision": "fp16", "fp16": {"initial_scale_power": 8}}),
 }
 
@@ -239,7 +286,13 @@ def left(start: Start, tmp_path: Path) -> Callable[..., Left]:
     def run(script: str, model: str = "small", placement: str = "device") -> Left:
         steps, options = SCRIPTS[script]
         torch.manual_seed(3)
-        engine = start(MODELS[model](), **PLACEMENTS[placement] | options)
+        options = PLACEMENTS[placement] | options
+        if options.pop("least", False):
+            (engine := start(MODELS[model](), **options)).close()
+            budgets = least_budgets(engine.plan)
+            options |= {"host_budget": budgets.host, "device_budget": budgets.device}
+            torch.manual_seed(3)
+        engine = start(MODELS[model](), **options)
         losses = list(steps(engine, tmp_path / f"saved{next(numbers)}"))
         weights, masters = copy.deepcopy(engine.state_dict()), engine.master_state_dict()
         engine.close()

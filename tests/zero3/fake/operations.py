@@ -34,6 +34,11 @@ class Shape(NamedTuple):
     views: bool  # gives another look at an argument's memory
 
     @property
+    def makes(self) -> bool:
+        """Whether tensors that come of it, and did not go into it, have new memory."""
+        return not self.views and self.name != "set_"
+
+    @property
     def accesses(self) -> bool:
         return not self.views and self.name not in NO_ACCESS
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zero3.streams import Event, Stream, Streams
 
+from .operations import place
 from .order import Agent, Clock
 
 if TYPE_CHECKING:
@@ -48,7 +49,9 @@ class FakeEvent(Event):
         return self.known
 
     def wait(self, timeout: float | None = None) -> int:
-        self._device.host.learn(self.clock)
+        if not self.known:
+            self._device.waits.append(("event", place()))
+            self._device.host.learn(self.clock)
         return 0
 
     def seconds_since(self, earlier: Event) -> float:
@@ -67,11 +70,11 @@ class FakeEvent(Event):
 class FakeStream(Stream):
     def __init__(self, device: FakeDevice, name: str) -> None:
         self.agent = Agent(f"stream {name}")
-        self._device = device
+        self.device = device
 
     def record(self, *, timed: bool = False) -> Event:
-        self.agent.learn(self._device.host.clock)
-        return FakeEvent(self._device, dict(self.agent.clock), timed=timed)
+        self.agent.learn(self.device.host.clock)
+        return FakeEvent(self.device, dict(self.agent.clock), timed=timed)
 
     def wait_for(self, event: Event) -> None:
         assert isinstance(event, FakeEvent)
@@ -79,7 +82,7 @@ class FakeStream(Stream):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        within = self._device.streams.within
+        within = self.device.streams.within
         within.append(self)
         try:
             yield
@@ -87,10 +90,10 @@ class FakeStream(Stream):
             assert within.pop() is self
 
     def keep(self, tensor: Tensor) -> None:
-        self._device.keep(tensor, self.agent)
+        self.device.keep(tensor, self.agent)
 
     def synchronize(self) -> None:
-        self._device.host.learn(self.agent.clock)
+        self.device.host.learn(self.agent.clock)
 
 
 class _Within(threading.local):

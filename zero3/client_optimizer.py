@@ -33,6 +33,7 @@ class _Trained:
     piece: Piece
     grad: Tensor
     master: Tensor | None
+    on_device: bool  # in memory that a GPU addresses, and the CPU does not
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -94,7 +95,8 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
                     each.param.grad = None
         for each in received:
             if each.master is not None:
-                _round(each.master, resharded.data_of(each.param).view(-1))
+                out = resharded.data_of(each.param).view(-1)
+                (device_kernels if each.on_device else formats).round_parameters(each.master, out)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated so far."""
@@ -144,17 +146,11 @@ def _trained(tile: Tile, gradients: GradientStore) -> Iterator[_Trained]:
         here = slice(piece.start, piece.end)
         masters = state.view(torch.float32)
         grad = grads.view(gradients.dtype)[here]
-        yield _Trained(by_piece[piece], piece, grad, masters[here] if masters.numel() else None)
+        master = masters[here] if masters.numel() else None
+        yield _Trained(by_piece[piece], piece, grad, master, tile.state.on_device)
 
 
 def _scaled(grad: Tensor, scale: float) -> Tensor:
     """In fp32, and in place where it is that already: gradients are dropped after the step."""
     wide = grad if grad.dtype is torch.float32 else grad.float()
     return wide if scale == 1 else wide.mul_(scale)
-
-
-def _round(master: Tensor, out: Tensor) -> None:
-    if out.is_cuda:
-        device_kernels.round_parameters(master, out)
-    else:
-        formats.round_parameters(master, out)

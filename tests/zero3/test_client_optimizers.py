@@ -16,6 +16,7 @@ from tiering.errors import ConfigError, EngineStateError
 from tiering.plan import Tier
 from zero3.init import recipe_of
 
+from .fake_device import FakeDevice
 from .scales import (
     CASES,
     DTYPES,
@@ -197,6 +198,27 @@ def test_gradients_kept_in_16_bits_reach_a_client_in_fp32(
         assert engine.plan.workload.grad_itemsize == (4 if kept == "fp32" else 2)
         runs.append(train_engine(engine, 1))
     assert differing(runs[0].masters, runs[1].masters) == []
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_on_a_gpu_the_cpu_touches_nothing_of_a_clients_step(
+    start: Callable[..., Any],
+    differing: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    precision: str,
+) -> None:
+    def run() -> Any:
+        torch.manual_seed(3)
+        model = Scales()
+        client = torch.optim.RMSprop(param_groups(model, {}), LR)
+        return train_engine(start(model, client=client, rule=None, **settings(precision)), 1)
+
+    expected = run()
+    with FakeDevice() as gpu:
+        gpu.run_engines(monkeypatch)
+        found = run()
+    assert differing(found.masters, expected.masters) == []
+    assert differing(found.weights, expected.weights) == []
 
 
 def test_state_of_a_client_is_saved_and_loaded_in_fp32(start: Callable[..., Any]) -> None:

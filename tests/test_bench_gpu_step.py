@@ -27,18 +27,20 @@ from gpu_step.cases import Setting
 from gpu_step.link import Link
 from gpu_step.llama import Llama
 from gpu_step.meter import Meter
-from gpu_step.ours import Ours
+from gpu_step.ours import Ours, configuration
 from gpu_step.plain import Plain
 from gpu_step.run import Measured, Run
 from gpu_step.shape import TINY, Shape, of_size
 from gpu_step.side import Place, Round, Side, Spec
-from gpu_step.sides import Sides
+from gpu_step.sides import CONTEXT, PROCESS, SPARE, Sides
 from gpu_step.waves import Memory, packed
 from gpu_step.work import Work
 from step.side import SideError
 
+from tiering.plan import Tier
 from zero3 import tiers
 from zero3.copies import Copies
+from zero3.planning import plan_for
 from zero3.slab import DeviceSlab
 from zero3.streams import Event, Stream, Streams
 from zero3.timeline import StallClock, Timeline
@@ -241,6 +243,26 @@ class TestSizes:
         assert 0.9 * of.budget < kept + 8 * 2 * shape.words * shape.width <= of.budget
         assert filled.device <= 24 * GIB < of.reference().device
         assert Sides(TINY, 64, 24 * GIB).filled().settings["zero"]["offload_optimizer"]["ratio"] == 0
+
+    @pytest.mark.parametrize(("size", "card"), [(8e8, 140 * GIB), (1.98e9, 24 * GIB)], ids=["fits", "larger"])
+    def test_what_each_side_is_expected_to_take_is_what_the_engine_plans(
+        self, size: float, card: int
+    ) -> None:
+        shape = of_size(int(size))
+        of = Sides(shape, 8192, card)
+        with torch.device("meta"):
+            model = Llama(shape)
+        specs = [of.offloaded(), of.eager(), of.resized(), of.filled(), of.on_nvme()]
+        for spec in specs if card < 16 * shape.parameters else [*specs, of.reference(), of.state_offloaded()]:
+            tiering = spec.settings["tiering"] | {"nvme_budget": "1TiB"}
+            config = configuration({"directory": str(tmp_path), **spec.settings, "tiering": tiering})
+            plan = plan_for(model=model, config=config, gpu_memory=card).plan
+            assert plan is not None, spec.name
+            device, host = plan.total(Tier.DEVICE), plan.total(Tier.HOST)
+            expected = spec.device - CONTEXT - shape.activations(8192), spec.host - PROCESS
+            assert 0 <= expected[0] - device <= 2 * GIB, spec.name
+            assert -SPARE <= expected[1] - host <= GIB, spec.name
+            assert (plan.total(Tier.NVME) > 4 * shape.parameters) is (spec.name == sides.ON_NVME), spec.name
 
     def test_one_that_neither_card_nor_host_holds_is_left_out(self) -> None:
         assert cases.larger_shape(setting(memory=Memory(140 * GIB, 16 * GIB)), 140 * GIB) is None

@@ -19,6 +19,7 @@ from .side import Spec
 GIB = 1 << 30
 CONTEXT = GIB  # of a process on the device, and with torch on the host
 PROCESS = 3 * GIB
+SPARE = GIB // 2  # of the host budget, for windows and staging
 MOVING = 8  # largest groups in the compute dtype
 PARAM, GRAD, STATE = 2, 2, 12  # bytes per parameter
 ALL = PARAM + GRAD + STATE
@@ -68,6 +69,7 @@ class Sides:
     def _ours(self, name: str, device: int, host: int, **settings: Any) -> Spec:
         tiering = {
             "device_budget": self.budget,
+            "host_budget": host + SPARE,  # "auto" would count what the other sides take meanwhile
             "telemetry": {"enabled": False},
             **settings.pop("tiering", {}),
             **self.more,
@@ -130,9 +132,7 @@ class Sides:
     def on_nvme(self) -> Spec:
         """Parameters and state on NVMe, but for a part that the host budget keeps."""
         host = max(CACHED * self.shape.parameters, 3 * self._moving)
-        return self._ours(
-            ON_NVME, self._moving, host, param="nvme", optimizer="nvme", tiering={"host_budget": host}
-        )
+        return self._ours(ON_NVME, self._moving, host, param="nvme", optimizer="nvme")
 
     @property
     def disk(self) -> int:

@@ -246,7 +246,7 @@ class TestSizes:
 
     @pytest.mark.parametrize(("size", "card"), [(8e8, 140 * GIB), (1.98e9, 24 * GIB)], ids=["fits", "larger"])
     def test_what_each_side_is_expected_to_take_is_what_the_engine_plans(
-        self, size: float, card: int
+        self, size: float, card: int, tmp_path: Path
     ) -> None:
         shape = of_size(int(size))
         of = Sides(shape, 8192, card)

@@ -199,10 +199,10 @@ export -f bench
 export repository
 wanted copies && part "copy rates" 40 bash -c 'bench gpu_copy.py'
 if wanted step; then
-    # It ends by itself before it is ended: its report comes last. The model that does not fit is one for a card of 24
+    # It ends by itself before it is ended: its report comes last. The model that does not fit is one for a card of 16
     # GiB, since to fill host memory with a larger one takes minutes.
     limit=$(left 240)
-    more=(--seconds $((limit - 25)) --turn 1 --parameters 8e8 --limit 24GiB --resized)
+    more=(--seconds $((limit - 25)) --turn 1 --parameters 6e8 --limit 16GiB --resized)
     [ -z "$report" ] || more+=(--markdown "$report-step.md" --json "$report-step.json")
     [ "$peer" = built ] || more+=(--no-peers)
     part "training step" "$limit" bash -c 'bench bench_gpu_step.py "$@"' _ "$scratch" "${more[@]}"

@@ -329,6 +329,8 @@ class TestConclusions:
         assert row == ("known", *"--------", "2.00", "31.00", "30.00", "-")
         (row,) = tables.times("known", [side], None).rows
         assert row[3] == row[5] == row[7] == "-"
+        (row,) = tables.times("known", [side], None, unoffloaded=side.flops(8000.0)).rows
+        assert row[3] == "0.500 by TFLOP/s"
 
     def test_memory_that_is_not_the_process_s_own_is_told(self) -> None:
         hidden = measured("known", a_round(pinned=8 * GB, retries=3), pinned_shows=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -78,12 +79,18 @@ def in_waves(
     return found
 
 
-def tell(report: Report, what: str, setting: Setting, found: Sequence[Measured]) -> None:
+def tell(
+    report: Report,
+    what: str,
+    setting: Setting,
+    found: Sequence[Measured],
+    unoffloaded: float | None = None,
+) -> None:
     """Tables of each wave, for each size of step."""
     for wave in dict.fromkeys(side.wave for side in found):
         for tokens in dict.fromkeys(side.tokens for side in found):
             ours = [side for side in found if (side.wave, side.tokens) == (wave, tokens)]
-            tables.show(report, f"{what}, {tokens} tokens per step", ours, setting.pinned)
+            tables.show(report, f"{what}, {tokens} tokens per step", ours, setting.pinned, unoffloaded)
 
 
 def disk_holds(run: Run, of: Sides) -> bool:
@@ -169,8 +176,13 @@ def larger_shape(setting: Setting, card: int) -> Shape | None:
 
 
 def larger(run: Run, setting: Setting, shape: Shape, until: float) -> None:
-    """A model whose state is larger than ``setting.card``."""
+    """A model whose state is larger than ``setting.card``; the reference is what the one that fits has reached."""
     points = setting.points[:1]
+    reached = [
+        side.flops(statistics.median(side.rates))
+        for side in run.sides
+        if (side.name, side.tokens) == (sides.REFERENCE, points[0])
+    ]
     of = setting.sides(shape, points)
     units = [[of.filled()], [of.offloaded()]]
     if setting.direct and disk_holds(run, of):
@@ -178,4 +190,5 @@ def larger(run: Run, setting: Setting, shape: Shape, until: float) -> None:
     if setting.peer is not None:
         units.append([of.peer(setting.peer)])
     found = in_waves(run, setting, shape, [], units, points, until)
-    tell(run.report, "a model larger than the card", setting, found)
+    unoffloaded = statistics.median(reached) if reached else None
+    tell(run.report, "a model larger than the card", setting, found, unoffloaded)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from figures.report import Report, Table, Verdict, middle
 
 from tiering.tierbench.ratios import compare
+from tiering.tierbench.spread import Estimate
 
 from . import sides
 from .link import Link
@@ -27,8 +28,13 @@ def gigabytes(nbytes: float | None) -> str:
     return NONE if nbytes is None else f"{nbytes / GB:.2f}"
 
 
-def times(title: str, found: Sequence[Measured], reference: Measured | None) -> Table:
-    """Tokens per second and where the time went."""
+def times(
+    title: str, found: Sequence[Measured], reference: Measured | None, unoffloaded: float | None = None
+) -> Table:
+    """Tokens per second and where the time went.
+
+    Without a ``reference`` on the same work, ``unoffloaded`` is the FLOP/s of one on other work.
+    """
     table = Table(
         title,
         (
@@ -52,7 +58,7 @@ def times(title: str, found: Sequence[Measured], reference: Measured | None) -> 
                 side.name,
                 middle(side.rates, ",.0f"),
                 f"{side.flops(statistics.median(side.rates)) / 1e12:.1f}",
-                str(ratio(side, reference)) if reference is not None else NONE,
+                share(side, reference, unoffloaded),
                 f"{statistics.median(one.per_step for one in rounds):.3f}",
                 f"{statistics.median(computed):.3f}" if computed else NONE,
                 f"{statistics.median(one.update / one.steps for one in rounds):.3f}",
@@ -71,7 +77,15 @@ def times(title: str, found: Sequence[Measured], reference: Measured | None) -> 
     return table
 
 
-def ratio(ours: Measured, theirs: Measured) -> object:
+def share(side: Measured, reference: Measured | None, unoffloaded: float | None) -> str:
+    if reference is not None:
+        return str(ratio(side, reference))
+    if unoffloaded is not None:
+        return f"{side.flops(statistics.median(side.rates)) / unoffloaded:.3f} by TFLOP/s"
+    return NONE
+
+
+def ratio(ours: Measured, theirs: Measured) -> Estimate:
     """Tokens per second, round by round."""
     pairs = min(len(ours.rates), len(theirs.rates))
     return compare(ours.rates[:pairs], theirs.rates[:pairs]).median
@@ -189,11 +203,17 @@ def _each(one: Round, way: str) -> float:
     return one.counted[f"{way}: bytes"] / one.counted[f"{way}: copies"]
 
 
-def show(report: Report, title: str, found: Sequence[Measured], pinned: Link | None) -> None:
+def show(
+    report: Report,
+    title: str,
+    found: Sequence[Measured],
+    pinned: Link | None,
+    unoffloaded: float | None = None,
+) -> None:
     """All tables of the sides of one wave and one size of step."""
     if not found:
         return
-    report.tables.append(times(f"{title}: time", found, named(found, sides.REFERENCE)))
+    report.tables.append(times(f"{title}: time", found, named(found, sides.REFERENCE), unoffloaded))
     report.tables.append(memory(f"{title}: memory", found))
     if pinned is not None and (table := link(f"{title}: the link", found, pinned)) is not None:
         report.tables.append(table)
@@ -204,8 +224,7 @@ def named(found: Sequence[Measured], name: str) -> Measured | None:
 
 
 def as_fast(ours: Measured, theirs: Measured, at_least: float) -> Verdict:
-    pairs = min(len(ours.rates), len(theirs.rates))
-    found = compare(ours.rates[:pairs], theirs.rates[:pairs]).median
+    found = ratio(ours, theirs)
     what = f"tokens/s at {ours.tokens} tokens per step: {ours.name} / {theirs.name}"
     return Verdict(what, str(found), f"at least {at_least}", found.point >= at_least)
 

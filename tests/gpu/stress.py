@@ -56,9 +56,12 @@ def trained(nvme: Path, delays: Delays | None, **options: Any) -> int:
             engine.backward(loss)
             engine.step()
             seen.append((loss, engine.get_global_grad_norm()))
-        numbers = repr([(loss.item(), norm) for loss, norm in seen]).encode()
+        numbers = repr([(loss.item(), norm) for loss, norm in seen])
+        masters = sorted(
+            (name.replace(".block.", "."), master) for name, master in engine.master_state_dict().items()
+        )
         return zlib.crc32(
-            b"".join(m.numpy().tobytes() for m in engine.master_state_dict().values()), zlib.crc32(numbers)
+            b"".join(master.numpy().tobytes() for _, master in masters), zlib.crc32(numbers.encode())
         )
 
 

@@ -67,7 +67,8 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler has advice for each machine
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler has advice for each machine,
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # and imports what torch has given up
 def test_compiled_blocks_give_the_same_bits_wherever_they_live(start: Start) -> None:
     """One graph for all of them; kernels are compiled once and found again by the runs after the first."""
     from torch._dynamo.utils import counters

@@ -133,7 +133,7 @@ part() { # NAME SECONDS COMMAND...
         parts+=("$(printf '%-36s LEFT OUT: no time' "$name")") failed=1
         return 1
     fi
-    timeout --kill-after=10 "$limit" "$@"
+    timeout --kill-after=20 "$limit" "$@"
     local status=$?
     note "$name" "$began" "$limit" $status
     return $status

@@ -96,11 +96,19 @@ class CudaMeter(Meter):
 
     def _pinned(self) -> int | None:
         """The most that torch itself has pinned, None where it does not say."""
-        ask = getattr(self._torch.cuda, "host_memory_stats", None)  # of torch 2.8 and later
-        return int(ask().get("allocated_bytes.peak", 0)) if ask is not None else None
+        ask = getattr(self._torch.cuda, "host_memory_stats", None)
+        if ask is None:
+            return None
+        told = ask()
+        # What it keeps for later is with the first in newer versions, and only with the second in older ones.
+        return int(max(told.get("allocated_bytes.peak", 0), told.get("reserved_bytes.peak", 0)))
 
     def _pinned_shows(self) -> bool:
         """Whether VmRSS has what torch pins."""
+        # What CUDA takes when it starts is not what is asked for.
+        self._torch.empty(1, device="cuda").add_(1)
+        self._torch.empty(1, pin_memory=True)
+        self._torch.cuda.synchronize()
         before = resident("VmRSS")
         tried = self._torch.empty(TRIED, dtype=self._torch.uint8, pin_memory=True).fill_(1)
         shows = resident("VmRSS") - before > TRIED // 2

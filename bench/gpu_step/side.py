@@ -21,7 +21,7 @@ from .work import Work
 
 _BENCH = Path(__file__).resolve().parents[1]
 LAST_WORDS = 5  # lines
-GOODBYE = 20.0
+GOODBYE = 10.0
 """Seconds that a side gets to close: the driver unpins gigabytes."""
 
 

@@ -158,6 +158,7 @@ def test_checkpoints_of_and_in_compiled_blocks(start: Start, differing: Any, out
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler imports what torch has given up
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_the_compiler_of_kernels_gives_the_same_bits_wherever_blocks_live(
     start: Start, differing: Any, precision: str

@@ -71,6 +71,8 @@ def a_round(seconds: float = 4.0, **changes: Any) -> Round:
         update=1.0,
         loss=5.5,
         counted={
+            "read": 6 * GB,
+            "written": 4 * GB,
             "stalled": 1.0,
             "stalled: copies of parameters": 0.75,
             "stalled: copies of gradients": 0.25,

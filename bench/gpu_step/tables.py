@@ -70,6 +70,8 @@ def times(
         if updated := side.facts.get("updated"):
             where = ", ".join(f"{nbytes / GB:.2f} GB {kind}" for kind, nbytes in updated.items())
             table.notes.append(f"{side.name} updates its state: {where}.")
+        if side.rounds[0].counted.get("read"):
+            table.notes.append(f"{side.name} moved over NVMe: {over_nvme(side)}.")
         if causes := stalls(side):
             table.notes.append(f"{side.name} stalled for {causes}.")
     turns = ", ".join(f"{side.name}: {len(side.rounds)} of {side.rounds[-1].steps} steps" for side in found)
@@ -89,6 +91,17 @@ def ratio(ours: Measured, theirs: Measured) -> Estimate:
     """Tokens per second, round by round."""
     pairs = min(len(ours.rates), len(theirs.rates))
     return compare(ours.rates[:pairs], theirs.rates[:pairs]).median
+
+
+def over_nvme(side: Measured) -> str:
+    """Medians per step, and over the time of the step."""
+    read, written = (
+        statistics.median(one.counted[way] / one.steps for one in side.rounds) for way in ("read", "written")
+    )
+    rate = statistics.median(
+        (one.counted["read"] + one.counted["written"]) / one.seconds for one in side.rounds
+    )
+    return f"{read / GB:.2f} GB read and {written / GB:.2f} written per step, {rate / GB:.2f} GB/s"
 
 
 def stalls(side: Measured) -> str:

@@ -163,6 +163,7 @@ def test_a_users_own_stream(
     same(renamed(run), reference, "on a stream of the user's")
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize(
     ("accumulation", "placement"), [(1, {}), (2, {}), (1, HOST), (2, HOST), (1, FEW_GROUPS), (1, NVME)]
 )

@@ -102,18 +102,20 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
     working = _working_set(load, filled.params, fixed)
     least, usual = _reduction(load), _reduction(load, ahead=1)
     fits = usual.nbytes - least.nbytes <= fixed.left(Tier.DEVICE) - working
+    reduction = usual if fits else least
+    spare = fixed.left(Tier.DEVICE) - working - (reduction.nbytes - least.nbytes)
     plan = Plan(
         workload=load,
         budgets=budgets,
         param_tiers=tuple(filled.params),
-        grad_tiers=tuple(filled.grads),
+        grad_tiers=tuple(_stay_to_be_used(load, tiles, filled.grads, spare)),
         sub_groups=tuple(tiles),
         working_bytes=working,
         staging=filled.staging,
         grad_window_bytes=_grad_window(load, filled.grads),
         fetch_window_bytes=fetch_window,
         offload_window_bytes=offload_window,
-        reduction=usual if fits else least,
+        reduction=reduction,
         update_window=update_window,
     )
     for tier in Tier:
@@ -372,6 +374,22 @@ def _visits(load: Workload, filled: _Filled, room: int) -> tuple[list[SubGroup],
         chosen, window = [], _visitors(load, filled, must, room)
     visiting = {id(tile) for tile in must + chosen}
     return [replace(tile, visits=True) if id(tile) in visiting else tile for tile in filled.tiles], window
+
+
+def _stay_to_be_used(
+    load: Workload, tiles: Sequence[SubGroup], grad_tiers: Sequence[Tier], room: int
+) -> list[Tier]:
+    """The tiers of gradients: while the device has ``room``, those that are used there stay there until then."""
+    visiting = {tile.group for tile in tiles if tile.visits} - {
+        tile.group for tile in tiles if not tile.visits
+    }
+    stay = list(grad_tiers)
+    for index in sorted(visiting):
+        nbytes = load.home_grad_bytes(load.groups[index])
+        if stay[index] is Tier.HOST and nbytes <= room:
+            stay[index] = Tier.DEVICE
+            room -= nbytes
+    return stay
 
 
 def _has_to_visit(load: Workload, state: Tier, param: Tier) -> bool:

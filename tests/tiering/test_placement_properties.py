@@ -65,8 +65,9 @@ def nothing_is_placed_where_the_configuration_does_not_allow_it(load: Workload, 
     for tile in plan.sub_groups:
         home = load.optimizer_tiers[tile.group]
         assert tile.tier in (strictly[home] if load.state_itemsize else {home, HOST})
-    for tier, home in zip(plan.grad_tiers, load.optimizer_tiers, strict=True):
-        assert tier in allowed[home]
+    for index, (tier, home) in enumerate(zip(plan.grad_tiers, load.optimizer_tiers, strict=True)):
+        visits = all(tile.visits for tile in plan.sub_groups if tile.group == index)
+        assert tier in allowed[home] or (visits and tier is DEVICE)
     parents = {group.parent for group in load.groups}
     for index, (group, tier) in enumerate(zip(load.groups, plan.grad_tiers, strict=True)):
         if group.persistent or index in parents:

@@ -25,6 +25,7 @@ Differing = Callable[..., list[str]]
 SMALL_TILES = {"sub_group_size": 4096}  # several for each slot
 ON_HOST = {"offload_param": "cpu", "offload_optimizer": "cpu", **SMALL_TILES}
 STATE_ON_HOST = {"offload_optimizer": "cpu", **SMALL_TILES}
+GRADIENTS_LEAVE = {"device_budget": "500KiB"}  # there is no room for them beside the slots
 SOME_ON_NVME = {"offload_param": "nvme", "offload_optimizer": "nvme", "host_budget": "2MiB", **SMALL_TILES}
 SPLIT = {"state": "split"}
 STATELESS = {"precision": "fp32", "rule": "SGD", "optimizer": {"lr": 1e-2}}
@@ -33,7 +34,7 @@ IN_BACKWARD = {"step_in_backward": True, "clip": 0, "accumulation": 1}
 CPU, VISIT, STAYS = "by the CPU", "visiting the device", "in device memory"
 # How it is placed, how it trains, and where its state is updated.
 PLACEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
-    "half": ({**ON_HOST, "update_on_device": 0.5}, {}, {CPU, VISIT}),
+    "half": ({**ON_HOST, **GRADIENTS_LEAVE, "update_on_device": 0.5}, {}, {CPU, VISIT}),
     "all of it, fp32": ({**ON_HOST, "update_on_device": 1.0}, {"precision": "fp32"}, {VISIT}),
     "parameters stay": ({**STATE_ON_HOST, "update_on_device": 1.0}, {}, {VISIT}),
     # Without any state nothing comes back, and gradients alone visit.
@@ -52,7 +53,11 @@ PLACEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     "all state stays": ({"offload_param": "cpu", **SMALL_TILES}, {}, {STAYS}),
     "some on nvme": ({**SOME_ON_NVME, "update_on_device": 1.0}, {}, {CPU, VISIT}),
     "room for few": ({**ON_HOST, "device_budget": "250KiB", "update_on_device": 1.0}, {}, {VISIT}),
-    "in backward": ({**ON_HOST, "update_on_device": 0.5}, IN_BACKWARD, {CPU, VISIT}),
+    "in backward": (
+        {**ON_HOST, **GRADIENTS_LEAVE, "update_on_device": 0.5},
+        IN_BACKWARD,
+        {CPU, VISIT},
+    ),
     "in backward, parameters stay": ({**STATE_ON_HOST, "update_on_device": 0.5}, IN_BACKWARD, {CPU, VISIT}),
     "in backward, a share stays": (
         {**ON_HOST, "ratio": 0.6, "update_on_device": 0.5},
@@ -153,7 +158,7 @@ def left_by(engine: Engine) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("tiers", "habit"),
     [
-        (ON_HOST, {}),
+        ({**ON_HOST, **GRADIENTS_LEAVE}, {}),
         (ON_HOST, {"accumulation": 2}),
         ({"offload_optimizer": "cpu"}, SPLIT),  # fewer tiles than slots
         (STATE_ON_HOST, STATELESS),
@@ -236,7 +241,7 @@ def test_a_step_waits_for_no_visit(
     )
 
     def trained() -> None:
-        engine = start(accumulation=1, **{**ON_HOST, "update_on_device": 1.0})
+        engine = start(accumulation=1, **{**ON_HOST, **GRADIENTS_LEAVE, "update_on_device": 1.0})
         for tokens, targets in micro_batches(2):
             engine.backward(engine(tokens, targets))
             engine.step()

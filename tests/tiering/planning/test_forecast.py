@@ -171,18 +171,29 @@ def test_halves_of_masters_come_from_the_gpu_and_go_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("offload_param", "there", "back"), [(HOST, 12 + 2, 12 + 2), (DEVICE, 12 + 2, 12)], ids=["host", "device"]
+    ("offload_param", "room", "there", "back"),
+    [(HOST, PLENTY, 12, 12 + 2), (HOST, 8 * NUMEL, 12 + 2, 12 + 2), (DEVICE, PLENTY, 12, 12)],
+    ids=["parameters on the host", "gradients, too", "neither"],
 )
 def test_state_that_visits_a_gpu_crosses_the_link_both_ways(
-    offload_param: Tier, there: int, back: int
+    offload_param: Tier, room: int, there: int, back: int
 ) -> None:
-    """With its gradients; parameters that live in host memory come back, too. The CPU steps the rest meanwhile."""
+    """With gradients that the device has no room for until then; parameters that live in host memory come back, too.
+
+    The CPU steps the rest meanwhile.
+    """
     load = on_gpu(offload_param=offload_param, offload_optimizer=HOST, update_on_device=1 / 3)
-    told = forecast(plan_of(load), replace(EACH_ONE, device_link_both=1.5), tokens=1)
+    plan = make_plan(load, Budgets(room, PLENTY, PLENTY))
+    told = forecast(plan, replace(EACH_ONE, device_link_both=1.5), tokens=1)
     visits, rest = TRAINED / 3, 2 * TRAINED / 3
     both = min(there, back) * visits
+    fetched, left = 2 * TRAINED * (offload_param is HOST), 2 * (rest if there == 12 else TRAINED)
+    overlap = min(fetched, left)
+    assert told.backward.busy[Part.DEVICE_LINK] == pytest.approx(
+        2 * overlap / 1.5 + max(fetched, left) - overlap
+    )
     # Parameters on the device that the CPU steps go there alone.
-    alone = (there - min(there, back)) * visits + (2 * rest if offload_param is DEVICE else 0)
+    alone = abs(there - back) * visits + (2 * rest if offload_param is DEVICE else 0)
     assert told.step.busy[Part.DEVICE_LINK] == pytest.approx(2 * both / 1.5 + alone)
     assert told.step.busy[Part.OPTIMIZER] == rest
     assert told.step.busy[Part.COMPUTE] == visits * (2 * 12 + 2 * 2)
@@ -261,8 +272,9 @@ def test_nothing_takes_longer_on_a_faster_machine(
     load: Workload, limits: Budgets, name: str, tokens: int
 ) -> None:
     plan = planned(load, limits)
-    told = forecast(plan, EACH_ONE, tokens=tokens)
-    faster = forecast(plan, replace(EACH_ONE, **{name: 2.0}), tokens=tokens)
+    rates = replace(EACH_ONE, host_memory=1.0)
+    told = forecast(plan, rates, tokens=tokens)
+    faster = forecast(plan, replace(rates, **{name: 2 * getattr(rates, name)}), tokens=tokens)
     assert told.seconds / 2 <= faster.seconds <= told.seconds
 
 

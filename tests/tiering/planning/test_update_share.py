@@ -15,7 +15,8 @@ from tiering.planning.update_share import best_share
 
 from .asking import Plan, answered
 
-AMPLE = Budgets(PLENTY, PLENTY, PLENTY)
+# The device has room to compute and for slots, and none for gradients to stay.
+AMPLE = Budgets(400 * NUMEL, PLENTY, PLENTY)
 LINK = 14.0  # bytes of an element there, and as many back: a link that takes one element a second
 RATES = Rates(optimizer=1.0, device_link=LINK, device_link_both=2 * LINK)
 

@@ -40,7 +40,7 @@ from tiering.arena import Arena
 from .fake.host import Kernels, watch_threads, watch_transfers
 from .fake.memory import Kind, Region, Regions
 from .fake.operations import CROSSING, WAITING, Shape, place, shape_of, span_of, tensors_in, touched
-from .fake.order import Access, Agent, Clock, History, Place, knows
+from .fake.order import Access, Agent, Clock, History, Place, knows, merge
 from .fake.streams import Answers, FakeStreams, at_once
 
 DEVICE = torch.device("cpu", 0)
@@ -162,7 +162,7 @@ class FakeDevice:
         with self.lock:
             region = self._storages.get(tensor.untyped_storage()._cdata)
             if region is not None:
-                region.kept[user.number] = user.now
+                merge(region.kept, user.clock)
 
     def on_host(self, start: int, end: int, writes: bool, what: str) -> None:
         """The CPU touches [start, end)."""
@@ -329,11 +329,14 @@ class FakeDevice:
         """A storage is no more. This may come in the middle of anything: what it means is looked at later."""
         clock: Clock = {}
         if (region := self._storages.get(key)) is not None and region.owner is not None:
-            agent = Agent("")
-            agent.learn(region.owner.clock)
-            agent.learn(self.host.clock)
-            clock = agent.clock
+            clock = self._clock_of(region.owner)
         self._dead.append((key, clock))
+
+    def _clock_of(self, owner: Agent) -> Clock:
+        """What ``owner`` knows to be over with what it is told next."""
+        clock = dict(owner.clock)
+        merge(clock, self.host.clock)
+        return clock
 
     def _bury(self) -> None:
         while self._dead:
@@ -346,9 +349,7 @@ class FakeDevice:
         """Memory goes back to where ``region.owner`` takes its next from, at ``clock``."""
         if region.kind is Kind.DEVICE and region.owner is not None:
             for access in self.history.accesses(region.start, region.end):
-                if access.agent is region.owner or knows(clock, access):
-                    continue
-                if region.kept.get(access.agent.number, -1) < access.moment:
+                if not (access.agent is region.owner or knows(clock, access) or knows(region.kept, access)):
                     what = f"device memory ({region.what}) is freed without keep"
                     later = f"memory of {region.owner.name}"
                     self.found[Conflict(what, later, access, ())] = None
@@ -378,11 +379,7 @@ class FakeDevice:
                 if key not in self._kinds:
                     return resize(storage, nbytes)
                 if (region := self._storages.pop(key, None)) is not None:
-                    clock = Agent("")
-                    if region.owner is not None:
-                        clock.learn(region.owner.clock)
-                    clock.learn(self.host.clock)
-                    self._end(region, clock.clock)
+                    self._end(region, {} if region.owner is None else self._clock_of(region.owner))
                 result = resize(storage, nbytes)
                 self._begin(storage, self._kinds[key], "resize_")
                 return result

@@ -16,7 +16,7 @@ from zero3.saver import Saver
 from zero3.tiles import Tile
 
 from .operations import place
-from .order import Access, Agent, Clock
+from .order import Access, Agent, Clock, merge
 
 if TYPE_CHECKING:
     from tests.zero3.fake_device import FakeDevice
@@ -183,9 +183,7 @@ def watch_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
 
     def tell(condition: threading.Condition) -> None:
         with device.lock:
-            clock = told.setdefault(condition, {})
-            for number, seen in device.host.clock.items():
-                clock[number] = max(seen, clock.get(number, -1))
+            merge(told.setdefault(condition, {}), device.host.clock)
 
     def listen(condition: threading.Condition) -> None:
         with device.lock:

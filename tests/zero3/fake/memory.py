@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from enum import Enum
 
-from .order import Agent
+from .order import Agent, Clock
 
 
 class Kind(Enum):
@@ -17,9 +17,10 @@ class Kind(Enum):
 
 @dataclass(eq=False)
 class Region:
-    """An allocation. ``owner`` is the stream it was made for, ``kept`` until where others may use it after its end.
+    """An allocation. ``owner`` is the stream it was made for.
 
-    ``movable`` is host memory of the script's own, which it would have put on a real device.
+    ``kept`` is what may be under way there when it is freed. ``movable`` is host memory of the script's own, which it
+    would have put on a real device.
     """
 
     start: int
@@ -28,7 +29,7 @@ class Region:
     what: str
     owner: Agent | None = None
     movable: bool = False
-    kept: dict[int, int] = field(default_factory=dict)
+    kept: Clock = field(default_factory=dict)
 
 
 class Regions:

@@ -41,10 +41,14 @@ class Agent:
 
     def learn(self, clock: Clock) -> None:
         """From now on all that ``clock`` knows of is over."""
-        mine = self.clock
-        for number, seen in clock.items():
-            if mine.get(number, -1) < seen:
-                mine[number] = seen
+        merge(self.clock, clock)
+
+
+def merge(mine: Clock, other: Clock) -> None:
+    """Add to ``mine`` what ``other`` knows."""
+    for number, seen in other.items():
+        if mine.get(number, -1) < seen:
+            mine[number] = seen
 
 
 def knows(clock: Clock, access: Access) -> bool:

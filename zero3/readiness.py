@@ -148,5 +148,6 @@ class Readiness:
         if broken:
             return f"The engine can only be closed ({broken}); initialize the model again from a checkpoint"
         if phase == "forward":
-            return "The engine is as before this forward, and can go on"
+            together = "" if self._collectives is None else ", if all ranks give this batch up"
+            return f"The engine is as before this forward, and can go on{together}"
         return "Nothing was updated, and the gradients since the last step are gone; the engine can go on"

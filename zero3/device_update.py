@@ -38,9 +38,9 @@ IN_BACKWARD = 1  # that are queued there: copies of parameters and gradients hav
 
 @dataclass
 class _Slot:
-    """A part of the window, and what has to be over before it is written to."""
+    """Where a part of the window begins, and what has to be over before it is written to."""
 
-    memory: Tensor
+    offset: int
     free: Event
 
 
@@ -100,10 +100,9 @@ class DeviceUpdate:
         self._copies = tiers.copies
         self._window = window = tiers.plan.update_window
         self._needs_params = tiers.plan.workload.steps_need_params
-        memory = tiers.home(Tier.DEVICE, window.nbytes, "update window", ()).tensor
-        assert memory is not None
+        self._memory = tiers.home(Tier.DEVICE, window.nbytes, "update window", ())  # theirs, to let go of
         made = self._streams.compute.record()  # torch may fill what it allocates
-        self._slots = deque(_Slot(part, made) for part in memory.split(window.slot_bytes))
+        self._slots = deque(_Slot(at, made) for at in range(0, window.nbytes, window.slot_bytes))
         self._under_way = deque[Event]()  # the ends of tiles that were queued
         self._stepped: Event | None = None  # the last tile that was, if nobody has waited for it
         self._returned: Event | None = None  # the last copy back
@@ -171,10 +170,11 @@ class DeviceUpdate:
         self, slot: _Slot, offset: int, home: Home, here: Tensor | None, *, needed: bool = True
     ) -> Tensor:
         """Bytes of ``home`` in device memory: ``here``, or their place in ``slot``, copied there if ``needed``."""
-        assert here is not None
+        assert here is not None and self._memory.tensor is not None
         if home.on_device:
             return here
-        there = slot.memory[offset : offset + here.numel()]
+        start = slot.offset + offset
+        there = self._memory.tensor[start : start + here.numel()]
         if needed and here.numel():
             self._copies.to_device(there, here, after=[slot.free], kind=KIND)
         return there

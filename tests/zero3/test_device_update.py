@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tiering
+from tiering.plan import Tier
 from zero3.device_update import ROUNDS, DeviceUpdate
 from zero3.engine import Engine
 from zero3.optimizer import TieredOptimizer
@@ -248,7 +249,10 @@ def test_a_step_waits_for_no_visit(
         assert (
             len(tiles) == 2 * len(engine.plan.sub_groups) > 4 * ROUNDS * engine.plan.update_window.slots / 2
         )
+        window = engine.optimizer._visits._memory
+        assert window.tensor.numel() == engine.plan.contents(Tier.DEVICE)["update window"]
         engine.close()
+        assert window.tensor is None  # whoever keeps the optimizer keeps none of the device's memory
 
     on_gpu(never, trained)
     assert waited and not any(waited)

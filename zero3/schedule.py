@@ -33,7 +33,7 @@ from torch import nn
 from tiering.errors import ArenaError, EngineStateError, ResidencyError
 from tiering.interrupts import deferred_interrupts, uninterrupted
 from zero3.activations import Activations
-from zero3.compiled import in_compiled_autograd
+from zero3.compiled import in_compiled_autograd, is_compiled
 from zero3.hooks import call_at_end_of_backward, graph_task, in_backward_pass, next_node
 from zero3.param_group import ParamGroup, Residency
 from zero3.partition import Piece
@@ -371,7 +371,7 @@ class PassSchedule:
                 # Recomputed by reentrant checkpointing: backward enters it next.
                 self._hold_for_backward(group)
             if group in self._live:
-                group.hide()  # held for backward, which works on saved tensors
+                self._hide_in_backward(group)
             else:
                 self._prefetcher.release(group, raised=raised)
 
@@ -391,8 +391,18 @@ class PassSchedule:
             there = group.residency in (Residency.RESIDENT, Residency.UNSHARDED)
             if self._calls[group] == 0 and (not there or self._prefetcher.keeps(group)):
                 self._acquire(group)
+            if any(is_compiled(entry) for entry in group.entries):
+                group.show()
             if self._timeline.recording:
                 self._timeline.begin("compute", f"backward {group.name}")
+
+    def _hide_in_backward(self, group: ParamGroup) -> None:
+        """``group`` is held for backward, which works on saved tensors.
+
+        Not if it was compiled: what a custom function keeps by itself, compiled code reads without asking anybody.
+        """
+        if not any(is_compiled(entry) for entry in group.entries):
+            group.hide()
 
     def _drop_fresh_gradients(self) -> None:
         """What autograd has put on parameters and nobody has taken: the next backward would add to it."""

@@ -48,6 +48,25 @@ class Counted:
         return sum(counters["graph_break"].values())
 
 
+class Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        return gradient @ ctx.weight, gradient.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+class KeptLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Kept.apply(x, self.weight)
+        return result
+
+
 class Layer(nn.Module):
     """``reads``: another module, whose weight it uses, inside of the graph or left out of it."""
 
@@ -159,13 +178,17 @@ def test_checkpoints_of_and_in_compiled_blocks(start: Start, differing: Any, out
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler imports what torch has given up
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(("precision", "keeps"), [("bf16", False), ("fp32", True)])
 def test_the_compiler_of_kernels_gives_the_same_bits_wherever_blocks_live(
-    start: Start, differing: Any, precision: str
+    start: Start, differing: Any, precision: str, keeps: bool
 ) -> None:
+    """``keeps``: a function of the user's has a weight by itself until backward, in place of letting torch save it."""
+
     def run(**placement: Any) -> dict[str, Tensor]:
         torch.compiler.reset()
         model = seeded(Layers)
+        for layer in model.body if keeps else ():
+            layer.up = KeptLinear(48, 192)
         compile_blocks(model, "in place", backend="inductor")
         engine = start(model, accumulation=1, precision=precision, **placement)
         for tokens, targets in batches(3):

@@ -47,6 +47,7 @@ class Group:
     def __init__(self, index: int, device: Device) -> None:
         self.index, self.name, self.parent = index, f"g{index}", PARENTS[index]
         self.params: list[Any] = []
+        self.entries: list[Any] = []
         self.layout = FlatLayout((), 0, 0)
         self.storage_key = id(self)
         self.device = device

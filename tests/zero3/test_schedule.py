@@ -37,6 +37,7 @@ class FakeGroup:
         self.moves = False  # saves no tensors
         self.sharded = self.stays = False
         self.params: list[Any] = []
+        self.entries: list[Any] = []
         self.layout = FlatLayout((), 0, 0)
         self.storage_key = id(self)
         self.shown = False

@@ -79,6 +79,9 @@ class _Arriving:
     """A gradient on its way from the device to pinned memory: to a lease, or without one to its home."""
 
     event: Event
+    source: (
+        Tensor  # stays until the CPU knows that it was copied: torch's pool would keep it until it runs dry
+    )
     lease: Lease | None
     group: ParamGroup
     piece: Piece  # or a part of one
@@ -113,6 +116,7 @@ class GradientStore:
         self._received = self._held  # pieces that got a gradient; with several ranks, on any of them
         self._squares: dict[int, float] = {}
         self._arriving: deque[_Arriving] = deque()
+        self._under_way = 0  # bytes of them
         self._left: set[ParamGroup] = set()  # by backward, with gradients that are still on their way
         self._complete: set[ParamGroup] = set()  # stepped, or about to be, while backward still runs
         self.on_reset: Callable[[], None] = lambda: None  # drops gradients that are on their way here
@@ -283,6 +287,7 @@ class GradientStore:
             arriving.event.wait()
             if arriving.lease is not None:
                 arriving.lease.release()
+        self._under_way = 0
         self._left.clear()
         for lease in self._windows.values():
             lease.release()
@@ -385,6 +390,9 @@ class GradientStore:
         copies, streams, home = self._tiers.copies, self._tiers.streams, self.homes[group.index].tensor
         assert copies is not None and streams is not None
         raw, lease = grad.view(-1).view(torch.uint8), None
+        # The CPU runs ahead: without a bound the device would hold all gradients of a backward at once.
+        while self._arriving and self._under_way + raw.numel() > self._tiers.plan.offload_window_bytes:
+            self._wait_for_next()
         if home is not None and overwrite and grad.dtype is self.dtype:
             start = piece.start * self.dtype.itemsize
             target = home[start : start + raw.numel()]
@@ -392,15 +400,18 @@ class GradientStore:
             lease = self._room_to_arrive(raw.numel())
             target = as_tensor(lease)[: raw.numel()]
         arrival = copies.to_host(target, raw, after=[streams.compute.record()], kind="gradients")
-        streams.offload.keep(grad)
-        self._arriving.append(_Arriving(arrival, lease, group, piece, grad.dtype, overwrite, whole))
+        self._under_way += raw.numel()
+        self._arriving.append(_Arriving(arrival, raw, lease, group, piece, grad.dtype, overwrite, whole))
         self._receive_arrived()
 
     def _room_to_arrive(self, nbytes: int) -> Lease:
         while (lease := self._tiers.offload_window.try_lease(nbytes, "gradients")) is None:
-            with self._tiers.stalls.waiting_for(COPIES_OF + "gradients"):
-                self._receive_next()
+            self._wait_for_next()
         return lease
+
+    def _wait_for_next(self) -> None:
+        with self._tiers.stalls.waiting_for(COPIES_OF + "gradients"):
+            self._receive_next()
 
     def _on_its_way(self, group: ParamGroup) -> bool:
         return any(arriving.group is group for arriving in self._arriving)
@@ -414,6 +425,7 @@ class GradientStore:
         """Wait for the oldest, and add it, unless it went home."""
         arriving = self._arriving.popleft()
         arriving.event.wait()
+        self._under_way -= arriving.source.numel()
         group, piece = arriving.group, arriving.piece
         if arriving.lease is not None:
             values = as_tensor(arriving.lease)[: piece.numel * arriving.dtype.itemsize].view(arriving.dtype)

@@ -326,9 +326,11 @@ class RunRecord:
 
 def _while_it_lives(record: RunRecord) -> Callable[[], Snapshot | None]:
     """Its snapshots, without keeping it: an engine that nobody closed and nobody has any more would stay for ever."""
-    snapshot = weakref.WeakMethod(record.snapshot)
+    snapshot, streams = weakref.WeakMethod(record.snapshot), record._tiers.streams
 
     def source() -> Snapshot | None:
+        if streams is not None:
+            streams.enter_thread()
         living = snapshot()
         return None if living is None else living()
 

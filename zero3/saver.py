@@ -141,6 +141,8 @@ class Saver(threading.Thread):
 
     def run(self) -> None:
         try:
+            if self._tiers.streams is not None:
+                self._tiers.streams.enter_thread()
             with Output(self._io, windows=len(self._share.kinds) + 1 + WRITING) as output:
                 self._save(output)
             self._written()

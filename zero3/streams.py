@@ -80,6 +80,9 @@ class Streams(ABC):
     def compute(self) -> Stream:
         """The stream of the calling thread: where its torch operations are queued now."""
 
+    def enter_thread(self) -> None:  # noqa: B027 # only CUDA has a device for each thread
+        """What this thread asks from now on it asks of this device. For threads that torch has not made."""
+
     def synchronize(self) -> None:
         """Let the CPU wait for all copies, and for the updates between them: host and device memory are about to go."""
         for stream in (self.fetch, self.update, self.offload, self.save):
@@ -142,6 +145,11 @@ class CudaStreams(Streams):
         # Their few blocks get onto the device beside a matmul's, and do not queue behind them.
         first = [CudaStream(torch.cuda.Stream(device, priority=-1)) for _ in range(2)]
         self.gather, self.reduce = first
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(
+            self._device
+        )  # even a query of an event makes a context on the thread's device, else GPU 0
 
     @property
     def compute(self) -> Stream:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -147,3 +148,28 @@ def test_what_is_apart_keeps_the_memory_of_the_whole() -> None:
     part = apart(whole[4:6])
     del whole
     assert part.tolist() == [4, 5]
+
+
+def test_gradients_on_their_way_are_bounded(
+    start: Callable[..., Any], micro_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU queues a backward long before the device gets there: it must not hold all gradients at once."""
+    with FakeDevice(answers=never) as gpu:
+        gpu.run_engines(monkeypatch)
+        engine = start(offload_param="cpu", offload_optimizer="cpu", threshold=0, device_budget="64MiB")
+        most, store = 0, engine._gradients
+        receive = store._receive_arrived
+
+        def look() -> None:
+            nonlocal most
+            most = max(most, sum(arriving.source.numel() for arriving in store._arriving))
+            receive()
+
+        monkeypatch.setattr(store, "_receive_arrived", look)
+        for tokens, targets in micro_batches(2):
+            engine.backward(engine(tokens.to(DEVICE), targets.to(DEVICE)))
+            engine.step()
+        bound = engine.plan.offload_window_bytes
+        assert bound / 2 < most <= bound
+        assert sum(group.shard.trainable_numel * 2 for group in engine._groups) > bound
+        engine.close()

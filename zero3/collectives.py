@@ -62,8 +62,7 @@ from torch.distributed.rendezvous import rendezvous
 from tiering.config import DistributedConfig
 from tiering.errors import ConfigError, DistributedError, RankOrderError
 from zero3.peers import Peers
-from zero3.process_groups import Pending as Pending  # what is pending here
-from zero3.process_groups import ProcessGroups, all_gather, as_bytes, scatter_shards, waited_for
+from zero3.process_groups import Pending, ProcessGroups, all_gather, as_bytes, scatter_shards, waited_for
 from zero3.streams import Event, Stream, Streams
 from zero3.timeline import StallClock
 

@@ -20,10 +20,11 @@ from torch import Tensor
 from tiering.arena import Lease
 from tiering.errors import DistributedError, SwapError
 from tiering.tickets import Transfer
-from zero3.collectives import Collectives, Pending
+from zero3.collectives import Collectives
 from zero3.device_room import room_for
 from zero3.flat_storage import FETCH_PRIORITY, ArenaStorage, FlatStorage, retire_read
 from zero3.partition import FlatLayout, shard_ranges
+from zero3.process_groups import Pending
 from zero3.streams import Event
 from zero3.tiers import Home, Tiers, as_tensor
 

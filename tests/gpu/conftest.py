@@ -1,7 +1,7 @@
 """A small model on a GPU, and one way to train it anywhere. What runs here runs with deterministic algorithms.
 
-Without a GPU, TIERING_GPU_TESTS=fake runs on the fake device (tests/zero3/fake_device.py) what needs no more than the
-engine's own use of streams: so that no test is found broken only where there is a GPU.
+Without a GPU, TIERING_GPU_TESTS=fake runs what does not ask CUDA itself in the ways of a GPU, on the CPU and with the
+streams of the fake device (tests/zero3/fake_device.py): so that no test is found broken only where there is a GPU.
 """
 
 from __future__ import annotations
@@ -151,7 +151,9 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             # A GPU's is correctly rounded, as the kernels' is; torch's on a CPU is not.
             sqrt = Tensor.sqrt
             monkeypatch.setattr(Tensor, "sqrt", lambda tensor: sqrt(tensor.double()).float())
-            stack.enter_context(FakeDevice()).run_engines(monkeypatch)
+            FakeDevice().run_engines(
+                monkeypatch
+            )  # in what order things are, others test: see test_streams_order.py
         yield
 
 

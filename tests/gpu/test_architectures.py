@@ -69,7 +69,7 @@ def test_every_placement_gives_the_same_bits(nvme: Path, name: str) -> None:
             if "does not have a deterministic implementation" not in str(error):
                 raise
             pytest.skip(f"{name} uses what torch cannot repeat on this device: {str(error).splitlines()[0]}")
-        assert reference.losses[-1] != reference.losses[0]
+        assert len(set(reference.norms)) > 1, "it does not train"
         for place, options in placements.items():
             other = differing(train(nvme, name, habit, **options), reference)
             if other and not FAKE and differing(train(nvme, name, habit), reference):

@@ -182,6 +182,7 @@ def test_evaluation_between_steps_changes_nothing(
     assert losses == reference.losses
 
 
+@pytest.mark.usefixtures("cuda")  # .cpu() of what is on the CPU asks for no bytes
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_resharded_parameter_raises_and_says_what_to_do(
     start: Callable[..., Any], placement: dict[str, Any]

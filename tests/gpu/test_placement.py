@@ -13,6 +13,8 @@ from tiering.errors import PlacementError
 from tiering.placement import FEWEST_SLOTS
 from tiering.plan import Tier
 
+from .conftest import DEVICE
+
 pytestmark = pytest.mark.gpu
 
 ON_HOST = {"offload_param": "cpu", "offload_optimizer": "cpu"}
@@ -140,10 +142,10 @@ def test_a_model_built_on_the_gpu_under_a_default_device(
     model = small_model()
     values = {name: value.clone() for name, value in model.state_dict().items()}
     try:
-        torch.set_default_device("cuda")
+        torch.set_default_device(DEVICE)
         built = small_model()
         built.load_state_dict(values)
         run = train(model=built, **placement)
     finally:
         torch.set_default_device(None)
-    same(run, train(model=model), "default device cuda")
+    same(run, train(model=model), "default device")

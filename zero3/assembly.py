@@ -311,7 +311,10 @@ def _budgets(
     collectives: Collectives | None,
 ) -> Budgets:
     """This rank's, which are those of all."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    free = None
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what an earlier engine has left in torch's pool is free
+        free = torch.cuda.mem_get_info(device)[0]
     mine = resolve_budgets(
         config.tiering, device_memory=free, nvme_paths=nvme.all, ranks_on_node=world.local_size
     )

@@ -115,6 +115,9 @@ class GradientStore:
         self._held: set[int] = set()  # pieces whose gradients are at home, or on their way there, by index
         self._received = self._held  # pieces that got a gradient; with several ranks, on any of them
         self._squares: dict[int, float] = {}
+        self._block_squares: dict[
+            int, Tensor
+        ] = {}  # of gradients that have left the device: there, not added up yet
         self._arriving: deque[_Arriving] = deque()
         self._under_way = 0  # bytes of them
         self._left: set[ParamGroup] = set()  # by backward, with gradients that are still on their way
@@ -144,7 +147,7 @@ class GradientStore:
         home = self.homes[group.index]
         overwrite = piece.index not in self._held
         self._held.add(piece.index)
-        self._squares.pop(piece.index, None)
+        self._forget_square(piece)
         if self._tiers.device_is_host:
             self._add_on_host(group, piece, grad, overwrite=overwrite)
             if self.last_micro_batch:
@@ -162,7 +165,7 @@ class GradientStore:
             self._written.add(group)
         self._held.add(piece.index)
         self._received.add(piece.index)
-        self._squares.pop(piece.index, None)
+        self._forget_square(piece)
 
     def add_reduced(self, group: ParamGroup, parts: list[Tensor], factor: float) -> None:
         """Add ``factor`` times the sum of ``parts``, one of each rank and of this one's shard, to the gradients."""
@@ -172,7 +175,7 @@ class GradientStore:
         on_device = not self._tiers.device_is_host
         for piece in pieces:
             self._held.add(piece.index)
-            self._squares.pop(piece.index, None)
+            self._forget_square(piece)
         if on_device and not home.on_device:
             for piece in pieces:
                 self._send_reduced(group, piece, parts, factor, overwrite=overwrite)
@@ -202,7 +205,11 @@ class GradientStore:
     def forget_squares(self, group: ParamGroup) -> None:
         """The group's gradients have changed where they are."""
         for piece in group.layout.pieces:
-            self._squares.pop(piece.index, None)
+            self._forget_square(piece)
+
+    def _forget_square(self, piece: Piece) -> None:
+        self._squares.pop(piece.index, None)
+        self._block_squares.pop(piece.index, None)
 
     def agreed(self, received: Iterable[int]) -> None:
         """All that ranks have reduced is here: the parameters that any of them had a gradient for."""
@@ -242,7 +249,7 @@ class GradientStore:
     def complete(self, group: ParamGroup) -> None:
         """The group is stepped in backward: its window stays open until ``drop_window``; what comes late is refused.
 
-        Takes the squares that the norm needs, while the gradients are at hand.
+        Takes the squares that the norm needs, while the gradients are at hand; the device's are told with all others.
         """
         if self._on_its_way(group):
             with self._tiers.stalls.waiting_for(COPIES_OF + "gradients"):
@@ -250,7 +257,7 @@ class GradientStore:
                     self._receive_next()
         self._complete.add(group)
         for piece in group.layout.pieces:
-            if piece.index in self._received:
+            if piece.index in self._received and not self._squared_on_device(group, piece):
                 self._square(group, piece)
 
     def drop_window(self, group: ParamGroup) -> None:
@@ -296,6 +303,7 @@ class GradientStore:
         self._held.clear()
         self._received.clear()
         self._squares.clear()
+        self._block_squares.clear()
         self._complete.clear()
 
     def sum_of_squares(self) -> float:
@@ -314,7 +322,7 @@ class GradientStore:
         self.settle()
         wanted = [(group, piece) for group in self._groups for piece in self._measured[group]]
         wanted = [(group, piece) for group, piece in wanted if piece.index in self._received]
-        self._square_on_device([pair for pair in wanted if self.homes[pair[0].index].on_device])
+        self._square_on_device([pair for pair in wanted if self._squared_on_device(*pair)])
         found = []
         for group, pieces in groupby(wanted, key=itemgetter(0)):
             found += [(piece, self._square(group, piece)) for _, piece in pieces]
@@ -323,23 +331,28 @@ class GradientStore:
                 window.release()
         return found
 
+    def _squared_on_device(self, group: ParamGroup, piece: Piece) -> bool:
+        return self.homes[group.index].on_device or piece.index in self._block_squares
+
     def _square_on_device(self, wanted: Sequence[tuple[ParamGroup, Piece]]) -> None:
-        """The sums of squares of gradients in device memory: computed there, and waited for once."""
+        """The sums of squares of gradients in device memory, or that were there: waited for once."""
         missing = [(group, piece) for group, piece in wanted if piece.index not in self._squares]
-        if not missing:
-            return
+        there = [(group, piece) for group, piece in missing if piece.index not in self._block_squares]
         flats = []
-        for group, piece in missing:
+        for group, piece in there:
             home = self.homes[group.index].tensor
             assert home is not None
             flats.append(home.view(self.dtype)[piece.start : piece.end])
-        squares = device_kernels.sums_of_squares(flats)
-        self._squares.update((piece.index, each) for (_, piece), each in zip(missing, squares, strict=True))
+        for (_, piece), squares in zip(there, device_kernels.block_squares(flats), strict=True):
+            self._block_squares[piece.index] = squares
+        indices = [piece.index for _, piece in missing]
+        added = device_kernels.added_up([self._block_squares.pop(index) for index in indices])
+        self._squares.update(zip(indices, added, strict=True))
 
     def _square(self, group: ParamGroup, piece: Piece) -> float:
         """The sum of squares, computed now if the last micro-batch brought this parameter no gradient."""
         if piece.index not in self._squares:
-            if self.homes[group.index].on_device:
+            if self._squared_on_device(group, piece):
                 self._square_on_device([(group, piece)])
             else:
                 # Through the gradient window: backward is over, while the staging slots are read ahead already.
@@ -399,6 +412,9 @@ class GradientStore:
         else:
             lease = self._room_to_arrive(raw.numel())
             target = as_tensor(lease)[: raw.numel()]
+        exact = grad.dtype is self.dtype or self.dtype is torch.float32  # as it will be there
+        if self.last_micro_batch and overwrite and whole and exact:
+            (self._block_squares[piece.index],) = device_kernels.block_squares([grad.view(-1)])
         arrival = copies.to_host(target, raw, after=[streams.compute.record()], kind="gradients")
         self._under_way += raw.numel()
         self._arriving.append(_Arriving(arrival, raw, lease, group, piece, grad.dtype, overwrite, whole))
@@ -432,7 +448,7 @@ class GradientStore:
             self._add_on_host(group, piece, values, overwrite=arriving.overwrite)
             arriving.lease.release()
         self._squares.pop(piece.index, None)
-        if self.last_micro_batch and arriving.whole:
+        if self.last_micro_batch and arriving.whole and piece.index not in self._block_squares:
             self._square(group, piece)
         if group in self._left and not self._on_its_way(group):
             self._left.remove(group)

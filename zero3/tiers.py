@@ -7,6 +7,7 @@ the host arena is registered with CUDA as a whole.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections import Counter
@@ -331,7 +332,12 @@ class Tiers:
             if self.swap is not None:
                 self.swap.close()
             if self.streams is not None:
-                self.streams.synchronize()
+                try:
+                    self.streams.synchronize()
+                except (
+                    RuntimeError
+                ) as error:  # of a device that has failed; memory must be given back nevertheless
+                    log.error("the device has failed, and what it was told has not ended: %s", error)
             if self._unpin is not None:
                 self._unpin()
             # The engine may be referred to for long; its memory must not wait for that.
@@ -361,14 +367,25 @@ def as_tensor(lease: Lease) -> Tensor:
 
 def register_with_cuda(address: int, nbytes: int) -> None:
     """Page-lock host memory for CUDA. Raises RuntimeError when the driver refuses."""
-    result = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-    if int(result) != 0:
+    cudart = torch.cuda.cudart()
+    result = int(cudart.cudaHostRegister(address, nbytes, 0))
+    if result:
+        # CUDA's runtime keeps the error, and the next launch of a kernel would be told of it.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
         raise RuntimeError(
-            f"cudaHostRegister of {nbytes} bytes failed with {result}: lower host_budget or raise memlock"
+            f"cudaHostRegister of {nbytes} bytes failed with error {result}: lower host_budget or raise memlock"
         )
 
 
 def unregister_with_cuda(address: int, device: torch.device) -> None:
     """Undo ``register_with_cuda``, once no copy on ``device`` reads or fills the memory any more."""
-    torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaHostUnregister(address)
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        log.error("the device has failed, and pinned memory is taken from it as it is: %s", error)
+    result = int(torch.cuda.cudart().cudaHostUnregister(address))
+    if result:
+        log.error(
+            "cudaHostUnregister failed with error %d; the memory stays pinned until the process ends", result
+        )

@@ -2,8 +2,8 @@
 
 The bits are those of optim_cpu's kernels, by either of two ways: kernels.cu, compiled when it is first needed, which
 passes over memory once (fused.py); or torch operations, some twenty passes, where it cannot be compiled. Everything is
-queued on the calling thread's stream of the tensors' device, and only ``sums_of_squares`` waits. Tensors are flat and
-contiguous.
+queued on the calling thread's stream of the tensors' device, and only ``added_up`` waits, by which sums are told.
+Tensors are flat and contiguous.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ __all__ = [
     "ELEMENTS_AT_ONCE",
     "Segment",
     "accumulate",
+    "added_up",
+    "block_squares",
     "join",
     "reduce",
     "round_parameters",
@@ -64,6 +66,11 @@ def sums_of_squares(flats: Sequence[Tensor]) -> list[float]:
 
     Each is finite exactly when all elements of its tensor are.
     """
+    return added_up(block_squares(flats))
+
+
+def block_squares(flats: Sequence[Tensor]) -> list[Tensor]:
+    """The float64 sums of squares of each one's blocks, on the device. Nobody waits."""
     if not flats:
         return []
     counts = [block_count(flat) for flat in flats]
@@ -72,7 +79,15 @@ def sums_of_squares(flats: Sequence[Tensor]) -> list[float]:
         fused.block_squares(kernels, flats, sums)
     else:
         torch_operations.block_squares(flats, sums)
-    return [_in_order(part.numpy()) for part in sums.cpu().split(counts)]
+    return list(sums.split(counts))
+
+
+def added_up(squares: Sequence[Tensor]) -> list[float]:
+    """The sum of each, of tensors that ``block_squares`` has made; the CPU waits for all of them once."""
+    if not squares:
+        return []
+    counts = [len(each) for each in squares]
+    return [_in_order(part.numpy()) for part in torch.cat(list(squares)).cpu().split(counts)]
 
 
 def _in_order(sums: NDArray[np.float64]) -> float:

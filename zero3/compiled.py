@@ -48,6 +48,25 @@ class Around:
         return output
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile`` has made of another one."""
+    return type(module).__name__ == "OptimizedModule"  # asking for the class would load the compiler
+
+
+def unwrap(model: nn.Module) -> None:
+    """Put wrapped modules of ``model`` back in their places, compiled there as they were.
+
+    A wrapper's name would be a part of its parameters' names, and so of checkpoints.
+    """
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is not None and is_wrapped(child):
+                wrapper: Any = child
+                inner: nn.Module = wrapper._orig_mod
+                inner._compiled_call_impl = wrapper.dynamo_ctx(inner._call_impl)
+                module._modules[name] = inner
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of ``module`` run code that torch.compile has made of it."""
     forward: Any = module.forward

@@ -23,6 +23,7 @@ from zero3 import resharded, schedulers
 from zero3.assembly import Weights
 from zero3.client_optimizer import ClientOptimizer
 from zero3.collectives import standing
+from zero3.compiled import is_wrapped, unwrap
 from zero3.deepspeed.distributed import discover, init_distributed
 from zero3.engine import Engine
 from zero3.init import recipe_of
@@ -107,6 +108,7 @@ def initialize(
     if torch.is_inference_mode_enabled():
         raise EngineStateError("initialize was called in inference_mode, whose tensors cannot be trained")
     _check_untouched(model)
+    unwrap(model)
     if lr_scheduler is not None and not (_steps(lr_scheduler) or callable(lr_scheduler)):
         raise ConfigError(f"initialize(lr_scheduler=...) {_SCHEDULERS}, not {type(lr_scheduler).__name__}")
     stored = None if weights is None else Weights(Path(weights), strict)
@@ -237,11 +239,8 @@ def _check_untouched(model: nn.Module) -> None:
                 f"{name!r} belongs to an engine already, or did until that was closed; build the model anew and load"
                 " what engine.state_dict() gave"
             )
-    for name, module in model.named_modules():
-        if (
-            type(module).__name__ == "OptimizedModule"
-        ):  # torch.compile's wrapper; asking for the class loads it
-            raise ConfigError(
-                f"{name or 'the model'} is wrapped by torch.compile, which does not see parameters come and go;"
-                " initialize the model as it was before, with blocks that were compiled in place (block.compile())"
-            )
+    if is_wrapped(model):
+        raise ConfigError(
+            "the model is wrapped by torch.compile, which does not see parameters come and go; initialize the model as"
+            " it was before, and compile its blocks: `for block in model.layers: block.compile()`"
+        )

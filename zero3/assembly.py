@@ -267,6 +267,8 @@ def _bus_id(device: torch.device) -> str | None:
     if device.type == "cpu":
         return None
     found: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(found, "pci_domain_id"):  # torch 2.7
+        return None
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 

@@ -221,7 +221,7 @@ class Collectives:
             timeout=config.timeout,
             silence=config.silence,
             on_lost=None if self._streams is None else self._groups.abort,
-            unended=self._groups.unended,
+            unended=partial(_unended, self._groups, self._streams),
         )
         # An engine that nobody closes must not go on giving signs of life. At exit peers take their leave themselves.
         self._leave = weakref.finalize(self, _leave, self.peers, self._groups)
@@ -518,6 +518,13 @@ class Collectives:
     def _count(self, kind: str, nbytes: int) -> None:
         self.calls[kind] += 1
         self.sent[kind] += nbytes
+
+
+def _unended(groups: ProcessGroups, streams: Streams | None) -> str | None:
+    """``groups.unended``, in a thread that asks the device of ``streams``."""
+    if streams is not None:
+        streams.enter_thread()
+    return groups.unended()
 
 
 def _leave(peers: Peers, groups: ProcessGroups) -> None:

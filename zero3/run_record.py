@@ -137,7 +137,9 @@ class RunRecord:
         # A page that cannot be read is told by the name of its file to be one of this run.
         name = self.run_id or self.run_name
         writer = PageWriter(name, self.world.rank, self.world.size, telemetry.dir, self.description)
-        publisher = Publisher(writer, _while_it_lives(self))
+        streams = self._tiers.streams
+        enter_thread = _nothing if streams is None else streams.enter_thread
+        publisher = Publisher(writer, _while_it_lives(self), enter_thread=enter_thread)
         publisher.start()
         return publisher
 
@@ -324,13 +326,15 @@ class RunRecord:
         return IoEngineStatus(info.engine, list(info.flags), info.registered_bytes, info.passed_over)
 
 
+def _nothing() -> None:
+    pass
+
+
 def _while_it_lives(record: RunRecord) -> Callable[[], Snapshot | None]:
     """Its snapshots, without keeping it: an engine that nobody closed and nobody has any more would stay for ever."""
-    snapshot, streams = weakref.WeakMethod(record.snapshot), record._tiers.streams
+    snapshot = weakref.WeakMethod(record.snapshot)
 
     def source() -> Snapshot | None:
-        if streams is not None:
-            streams.enter_thread()
         living = snapshot()
         return None if living is None else living()
 

@@ -20,16 +20,23 @@ class Publisher:
 
     None in place of a snapshot says that what was told of is gone: then the page goes, too.
     Watching must never stop training: whatever ``source`` or the page raises is logged once and then ignored.
+    ``enter_thread`` is called first in the thread.
     """
 
     def __init__(
-        self, writer: PageWriter, source: Callable[[], Snapshot | None], interval: float = 0.25
+        self,
+        writer: PageWriter,
+        source: Callable[[], Snapshot | None],
+        interval: float = 0.25,
+        *,
+        enter_thread: Callable[[], None] = lambda: None,
     ) -> None:
         if interval <= 0:
             raise ValueError(f"interval must be positive seconds, not {interval}")
         self._writer = writer
         self._source = source
         self._interval = interval
+        self._enter_thread = enter_thread
         self._lock = threading.Lock()
         self._baseline: Snapshot | None = None
         self._baseline_at = 0.0
@@ -81,6 +88,7 @@ class Publisher:
         self._writer.publish(rated)
 
     def _run(self) -> None:
+        self._enter_thread()
         while not self._closing.wait(self._interval):
             self.publish_now()
 

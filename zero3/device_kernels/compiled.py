@@ -6,6 +6,7 @@ private. A kernel is compiled when it is first launched, in a fraction of a seco
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -88,6 +89,9 @@ def nvrtc(cuda: int) -> ctypes.CDLL:
     Raises UnavailableError.
     """
     name = f"libnvrtc.so.{cuda}"
+    for path in _beside_torch(f"libnvrtc-builtins.so.{cuda}*"):  # which it looks for by name alone
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
     for path in (*_beside_torch(f"{name}*"), name):
         try:
             library = ctypes.CDLL(path)

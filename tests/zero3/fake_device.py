@@ -13,9 +13,9 @@ raises it.
 
 The device's memory is what is allocated for ``DEVICE`` (its index tells it from "cpu"), and what comes of operations on
 that; everything else is the CPU's. An allocation counts as a write: what its stream did with the memory before need
-not be over. Found are also device memory that is freed while another stream uses it and was not
-told to keep it, the CPU touching the device's memory, and operations that mix both. ``waits`` lists where the program
-made the CPU wait for the device: for an event, by ``.item()``, by a copy that blocks.
+not be over. Found are also device memory that is freed while another stream uses it and was not told to keep it, the
+CPU or NVMe touching the device's memory, and operations that mix both. ``waits`` lists where the program made the CPU
+wait for the device: for an event, by ``.item()``, by a copy that blocks.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class FakeDevice:
         region = self._regions.at(start)
         if region is None:
             return
-        if region.kind is Kind.DEVICE and access.what.endswith("NVMe"):
+        if region.kind is Kind.DEVICE and " of NVMe" in access.what:
             self.mistake(f"{access.what}: NVMe reaches no device memory")
         for earlier in self.history.note(start, end, access, clock):
             later = f"{'write' if access.writes else 'read'} by {access.agent.name}: {access.what}"
@@ -398,15 +398,14 @@ class FakeDevice:
 
         def moved(tensor: Tensor, *args: Any, **options: Any) -> Any:
             """To torch both are one device: what crosses the link has to be copied, and what does not, not."""
-            given = [options.pop("device")] if "device" in options else list(args[:1])
-            if not given or not isinstance(given[0], str | torch.device):
+            where, *rest = (options.pop("device"), *args) if "device" in options else args or (None,)
+            if not isinstance(where, str | torch.device):
                 return to(tensor, *args, **options)
-            to_device = torch.device(given[0]) == DEVICE
-            if self._is_there(tensor) is to_device:
-                return to(tensor, "cpu", *args[1:], **options)
+            if self._is_there(tensor) is (torch.device(where) == DEVICE):
+                return to(tensor, "cpu", *rest, **options)
             self._local.moves = True
             try:
-                return to(tensor, "cpu", *args[1:], **options | {"copy": True})
+                return to(tensor, "cpu", *rest, **options | {"copy": True})
             finally:
                 self._local.moves = False
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from optim_cpu import kernels
 from optim_cpu.kernels import DType
 from tiering.aio import AioContext
-from tiering.arena import PAGE, Arena
+from tiering.arena import PAGE, Arena, round_up
 from tiering.swap_space import Section, StripedExtent, SwapSpace
 from zero3.exchange import apart, exchange_pointers
 from zero3.tiers import as_tensor
@@ -357,9 +358,18 @@ def a_slot_is_free_when_it_is_written(
     assert ticket.done()
 
 
+def nvme_reaches_host_memory_alone(
+    gpu: FakeDevice, right: bool, space: SwapSpace, extent: StripedExtent, arena: Arena
+) -> None:
+    there = torch.empty(2 * PAGE, dtype=torch.uint8, device=DEVICE)
+    on_a_page = SimpleNamespace(address=round_up(there.data_ptr()), nbytes=PAGE)
+    space.swap_in(extent, arena.lease(PAGE, "read") if right else on_a_page).wait()
+
+
 @pytest.mark.parametrize(
     "program",
     [
+        nvme_reaches_host_memory_alone,
         a_read_is_over_before_its_bytes_are_copied,
         a_copy_is_over_before_its_lease_is_read_into,
         a_gradient_is_there_before_it_is_written,

@@ -45,8 +45,8 @@ class Agent:
 
 
 def merge(mine: Clock, other: Clock) -> None:
-    """Add to ``mine`` what ``other`` knows."""
-    for number, seen in other.items():
+    """Add to ``mine`` what ``other`` knows, which another thread may be adding to."""
+    for number, seen in tuple(other.items()):
         if mine.get(number, -1) < seen:
             mine[number] = seen
 

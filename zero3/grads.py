@@ -149,9 +149,7 @@ class GradientStore:
         self._held.add(piece.index)
         self._forget_square(piece)
         if self._tiers.device_is_host:
-            self._add_on_host(group, piece, grad, overwrite=overwrite)
-            if self.last_micro_batch:
-                self._square(group, piece)
+            self._add_on_host(group, piece, grad, overwrite=overwrite, square=self.last_micro_batch)
         elif home.on_device:
             assert home.tensor is not None
             target = home.tensor.view(self.dtype)[piece.start : piece.end]
@@ -322,7 +320,8 @@ class GradientStore:
         self.settle()
         wanted = [(group, piece) for group in self._groups for piece in self._measured[group]]
         wanted = [(group, piece) for group, piece in wanted if piece.index in self._received]
-        self._square_on_device([pair for pair in wanted if self._squared_on_device(*pair)])
+        if not self._tiers.device_is_host:
+            self._square_on_device([pair for pair in wanted if self._squared_on_device(*pair)])
         found = []
         for group, pieces in groupby(wanted, key=itemgetter(0)):
             found += [(piece, self._square(group, piece)) for _, piece in pieces]
@@ -362,15 +361,15 @@ class GradientStore:
                 )
         return self._squares[piece.index]
 
-    def _add_on_host(self, group: ParamGroup, piece: Piece, grad: Tensor, *, overwrite: bool) -> None:
+    def _add_on_host(
+        self, group: ParamGroup, piece: Piece, grad: Tensor, *, overwrite: bool, square: bool
+    ) -> None:
+        address, dtype = self._open(group) + piece.start * self.dtype.itemsize, KERNEL_DTYPES[self.dtype]
         kernels.accumulate(
-            self._open(group) + piece.start * self.dtype.itemsize,
-            KERNEL_DTYPES[self.dtype],
-            grad.data_ptr(),
-            KERNEL_DTYPES[grad.dtype],
-            piece.numel,
-            overwrite=overwrite,
+            address, dtype, grad.data_ptr(), KERNEL_DTYPES[grad.dtype], piece.numel, overwrite=overwrite
         )
+        if square:
+            self._squares[piece.index] = kernels.sum_of_squares(address, dtype, piece.numel)
 
     def _open(self, group: ParamGroup) -> int:
         """The address of the group's gradients in host memory."""
@@ -443,12 +442,13 @@ class GradientStore:
         arriving.event.wait()
         self._under_way -= arriving.source.numel()
         group, piece = arriving.group, arriving.piece
+        self._squares.pop(piece.index, None)
+        square = self.last_micro_batch and arriving.whole and piece.index not in self._block_squares
         if arriving.lease is not None:
             values = as_tensor(arriving.lease)[: piece.numel * arriving.dtype.itemsize].view(arriving.dtype)
-            self._add_on_host(group, piece, values, overwrite=arriving.overwrite)
+            self._add_on_host(group, piece, values, overwrite=arriving.overwrite, square=square)
             arriving.lease.release()
-        self._squares.pop(piece.index, None)
-        if self.last_micro_batch and arriving.whole and piece.index not in self._block_squares:
+        elif square:
             self._square(group, piece)
         if group in self._left and not self._on_its_way(group):
             self._left.remove(group)

@@ -12,6 +12,7 @@ from optim_cpu import kernels
 from tiering.errors import PlacementError
 from tiering.placement import FEWEST_SLOTS
 from tiering.plan import Tier
+from zero3 import tiers
 
 from .conftest import DEVICE
 
@@ -79,6 +80,19 @@ def test_every_placement_gives_the_same_bits(
             assert run.snapshot.io[0].written.bytes > 0, name
         else:
             assert run.snapshot.io == [], name
+
+
+@pytest.mark.parametrize("placement", [{**ON_HOST, "threshold": 0}, ALL_ON_NVME])
+def test_without_a_slab_the_bits_are_the_same(
+    train: Callable[..., Any],
+    same: Callable[..., None],
+    placement: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with a torch that cannot exchange the memory of storages."""
+    reference = train()
+    monkeypatch.setattr(tiers, "can_exchange", lambda device: False)
+    same(train(**placement), reference, "resized")
 
 
 @pytest.mark.parametrize("placement", [{}, ON_HOST, {**ON_HOST, "threshold": 0}, ALL_ON_NVME])

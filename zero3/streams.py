@@ -9,11 +9,15 @@ A device without streams (the CPU itself) has no ``Streams``: what is told is do
 
 from __future__ import annotations
 
+import logging
+import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 
 class Event(ABC):
@@ -140,6 +144,10 @@ class CudaStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            log.warning(
+                "CUDA_DEVICE_MAX_CONNECTIONS is 1, which queues copies behind compute: nothing is hidden; unset it"
+            )
         made = [CudaStream(torch.cuda.Stream(device)) for _ in range(4)]
         self.fetch, self.offload, self.update, self.save = made
         # Their few blocks get onto the device beside a matmul's, and do not queue behind them.

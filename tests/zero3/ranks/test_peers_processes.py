@@ -64,7 +64,8 @@ def lose(rank: int, world_size: int, how: str, **settings: Any) -> tuple[int, fl
         return os.getpid(), total + reduce(peers, "reduce 2")
     except DistributedError as error:
         peers.fail(error)
-        zero3.peers.sever([dist.group.WORLD])  # and the connections of this rank break, as they do when it ends
+        # And the connections of this rank break, as they do when it ends.
+        zero3.peers.sever([dist.group.WORLD])
         dist.destroy_process_group()
         raise
 

@@ -406,7 +406,9 @@ def test_the_plan_counts_what_training_needs(tmp_path: Path) -> None:
     frozen = plan_to_load(manifest(blocks(8, trained=False)), tmp_path)
     assert frozen.plan is not None
     excluded = plan_to_load(manifest({}, excluded=blocks(8, trained=False)), tmp_path)
-    assert str(excluded.plan) == str(frozen.plan)
+    assert excluded.plan is not None
+    # But for the budgets, which are what the machine has free at that moment.
+    assert replace(excluded.plan, budgets=frozen.plan.budgets) == frozen.plan
     assert numel * 2 <= frozen.plan.state_bytes() <= (numel + padding) * 2
 
 

@@ -178,7 +178,8 @@ def _times(took: Totals) -> str:
         return f"{1e3 * seconds / took.steps:.1f}"
 
     phases = {name: took.phases.get(name, 0.0) for name in ("forward", "backward", "step")}
-    phases["between them"] = max(0.0, took.seconds - sum(phases.values()))  # a GPU's phases are told a moment late
+    # Not below zero: a GPU's phases are told a moment late.
+    phases["between them"] = max(0.0, took.seconds - sum(phases.values()))
     parts = ", ".join(f"{name} {shown(seconds)}" for name, seconds in phases.items())
     causes = ", ".join(
         f"{cause} {shown(seconds)}" for cause, seconds in took.stalls.items() if shown(seconds) != "0.0"

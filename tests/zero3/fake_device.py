@@ -20,7 +20,6 @@ wait for the device: for an event, by ``.item()``, by a copy that blocks.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections import deque
@@ -88,7 +87,6 @@ class FakeDevice:
         self.found: dict[Conflict, None] = {}
         self.waits: list[tuple[str, Place]] = []
         self.operations = 0  # on the device
-        self._time = itertools.count()
         self._threads = {threading.get_ident(): Agent("the CPU")}
         self.streams = FakeStreams(self)
         self._regions = Regions()
@@ -144,9 +142,6 @@ class FakeDevice:
         """The calling thread is a new one."""
         agent = self._threads[threading.get_ident()] = Agent(f"thread {name}")
         return agent
-
-    def time(self) -> int:
-        return next(self._time)
 
     def mistake(self, what: str) -> None:
         """Something that a real device does not do."""

@@ -509,7 +509,7 @@ def test_an_engine_on_a_device_tells_its_copies_and_waits(
     assert snapshot.link.d2h.bytes == 2 * trained <= snapshot.link.h2d.bytes
     assert {"copies of parameters", "copies of gradients"} <= set(snapshot.stalls)
     told = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {"h2d", "wait"} <= {event.get("cat") for event in told}
+    assert {"h2d", "d2h", "wait"} <= {event.get("cat") for event in told}
 
 
 def test_one_rank_alone_sends_nothing(start: Callable[..., Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -40,7 +41,7 @@ class FakeEvent(Event):
         self.clock = clock
         self._device = device
         self._timed = timed
-        self._at = device.time()
+        self._at = time.perf_counter()  # work is done when it is queued
 
     def done(self) -> bool:
         host = self._device.host
@@ -58,7 +59,7 @@ class FakeEvent(Event):
         assert isinstance(earlier, FakeEvent)
         if not (self._timed and earlier._timed and self.known and earlier.known):
             self._device.mistake("the time between two events that are not timed, or may not have come")
-        return max(0.0, (self._at - earlier._at) / 1e6)
+        return max(0.0, self._at - earlier._at)
 
     @property
     def known(self) -> bool:

@@ -21,8 +21,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from tiering.aio import lock_memory, withhold
 from tiering.errors import ArenaError
+from tiering.mappings import lock_memory, withhold
 from tiering.ranges import FreeRanges
 from tiering.topology import prefer_node
 

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from tiering._aio import ffi, lib
-from tiering.aio import ENGINES, AioContext, Fault, FaultPlan, lock_memory
+from tiering.aio import ENGINES, AioContext, Fault, FaultPlan
 from tiering.errors import ConfigError, EngineStateError, SwapError
+from tiering.mappings import lock_memory
 
 BLOCK = 65536
 

@@ -1,0 +1,27 @@
+"""Mappings of host memory: kept in RAM, and from forked children."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+
+from tiering._aio import ffi, lib
+
+
+def lock_memory(address: int, nbytes: int) -> bool:
+    """Keep a range of memory in RAM (mlock), best effort: False if RLIMIT_MEMLOCK or the system says no."""
+    return bool(lib.aio_lock_memory(ffi.cast("void *", address), nbytes) == 0)
+
+
+def withhold(mapping: mmap.mmap, address: int) -> None:
+    """Keep a private mapping, which begins at ``address``, from forked children, until it goes.
+
+    There it can be neither read nor written, and its addresses stay taken: the child's copy of ``mapping`` unmaps
+    nothing but itself. Raises OSError if the system refuses.
+    """
+    out = ffi.new("aio_withheld **")
+    code = lib.aio_withhold(out, ffi.cast("void *", address), len(mapping))
+    if code < 0:
+        raise OSError(-code, f"memory cannot be kept from forked children: {os.strerror(-code)}")
+    weakref.finalize(mapping, lib.aio_forget_withheld, out[0]).atexit = False

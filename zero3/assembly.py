@@ -73,7 +73,6 @@ class Assembly:
     sink: GradientStore | GradientReducer
     collectives: Collectives | None
     replicas: Replicas | None
-    streams: Streams | None
     fill: Fill
 
 
@@ -170,7 +169,7 @@ def _assemble(
             fill.run(
                 groups, {} if loaded is None else {param: Given(s) for param, s in loaded.sources.items()}
             )
-        stepper = _stepper(chosen, tiles, gradients, tiers, streams, layout)
+        stepper = _stepper(chosen, tiles, gradients, tiers, layout)
         sink: GradientStore | GradientReducer = gradients
         replicas = None
         if collectives is not None:
@@ -196,7 +195,6 @@ def _assemble(
         sink=sink,
         collectives=collectives,
         replicas=replicas,
-        streams=streams,
         fill=fill,
     )
 
@@ -331,7 +329,6 @@ def _stepper(
     tiles: list[Tile],
     gradients: GradientStore,
     tiers: Tiers,
-    streams: Streams | None,
     layout: StateLayout,
 ) -> TieredOptimizer | ClientOptimizer:
     client = chosen.client
@@ -352,7 +349,6 @@ def _stepper(
         tiles,
         gradients,
         tiers,
-        streams,
         layout,
         taken_over=client,
     )

@@ -440,10 +440,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         self._prefetcher.forget()
         try:
-            loss, self._loss = (
-                self._loss,
-                None,
-            )  # a next step by loss.backward() alone has none that the engine knows
+            loss, self._loss = self._loss, None  # a next step by loss.backward() alone has none
             self._step_applied = self._updates.run(
                 loss, self.train_batch_size(), stop=self._preemption.asked, saving=self._checkpoints.progress
             )

@@ -27,7 +27,6 @@ from zero3.param_group import ParamGroup
 from zero3.partition import Piece
 from zero3.pipeline import Staged, StatePipeline
 from zero3.rules import Options, UpdateRule
-from zero3.streams import Streams
 from zero3.tiers import Tiers
 from zero3.tiles import FP32, StateLayout, Tile
 
@@ -55,7 +54,6 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         tiles: list[Tile],
         gradients: GradientStore,
         tiers: Tiers,
-        streams: Streams | None,
         layout: StateLayout,
         taken_over: torch.optim.Optimizer | None = None,
     ) -> None:
@@ -67,7 +65,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self.steps: dict[int, int] = {}
         self._taken_over = taken_over
         self._timeline = tiers.timeline
-        self._streams = streams
+        self._streams = tiers.streams
         self._gradients = gradients
         self._layout = layout
         self._on_device: list[Tile] = []  # all of it in a GPU's memory
@@ -88,7 +86,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._visits = DeviceUpdate(gradients, tiers) if self._visiting else None
         self._in_gpu_memory = frozenset(self._on_device)
         # Copies to the device may still read parameters in host memory that the CPU steps.
-        self._changes_host_params = streams is not None and any(
+        self._changes_host_params = tiers.streams is not None and any(
             tile.group.shard_home.on_host for tile in (*self._in_place, *self._streamed)
         )
         self._batch = StepBatch()

@@ -115,8 +115,8 @@ class Restore:
             for files, opened, sources in self._states.values():
                 order = _order(groups, sources, states=True)
                 reading.enter_context(opened.reading(files, self._io, order))
-            if self._parts.streams is not None:
-                self._parts.streams.before_host_changes()
+            if self._parts.tiers.streams is not None:
+                self._parts.tiers.streams.before_host_changes()
             self._parts.fill.again(groups, given)
 
     def count_steps(self) -> None:

@@ -36,7 +36,7 @@ class TieredState:
         self._gradients = parts.gradients
         self._layout = parts.layout
         self._collectives = parts.collectives
-        self._streams = parts.streams
+        self._streams = parts.tiers.streams
         self._sharded_state = parts.plan.workload.world_size > 1 and parts.plan.workload.stage >= 1
         self._told_of_halves = False
         self.before_write: Callable[[], None] = lambda: None  # called when something is about to change

@@ -303,9 +303,8 @@ class Tiers:
         for window in self._on_device if tier is Tier.DEVICE else self._on_host:
             if isinstance(window, Arena):
                 leased = window.by_kind
-                if not isinstance(
-                    window, DeviceSlab
-                ):  # the others are parts of an arena, which has counted them
+                # The others are parts of an arena, which has counted them.
+                if not isinstance(window, DeviceSlab):
                     held[window.name] -= window.capacity
                 held.update(leased)
                 held["idle windows"] += window.capacity - sum(leased.values())
@@ -334,9 +333,7 @@ class Tiers:
             if self.streams is not None:
                 try:
                     self.streams.synchronize()
-                except (
-                    RuntimeError
-                ) as error:  # of a device that has failed; memory must be given back nevertheless
+                except RuntimeError as error:  # memory must be given back nevertheless
                     log.error("the device has failed, and what it was told has not ended: %s", error)
             if self._unpin is not None:
                 self._unpin()

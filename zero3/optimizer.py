@@ -82,7 +82,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             for piece, param in zip(group.layout.pieces, group.params, strict=True)
             if piece.trainable
         }
-        self._pipeline = StatePipeline(self._streamed, gradients, tiers)
+        self._pipeline = StatePipeline(self._streamed, gradients, tiers, self._is_stepped)
         self._visits = DeviceUpdate(gradients, tiers) if self._visiting else None
         self._in_gpu_memory = frozenset(self._on_device)
         # Copies to the device may still read parameters in host memory that the CPU steps.
@@ -95,7 +95,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         # Of the step that is under way:
         self._options: list[Options] = []
         self._rules: dict[tuple[int, int], kernels.Rule] = {}  # by param group and step
-        self._rule_of: dict[int, kernels.Rule] = {}  # by piece index, if it got a gradient
+        self._rule_of: dict[int, kernels.Rule] = {}  # by piece index, if it is stepped
         self._number_of: dict[int, int] = {}  # of the param group, by piece index
         self._grad_scale = 1.0
         self._due_in_place: deque[Tile] = deque()
@@ -294,6 +294,10 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self.steps.update(steps)
         self._rule_of.update(rule_of)
 
+    def _is_stepped(self, piece: Piece) -> bool:
+        """Whether this step updates the parameter: it got a gradient, and a param group has it."""
+        return piece.index in self._rule_of
+
     def _way_of(self, tile: Tile) -> list[Tile]:
         """The list of the tiles that are stepped as this one has to be."""
         if tile.visits:
@@ -314,10 +318,10 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             self._gradients.drop_window(group)
 
     def _add_due(self, group: ParamGroup) -> None:
-        """Queue the tiles of ``group`` in which something got a gradient."""
+        """Queue the tiles of ``group`` in which something is stepped."""
         self._pipeline.final(group)
         for tile in self._tiles_of[group]:
-            if any(segment.piece.index in self._rule_of for segment in tile.segments):
+            if any(self._is_stepped(segment.piece) for segment in tile.segments):
                 self._unfinished[group] += 1
                 if tile in self._pipeline:
                     self._due_streamed[tile] = None
@@ -393,7 +397,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             self.on_stepped(tile.group)
 
     def _add_to_batch(self, tile: Tile, staged: Staged | None) -> None:
-        """Add the tile's segments that got gradients."""
+        """Add the tile's segments that are stepped."""
         self.before_change(tile)
         layout, itemsize = self._layout, tile.group.dtype.itemsize
         state = tile.state.address
@@ -467,7 +471,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         stepped = [
             range(segment.start - tile.start, segment.start - tile.start + segment.numel)
             for segment in tile.segments
-            if segment.piece.index in self._rule_of
+            if self._is_stepped(segment.piece)
         ]
         if len(stepped) == len(tile.segments):  # with what lies between them, at once
             stepped = [range(tile.numel)]

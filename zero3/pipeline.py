@@ -9,7 +9,7 @@ bytes wait for them.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from tiering.tickets import AllOf
 from zero3.flat_storage import FETCH_PRIORITY
 from zero3.grads import KERNEL_DTYPES, GradientStore
 from zero3.param_group import ParamGroup
+from zero3.partition import Piece
 from zero3.streams import Event
 from zero3.tiers import Home, Tiers, as_tensor
 from zero3.tiles import FP32, Tile
@@ -42,11 +43,19 @@ class StatePipeline:
     """Brings ``tiles`` through the staging slots.
 
     For each step: ``expect`` an order, ``read_ahead`` whenever slots may have come free, say which gradients are
-    ``final``, and ``take`` each tile that is to be updated and ``give_back`` it.
+    ``final``, and ``take`` each tile that is to be updated and ``give_back`` it. ``is_stepped`` is the optimizer's
+    answer to whether its step has updated a parameter.
     """
 
-    def __init__(self, tiles: Iterable[Tile], gradients: GradientStore, tiers: Tiers) -> None:
+    def __init__(
+        self,
+        tiles: Iterable[Tile],
+        gradients: GradientStore,
+        tiers: Tiers,
+        is_stepped: Callable[[Piece], bool],
+    ) -> None:
         self._tiles = frozenset(tiles)
+        self._is_stepped = is_stepped
         self._gradients = gradients
         self._tiers = tiers
         self._load = tiers.plan.workload
@@ -237,7 +246,7 @@ class StatePipeline:
         tile, itemsize = staged.tile, staged.tile.group.dtype.itemsize
         state = tile.state.address or staged.lease.address
         for segment in tile.segments:
-            if not self._gradients.received(segment.piece):
+            if not self._is_stepped(segment.piece):
                 inside = segment.start - tile.start
                 target = staged.lease.address + self._slots.param_offset + inside * itemsize
                 if tile.group.dtype is torch.bfloat16:

@@ -133,7 +133,7 @@ class Alone:
         given: Any = SimpleNamespace(
             plan=plan, staging=self.arena, swap=self.swap, stalls=StallClock(timeline), timeline=timeline
         )
-        self.pipeline = StatePipeline(self.tiles, gradients, given)
+        self.pipeline = StatePipeline(self.tiles, gradients, given, is_stepped=lambda piece: True)
 
     @staticmethod
     def _home(name: str, nbytes: int, *, swapped: bool) -> Home:

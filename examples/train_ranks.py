@@ -82,9 +82,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         loss = engine(inputs.to(engine.device), targets.to(engine.device))
         engine.backward(loss)
         engine.step()
-        if RANK == 0:
+        if RANK == 0 and engine.was_step_applied():
             print(f"step {engine.global_steps}: loss {loss.item():.3f}")
-        if options.checkpoints is not None and engine.global_steps % 10 == 0:
+        # With gradient accumulation most calls of step() update nothing, and global_steps stays the same.
+        due = engine.was_step_applied() and engine.global_steps % 10 == 0
+        if options.checkpoints is not None and due:
             engine.save_checkpoint(options.checkpoints, keep=2, background=True)
         if engine.global_steps >= options.steps:
             break

@@ -67,9 +67,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         engine.backward(loss)
         engine.step()
         seen += size * ranks
-        if rank == 0:
+        if rank == 0 and engine.was_step_applied():
             print(f"step {engine.global_steps}: loss {loss.item():.6f}", flush=True)
-        if options.checkpoints is not None and engine.global_steps % options.save_interval == 0:
+        # With gradient accumulation most calls of step() update nothing, and global_steps stays the same.
+        due = engine.was_step_applied() and engine.global_steps % options.save_interval == 0
+        if options.checkpoints is not None and due:
             engine.save_checkpoint(options.checkpoints, client_state={"samples": seen})
     engine.destroy()
 

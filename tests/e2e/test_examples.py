@@ -142,6 +142,33 @@ def test_stage_3_on_nvme_goes_on_where_it_stopped(
     assert list(nvme.iterdir()) == []
 
 
+def test_a_save_waits_for_the_end_of_an_accumulation(
+    run: Callable[..., tuple[Said, Engine]], tmp_path: Path
+) -> None:
+    """Each step of two micro-batches is printed and saved once, after the second."""
+    config = json.loads((EXAMPLES / "zero3_nvme" / "ds_config.json").read_text(encoding="utf-8"))
+    config.pop("train_batch_size", None)
+    config |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    (accumulates := tmp_path / "ds_config.json").write_text(json.dumps(config), encoding="utf-8")
+    script = (
+        "zero3_nvme/train.py",
+        "--nvme",
+        tmp_path,
+        "--save_interval",
+        1,
+        "--deepspeed_config",
+        accumulates,
+    )
+    said, engine = run(*script, "--steps", 2, "--checkpoints", tmp_path / "saved")
+    assert [*said.losses] == [1, 2] and engine.micro_steps == 4
+    assert {path.name for path in (tmp_path / "saved").glob("global_step*")} == {
+        "global_step1",
+        "global_step2",
+    }
+    rest, _ = run(*script, "--steps", 3, "--checkpoints", tmp_path / "saved")
+    assert rest.text.startswith("goes on behind 16 samples\n") and [*rest.losses] == [3]
+
+
 def test_the_script_for_ranks_is_that_of_one_process(
     run: Callable[..., tuple[Said, Engine]], tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from tiering.errors import ConfigError
 from tiering.weights.writer import SUFFIX, WeightWriter
 from zero3.agreement import Leading
 from zero3.fill import RANGE
+from zero3.model_checks import is_packed
 from zero3.partition import tiles
 from zero3.precision import COMPUTE_DTYPES
 from zero3.saved_names import (
@@ -70,7 +71,7 @@ class Export:
 
         A pickle's name, which DeepSpeed's scripts have, gives a safetensors file of that name: pytorch_model.bin is
         model.safetensors. Parameters have 16 bits: those that they compute in or, of a model in fp32, as bf16. Buffers
-        are as they are.
+        and packed bytes of quantised weights are as they are.
         """
         stem = _stem(save_filename)
         tensors = own_names(self._model)
@@ -141,7 +142,7 @@ class Export:
                 leading.attempt(lambda: files(_there(writer).folder))
             for saved in wanted:
                 leading.settle()
-                with closing(self._ranges(saved, dtype)) as values:
+                with closing(self._ranges(saved, self._stored_as(saved, dtype))) as values:
                     for each in values:
                         leading.attempt(partial(_append, writer, each))
             leading.attempt(lambda: _there(writer).finish())
@@ -155,7 +156,8 @@ class Export:
         )
 
     def _stored_as(self, saved: Saved, dtype: torch.dtype) -> torch.dtype:
-        return dtype if saved.tensor in self._places else saved.tensor.dtype
+        kept = saved.tensor not in self._places or is_packed(saved.tensor)
+        return saved.tensor.dtype if kept else dtype
 
     def _ranges(self, saved: Saved, dtype: torch.dtype) -> Generator[Tensor]:
         """The elements of what is stored, flat, in host memory, a range after the other."""

@@ -19,15 +19,15 @@ from tiering.config import TieringConfig
 from tiering.ds_config.auto import Known, hidden_size_of, named
 from tiering.ds_config.report import Report
 from tiering.errors import ConfigError, EngineStateError
-from zero3 import resharded, schedulers
+from zero3 import schedulers
 from zero3.assembly import Weights
 from zero3.client_optimizer import ClientOptimizer
 from zero3.collectives import standing
-from zero3.compiled import is_wrapped, unwrap
+from zero3.compiled import unwrap
 from zero3.deepspeed.distributed import discover, init_distributed
 from zero3.engine import Engine
-from zero3.init import recipe_of
 from zero3.loader import TrainingLoader, make_loader
+from zero3.model_checks import check_model
 from zero3.optimizer import TieredOptimizer
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
 from zero3.precision import COMPUTE_DTYPES
@@ -95,6 +95,7 @@ def initialize(
         )
     given = _given(args, config, config_params)
     rank, world_size = _join(distributed_port, dist_init_required)
+    check_model(model)
     replaced = {"optimizer": optimizer, "scheduler": lr_scheduler}
     known = Known(
         hidden_size=hidden_size_of(getattr(model, "config", None)),
@@ -107,7 +108,6 @@ def initialize(
         log.debug("config: %s", entry)
     if torch.is_inference_mode_enabled():
         raise EngineStateError("initialize was called in inference_mode, whose tensors cannot be trained")
-    _check_untouched(model)
     unwrap(model)
     if lr_scheduler is not None and not (_steps(lr_scheduler) or callable(lr_scheduler)):
         raise ConfigError(f"initialize(lr_scheduler=...) {_SCHEDULERS}, not {type(lr_scheduler).__name__}")
@@ -230,17 +230,3 @@ def _say_once(line: str) -> None:
     if line not in _said:
         _said.add(line)
         logs.progress().log(logs.once(logging.INFO), "%s", line)
-
-
-def _check_untouched(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if resharded.is_adopted(param) and recipe_of(param) is None:
-            raise EngineStateError(
-                f"{name!r} belongs to an engine already, or did until that was closed; build the model anew and load"
-                " what engine.state_dict() gave"
-            )
-    if is_wrapped(model):
-        raise ConfigError(
-            "the model is wrapped by torch.compile, which does not see parameters come and go; initialize the model as"
-            " it was before, and compile its blocks: `for block in model.layers: block.compile()`"
-        )

@@ -16,6 +16,7 @@ from tiering.config import TieringConfig
 from tiering.errors import ConfigError
 from zero3 import rules
 from zero3.client_optimizer import needs_closure
+from zero3.model_checks import check_dtypes
 from zero3.rules import Options, UpdateRule
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def choose_optimizer(
     Without any, and without ``model_parameters``, nothing is trained, as of a teacher.
     Raises ConfigError for what can not be trained as asked.
     """
-    _check_dtypes(model)
+    check_dtypes(model, config)
     if optimizer is not None:
         client = _made(optimizer, model, model_parameters)
         if config.optimizer is not None:
@@ -223,14 +224,6 @@ def _check_params(model: nn.Module, groups: list[Options], who: str) -> None:
         )
     if not any(param.requires_grad for param in inside):
         raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
-
-
-def _check_dtypes(model: nn.Module) -> None:
-    odd = [f"{name} ({p.dtype})" for name, p in model.named_parameters() if not p.is_floating_point()]
-    if odd:
-        raise ConfigError(
-            f"only floating-point parameters can be tiered, not {', '.join(odd[:3])}: register them as buffers"
-        )
 
 
 def _name(optimizer: torch.optim.Optimizer) -> str:

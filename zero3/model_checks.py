@@ -53,8 +53,8 @@ def check_dtypes(model: nn.Module, config: TieringConfig) -> None:
         elif param.dtype not in CONVERTIBLE:
             raise ConfigError(
                 f"only floating-point parameters can be tiered, not {name} ({param.dtype}). If it is a quantised"
-                f" weight, use 4-bit weights of bitsandbytes with bnb_4bit_quant_storage={compute}; if it is an ordinary"
-                " tensor, register it as a buffer, which stays on the device as it is"
+                f" weight, use 4-bit weights of bitsandbytes with bnb_4bit_quant_storage={compute}; if it is an"
+                " ordinary tensor, register it as a buffer, which stays on the device as it is"
             )
         if param.dtype not in (
             compute,

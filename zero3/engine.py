@@ -35,7 +35,7 @@ from zero3.monitor import Monitor
 from zero3.named_state import NamedState
 from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
 from zero3.param_group import ParamGroup
-from zero3.precision import COMPUTE_DTYPES, LossScale, autocast, cast_floating
+from zero3.precision import COMPUTE_DTYPES, LossScale, autocast, cast_floating, explain_inputs
 from zero3.preemption import Preemption
 from zero3.prefetch import Prefetcher
 from zero3.progress import Progress
@@ -144,8 +144,9 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         with self._phase("forward"), autocast(self.config, self.device):
             try:
                 return self.module(*args, **kwargs)
-            except BaseException:
+            except BaseException as error:
                 self._schedule.abandon()
+                explain_inputs(error, (args, kwargs), self.config)
                 raise
             finally:
                 self._ready.in_forward = before

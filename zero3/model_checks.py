@@ -56,10 +56,8 @@ def check_dtypes(model: nn.Module, config: TieringConfig) -> None:
                 f" weight, use 4-bit weights of bitsandbytes with bnb_4bit_quant_storage={compute}; if it is an"
                 " ordinary tensor, register it as a buffer, which stays on the device as it is"
             )
-        if param.dtype not in (
-            compute,
-            torch.float32,
-        ):  # 16 bits for a model in fp32 is what the user asked for
+        # 16 bits for a model in fp32 is what the user asked for
+        if param.dtype not in (compute, torch.float32):
             changed.setdefault(param.dtype, []).append(name)
     for dtype, names in changed.items():
         level = logging.INFO if compute is torch.float32 and dtype.itemsize == 2 else logging.WARNING

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tiering.config import TieringConfig
 from tiering.errors import EngineStateError
@@ -37,6 +37,32 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if floating else value
 
     return tree_map(cast, values)
+
+
+def explain_inputs(error: BaseException, inputs: Any, config: TieringConfig) -> None:
+    """Add a note to torch's error about two dtypes in one operation, if inputs of the model are in another dtype."""
+    dtype = COMPUTE_DTYPES[config.precision]
+    unhandled = not config.cast_inputs and config.autocast is None and dtype is not torch.float32
+    if not (unhandled and isinstance(error, RuntimeError | ValueError) and _is_of_dtypes(str(error))):
+        return
+    others = {
+        leaf.dtype
+        for leaf in tree_leaves(inputs)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype is not dtype
+    }
+    if others:
+        error.add_note(
+            f"The model computes in {dtype} and was called with {', '.join(sorted(map(str, others)))} tensors. Set"
+            f" {config.precision}.auto_cast to true in the configuration to cast them, or cast them in the script"
+        )
+
+
+def _is_of_dtypes(message: str) -> bool:
+    """Whether torch says that dtypes do not go together; each of its kernels has words of its own for that."""
+    return any(
+        word in message.lower()
+        for word in ("dtype", "input type", "scalar type", "same type", "the type torch")
+    )
 
 
 class LossScale:

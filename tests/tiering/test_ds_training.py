@@ -281,6 +281,23 @@ def test_without_fp16_its_section_asks_for_nothing(enabled: dict[str, bool]) -> 
     assert "loss scaling belongs to fp16, which is not enabled" in told["fp16.loss_scale"][1]
 
 
+def test_inputs_are_cast_by_the_key_of_the_enabled_precision() -> None:
+    on, off = {"enabled": True}, {"enabled": False}
+    assert read(bf16=on | {"auto_cast": True}).cast_inputs
+    assert read(bfloat16=on | {"auto_cast": True}).cast_inputs
+    assert not read(bf16=on | {"auto_cast": False}, fp16=off | {"auto_cast": True}).cast_inputs
+    assert read(bf16=on | {"auto_cast": True}, fp16=off | {"auto_cast": False}).cast_inputs
+    assert read(fp16=on | {"auto_cast": True}, bf16=off | {"auto_cast": False}).cast_inputs
+    assert not read(bf16=off | {"auto_cast": True}).cast_inputs
+    notes = verdicts(bf16=on | {"auto_cast": True}, fp16=off | {"auto_cast": False})
+    assert notes["bf16.auto_cast"][0] is Verdict.MAPPED
+    assert notes["fp16.auto_cast"] == (
+        Verdict.NO_EFFECT,
+        "casting inputs belongs to fp16, which is not enabled",
+    )
+    assert "valid boolean" in refused(bf16=on | {"auto_cast": "yes"})["bf16.auto_cast"]
+
+
 def test_wrong_loss_scales_are_told_by_their_key() -> None:
     def told(**section: Any) -> dict[str, str]:
         return refused(fp16={"enabled": True} | section)

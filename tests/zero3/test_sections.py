@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import tiering
 from tiering.plan import Tier
 from zero3 import schedulers
+from zero3.precision import COMPUTE_DTYPES
 
 from .conftest import config
 from .plain import (
@@ -220,8 +221,10 @@ class Structured(nn.Module):
         return result
 
 
-def test_inputs_are_cast_by_the_configuration(start: Start) -> None:
-    """``fp16.auto_cast`` gives what a caller's own casts give, and leaves what is no floating-point number."""
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_inputs_are_cast_by_the_configuration(start: Start, precision: str) -> None:
+    """``auto_cast`` gives what a caller's own casts give, and leaves what is no floating-point number."""
+    dtype = COMPUTE_DTYPES[precision]
 
     def script(engine: Any, cast: Callable[[Tensor], Tensor] = lambda x: x) -> list[float]:
         losses = []
@@ -232,19 +235,40 @@ def test_inputs_are_cast_by_the_configuration(start: Start) -> None:
             losses.append(loss.item())
             engine.backward(loss)
             engine.step()
-            assert engine.module.seen == [torch.int64, torch.float16, torch.float16, int]
+            assert engine.module.seen == [torch.int64, dtype, dtype, int]
         assert engine.skipped_steps == 0
         return losses
 
-    fp16 = {"initial_scale_power": 8}
-    run = assert_same_as_on_the_device(
-        start, Structured, script, precision="fp16", fp16=fp16 | {"auto_cast": True}
+    fixed: dict[str, Any] = {"fp16": {"initial_scale_power": 8}} if precision == "fp16" else {}
+    casting = {
+        **fixed,
+        "sections": {precision: {"enabled": True, **fixed.get("fp16", {}), "auto_cast": True}},
+    }
+    run = assert_same_as_on_the_device(start, Structured, script, precision=precision, **casting)
+    by_hand = run_engine(
+        start, Structured, lambda engine: script(engine, lambda x: x.to(dtype)), precision=precision, **fixed
     )
-    by_hand = run_engine(start, Structured, lambda e: script(e, Tensor.half), precision="fp16", fp16=fp16)
     assert run.losses == by_hand.losses and len({*run.losses}) == 5
     assert differing(run.masters, by_hand.masters) == []
-    with pytest.raises(RuntimeError, match="dtype"):  # no cast: the layers are fp16, the features fp32
-        run_engine(start, Structured, script, precision="fp16", fp16=fp16)
+    with pytest.raises(RuntimeError, match="dtype") as refusal:  # the layers have 16 bits, the features fp32
+        run_engine(start, Structured, script, precision=precision, **fixed)
+    (note,) = refusal.value.__notes__
+    assert f"computes in {dtype} and was called with torch.float32" in note
+    assert f"{precision}.auto_cast" in note
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.Conv1d(3, 4, 2), (2, 3, 8)), (nn.BatchNorm1d(4), (2, 4)), (nn.GRU(4, 4), (3, 2, 4))],
+    ids=["convolution", "normalisation", "recurrent"],
+)
+def test_an_error_about_dtypes_names_auto_cast(
+    start: Start, layer: nn.Module, shape: tuple[int, ...]
+) -> None:
+    engine = start(layer)
+    with pytest.raises((RuntimeError, ValueError)) as refusal:
+        engine(torch.zeros(shape))
+    assert "bf16.auto_cast" in refusal.value.__notes__[0]
 
 
 class Weighted(nn.Module):

@@ -89,6 +89,7 @@ _CPU = one_of({True: "cpu"})
 _COMPILED = no_effect("compile the model's blocks with torch.compile", off=_NEVER)
 _BF16: Tree = {
     "enabled": mapped("precision", read=one_of({True: "bf16"}), off=(False,), auto=of_precision("bf16")),
+    "auto_cast": Key(Verdict.MAPPED, note="casts inputs as fp16.auto_cast does; DeepSpeed has no such key"),
     "immediate_grad_update": no_effect("gradients are accumulated as they come, always", off=_ALWAYS),
     "check_grad_overflow": no_effect(
         "gradients are always checked, except with tiering.step_in_backward", off=_ALWAYS

@@ -265,9 +265,9 @@ class Reading:
         elif "torch_autocast.dtype" not in self.entries:
             self._refuse("torch_autocast.dtype", "missing; give 'bfloat16' or 'float16'")
         self._settle_names_of_bf16()
+        self._settle_input_casts()
         if self._value("precision") != "fp16":
             self._leave_out("loss_scale.", "loss scaling belongs to fp16, which is not enabled")
-            self._leave_out("cast_inputs", "casting inputs belongs to fp16, which is not enabled")
             if self._value("autocast") == "fp16":
                 # those of torch.amp.GradScaler, which DeepSpeed takes then
                 self.values["loss_scale.window"] = ("torch_autocast.dtype", 2000)
@@ -289,6 +289,22 @@ class Reading:
                 "bfloat16.enabled",
                 "true contradicts the section bf16, the only one that DeepSpeed reads then; keep one of them",
             )
+
+    def _settle_input_casts(self) -> None:
+        """Each section of a precision has a key for it; that of the enabled one counts."""
+        enabled = self._value("precision")
+        for section, precision in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
+            key = f"{section}.auto_cast"
+            if key not in self.entries or self.entries[key].verdict is Verdict.REFUSED:
+                continue
+            value = self.entries[key].value
+            if precision == enabled:
+                self.values["cast_inputs"] = key, value
+            else:
+                if "cast_inputs" in self.values and self.values["cast_inputs"][0] == key:
+                    del self.values["cast_inputs"]
+                why = f"casting inputs belongs to {precision}, which is not enabled"
+                self._note(key, value, Verdict.NO_EFFECT, why, off=True)
 
     def _settle_overflow_checks(self) -> None:
         """Steps in backward cannot wait for the check of all gradients. DeepSpeed makes it in bf16 unless told."""

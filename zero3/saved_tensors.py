@@ -6,15 +6,22 @@ Note [Backward enters a group from anywhere]
     know, an activation caught by a user's hook, a second derivative, a module that another block calls. Backward then
     reads a storage without bytes, which ends the process. So, while a forward is running and any group moves, what
     autograd saves passes through here: tensors in a group's storage are marked with the group, and it is asked for
-    before they are handed out. All other tensors go to the hooks that were there before (activation checkpointing's).
+    before they are handed out. All other tensors are the activations. No budget covers them, but here they pass and are
+    counted: see activations.py.
 
-    These others are the activations. No budget covers them, but here they pass and are counted: see activations.py.
+Note [Hooks around ours see what they would see without us]
+    Torch calls the innermost hooks alone, so ours pass every tensor on to those around them, a group's too.
+    Checkpointing counts tensors to know when a recomputation can stop, starts one when the first of them is unpacked,
+    and hands out what was recomputed at the same position: if a block's forward has side effects (it updates a buffer,
+    on which its routing may depend), each of these changes results. Hooks that change values change those of weights,
+    too. Only save_on_cpu is left out: it changes nothing, and would copy every group to host memory.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,11 +36,20 @@ from zero3.param_group import ParamGroup
 
 
 class SavedTensors:
-    """Marks what autograd saves between ``enter`` and ``leave``; ``need`` is called with a group before its use."""
+    """Marks what autograd saves between ``enter`` and ``leave``; ``need`` is called with a group before its use.
 
-    def __init__(self, groups: Iterable[ParamGroup], need: Callable[[ParamGroup], None]) -> None:
+    ``stepped``: the groups that the running backward has stepped, kept up to date by its owner.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[ParamGroup],
+        need: Callable[[ParamGroup], None],
+        stepped: AbstractSet[ParamGroup] = frozenset(),
+    ) -> None:
         groups = list(groups)
         self.owners = {group.storage_key: group for group in groups if group.moves}
+        self.stepped = stepped
         self.activations = Activations(groups)
         self._need = need
         self._node: Any = None
@@ -50,6 +66,10 @@ class SavedTensors:
         hooks = self.hooks()
         hooks.__enter__()
         self._entered.append((hooks, _stack()))
+
+    def owner_of(self, tensor: Tensor) -> ParamGroup | None:
+        """The group in whose storage ``tensor`` lies, None for any other tensor."""
+        return self.owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
 
     def hooks(self) -> saved_tensors_hooks:
         """Hooks to enter, in front of those that are there."""
@@ -126,6 +146,16 @@ class _Saved:
         return self.tensor
 
 
+class _PassedOn(_Saved):
+    """A group's tensor, and what the hooks around ours made of it."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, group: ParamGroup, tensor: Tensor, packed: Any) -> None:
+        super().__init__(group, tensor)
+        self.packed = packed
+
+
 class _Hooks:
     """Compiled code that is left to Python in parts calls them eagerly, too."""
 
@@ -135,25 +165,52 @@ class _Hooks:
         self.saved = saved
         self._outer_pack: Callable[[Tensor], Any] | None = outer and outer[0]
         self._outer_unpack: Callable[[Any], Tensor] | None = outer and outer[1]
+        self._outer_recomputes = getattr(self._outer_pack, "__module__", "") == "torch.utils.checkpoint"
 
     @eager
     def pack(self, tensor: Tensor) -> Any:
-        group = None
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            group = self.saved.owners.get(storage._cdata)
-            if group is None:
-                self.saved.activations.saved(storage)
-        if group is None and self._outer_pack is not None:
-            return self._outer_pack(tensor)
-        return _Saved(group, tensor)
+        group = self.saved.owner_of(tensor)
+        if group is None and tensor.layout is torch.strided:
+            self.saved.activations.saved(tensor.untyped_storage())
+        if self._outer_pack is None or (group is not None and _copies_only(self._outer_pack)):
+            return _Saved(group, tensor)
+        packed = self._outer_pack(tensor)
+        return packed if group is None else _PassedOn(group, tensor, packed)
 
     @eager
     def unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, _Saved):
-            if packed.group is not None:
-                self.saved.hand_out(packed.group)
-            return packed.checked()
+        if isinstance(packed, _PassedOn):
+            return self._unpack_passed_on(packed)
+        if not isinstance(packed, _Saved):
+            return self._unpack_outside(packed)
+        if packed.group is not None:
+            self.saved.hand_out(packed.group)
+        return packed.checked()
+
+    def _unpack_passed_on(self, packed: _PassedOn) -> Tensor:
+        assert packed.group is not None
+        if self._outer_recomputes:
+            tensor = self._unpack_outside(packed.packed)
+            # Torch compares no versions under hooks; but what this backward has stepped is no longer what was used.
+            if packed.group in self.saved.stepped:
+                packed.checked()
+            return tensor
+        # First: the other hooks may read the bytes.
+        self.saved.hand_out(packed.group)
+        packed.checked()
+        return self._unpack_outside(packed.packed)
+
+    def _unpack_outside(self, packed: Any) -> Tensor:
         assert self._outer_unpack is not None
         with self.saved.recomputing():
-            return self._outer_unpack(packed)
+            tensor = self._outer_unpack(packed)
+        # A recomputation may have taken another way than the forward, to a tensor of another group.
+        group = self.saved.owner_of(tensor)
+        if group is not None:
+            self.saved.hand_out(group)
+        return tensor
+
+
+def _copies_only(pack: Callable[..., Any]) -> bool:
+    """Whether ``pack`` is that of save_on_cpu, which would copy whole groups to host memory and changes no value."""
+    return getattr(pack, "__qualname__", "").startswith("save_on_cpu.")

@@ -103,11 +103,11 @@ class PassSchedule:
         self._until_end: set[ParamGroup] = set()  # of these, those that only the end of backward releases
         # By backward, last, and the autograd nodes that its forward made, in which graph task.
         self._entered: tuple[ParamGroup, range, int] | None = None
-        self._saved = SavedTensors(groups, self.need)
         self.in_backward = False
         self._backward: Callable[[], object | None] = _nothing  # gives something while autograd runs that one
         self.steps_in_backward = False  # in this one: what is final is stepped at once
         self._stepped: set[ParamGroup] = set()  # so, in this one
+        self._saved = SavedTensors(groups, self.need, self._stepped)
         self._received = False  # a gradient of a parameter, in this backward: torch.autograd.grad gives none
         self._thread = 0  # of the forwards that are running
         self._closed = False

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from enum import Enum
 from functools import cache
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tiering.errors import ResidencyError
+from zero3 import gradient_edges
 from zero3.compiled import cuts_compiled_code
 from zero3.eager import eager
 
@@ -157,9 +158,8 @@ class _Resharded:
                 return func(*args, **kwargs)
         if _changes_nothing(func, args, kwargs):
             return args[0]
-        if func in (torch.autograd.grad, torch.autograd.backward):
-            with _plain(_resharded_among((args, kwargs))):
-                return func(*args, **kwargs)
+        if func in gradient_edges.CALLS:
+            return gradient_edges.differentiate(func, args, kwargs, lambda each: isinstance(each, _Resharded))
         for param in _resharded_among((args, kwargs)):
             if not isinstance(param, _Resharded):
                 continue  # came along with one before it
@@ -279,19 +279,6 @@ def _gradient_asked_for(param: nn.Parameter) -> None:
     owner = owner_of(param)
     if owner is not None and not torch.compiler.is_compiling():  # the compiler looks at all there is
         owner.gradient_asked_for(param)
-
-
-@contextmanager
-def _plain(params: list[nn.Parameter]) -> Iterator[None]:
-    """Let ``params`` pass for plain ones: who asks for their gradients needs no values."""
-    for param in params:
-        make_plain(param)
-    try:
-        yield
-    finally:
-        for param in params:
-            if not isinstance(param, _Resharded | _Shown):  # nobody has moved it meanwhile
-                param.__class__ = resharded_form(type(param))
 
 
 def _plain_copy(param: nn.Parameter) -> nn.Parameter:

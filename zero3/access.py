@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tiering.errors import ConfigError, EngineStateError
-from zero3 import resharded
+from zero3 import hooks, resharded
 from zero3.hooks import OurHook
 from zero3.param_group import ParamGroup, Residency
 from zero3.partition import Piece
@@ -132,6 +132,11 @@ class Access:
         self._saving = 0  # state_dict calls, nested, that are running
         self._saved: dict[nn.Parameter, Tensor] = {}  # by them
         self._told_of_gradients = False
+        self._read_as_none: set[nn.Parameter] = (
+            set()
+        )  # whose .grad was, since the last update, in place of one
+        # Called with what was assigned to .grad between passes, or None.
+        self.on_gradient: Callable[[ParamGroup, Piece, Tensor | None], None] = lambda *_: None
         resharded.adopt(self._places, self)
         for group in groups:
             group.on_edit = self._store_edits
@@ -206,7 +211,10 @@ class Access:
         """Say once that it is not there, if the engine has it: clipping by hand would do nothing, in silence."""
         group, position = self._places[param]
         piece = group.layout.pieces[position]
-        if self._state.has_gradient(piece) and not self._told_of_gradients and not self._schedule.in_backward:
+        if self._schedule.in_backward or not self._state.has_gradient(piece):
+            return
+        self._read_as_none.add(param)
+        if not self._told_of_gradients:
             self._told_of_gradients = True
             log.warning(
                 "%r.grad was asked for: the engine takes gradients as they arrive, so it is None. Clip by"
@@ -214,6 +222,28 @@ class Access:
                 " and get_fp32_gradient(name) of the engine tell them",
                 piece.name,
             )
+
+    def gradient_assigned(self, param: nn.Parameter, values: Tensor | None) -> bool:
+        """Between passes the engine keeps it. In backward it may change a gradient that is on its way to the engine."""
+        group, position = self._places[param]
+        piece = group.layout.pieces[position]
+        if hooks.in_backward_pass():
+            if values is not None and not resharded.holds_gradient(param):
+                raise EngineStateError(
+                    f"{piece.name!r}.grad was assigned in backward while the parameter had none: the next gradient"
+                    f" would be added to it. Change a gradient on its way by param.register_hook(lambda grad: ...), or"
+                    " assign it when backward has ended"
+                )
+            return False
+        if values is not None and param in self._read_as_none and self._state.has_gradient(piece):
+            raise EngineStateError(
+                f"{piece.name!r}.grad was read as None while the engine had the gradient, and is assigned now: a value"
+                " that was computed from None would take the gradient's place. Read it by"
+                f" engine.get_fp32_gradient({piece.name!r}), and replace it by engine.set_fp32_gradient"
+            )
+        self._read_as_none.discard(param)
+        self.on_gradient(group, piece, values)
+        return True
 
     def where(self, param: nn.Parameter) -> str:
         group, position = self._places[param]
@@ -288,6 +318,7 @@ class Access:
         """The engine itself has changed parameters, which torch counts as in-place edits."""
         self._saving = 0  # a state_dict that an exception has ended
         self._saved.clear()
+        self._read_as_none.clear()
         for group in self._groups:
             group.note_versions()
 

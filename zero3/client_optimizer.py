@@ -100,9 +100,8 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated so far."""
-        self._tell_of_dropping()
+        self.tell_of_dropping("zero_grad()")
         self._gradients.reset()
-        super().zero_grad(set_to_none=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """For construction alone: tiers are planned once."""

@@ -165,21 +165,35 @@ class GradientStore:
         self._received.add(piece.index)
         self._forget_square(piece)
 
+    def holds(self, piece: Piece) -> bool:
+        """Whether there is anything to ``drop``."""
+        return self.received(piece)
+
+    def drop(self, group: ParamGroup, piece: Piece) -> None:
+        """Forget the gradient of ``piece``: the next one of it takes its place."""
+        self.settle()  # it may be on its way here
+        self._held.discard(piece.index)
+        self._received.discard(piece.index)
+        self._forget_square(piece)
+
     def add_reduced(self, group: ParamGroup, parts: list[Tensor], factor: float) -> None:
         """Add ``factor`` times the sum of ``parts``, one of each rank and of this one's shard, to the gradients."""
         home = self.homes[group.index]
         pieces = [piece for piece in group.shard.pieces if piece.trainable]
-        overwrite = not any(piece.index in self._held for piece in pieces)
+        fresh = [piece for piece in pieces if piece.index not in self._held]
         on_device = not self._tiers.device_is_host
         for piece in pieces:
             self._held.add(piece.index)
             self._forget_square(piece)
         if on_device and not home.on_device:
             for piece in pieces:
-                self._send_reduced(group, piece, parts, factor, overwrite=overwrite)
+                self._send_reduced(group, piece, parts, factor, overwrite=piece in fresh)
             return
         flat = home.tensor if home.tensor is not None else self._window(group)
         target = flat.view(self.dtype)[: parts[0].numel()]
+        overwrite = len(fresh) == len(pieces)
+        for piece in [] if overwrite else fresh:
+            target[piece.start : piece.end].zero_()
         add_up(parts, factor, target, overwrite=overwrite, on_device=on_device)
         if self.last_micro_batch and not on_device:  # which would wait for all that is queued there
             for piece in pieces:

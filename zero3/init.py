@@ -166,6 +166,11 @@ class _Unbuilt:
         return None
 
     def gradient_asked_for(self, param: nn.Parameter) -> None: ...
+
+    def gradient_assigned(self, param: nn.Parameter, values: Tensor | None) -> bool:
+        """No engine keeps gradients yet."""
+        return False
+
     def data_asked_for(self, param: nn.Parameter) -> None: ...
 
     def where(self, param: nn.Parameter) -> str:

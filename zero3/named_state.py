@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 from tiering.errors import ConfigError, EngineStateError
 from zero3 import hooks, resharded
 from zero3.access import Access
+from zero3.client_optimizer import ClientOptimizer
+from zero3.optimizer import TieredOptimizer
+from zero3.param_group import ParamGroup
 from zero3.partition import Piece
 from zero3.readiness import Readiness
 from zero3.state import TieredState
@@ -34,6 +38,7 @@ class NamedState:
     """The part of ``Engine`` that reads and sets parameters, gradients and optimizer state by name."""
 
     module: nn.Module
+    optimizer: TieredOptimizer | ClientOptimizer
     _access: Access
     _ready: Readiness
     _state: TieredState
@@ -42,6 +47,7 @@ class NamedState:
     def _serve(self, access: Access) -> None:
         """Answer for the parameters of ``access``, which asks for them by object."""
         self._access = access
+        access.on_gradient = self._on_gradient
         _engines[access] = weakref.ref(self)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -85,18 +91,14 @@ class NamedState:
         return None if gradient is None else gradient.float() / self._updates.loss_scale.value
 
     def set_fp32_gradient(self, name: str, values: Tensor) -> None:
-        """Replace the accumulated gradient by ``values`` (unscaled), between backward and ``step``."""
-        self._ready.check_open("set_fp32_gradient")
-        self._ready.check_gradients_kept("set_fp32_gradient")
+        """Replace the accumulated gradient by ``values`` (unscaled), between passes.
+
+        The next ``step`` uses it, and needs no backward then; a backward before that adds to it.
+        """
         group, piece = self._access.named(name)
-        _check_trained(piece)
-        self._access.check_idle("set_fp32_gradient")
-        if not self._ready.pending_backward:
-            raise EngineStateError(
-                "set_fp32_gradient was called without a backward since the last step; it replaces what that gave"
-            )
+        self._check_replaceable("set_fp32_gradient", piece)
         flat = self._state.of_rank(0, piece, _flat_fp32(values, piece))
-        self._state.set_gradient(group, piece, flat * self._updates.loss_scale.value)
+        self._replace_gradient(group, piece, flat)
 
     def get_fp32_state(self, name: str, key: str) -> Tensor:
         """A copy of a state tensor of a parameter ("exp_avg", ...; see ``state_names``), fp32, of its shape."""
@@ -111,6 +113,44 @@ class NamedState:
         _, piece = self._access.named(name)
         _check_trained(piece)
         self._state.set_moment(piece, key, self._state.of_rank(0, piece, _flat_fp32(values, piece)))
+
+    def _on_gradient(self, group: ParamGroup, piece: Piece, values: Tensor | None) -> None:
+        """``.grad`` of a parameter was assigned, between passes: None drops the gradient."""
+        what = f"an assignment of {piece.name!r}.grad"
+        if values is None:
+            if self._state.holds_gradient(piece):
+                self._ready.check_gradients_unused(what)
+                self.optimizer.tell_of_dropping("param.grad = None")
+                self._state.drop_gradient(group, piece)
+            return
+        self._check_replaceable(what, piece)
+        flat = _flat_fp32(values, piece)
+        self._check_ranks_alike(piece, flat)
+        self._replace_gradient(group, piece, flat)
+
+    def _check_replaceable(self, what: str, piece: Piece) -> None:
+        self._ready.check_open(what)
+        self._ready.check_gradients_kept(what)
+        _check_trained(piece)
+        self._access.check_idle(what)
+
+    def _check_ranks_alike(self, piece: Piece, values: Tensor) -> None:
+        """EngineStateError, on every rank, unless all of them have these values."""
+        if self._state.collectives is None:
+            return
+        row = torch.frombuffer(bytearray(hashlib.sha256(values.numpy().data).digest()), dtype=torch.uint8)
+        rows = self._state.collectives.table(row, f"assign {piece.name!r}.grad")
+        for rank, digest in enumerate(rows):
+            if not torch.equal(digest, rows[0]):
+                raise EngineStateError(
+                    f"{piece.name!r}.grad was given other values on rank {rank} than on rank 0, but the ranks step with"
+                    " one gradient. Average it over the ranks first (torch.distributed.all_reduce), or let"
+                    " engine.backward(loss) do it"
+                )
+
+    def _replace_gradient(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
+        self._state.set_gradient(group, piece, values * self._updates.loss_scale.value)
+        self._ready.pending_backward = True
 
     def is_trained(self, name: str) -> bool:
         """Whether a parameter has a master, gradients and optimizer state, or was frozen at ``initialize``."""
@@ -128,6 +168,8 @@ class NamedState:
 
 
 def _flat_fp32(values: Tensor, piece: Piece) -> Tensor:
+    if values.layout is not torch.strided:
+        raise ConfigError(f"{piece.name!r} takes dense values, not {values.layout}: pass values.to_dense()")
     if tuple(values.shape) != piece.shape:
         raise ConfigError(f"{piece.name!r} has shape {piece.shape}, not {tuple(values.shape)}")
     return values.detach().to("cpu", torch.float32).reshape(-1)

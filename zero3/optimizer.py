@@ -200,9 +200,8 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated so far."""
-        self._tell_of_dropping()
+        self.tell_of_dropping("zero_grad()")
         self._gradients.reset()
-        _torchs("zero_grad")(self, set_to_none=True)
 
     def add_param_group(self, param_group: Options) -> None:
         """For construction alone: tiers are planned once."""

@@ -91,6 +91,10 @@ class Readiness:
                 f"{what} was called before the last backward of a step, and this stage ({self._stage}) reduces"
                 " gradients over the ranks only then; call it after that, or use stage 2"
             )
+        self.check_gradients_unused(what)
+
+    def check_gradients_unused(self, what: str) -> None:
+        """No backward has stepped with the gradients."""
         if self._updates.waits_for_step:
             raise EngineStateError(
                 f"{what} was called when backward had used the gradients already (tiering.step_in_backward); set that"

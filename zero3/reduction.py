@@ -80,6 +80,7 @@ class GradientReducer:
         self._groups = groups
         self._store = store
         store.on_reset = self._forget
+        store.agreed(())  # what has arrived here counts once all ranks know of it
         self._collectives = collectives
         self._tiers = tiers
         self._dtype = dtype
@@ -187,6 +188,23 @@ class GradientReducer:
         self._turn = 0
         self._ready.clear()
         self._late.clear()
+
+    def replaced(self, group: ParamGroup, piece: Piece) -> None:
+        """The reduced gradient of ``piece`` was written at home, on all ranks."""
+        self._store.replaced(group, piece)
+        if self._replicated:  # where further gradients are added
+            self._collected(group).pieces.add(piece.index)
+
+    def holds(self, piece: Piece) -> bool:
+        """Whether there is anything to ``drop``: reduced, or not yet."""
+        return self._store.holds(piece) or piece.index in self._arrived
+
+    def drop(self, group: ParamGroup, piece: Piece) -> None:
+        """Forget the gradient of ``piece``; all ranks do."""
+        self._store.drop(group, piece)
+        self._arrived.discard(piece.index)
+        if group in self._buffers:
+            self._buffers[group].pieces.discard(piece.index)
 
     def reset(self) -> None:
         """Forget all gradients: they have been used, or are given up."""

@@ -9,7 +9,8 @@ Note [A resharded parameter points nowhere]
     a module's ``state_dict``, ``copy.deepcopy``, pickling.
 
     A parameter that shows its bytes is a plain one for torch. Only ``.data`` and ``.grad`` are properties of ours then:
-    what is changed through .data no version tells, so its owner compares; and .grad is None where people expect one.
+    what is changed through .data no version tells, so its owner compares. A gradient is at its owner from the moment
+    that autograd has made it: ``.grad`` is None where people expect one, and one that is assigned goes to the owner.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ class Owner(Protocol):
 
     def gradient_asked_for(self, param: nn.Parameter) -> None:
         """Somebody reads ``param.grad``."""
+
+    def gradient_assigned(self, param: nn.Parameter, values: Tensor | None) -> bool:
+        """Somebody sets ``param.grad``; whether the owner keeps it, and not the parameter."""
 
     def data_asked_for(self, param: nn.Parameter) -> None:
         """Somebody reads ``param.data``, and may change it without torch counting a version."""
@@ -121,7 +125,31 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
-class _Resharded:
+class _Graded:
+    """Mixed in always: whoever reads ``.grad`` or sets it meets the owner."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        assert isinstance(self, nn.Parameter)
+        _gradient_asked_for(self)
+        return _gradient_on(self)
+
+    @grad.setter
+    def grad(self, values: Tensor | None) -> None:
+        assert isinstance(self, nn.Parameter)
+        owner = None if torch.compiler.is_compiling() else owner_of(self)
+        taken = (
+            owner is not None and isinstance(values, Tensor | None) and owner.gradient_assigned(self, values)
+        )
+        if not taken:
+            _put_gradient(self, values)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+class _Resharded(_Graded):
     """Mixed into the class of a parameter while its bytes are elsewhere.
 
     ``ds_...`` are what scripts look for to know that they have to gather it: ``if hasattr(param, "ds_id")``.
@@ -149,8 +177,6 @@ class _Resharded:
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func == _GRAD.__get__:
-            _gradient_asked_for(args[0])
         if getattr(func, "__name__", "") in ("stride", "is_contiguous"):
             return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)  # as when it is shown
         if _is_metadata(func):
@@ -188,7 +214,7 @@ class _Resharded:
         return f"Parameter of shape {tuple(self.shape)}, {self.dtype}, resharded: {state}"
 
 
-class _Shown:
+class _Shown(_Graded):
     """Mixed into the class of a parameter while it shows its bytes: an ordinary one, whose owner hears of two reads."""
 
     @property
@@ -204,17 +230,6 @@ class _Shown:
     def data(self, values: Tensor) -> None:
         assert isinstance(self, nn.Parameter)
         set_data(self, values)
-
-    @property
-    def grad(self) -> Tensor | None:
-        assert isinstance(self, nn.Parameter)
-        _gradient_asked_for(self)
-        found: Tensor | None = _GRAD.__get__(self)
-        return found
-
-    @grad.setter
-    def grad(self, values: Tensor | None) -> None:
-        _GRAD.__set__(self, values)
 
 
 class _Copied:
@@ -268,11 +283,26 @@ def set_data(param: nn.Parameter, values: Tensor) -> None:
 
 def take_gradient(param: nn.Parameter) -> Tensor | None:
     """What autograd has accumulated on ``param``, which has none then."""
-    with torch._C.DisableTorchFunctionSubclass():  # nobody asks for it: it is on its way
-        gradient: Tensor | None = _GRAD.__get__(param)
-        if gradient is not None:
-            _GRAD.__set__(param, None)
+    gradient = _gradient_on(param)
+    if gradient is not None:
+        _put_gradient(param, None)
     return gradient
+
+
+def holds_gradient(param: nn.Parameter) -> bool:
+    """Whether autograd has put a gradient on ``param`` and nobody has taken it."""
+    return _gradient_on(param) is not None
+
+
+def _gradient_on(param: nn.Parameter) -> Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():  # no value of the parameter is read
+        gradient: Tensor | None = _GRAD.__get__(param)
+    return gradient
+
+
+def _put_gradient(param: nn.Parameter, gradient: Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(param, gradient)
 
 
 def _gradient_asked_for(param: nn.Parameter) -> None:

@@ -32,6 +32,7 @@ from torch import nn
 
 from tiering.errors import ArenaError, EngineStateError, ResidencyError
 from tiering.interrupts import deferred_interrupts, uninterrupted
+from zero3 import resharded
 from zero3.activations import Activations
 from zero3.compiled import in_compiled_autograd, is_compiled
 from zero3.hooks import call_at_end_of_backward, graph_task, in_backward_pass, next_node
@@ -408,7 +409,7 @@ class PassSchedule:
         """What autograd has put on parameters and nobody has taken: the next backward would add to it."""
         for group in self._enclosing:
             for param in group.params:
-                param.grad = None
+                resharded.take_gradient(param)
 
     def _finish_unrelated(self, group: ParamGroup, *, left: bool = False) -> None:
         """Finish the live groups that neither enclose ``group`` nor lie inside of it."""

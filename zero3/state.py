@@ -34,6 +34,7 @@ class TieredState:
         self._groups = parts.groups
         self._optimizer = parts.optimizer
         self._gradients = parts.gradients
+        self._sink = parts.sink
         self._layout = parts.layout
         self._collectives = parts.collectives
         self._streams = parts.tiers.streams
@@ -198,6 +199,14 @@ class TieredState:
         """Whether the parameter got a gradient since the last step."""
         return self._gradients.received(piece)
 
+    def holds_gradient(self, piece: Piece) -> bool:
+        """Whether it got one, here or, where that is known already, on another rank."""
+        return self._sink.holds(piece)
+
+    def drop_gradient(self, group: ParamGroup, piece: Piece) -> None:
+        """Forget the gradient that the parameter got since the last step."""
+        self._sink.drop(group, piece)
+
     def gradient(self, group: ParamGroup, piece: Piece) -> Tensor | None:
         """A copy, in host memory, of the accumulated gradient in its dtype; None if there was none."""
         if not self._gradients.received(piece):
@@ -221,7 +230,7 @@ class TieredState:
         for part in self._stepped_of(group, piece):
             here = values[part.first : part.first + part.numel].to(dtype)
             self._patch(self._gradients.homes[group.index], part.start * dtype.itemsize, here)
-        self._gradients.replaced(group, piece)
+        self._sink.replaced(group, piece)
 
     def follow(self, group: ParamGroup, piece: Piece, values: Tensor, *, in_place: bool) -> None:
         """Someone has made ``values`` (flat, compute dtype) the parameter: store them, and let the master follow.

@@ -40,12 +40,12 @@ class DeepSpeedOptimizerNames:
         """Whether the factor follows the overflows."""
         return self._updates.loss_scale.dynamic
 
-    def _tell_of_dropping(self) -> None:
+    def tell_of_dropping(self, what: str) -> None:
         """Say once that gradients go which an accumulating loop may count on; DeepSpeed keeps them at stage 2."""
         if not self._told_of_dropping and self._ready.waiting:
             self._told_of_dropping = True
             log.warning(
-                "zero_grad() drops the gradients of %d micro-batches that wait for their update; to"
+                "%s drops the gradients of %d micro-batches that wait for their update; to"
                 " accumulate, leave it out: step() drops what it has used",
-                self._ready.waiting,
+                *(what, self._ready.waiting),
             )

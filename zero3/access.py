@@ -68,7 +68,10 @@ def gathered(
         for param in dict.fromkeys(listed):
             owner = resharded.owner_of(param)
             if owner is None and resharded.is_adopted(param):
-                raise EngineStateError("a parameter cannot be gathered: its engine is closed")
+                raise EngineStateError(
+                    "a parameter cannot be gathered: its engine is closed. End an engine by release() in place of"
+                    " close() to keep the values in the model"
+                )
             if owner is not None:
                 owner.lend(param, modify=modify)
                 lent.append((owner, param))

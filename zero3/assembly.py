@@ -58,7 +58,8 @@ class Assembly:
     """The parts of one rank's engine. ``tiers`` and ``collectives`` own what has to be closed.
 
     ``sink`` takes gradients from autograd: ``gradients`` itself, or what reduces them over ranks first. ``replicas``
-    are the parameters that every rank keeps whole though each steps a shard. ``fill`` has filled the tiers.
+    are the parameters that every rank keeps whole though each steps a shard. ``fill`` has filled the tiers. ``frozen``
+    are the parameters that required a gradient before, and were frozen because nothing trains them.
     """
 
     world: World
@@ -74,6 +75,7 @@ class Assembly:
     collectives: Collectives | None
     replicas: Replicas | None
     fill: Fill
+    frozen: list[nn.Parameter]
 
 
 class Weights(NamedTuple):
@@ -196,6 +198,7 @@ def _assemble(
         collectives=collectives,
         replicas=replicas,
         fill=fill,
+        frozen=untrained,
     )
 
 

@@ -99,7 +99,9 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
                 (device_kernels if each.on_device else formats).round_parameters(each.master, out)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients accumulated so far."""
+        """Forget the gradients accumulated so far; after the engine's end there are none."""
+        if self._ready.closed:
+            return
         self.tell_of_dropping("zero_grad()")
         self._gradients.reset()
 

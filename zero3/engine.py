@@ -23,7 +23,7 @@ from tiering.config import TieringConfig
 from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.interrupts import deferred_interrupts
 from tiering.telemetry import ConfigurationStatus, Phase, Publisher, Snapshot, plain_name
-from zero3 import hooks
+from zero3 import hooks, released
 from zero3.access import Access
 from zero3.assembly import Assembly, Weights, assemble
 from zero3.checkpoint import Checkpoints
@@ -40,6 +40,7 @@ from zero3.preemption import Preemption
 from zero3.prefetch import Prefetcher
 from zero3.progress import Progress
 from zero3.readiness import Readiness
+from zero3.released import Released
 from zero3.run_record import RunRecord
 from zero3.schedule import PassSchedule
 from zero3.state import TieredState
@@ -87,7 +88,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
             raise
 
     def _wire(self, model: nn.Module, parts: Assembly) -> None:
-        config = self.config
+        config, self._parts = self.config, parts
         self.device, self.plan, self.optimizer = parts.device, parts.plan, parts.optimizer
         self._world = parts.world
         self._tiers, self._groups, self._gradients = parts.tiers, parts.groups, parts.gradients
@@ -366,10 +367,37 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         self._trace = StepTrace(path, self._tiers)
 
     def close(self) -> None:
-        """Wait for transfers, give memory and swap space back. Parameters are unusable afterwards. Idempotent."""
-        if self._ready.closed:
+        """Wait for transfers, give memory and swap space back. Idempotent.
+
+        Parameters are unusable afterwards; ``release`` ends the engine and keeps them.
+        """
+        if not self._ready.closed:
+            self._close("close()")
+
+    def release(self, device: torch.device | str | None = None, *, masters: bool = False) -> None:
+        """End the engine as ``close`` does, and give the model its parameters back as ordinary ones with their values.
+
+        The same parameter objects then hold the values of ``state_dict()`` in memory of their own, on the engine's
+        device or on ``device`` ("cpu"), and ``initialize`` takes the model again. With ``masters`` trained parameters
+        hold their fp32 masters instead, from which a next engine starts with the same masters. Optimizer state is
+        dropped, and so are gradients that no step has used. All ranks call it. Does nothing after the first time.
+
+        Raises PlacementError, with sizes and with the engine as before, where the parameters do not fit beside what
+        the engine holds; EngineStateError after ``close``, while a pass is running and after a step that failed.
+        """
+        if self._ready.ended_by == "release()":
             return
-        self._ready.closed = True
+        self._ready.check_between_steps("release")
+        where = released.chosen_device(device, self.device)
+        self._access.store_edits_of_residents()
+        found = Released(self._parts, self._state, where, masters=masters)
+        try:
+            self._close("release()")
+        finally:  # also if a save in the background has failed, which close says
+            found.give_back(self.module)
+
+    def _close(self, call: str) -> None:
+        self._ready.ended_by = call
         if self._collectives is not None:
             self._collectives.settle()
         self._preemption.close()

@@ -71,11 +71,17 @@ def is_packed(param: Tensor) -> bool:
 
 def _check_unowned(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        if resharded.is_adopted(param) and recipe_of(param) is None:
+        if not resharded.is_adopted(param) or recipe_of(param) is not None:
+            continue
+        if resharded.owner_of(param) is None:
             raise EngineStateError(
-                f"{name!r} belongs to an engine already, or did until that was closed; build the model anew and load"
-                " what engine.state_dict() gave"
+                f"{name!r} belonged to an engine that was closed, which drops the values: build the model anew and load"
+                " what engine.state_dict() gave, or end an engine by engine.release() in place of close()"
             )
+        raise EngineStateError(
+            f"{name!r} belongs to an engine that is open: train with that one, or end it by engine.release(), which"
+            " gives the parameters back with their values"
+        )
 
 
 def _check_module(title: str, module: nn.Module) -> None:

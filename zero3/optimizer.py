@@ -199,7 +199,9 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._tell_schedulers()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients accumulated so far."""
+        """Forget the gradients accumulated so far; after the engine's end there are none."""
+        if self._ready.closed:
+            return
         self.tell_of_dropping("zero_grad()")
         self._gradients.reset()
 

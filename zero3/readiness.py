@@ -18,7 +18,7 @@ class Readiness:
     def __init__(
         self, config: TieringConfig, parts: Assembly, updates: Update, schedule: PassSchedule, access: Access
     ) -> None:
-        self.closed = False
+        self.ended_by = ""  # the call that has ended the engine
         self.micro_steps = 0
         self.waiting = 0  # of them, those that wait for their update
         self.accumulation = config.gradient_accumulation_steps
@@ -40,6 +40,11 @@ class Readiness:
         """Whether the micro-batch under way is the last one before an update."""
         return self.waiting + 1 >= self.accumulation if self.boundary is None else self.boundary
 
+    @property
+    def closed(self) -> bool:
+        """Whether the engine was ended."""
+        return bool(self.ended_by)
+
     def count(self, *, updated: bool) -> None:
         """A micro-batch has ended, and with it an update or not."""
         self.micro_steps += 1
@@ -47,8 +52,13 @@ class Readiness:
 
     def check_open(self, what: str, *, loads: bool = False) -> None:
         """There is state, and it is of one step; or ``what`` loads it."""
-        if self.closed:
-            raise EngineStateError(f"{what} was called after close(); initialize the model again")
+        if self.ended_by == "close()":
+            raise EngineStateError(
+                f"{what} was called after close(), which drops the parameters' values: build the model anew to"
+                " initialize it again, or end an engine by release() in place of close() to keep them"
+            )
+        if self.ended_by:
+            raise EngineStateError(f"{what} was called after {self.ended_by}; initialize the model again")
         if self._collectives is not None:
             self._collectives.check()
         if self._updates.out_of_step:

@@ -195,7 +195,10 @@ class PassSchedule:
     def begin_backward(self) -> None:
         """A gradient has reached an output of the model or of a group. Further calls in the same pass do nothing."""
         if self._closed:
-            raise EngineStateError("backward was called after close(); initialize the model again")
+            raise EngineStateError(
+                "backward was called after close() or release(), through the graph of a forward before it; run the"
+                " forward again with the engine, or the model, that is in use now"
+            )
         if not self.in_backward:
             if torch.is_grad_enabled() and self._saved.owners:
                 raise EngineStateError(

@@ -331,7 +331,7 @@ def test_after_close_every_use_says_so(start: Start, micro_batches: Any, placeme
         loss.backward()
     with pytest.raises(EngineStateError, match="engine is closed"), tiering.gathered(engine.module):
         pass
-    with pytest.raises(EngineStateError, match=r"'embedding\.weight' belongs to an engine"):
+    with pytest.raises(EngineStateError, match=r"'embedding\.weight' belonged to an engine that was closed"):
         start(engine.module)
 
 

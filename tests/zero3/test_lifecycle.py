@@ -423,7 +423,7 @@ def test_calls_after_close_and_without_backward(start: Start) -> None:
         engine.state_dict,
         engine.master_state_dict,
     ):
-        with pytest.raises(EngineStateError, match=r"after close\(\); initialize the model again"):
+        with pytest.raises(EngineStateError, match=r"after close\(\), which drops the parameters' values"):
             call()
     with pytest.raises(TieringError, match="close"):
         loss.backward()

@@ -289,7 +289,11 @@ class DeepSpeedNames:
         DeepSpeed does so at stage 0. At its stages 1 and 2 each backward replaces what the last one left, and ``step``
         takes that in spite of this call; at stage 3 all backwards since the last ``step`` add up in spite of it. Those
         of an accumulation go at its stages 0 and 1, and stay at 2 and 3.
+
+        After ``close`` or ``release`` there is nothing to do, and nothing happens.
         """
+        if self._ready.closed:
+            return
         self._ready.check_open("zero_grad")
         if self._ready.waiting:
             if not self._told_of_zero_grad:

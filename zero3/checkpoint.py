@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,8 @@ from torch import nn
 
 from tiering import logs
 from tiering.checkpoint.directory import CheckpointDirectory, check_keep
-from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest, StoredParameter, file_name, new_run
+from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest, StoredParameter, new_run, new_save
+from tiering.checkpoint.rank_writer import RankRecord
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.checkpoint.writer import naming
 from tiering.config import format_size
@@ -190,7 +191,9 @@ class Checkpoints:
             if restore.of_run:
                 self._run.check(shared, optimizer=states, scheduler=scheduler)
             prepared.append((restore, shared, own))
-            return f"{checkpoint.manifest.step} {checkpoint.manifest.created}"
+            if checkpoint.caveat:
+                log.log(logs.once(logging.WARNING), "%s", checkpoint.caveat)
+            return f"{checkpoint.manifest.step} {checkpoint.manifest.created} {checkpoint.manifest.save}"
 
         saves = self._together("open the checkpoint", prepare)
         if any(save != saves[0] for save in saves):
@@ -227,14 +230,14 @@ class Checkpoints:
         made: list[Path] = []
         savers: list[Saver] = []
 
-        def prepare() -> tuple[Asked, Path | None]:
+        def prepare() -> tuple[Asked, Path | None, str]:
             check_keep(asked.keep)
             collected.append(self._run.collect(client_state))
             if self._rank == 0:
                 made.append(self._opened(Path(asked.save_dir)).begin(asked.tag, run=self._run_id))
-            return asked, made[0] if made else None
+            return asked, made[0] if made else None, new_save()
 
-        def join(partial: Path) -> None:
+        def join(partial: Path, save: str) -> None:
             _check_shared(partial)
             savers.append(
                 Saver(
@@ -244,6 +247,7 @@ class Checkpoints:
                     partial,
                     self._rank,
                     self._parts.world.size,
+                    save,
                     self._io,
                     self._commit_alone,
                     self._settle_alone,
@@ -251,16 +255,16 @@ class Checkpoints:
             )
 
         try:
-            said = self._together("begin a checkpoint", prepare)
-            Asked.check_same([theirs for theirs, _ in said])
-            partial = said[0][1]
+            begun = self._together("begin a checkpoint", prepare)
+            Asked.check_same([theirs for theirs, _, _ in begun])
+            _, partial, save = begun[0]
             assert partial is not None
-            self._together("write to the directory that rank 0 has made", lambda: join(partial))
+            self._together("write to the directory that rank 0 has made", lambda: join(partial, save))
         except BaseException:
             self._discard(made)
             raise
         saving = Saving(self, partial.parent / asked.tag, asked.tag)
-        return UnderWay(asked, saving, savers[0], self._manifest(share), partial, self._standstill)
+        return UnderWay(asked, saving, savers[0], self._manifest(share, save), partial, self._standstill)
 
     def _note_refused(self, asked: Asked, error: TieringError) -> None:
         """A save has failed before it began: whoever called it knows, and the sidecar is to tell others."""
@@ -282,7 +286,8 @@ class Checkpoints:
     def _commit_alone(self) -> None:
         """All is written, and there is nobody to agree with."""
         if self._collectives is None:
-            self._commit()
+            assert self._under_way is not None
+            self._commit(self._under_way.saver.record)
 
     def _prune(self, under_way: UnderWay) -> None:
         """The others know already, and need not wait for it."""
@@ -305,13 +310,13 @@ class Checkpoints:
         else:
             self._settle(under_way, None)
 
-    def _commit(self) -> None:
-        """All ranks have written their files: rank 0 makes them a checkpoint."""
+    def _commit(self, record: RankRecord) -> None:
+        """All ranks have written their files, of which ``record`` tells: rank 0 makes them a checkpoint."""
         under_way = self._under_way
         assert under_way is not None and self._directory is not None
         with naming(under_way.partial / MANIFEST):
-            files = self._files(under_way.partial, under_way.manifest.kinds)
-            replace(under_way.manifest, files=files).write(under_way.partial)
+            manifest = replace(under_way.manifest, files=record.files, digests=record.digests)
+            manifest.write(under_way.partial)
         self._directory.commit(
             under_way.partial,
             under_way.saving.tag,
@@ -331,8 +336,10 @@ class Checkpoints:
             return
         try:
             with self._standstill.now():
-                self._together("save its part of the checkpoint", saver.result)
-                self._together("commit the checkpoint", self._commit if self._rank == 0 else lambda: None)
+                record = RankRecord.of_all(self._together("save its part of the checkpoint", saver.result))
+                self._together(
+                    "commit the checkpoint", lambda: self._commit(record) if self._rank == 0 else None
+                )
         except CheckpointError as error:
             self._settle(under_way, error)
             self._end(under_way)
@@ -353,14 +360,14 @@ class Checkpoints:
             self._discard([under_way.partial])
             if under_way.asked.background:
                 log.error("the checkpoint %s was not saved: %s", saving.path, error)
-        saving.error, saving.nbytes = error, saver.nbytes
+        saving.error, saving.nbytes = error, saver.record.nbytes
         saving.seconds, saving.stalled = standstill.lasted, standstill.stalled
         saving.ended_at = time.time()
         if error is None:
             log.log(
                 logs.once(logging.INFO),
                 "checkpoint %s saved: %s in %.1f s, of which training waited %.2f s",
-                *(saving.path, format_size(saver.nbytes), saving.seconds, saving.stalled),
+                *(saving.path, format_size(saver.record.nbytes), saving.seconds, saving.stalled),
             )
         saving.done = True  # after all that is to be seen then
 
@@ -420,17 +427,7 @@ class Checkpoints:
         if self._collectives is not None:
             self._collectives.peers.note("")
 
-    def _files(self, partial: Path, kinds: Sequence[str]) -> dict[str, int]:
-        """The files of all ranks, with their bytes."""
-        world_size = self._parts.world.size
-        names = [
-            file_name(kind, rank, world_size)
-            for rank in range(world_size)
-            for kind in (WEIGHTS, *kinds, "rank", "checksums")
-        ]
-        return {name: (partial / name).stat().st_size for name in names}
-
-    def _manifest(self, share: Share) -> Manifest:
+    def _manifest(self, share: Share, save: str) -> Manifest:
         """What the checkpoint says of itself, but for its files."""
         optimizer = self._parts.optimizer
         saved: dict[str, StoredParameter] = {}
@@ -459,6 +456,7 @@ class Checkpoints:
             training={"micro_steps": self._engine.micro_steps, **self._updates.state_dict()},
             excluded=excluded,
             tied={name: known for name, known in names.items() if name != known and known in saved},
+            save=save,
         )
 
     def _together(self, what: str, work: Callable[[], T]) -> list[T]:

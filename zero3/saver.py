@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,9 +20,8 @@ from torch import Tensor
 
 from optim_cpu import kernels
 from tiering.arena import Arena, Lease
-from tiering.checkpoint.manifest import file_name, write_sealed
-from tiering.checkpoint.sums_file import SumsFile
-from tiering.checkpoint.writer import WINDOW, Output, TensorFileWriter, TensorSpec, naming, pages_of
+from tiering.checkpoint.rank_writer import RankRecord, RankWriter
+from tiering.checkpoint.writer import WINDOW, Output, TensorSpec
 from tiering.config import IoConfig
 from tiering.errors import CheckpointError, SwapError
 from tiering.tickets import Transfer
@@ -57,7 +56,7 @@ class _Reading:
 
 
 class Saver(threading.Thread):
-    """Writes ``share`` and ``state`` into ``directory``, as the files of rank ``rank`` of ``world_size``.
+    """Writes ``share`` and ``state`` into ``directory``, as the files of rank ``rank`` of ``world_size`` in ``save``.
 
     ``written`` runs at the end, in the thread, if all went well; ``error`` is what ended it otherwise. Then comes
     ``at_end``, in any case: training no longer waits for the copies.
@@ -71,19 +70,20 @@ class Saver(threading.Thread):
         directory: Path,
         rank: int,
         world_size: int,
+        save: str,
         io: IoConfig,
         written: Callable[[], None],
         at_end: Callable[[], None],
     ) -> None:
         super().__init__(name="checkpoint")
         self.error: BaseException | None = None
-        self.nbytes = 0  # in all files, once they are written
+        self.record = RankRecord()  # of all files, once they are written
         self.progress = 0  # chunks that were copied, and files that were closed since
         self._share = share
         self._state = state
         self._tiers = tiers
         self._directory = directory
-        self._standing = rank, world_size
+        self._standing = rank, world_size, save
         self._io = io
         self._written = written
         self._at_end = at_end
@@ -116,12 +116,13 @@ class Saver(threading.Thread):
         """Wait that many seconds for its end; says whether it has come."""
         return self._ended.wait(within)
 
-    def result(self) -> None:
-        """Raise what has ended it before its time."""
+    def result(self) -> RankRecord:
+        """What it has written. Raises what has ended it before its time."""
         if isinstance(self.error, CheckpointError | OSError):
             raise self.error
         if self.error is not None:
             raise CheckpointError(f"{self._directory}: the save was ended by {self.error!r}") from self.error
+        return self.record
 
     def has_copied(self, tile: Tile) -> bool:
         """Whether ``tile`` may change."""
@@ -161,51 +162,33 @@ class Saver(threading.Thread):
             self._ended.set()
 
     def _save(self, output: Output) -> None:
-        files = {kind: self._share.tensors(kind) for kind in self._share.kinds}
+        files: dict[str, tuple[Sequence[TensorSpec], Mapping[str, str]]] = {}
+        files |= {kind: self._share.tensors(kind) for kind in self._share.kinds}
         own = self._state.tensors
         files["rank"] = (
             [TensorSpec(name, STORED_NAMES[own[name].dtype], tuple(own[name].shape)) for name in own],
             {},
         )
-        writers: dict[str, TensorFileWriter] = {}
-        sums: SumsFile | None = None
-        try:
-            sums = SumsFile(
-                self._path("checksums"),
-                {self._path(kind).name: pages_of(specs, firsts) for kind, (specs, firsts) in files.items()},
-            )
-            for kind, (specs, firsts) in files.items():
-                path = self._path(kind)
-                sink = sums.of(path.name)
-                writers[kind] = TensorFileWriter(path, specs, firsts, output=output, on_sums=sink)
+        with RankWriter(self._directory, *self._standing, files, output=output) as writer:
             for tensor in self._state.tensors.values():
-                writers["rank"].append(_bytes(tensor))
-            self._copy(writers)
+                writer.append("rank", _bytes(tensor))
+            self._copy(writer)
             self._let_all_change()
-            for writer in writers.values():
-                writer.close()
-                self.progress += 1
-            sums.close()
-        except BaseException:
-            for writer in writers.values():
-                writer.abandon()
-            if sums is not None:
-                sums.abandon()
-            raise
-        with naming(self._path("rank", "json")):
-            plain = write_sealed(self._path("rank", "json"), self._state.content)
-        self.nbytes = sums.nbytes + plain + sum(writer.nbytes for writer in writers.values())
+            self.record = writer.finish(self._state.content, self._note_file)
 
-    def _copy(self, writers: Mapping[str, TensorFileWriter]) -> None:
+    def _note_file(self) -> None:
+        self.progress += 1
+
+    def _copy(self, writer: RankWriter) -> None:
         """All chunks, each to its file, while the next ones are being read."""
         reading: deque[_Reading] = deque()
         try:
             for chunk in self._share.chunks():
                 reading.append(self._read(chunk))
                 if len(reading) == AHEAD:
-                    self._finish(reading.popleft(), writers)
+                    self._finish(reading.popleft(), writer)
             while reading:
-                self._finish(reading.popleft(), writers)
+                self._finish(reading.popleft(), writer)
         finally:
             for each in reading:
                 each.settle()
@@ -236,7 +219,7 @@ class Saver(threading.Thread):
             raise
         return reading
 
-    def _finish(self, reading: _Reading, writers: Mapping[str, TensorFileWriter]) -> None:
+    def _finish(self, reading: _Reading, writer: RankWriter) -> None:
         """The chunk's elements, without what only pads them, go to its file."""
         chunk = reading.chunk
         try:
@@ -251,7 +234,7 @@ class Saver(threading.Thread):
             content = _joined(_content(chunk.upper, reading, at), content)
         elements = content.view(chunk.dtype)
         for first, numel in chunk.parts:
-            writers[chunk.kind].append(_bytes(elements[first : first + numel]))
+            writer.append(chunk.kind, _bytes(elements[first : first + numel]))
         if reading.window is not None:
             reading.window.release()
         self.progress += 1
@@ -264,9 +247,6 @@ class Saver(threading.Thread):
         with self._change:
             self._copied_all = True
             self._change.notify_all()
-
-    def _path(self, kind: str, suffix: str = "safetensors") -> Path:
-        return self._directory / file_name(kind, *self._standing, suffix)
 
 
 def _content(source: Range, reading: _Reading, at: int) -> Tensor:

@@ -253,13 +253,13 @@ def test_what_a_checkpoint_says_of_itself_is_of_its_call(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training is a step on when the commit record is written."""
-    let, files = threading.Event(), Checkpoints._files
+    let, commit = threading.Event(), Checkpoints._commit
 
-    def late(*args: Any) -> dict[str, int]:
+    def late(*args: Any) -> None:
         assert let.wait(30)
-        return files(*args)
+        commit(*args)
 
-    monkeypatch.setattr(Checkpoints, "_files", late)
+    monkeypatch.setattr(Checkpoints, "_commit", late)
     engine = begin(start)
     train(engine, range(2))
     counts = dict(engine.optimizer.steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tiering
+from tests.tiering.checkpoint.older import as_version_1
 from tiering.errors import CheckpointError, TieringError
 from zero3.engine import Engine
 
@@ -85,6 +87,26 @@ def test_a_file_that_is_gone_cut_or_flipped_is_named(start: Start, spoilt: Path,
         file.write_bytes(flipped)
         with pytest.raises(CheckpointError, match=r"bad/[a-z]"):
             begin(start).load_checkpoint(spoilt, "bad")
+
+
+@pytest.mark.parametrize("name", FILES + JSON)
+def test_a_file_of_another_save_is_named(start: Start, spoilt: Path, name: str) -> None:
+    shutil.copyfile(spoilt / "good" / name, spoilt / "bad" / name)
+    refused(start, spoilt, r"bad/[a-z_]+-00001-of-00001.*: files of two saves are mixed in this directory")
+
+
+def test_a_checkpoint_of_version_1_loads_to_the_bit(
+    start: Start, spoilt: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    as_version_1(spoilt / "bad", spoilt / "older")
+    found = []
+    for tag in ("bad", "older"):
+        assert "recorded no digests" not in caplog.text
+        engine = begin(start)
+        engine.load_checkpoint(spoilt, tag)
+        found.append(Left.by(engine, train(engine, range(1))))
+    assert found[1].differences(found[0]) == []
+    assert f"{spoilt / 'older'} is of an earlier version, which recorded no digests" in caplog.text
 
 
 def test_the_parameter_in_whose_bytes_a_bit_has_flipped_is_named(start: Start, spoilt: Path) -> None:
@@ -205,6 +227,7 @@ def rewritten(directory: Path, name: str, path: tuple[Any, ...], value: Any) -> 
     if file != record:
         manifest = json.loads(record.read_bytes())["content"]
         manifest["files"][name] = file.stat().st_size
+        manifest["digests"][name] = hashlib.sha256(file.read_bytes()).hexdigest()
         record.write_bytes(sealed(manifest))
 
 
@@ -261,7 +284,7 @@ def test_a_digit_that_was_changed_in_json_is_found(start: Start, spoilt: Path, n
     changed = content.replace(b'"steps": 3', b'"steps": 2')
     assert changed != content
     file.write_bytes(changed)
-    refused(start, spoilt, f"{name}: .* its content is not what its crc32 says")
+    refused(start, spoilt, f"{name}: .* (its content is not what its crc32 says|its SHA-256 is not the one)")
 
 
 @pytest.mark.parametrize("name", JSON)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,13 +21,12 @@ from tiering.checkpoint.manifest import (
     WEIGHTS,
     Manifest,
     StoredParameter,
-    file_name,
     new_run,
-    write_sealed,
+    new_save,
 )
+from tiering.checkpoint.rank_writer import RankWriter
 from tiering.checkpoint.reader import Checkpoint
-from tiering.checkpoint.sums_file import SumsFile
-from tiering.checkpoint.writer import Output, TensorFileWriter, TensorSpec, pages_of
+from tiering.checkpoint.writer import Output, TensorSpec
 from tiering.config import IoConfig
 from tiering.errors import CheckpointError
 from tiering.weights.files import WeightFiles, damaged, nbytes_of
@@ -57,6 +55,7 @@ class Converted:
     nbytes: int = 0
     overflowed: dict[str, int] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()  # parameters that the checkpoint does not have
+    caveat: str = ""  # what nothing can tell about the checkpoint
 
 
 def to_weights(
@@ -76,7 +75,8 @@ def to_weights(
     """
     files, parameters = checkpoint.with_buffers(0), checkpoint.manifest.parameters
     frozen = {name for name, each in parameters.items() if exclude_frozen and not each.trained}
-    converted = Converted(excluded=(*checkpoint.manifest.excluded, *sorted(frozen)))
+    excluded = *checkpoint.manifest.excluded, *sorted(frozen)
+    converted = Converted(excluded=excluded, caveat=checkpoint.caveat)
     specs = _widest_first(
         TensorSpec(name, DTYPES[dtype] if name in parameters else stored.dtype, stored.shape)
         for name, stored in files.tensors.items()
@@ -147,29 +147,21 @@ def _write_checkpoint(
     on_read: Told,
 ) -> Converted:
     """All files of a checkpoint of one rank."""
-    converted = Converted()
-    contents = {
-        file_name(WEIGHTS, 0, 1): _widest_first(parameters),
-        file_name("rank", 0, 1): _widest_first(buffers),
-    }
+    converted, save = Converted(), new_save()
+    contents = {WEIGHTS: _widest_first(parameters), "rank": _widest_first(buffers)}
     order = [files.tensors[spec.name] for specs in contents.values() for spec in specs]
-    pages = {name: pages_of(specs) for name, specs in contents.items()}
     with (
         Output() as output,
         WeightReader(files, IoConfig(), order) as reader,
-        closing(SumsFile(directory / file_name("checksums", 0, 1), pages)) as sums,
+        RankWriter(
+            directory, 0, 1, save, {kind: (specs, {}) for kind, specs in contents.items()}, output=output
+        ) as writer,
     ):
-        for name, specs in contents.items():
-            writer = TensorFileWriter(directory / name, specs, output=output, on_sums=sums.of(name))
-            try:
-                for spec in specs:
-                    for values in _converted(reader, files, spec, converted, on_read):
-                        writer.append(values)
-                writer.close()
-            except BaseException:
-                writer.abandon()
-                raise
-    write_sealed(directory / file_name("rank", 0, 1, "json"), {"buffers": [each.name for each in buffers]})
+        for kind, specs in contents.items():
+            for spec in specs:
+                for values in _converted(reader, files, spec, converted, on_read):
+                    writer.append(kind, values)
+        record = writer.finish({"buffers": [each.name for each in buffers]})
     Manifest(
         run=run,
         step=0,
@@ -179,8 +171,10 @@ def _write_checkpoint(
         precision="fp32",
         kinds=(),
         parameters={spec.name: StoredParameter(spec.shape, spec.dtype, True, 0) for spec in parameters},
-        files={file.name: file.stat().st_size for file in directory.iterdir()},
+        files=record.files,
         training={},
+        save=save,
+        digests=record.digests,
     ).write(directory)
     return converted
 

@@ -48,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
             f" {len(converted.excluded)}, the first {converted.excluded[0]!r}; whoever loads that has to have them",
             file=sys.stderr,
         )
+    if converted.caveat:
+        print(f"tiering convert: {converted.caveat}", file=sys.stderr)
     print(
         f"{options.into}: {converted.tensors} tensors of {converted.numel} elements,"
         f" {format_size(converted.nbytes)}, from {options.source}"

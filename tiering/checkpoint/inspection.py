@@ -14,6 +14,7 @@ from tiering.checkpoint.directory import CheckpointDirectory, Saved
 from tiering.checkpoint.integrity import Damage, damages
 from tiering.checkpoint.manifest import WEIGHTS, Manifest
 from tiering.checkpoint.reader import Checkpoint, open_checkpoint
+from tiering.checkpoint.root import Root
 from tiering.errors import CheckpointError
 
 Told = Callable[[int], None]
@@ -76,7 +77,10 @@ class Kind:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint is. Without a ``manifest`` nothing of it could be read; ``checked`` bytes had their sums."""
+    """What a checkpoint is. Without a ``manifest`` nothing of it could be read; ``checked`` bytes had their sums.
+
+    ``caveat`` is what nothing can tell about it.
+    """
 
     path: Path
     manifest: Manifest | None
@@ -84,6 +88,7 @@ class Inspection:
     nbytes: int
     checked: int
     damage: tuple[Damage, ...]
+    caveat: str = ""
 
     @property
     def whole(self) -> bool:
@@ -108,6 +113,7 @@ class Inspection:
                 }
                 for each in self.damage
             ],
+            "caveat": self.caveat or None,
             "about": about,
             "kinds": {
                 name: {"dtypes": dict(kind.dtypes), "bytes": kind.nbytes} for name, kind in self.kinds.items()
@@ -141,7 +147,7 @@ def inspect(path: Path, *, quick: bool = False, on_read: Told = lambda _: None) 
     found: list[Damage] = []
     try:
         manifest = Manifest.read(path)
-        found = _wrong_sizes(path, manifest)
+        found = _wrong_files(path, manifest)
         checkpoint = open_checkpoint(path) if not found else None
     except CheckpointError as error:
         checkpoint, found = None, [Damage(None, error.words)]
@@ -156,7 +162,7 @@ def inspect(path: Path, *, quick: bool = False, on_read: Told = lambda _: None) 
 
     if not quick:
         found = list(damages(checkpoint, count))
-    return Inspection(path, manifest, _kinds(checkpoint), nbytes, checked, tuple(found))
+    return Inspection(path, manifest, _kinds(checkpoint), nbytes, checked, tuple(found), checkpoint.caveat)
 
 
 def _entry(directory: CheckpointDirectory, saved: Saved) -> Entry:
@@ -175,17 +181,12 @@ def _time(saved: Saved) -> float:
     return saved.time
 
 
-def _wrong_sizes(path: Path, manifest: Manifest) -> list[Damage]:
-    found = []
-    for name, nbytes in manifest.files.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError as error:
-            found.append(Damage(path / name, f"it cannot be read: {error.strerror}"))
-        else:
-            if size != nbytes:
-                found.append(Damage(path / name, f"it has {size} bytes and should have {nbytes}"))
-    return found
+def _wrong_files(path: Path, manifest: Manifest) -> list[Damage]:
+    """Each file that checkpoint.json does not vouch for."""
+    root = Root(path, manifest)
+    wrong = [Damage(file, what) for file, what in root.wrong_sizes()]
+    # A damaged page of checksums is an error of each file that it is for.
+    return wrong or [Damage(None, words) for words in dict.fromkeys(error.words for error in root.errors())]
 
 
 def _kinds(checkpoint: Checkpoint) -> dict[str, Kind]:
@@ -202,6 +203,7 @@ def _about(manifest: Manifest) -> dict[str, Any]:
     parameters = manifest.parameters.values()
     return {
         "step": manifest.step,
+        "save": manifest.save,
         "created": manifest.created,
         "world_size": manifest.world_size,
         "optimizer": manifest.optimizer,

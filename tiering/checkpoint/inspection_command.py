@@ -176,6 +176,8 @@ def _inspected(inspection: Inspection) -> Iterator[RenderableType]:
         yield f"Whole: {format_size(inspection.checked)} were read, and every page is what its checksum says."
     else:
         yield "Sizes and headers are as they should be. Without --quick all checksums are compared, too."
+    if inspection.caveat:
+        yield _printable(inspection.caveat)
 
 
 def _contents(inspection: Inspection, manifest: Manifest) -> Table:

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from tiering.arena import PAGE
-from tiering.checkpoint.pages import PageSums
 from tiering.checkpoint.reader import Checkpoint
 from tiering.config import IoConfig
 from tiering.errors import CheckpointError, WeightsError
-from tiering.weights.files import FileVersion, StoredTensor, WeightFiles, opened
+from tiering.weights.files import FileVersion, StoredTensor, Sums, WeightFiles, opened
 from tiering.weights.reader import WINDOW_BYTES, WeightReader
 
 
@@ -44,6 +43,7 @@ def damages(checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda _: N
         else:
             stored[rank.tensors.path] = list(rank.tensors.tensors.values())
     files = _as_bytes(checkpoint)
+    unread: set[str] = set()  # a damaged page of sums is in the way of many pages that they are for
     with WeightReader(files, IoConfig(), order=files.tensors.values()) as reader:
         for file, whole in zip(checkpoint.sums, files.tensors.values(), strict=True):
             for first in range(0, whole.nbytes, WINDOW_BYTES):
@@ -53,7 +53,9 @@ def damages(checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda _: N
                     pages = list(_different(view, first // PAGE, checkpoint.sums[file]))
                 except (WeightsError, CheckpointError) as error:
                     names = _between(stored.get(file, ()), first, first + numel)
-                    yield Damage(None, error.words, first // PAGE, names)
+                    if error.words not in unread:
+                        yield Damage(None, error.words, first // PAGE, names)
+                    unread.add(error.words)
                 else:
                     for page in pages:
                         names = _between(stored.get(file, ()), page * PAGE, (page + 1) * PAGE)
@@ -82,7 +84,7 @@ def _as_bytes(checkpoint: Checkpoint) -> WeightFiles:
     return WeightFiles(checkpoint.path, tensors, {}, versions)
 
 
-def _different(view: memoryview, page: int, sums: PageSums) -> Iterator[int]:
+def _different(view: memoryview, page: int, sums: Sums) -> Iterator[int]:
     """The pages in ``view``, from number ``page`` of the file on, that are not what they should be."""
     content = np.frombuffer(view, dtype=np.uint8)
     if content.size % PAGE:

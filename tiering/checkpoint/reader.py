@@ -6,7 +6,6 @@ they say. Tensors are read by ``tiering.weights.reader``, which compares every p
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,16 +13,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
-from tiering.arena import PAGE, round_up
-from tiering.checkpoint.manifest import WEIGHTS, Manifest, damaged, file_name, read_sealed
-from tiering.checkpoint.pages import PageSums, SumsSource
+from tiering.checkpoint.manifest import WEIGHTS, Manifest, damaged, file_name
+from tiering.checkpoint.root import Root
 from tiering.errors import CheckpointError, WeightsError
 from tiering.strict_json import short
-from tiering.weights.files import FileVersion, StoredTensor, WeightFiles, open_weights, opened
-
-_PIECE = 1 << 20  # bytes of a header that are looked at together
+from tiering.weights.files import FileVersion, StoredTensor, Sums, WeightFiles, open_weights
 
 
 @dataclass(frozen=True)
@@ -37,17 +31,27 @@ class Checkpoint:
     manifest: Manifest
     weights: WeightFiles
     states: Mapping[str, WeightFiles]
-    sums: Mapping[Path, PageSums]
+    sums: Mapping[Path, Sums]
+
+    @property
+    def caveat(self) -> str:
+        """What nothing can tell about it, for whoever takes it; empty if there is no such thing."""
+        if self.manifest.save is not None:
+            return ""
+        return (
+            f"{self.path} is of an earlier version, which recorded no digests: that all of its files are of one save"
+            " cannot be checked; checkpoints that are saved from now on can be"
+        )
 
     def rank(self, number: int) -> RankFiles:
         """What rank ``number`` had of its own. Raises CheckpointError if that is damaged."""
-        with _naming(self.path):
+        with reading_checkpoint(self.path):
             file = self.path / file_name("rank", number, self.manifest.world_size)
             found = open_weights(file)
             tensors = WeightFiles(
                 file, found.tensors, found.metadata, found.versions, sums={file: self.sums[file]}
             )
-            return RankFiles(read_sealed(file.with_suffix(".json")), tensors)
+            return RankFiles(Root(self.path, self.manifest).read_json(number), tensors)
 
     def with_buffers(self, number: int) -> WeightFiles:
         """Parameters, and the buffers that rank ``number`` had, or rank 0 if there was none of that number."""
@@ -87,19 +91,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     No tensor is read.
     """
-    with _naming(path):
+    with reading_checkpoint(path):
         manifest = Manifest.read(path)
-        _check_files(path, manifest)
-        sums: dict[Path, PageSums] = {}
-        for number in range(manifest.world_size):
-            sums |= _sums(path, manifest, number)
-        for file, expected in sums.items():
-            _check_header(file, expected)
+        sums = Root(path, manifest).check()
         kinds = {kind: _open_kind(path, manifest, kind, sums) for kind in (WEIGHTS, *manifest.kinds)}
     return Checkpoint(path, manifest, kinds.pop(WEIGHTS), kinds, sums)
 
 
-class _naming:  # noqa: N801 # read as a function
+class reading_checkpoint:  # noqa: N801 # read as a function
     """What the reader of weights raises inside becomes a CheckpointError."""
 
     def __init__(self, path: Path) -> None:
@@ -115,39 +114,7 @@ class _naming:  # noqa: N801 # read as a function
             ) from error
 
 
-def _check_files(path: Path, manifest: Manifest) -> None:
-    """Each file that belongs to it is there, with its bytes."""
-    for number in range(manifest.world_size):
-        for kind in (WEIGHTS, *manifest.kinds, "rank", "checksums"):
-            name = file_name(kind, number, manifest.world_size)
-            if name not in manifest.files:
-                raise damaged(path / "checkpoint.json", f"it does not name {name}")
-    for name, nbytes in manifest.files.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError as error:
-            raise damaged(path, f"{name} cannot be read: {error.strerror}") from error
-        if size != nbytes:
-            raise damaged(path / name, f"it has {size} bytes and should have {nbytes}")
-
-
-def _check_header(file: Path, sums: PageSums) -> None:
-    """The header is what was written, before anything is done by what it says."""
-    with opened(file) as fd:
-        length = 8 + int.from_bytes(os.pread(fd, 8, 0), "little")
-        size = os.fstat(fd).st_size
-        for at in range(0, min(length, size), _PIECE):
-            content = os.pread(fd, min(_PIECE, length - at, size - at), at)
-            pages = np.zeros(round_up(len(content)), dtype=np.uint8)
-            pages[: len(content)] = np.frombuffer(content, dtype=np.uint8)
-            bad = sums.first_difference(pages.ctypes.data, at // PAGE, len(pages) // PAGE)
-            if bad is not None:
-                raise damaged(
-                    file, f"page {bad} of its header is not what was written: it has another CRC32C"
-                )
-
-
-def _open_kind(path: Path, manifest: Manifest, kind: str, sums: Mapping[Path, PageSums]) -> WeightFiles:
+def _open_kind(path: Path, manifest: Manifest, kind: str, sums: Mapping[Path, Sums]) -> WeightFiles:
     """Parameters by name, put together from all ranks' parts."""
     found: dict[str, list[tuple[int, StoredTensor]]] = defaultdict(list)
     versions: dict[Path, FileVersion] = {}
@@ -156,7 +123,7 @@ def _open_kind(path: Path, manifest: Manifest, kind: str, sums: Mapping[Path, Pa
         part = open_weights(file)
         versions |= part.versions
         for name, tensor in part.tensors.items():
-            found[name].append((_first_element(file, name, part.metadata), tensor))
+            found[name].append((_first_element(file, part.metadata, manifest, name), tensor))
     tensors: dict[str, StoredTensor] = {}
     parts: dict[str, tuple[StoredTensor, ...]] = {}
     for name, stored in manifest.parameters.items():
@@ -191,23 +158,8 @@ def _open_kind(path: Path, manifest: Manifest, kind: str, sums: Mapping[Path, Pa
     )
 
 
-def _first_element(file: Path, name: str, metadata: Mapping[str, str]) -> int:
-    text = metadata.get(name, "0")
+def _first_element(file: Path, metadata: Mapping[str, str], manifest: Manifest, name: str) -> int:
+    text = metadata.get(manifest.first_of(name), "0")
     if not text.isdecimal() or len(text) > 18:
         raise damaged(file, f"{short.repr(name)} begins at element {short.repr(text)}")
     return int(text)
-
-
-def _sums(path: Path, manifest: Manifest, number: int) -> dict[Path, PageSums]:
-    """Those of a rank's files."""
-    file = path / file_name("checksums", number, manifest.world_size)
-    stored, source = open_weights(file).tensors, SumsSource(file)
-    found = {}
-    for kind in (WEIGHTS, *manifest.kinds, "rank"):
-        name = file_name(kind, number, manifest.world_size)
-        pages = round_up(manifest.files[name]) // PAGE
-        tensor = stored.get(name)
-        if tensor is None or tensor.dtype != "U32" or tensor.numel != pages:
-            raise damaged(file, f"it does not have the {pages} sums of {name}")
-        found[path / name] = PageSums(tensor, source)
-    return found

@@ -119,6 +119,9 @@ def _found(directory: Directory, tag: str | int | None) -> Checkpoint:
             raise CheckpointError(
                 f"{directory} holds no checkpoint; name the directory that was given to save_checkpoint"
             )
-        return open_checkpoint(path)
+        checkpoint = open_checkpoint(path)
     finally:
         there.close()
+    if checkpoint.caveat:
+        log.warning("%s", checkpoint.caveat)
+    return checkpoint

@@ -43,7 +43,7 @@ def tag_of(number: int) -> str:
 
 def save(path: Path, number: int) -> None:
     directory = CheckpointDirectory(path)
-    with Output(IoConfig(engine="threads"), windows=1) as output:
+    with Output(IoConfig(engine="threads"), windows=3) as output:
         partial = directory.begin(tag_of(number), run=RUN)
         write_checkpoint(partial, number, output)
         directory.commit(partial, tag_of(number), run=RUN, keep=KEEP)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tiering.arena import PAGE
-from tiering.checkpoint.manifest import WEIGHTS, Manifest, StoredParameter, file_name, write_sealed
+from tiering.checkpoint.manifest import WEIGHTS, Manifest, StoredParameter, new_save
+from tiering.checkpoint.rank_writer import RankRecord, RankWriter
 from tiering.checkpoint.reader import open_checkpoint
-from tiering.checkpoint.sums_file import SumsFile
-from tiering.checkpoint.writer import Output, TensorFileWriter, TensorSpec, pages_of
+from tiering.checkpoint.writer import Output, TensorSpec
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
     "layers.0.weight": (3, 1000),
@@ -31,9 +32,9 @@ def write_checkpoint(
     ranks: int = 1,
 ) -> None:
     """A checkpoint of step ``number``, which is also what every element of it is."""
-    for rank in range(ranks):
-        _write_rank(directory, number, output, shapes, rank, ranks)
-    files = {file.name: file.stat().st_size for file in directory.iterdir()}
+    save = new_save()
+    records = [_write_rank(directory, number, output, shapes, rank, ranks, save) for rank in range(ranks)]
+    record = RankRecord.of_all(records)
     parameters = {name: StoredParameter(shape, "F32", True, number) for name, shape in shapes.items()}
     Manifest(
         run=RUN,
@@ -44,8 +45,10 @@ def write_checkpoint(
         precision="bf16",
         kinds=KINDS,
         parameters=parameters,
-        files=files,
+        files=record.files,
         training={},
+        save=save,
+        digests=record.digests,
     ).write(directory)
 
 
@@ -63,25 +66,28 @@ def number_of(path: Path) -> int:
                 elements = np.fromfile(part.file, "<f4", part.numel, offset=part.offset)
                 assert (elements == number).all(), (part.file, part.name)
     for rank in range(checkpoint.manifest.world_size):
-        assert checkpoint.rank(rank).content == {"number": number}
+        content = checkpoint.rank(rank).content
+        assert content == {"save": checkpoint.manifest.save, "number": number, "buffers": ["buffer"]}
     return number
 
 
 def _write_rank(
-    directory: Path, number: int, output: Output, shapes: Mapping[str, tuple[int, ...]], rank: int, ranks: int
-) -> None:
+    directory: Path,
+    number: int,
+    output: Output,
+    shapes: Mapping[str, tuple[int, ...]],
+    rank: int,
+    ranks: int,
+    save: str,
+) -> RankRecord:
     mine, begins = _parts(shapes, rank, ranks)
-    files = {file_name(kind, rank, ranks): (mine, begins) for kind in (WEIGHTS, *KINDS)}
-    files[file_name("rank", rank, ranks)] = [TensorSpec("buffer", "F32", (5,))], {}
-    pages = {name: pages_of(specs, metadata) for name, (specs, metadata) in files.items()}
-    sums = SumsFile(directory / file_name("checksums", rank, ranks), pages)
-    for name, (specs, metadata) in files.items():
-        writer = TensorFileWriter(directory / name, specs, metadata, output=output, on_sums=sums.of(name))
-        for spec in specs:
-            writer.append(np.full(spec.nbytes // 4, number, dtype="<f4"))
-        writer.close()
-    sums.close()
-    write_sealed(directory / file_name("rank", rank, ranks, "json"), {"number": number})
+    files: dict[str, Any] = dict.fromkeys((WEIGHTS, *KINDS), (mine, begins))
+    files["rank"] = [TensorSpec("buffer", "F32", (5,))], {}
+    with RankWriter(directory, rank, ranks, save, files, output=output) as writer:
+        for kind, (specs, _) in files.items():
+            for spec in specs:
+                writer.append(kind, np.full(spec.nbytes // 4, number, dtype="<f4"))
+        return writer.finish({"number": number, "buffers": ["buffer"]})
 
 
 def _parts(

@@ -133,6 +133,7 @@ def test_all_that_is_known_as_json(checkpoints: Path, inspect: Inspect) -> None:
     about = found["about"]
     assert about.pop("files") == {name: size for name, size in sizes.items() if name != MANIFEST}
     assert about == {
+        "save": Manifest.read(checkpoints / "global_step200").save,
         "step": 200,
         "created": "2026-11-22T08:00:00+00:00",
         "world_size": 2,
@@ -258,10 +259,18 @@ def test_a_file_of_many_windows(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_of_checksums_is_no_good_either(checkpoints: Path, inspect: Inspect) -> None:
-    flip(checkpoints / "global_step200" / "checksums-00002-of-00002.safetensors", PAGE)
+    file = checkpoints / "global_step200" / "checksums-00002-of-00002.safetensors"
+    whole = file.read_bytes()
+    flip(file, PAGE)
     code, out, _ = inspect(checkpoints)
     assert code == 1
     assert "Damaged, in 1 place:" in out
+    assert "checksums-00002-of-00002.safetensors: page 1 is not what was written" in out
+    file.write_bytes(whole)
+    flip(file, len(whole) - 1)
+    code, out, _ = inspect(checkpoints)
+    assert code == 1
+    assert "the SHA-256 of its sums is not the one that checkpoint.json has" in out
 
 
 def test_what_is_missing_or_cut_off_is_named_file_by_file(checkpoints: Path, inspect: Inspect) -> None:
@@ -280,13 +289,19 @@ def test_what_is_missing_or_cut_off_is_named_file_by_file(checkpoints: Path, ins
     assert [each["step"] for each in answer["directory"]["checkpoints"]] == [100, None]
 
 
-@pytest.mark.parametrize("name", [MANIFEST, "rank-00002-of-00002.json"])
-def test_damaged_json(checkpoints: Path, inspect: Inspect, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        (MANIFEST, "its content is not what its crc32 says"),
+        ("rank-00002-of-00002.json", "its SHA-256 is not the one that checkpoint.json has"),
+    ],
+)
+def test_damaged_json(checkpoints: Path, inspect: Inspect, name: str, damage: str) -> None:
     file = checkpoints / "global_step200" / name
     file.write_text(file.read_text().replace("200", "201", 1))
     code, out, _ = inspect(checkpoints)
     assert code == 1
-    assert f"{file}: it is damaged: its content is not what its crc32 says" in out
+    assert f"{file}: it is damaged: {damage}" in out
 
 
 def test_a_record_that_is_damaged_is_listed_and_another_programs_is_not(

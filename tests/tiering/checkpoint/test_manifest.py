@@ -28,13 +28,19 @@ RECORD = Manifest(
     training={"micro_steps": 14, "loss_scale": {"value": 65536.0}},
     excluded={"base": StoredParameter((4096, 4096), "BF16", False, 0)},
     tied={"head.weight": "a"},
+    save="51",
+    digests={"rank-00001-of-00002.json": "0" * 64},
 )
 FROZEN = {"shape": [1], "dtype": "F32", "trained": False, "steps": 0}
 
 
 def test_it_comes_back(tmp_path: Path) -> None:
     for number, record in enumerate(
-        [RECORD, replace(RECORD, optimizer=None, kinds=(), parameters={}, tied={})]
+        [
+            RECORD,
+            replace(RECORD, optimizer=None, kinds=(), parameters={}, tied={}),
+            replace(RECORD, save=None, digests={}),
+        ]
     ):
         (tmp_path / str(number)).mkdir()
         record.write(tmp_path / str(number))
@@ -43,6 +49,9 @@ def test_it_comes_back(tmp_path: Path) -> None:
     before_there_was_that = {name: each for name, each in content.items() if name not in later}
     write_sealed(tmp_path / MANIFEST, before_there_was_that)
     assert Manifest.read(tmp_path) == replace(RECORD, excluded={}, tied={})
+    write_sealed(tmp_path / "older.json", before_there_was_that | {"version": 1})
+    (tmp_path / "older.json").rename(tmp_path / MANIFEST)
+    assert Manifest.read(tmp_path) == replace(RECORD, excluded={}, tied={}, save=None, digests={})
 
 
 def content_of(directory: Path) -> dict[str, Any]:
@@ -56,7 +65,7 @@ def content_of(directory: Path) -> dict[str, Any]:
     ("change", "match"),
     [
         ({"format": "another"}, "its format is 'another'"),
-        ({"version": 2}, "is of version 2.*load it with the version of tiering that saved it"),
+        ({"version": 3}, "is of version 3.*load it with the version of tiering that saved it"),
         ({"step": -1}, "its 'step' is -1"),
         ({"tied": {"head": "none"}}, "it ties 'head' to 'none', which is not so"),
         ({"tied": {"head": ["a"]}}, r"it ties 'head' to \['a'\], which is not so"),
@@ -67,6 +76,11 @@ def content_of(directory: Path) -> dict[str, Any]:
         ({"kinds": ["weights"]}, "a kind of state 'weights'"),
         ({"kinds": ["../up"]}, "a kind of state '../up'"),
         ({"kinds": [["exp_avg"]]}, "a kind of state"),
+        ({"kinds": ["exp_avg", "exp_avg"]}, "names a kind of state twice"),
+        ({"save": None}, "its 'save' is None"),
+        ({"save": ""}, "its 'save' is empty"),
+        ({"digests": None}, "its 'digests' is None"),
+        ({"digests": {"a": "0"}}, "the digest of 'a' is '0', not a SHA-256"),
         ({"files": {"../../etc/passwd": 3}}, "which is none beside it"),
         ({"files": {".hidden": 3}}, "which is none beside it"),
         ({"excluded": {"a": FROZEN}}, "it excludes 'a', which it has"),

@@ -1,0 +1,119 @@
+"""Writes what one rank has of a checkpoint: a file for each kind of tensors, their sums, and the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from tiering.checkpoint.manifest import file_name, metadata_of, write_sealed
+from tiering.checkpoint.sums_file import SumsFile
+from tiering.checkpoint.writer import Output, TensorFileWriter, TensorSpec, naming, pages_of
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What checkpoint.json says of the files of a rank, or of several: their bytes, and the digests."""
+
+    files: Mapping[str, int] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(self.files.values())
+
+    @classmethod
+    def of_all(cls, records: Iterable[RankRecord]) -> RankRecord:
+        """That of all ranks, of those of each."""
+        files: dict[str, int] = {}
+        digests: dict[str, str] = {}
+        for record in records:
+            files |= record.files
+            digests |= record.digests
+        return cls(files, digests)
+
+
+class RankWriter:
+    """Writes the files of rank ``rank`` of ``world_size`` into ``directory``, as a part of the save named ``save``.
+
+    ``tensors`` are those of each kind, and the first element of each that is a part of a parameter. Use it in a
+    ``with`` block: an exception abandons the files, as they are.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        world_size: int,
+        save: str,
+        tensors: Mapping[str, tuple[Sequence[TensorSpec], Mapping[str, str]]],
+        *,
+        output: Output,
+    ) -> None:
+        self._directory = directory
+        self._standing = rank, world_size
+        self._save = save
+        self._writers: dict[str, TensorFileWriter] = {}
+        self._sums: SumsFile | None = None
+        described = {kind: (specs, metadata_of(save, firsts)) for kind, (specs, firsts) in tensors.items()}
+        try:
+            self._sums = SumsFile(
+                self._path("checksums"),
+                {self._path(kind).name: pages_of(*each) for kind, each in described.items()},
+                metadata_of(save, {}),
+            )
+            for kind, (specs, metadata) in described.items():
+                path = self._path(kind)
+                self._writers[kind] = TensorFileWriter(
+                    path, specs, metadata, output=output, on_sums=self._sums.of(path.name)
+                )
+        except BaseException:
+            self.abandon()
+            raise
+
+    def append(self, kind: str, content: bytes | bytearray | memoryview | np.ndarray) -> None:
+        """The next bytes of the tensors of ``kind``."""
+        self._writers[kind].append(content)
+
+    def finish(self, content: Mapping[str, Any], on_file: Callable[[], None] = lambda: None) -> RankRecord:
+        """All tensors are there: write the sums and, with ``content``, the JSON, and wait until all is on the disk.
+
+        ``on_file`` is called after each file of tensors.
+        """
+        assert self._sums is not None
+        for writer in self._writers.values():
+            writer.close()
+            on_file()
+        sums_digest = self._sums.close()
+        path = self._path("rank", "json")
+        with naming(path):
+            plain = write_sealed(path, {"save": self._save, **content})
+        files = {writer.path.name: writer.nbytes for writer in self._writers.values()}
+        return RankRecord(
+            files | {self._sums.path.name: self._sums.nbytes, path.name: plain.nbytes},
+            {self._sums.path.name: sums_digest, path.name: plain.sha256},
+        )
+
+    def abandon(self) -> None:
+        """Give the files up; what there is of them stays on disk. Without effect on what is finished."""
+        for writer in self._writers.values():
+            writer.abandon()
+        if self._sums is not None:
+            self._sums.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abandon()
+
+    def _path(self, kind: str, suffix: str = "safetensors") -> Path:
+        return self._directory / file_name(kind, *self._standing, suffix)

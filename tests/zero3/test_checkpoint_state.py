@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -309,8 +310,9 @@ def test_copies_to_the_device_have_ended_before_the_host_changes(
         def before_host_changes(self) -> None:
             found.append(engine._state.weights(engine.module)["frozen"].max().item())
 
-    checkpoints = engine._checkpoints
-    monkeypatch.setattr(checkpoints, "_parts", replace(checkpoints._parts, streams=Fetching()))  # type: ignore[arg-type] # stands in
+    tiers = copy.copy(engine._checkpoints._parts.tiers)
+    monkeypatch.setattr(tiers, "streams", Fetching())
+    monkeypatch.setattr(engine._checkpoints, "_parts", replace(engine._checkpoints._parts, tiers=tiers))
     monkeypatch.setattr(engine._state, "_streams", Fetching())
     engine.load_checkpoint(tmp_path)
     assert found == [2.0]

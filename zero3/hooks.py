@@ -73,7 +73,7 @@ def install(model: nn.Module, groups: Iterable[ParamGroup], events: Events) -> l
         before: _BeforeForward = (
             _BeforeModel(model, groups, events, hooked.values())
             if module is model
-            else _BeforeForward(events, _looked_at(module, groups))
+            else _BeforeForward(events)
         )
         add(module, before, _AfterForward(events, before, moving))
     return [*on_params, *hooked.values()]
@@ -103,14 +103,6 @@ def _enclosing_groups(model: nn.Module, groups: Iterable[ParamGroup]) -> dict[st
         if module not in entries and any(inner in entries for inner in module.modules()):
             around[name] = module
     return around
-
-
-def _looked_at(module: nn.Module, groups: Iterable[ParamGroup]) -> list[ParamGroup]:
-    """torch's encoder asks its first layer, before it calls it, whether the fast path of evaluation can be taken."""
-    if not isinstance(module, nn.TransformerEncoder):
-        return []
-    asked = {id(param) for param in module.layers[0].parameters()}
-    return [group for group in groups if group.moves and any(id(param) in asked for param in group.params)]
 
 
 def watch_backward(outputs: Any, on_first_gradient: Callable[[], None]) -> None:
@@ -221,20 +213,15 @@ class _Before(OurHook):
 
 
 class _BeforeForward(_Before):
-    """``posing``: groups whose parameters the module looks at, but does not read, to choose its way."""
-
     whole = False
 
-    def __init__(self, events: Events, posing: list[ParamGroup]) -> None:
+    def __init__(self, events: Events) -> None:
         super().__init__()
         self.events = events
-        self.posing = posing
 
     def run(self, module: nn.Module, args: Any) -> None:
         self.events.begin_forward(torch.is_grad_enabled(), whole=self.whole)
         self.told()
-        for group in self.posing:
-            group.pose()
 
 
 class _BeforeModel(_BeforeForward):
@@ -245,7 +232,7 @@ class _BeforeModel(_BeforeForward):
     def __init__(
         self, model: nn.Module, groups: list[ParamGroup], events: Events, hooked: Iterable[_Hooked]
     ) -> None:
-        super().__init__(events, _looked_at(model, groups))
+        super().__init__(events)
         self.hooked = hooked
         self.enclosing = _enclosing_groups(model, groups)
 
@@ -271,8 +258,6 @@ class _AfterForward(OurHook):
     def run(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.before.answered():
             return None
-        for group in self.before.posing:
-            group.end_pose()
         output = with_bytes_of_its_own(output, self.moving, whole=self.before.whole)
         if self.before.whole:
             watch_backward(output, self.events.begin_backward)

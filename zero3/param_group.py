@@ -152,18 +152,6 @@ class ParamGroup:
             self._point_nowhere()
             self.note_versions()
 
-    def pose(self) -> None:
-        """Let hidden parameters pass for plain ones where code looks at their class. Their values are NaN."""
-        if not self._shown:
-            for position, param in enumerate(self.params):
-                if position not in self._lent:
-                    param.__class__ = resharded.shown_form(self._plain[position])
-
-    def end_pose(self) -> None:
-        """Undo ``pose``."""
-        if not self._shown:
-            self._point_nowhere()
-
     def give_up_parameters(self) -> None:
         """The engine is closed: whatever uses the parameters from now on is told so."""
         self._lent.clear()

@@ -223,6 +223,28 @@ class Elsewhere(nn.Module):
         return mean_square(four(x) / norm)
 
 
+class ReadByItsEncoder(nn.Module):
+    """torch's encoder, which looks at its first layer before it runs: a subclass or a hook of it reads that layer."""
+
+    class Encoder(nn.TransformerEncoder):
+        def forward(self, x: Tensor, **options: Any) -> Tensor:  # type: ignore[override] # fewer arguments
+            penalty = self.layers[0].linear1.weight.float().square().mean()
+            return super().forward(x, **options) + penalty.to(x.dtype)
+
+    def __init__(self, *, by_hook: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        kind = nn.TransformerEncoder if by_hook else self.Encoder
+        self.encoder = kind(layer, 3, enable_nested_tensor=False)
+        if by_hook:
+            self.encoder.register_forward_pre_hook(
+                lambda encoder, args: (args[0] * encoder.layers[0].linear1.weight.norm(),)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mean_square(self.encoder(x[:, None]))
+
+
 WAYS: dict[str, Callable[[], nn.Module]] = {
     "tied in forward": TiedInForward,
     "a plain Python list": PlainPythonList,
@@ -233,6 +255,8 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
     "recomputed reentrantly": lambda: Recomputed(reentrant=True),
     "recomputed while live": RecomputedWhileLive,
     "methods, views and norms": Elsewhere,
+    "a layer by its encoder": lambda: ReadByItsEncoder(by_hook=False),
+    "a layer by a hook of its encoder": lambda: ReadByItsEncoder(by_hook=True),
 }
 
 

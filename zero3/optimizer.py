@@ -34,6 +34,8 @@ IN_PLACE_NUMEL = (
     4 << 20
 )  # elements stepped in place between two looks at what has arrived: a few milliseconds
 
+ON_TIERS = "tiers"  # the key of a state_dict that tells which state belongs to it
+
 
 class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     """An update rule over tiered state; a true ``torch.optim.Optimizer``, so schedulers and loops can drive it.
@@ -214,12 +216,40 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             )
         _torchs("add_param_group")(self, param_group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The options of the param groups, and under "tiers" of which step the state is, which stays on the tiers.
+
+        ``engine.save_checkpoint`` saves the state.
+        """
+        saved: dict[str, Any] = super().state_dict()
+        if self.state_names:
+            saved[ON_TIERS] = {"step": self._updates.steps, "updates": self._most_updates}
+        return saved
+
+    @property
+    def _most_updates(self) -> int:
+        """Of a parameter, in the state that is on the tiers."""
+        return max(self.steps.values(), default=0)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the options of the param groups; they stay the same dicts. State is on the tiers, not in here."""
+        """Take over the options of the param groups; they stay the same dicts. State is on the tiers, not in here.
+
+        EngineStateError unless the state of that ``state_dict`` is on the tiers: ``engine.load_checkpoint`` comes
+        first.
+        """
         if state_dict["state"]:
             raise EngineStateError(
                 "optimizer.load_state_dict() cannot bring state onto the tiers; give it options alone"
                 " ({'state': {}, 'param_groups': ...}), and state to engine.set_fp32_state, by parameter"
+            )
+        saved = state_dict.get(ON_TIERS)
+        if saved is not None and saved["updates"] != self._most_updates:
+            raise EngineStateError(
+                f"optimizer.load_state_dict() got the options of step {saved['step']}, where optimizer state had"
+                f" {saved['updates']} updates, but the state in this engine has {self._most_updates}. state_dict() of"
+                " the optimizer holds no state: save it by engine.save_checkpoint(save_dir), and call"
+                " engine.load_checkpoint(save_dir) before this. To load the options alone, take the key"
+                f" {ON_TIERS!r} out of the dict"
             )
         kept = self.param_groups
         for number, (group, loaded) in enumerate(zip(kept, state_dict["param_groups"], strict=False)):

@@ -283,6 +283,11 @@ class TiersConfig(Section):
     step_in_backward: StrictBool = Field(
         default=False, description="Step groups while backward still runs, with the rate as it starts."
     )
+    max_skipped_steps: Elements = Field(
+        default=50,
+        description="Steps in a row whose gradients are not finite until training ends with an error; 0: never."
+        " A dynamic loss scale has its own end.",
+    )
     verify: StrictBool = Field(
         default=False, description="Checksum what is swapped; costs host memory, 1/1024 of what is on NVMe."
     )

@@ -221,7 +221,8 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         ``lr_kwargs`` is what the ``step`` of lr_scheduler is given then.
 
         A step whose gradients are not finite is skipped and leaves all state as it was; with dynamic loss scaling the
-        scale is lowered, else a warning says which parameter it was. Ctrl-C waits for the end of the step (a second one
+        scale is lowered, else a warning says which parameter it was, and ``tiering.max_skipped_steps`` of them in a row
+        are an EngineStateError. Ctrl-C waits for the end of the step (a second one
         does not). A step that is ended by an exception leaves some parameters updated and others not: then the engine
         can only be closed.
         """

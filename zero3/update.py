@@ -81,12 +81,14 @@ class Update:
         self.steps = 0
         self.samples = 0  # in them, over all ranks
         self.skipped = 0
+        self.skipped_in_a_row = 0
         self.overflow = False  # of the last update: it was skipped
         self.out_of_step = ""  # why this rank cannot follow the others any more
         self.torn = ""  # why parameters and optimizer state are no longer of one step
         self.loss: float | None = None  # of the last update, the mean over the ranks
         self.stop = 0  # the signal by which a rank was asked to stop before the last update
         self.saving = 0  # how far the slowest rank was with a save then
+        self._max_skipped = config.tiering.max_skipped_steps
         self._scales = "fp16" in (config.precision, config.autocast)
         self._clip = config.gradient_clipping
         self._groups = parts.groups
@@ -123,7 +125,7 @@ class Update:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from ``state_dict``."""
         self.steps, self.samples = state_dict["steps"], state_dict["samples"]
-        self.skipped = state_dict["skipped"]
+        self.skipped, self.skipped_in_a_row = state_dict["skipped"], 0
         self.loss_scale.load_state_dict(state_dict["loss_scale"])
 
     def waiting_norm(self) -> float:
@@ -214,11 +216,13 @@ class Update:
                 self._apply(self.norm, scale)
             else:
                 self.skipped += 1
+            self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
             self.loss_scale.update(not finite)
             if not finite:
                 self._say_skipped(scale, sums.bad)
             self.steps += 1
             self.samples += samples
+            self._check_skipped(sums.bad)
             return finite
         finally:
             self._sink.reset()
@@ -274,6 +278,18 @@ class Update:
             f"the gradient of {bad!r} is not finite, and tiering.step_in_backward has used it already: parameters and"
             " optimizer state are spoilt. Close the engine and start again from a checkpoint; such a step is skipped"
             " with step_in_backward false"
+        )
+
+    def _check_skipped(self, bad: str) -> None:
+        """EngineStateError after as many skipped steps in a row as the configuration allows."""
+        if self.loss_scale.dynamic or not 0 < self._max_skipped <= self.skipped_in_a_row:
+            return
+        raise EngineStateError(
+            f"{self.skipped_in_a_row} steps in a row were skipped, up to step {self.steps}: the gradient of {bad!r} is"
+            " not finite, and no further step will change that by itself. Parameters and optimizer state are as they"
+            f" were after step {self.steps - self.skipped_in_a_row}: look for the first batch whose loss is not finite,"
+            " or go on from a checkpoint with a lower learning rate. tiering.max_skipped_steps"
+            f" ({self._max_skipped}) is the number that ends training; 0 never does"
         )
 
     def _early(self) -> TieredOptimizer:

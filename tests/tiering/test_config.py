@@ -297,6 +297,7 @@ def test_what_is_planned_is_refused_by_name(section: type[BaseModel], values: di
         (TiersConfig, {"state": True}, "'fp32', 'split', 'bf16' or 'split\\+bf16'"),
         (TiersConfig, {"step_in_backward": 1}, "valid boolean"),
         (TiersConfig, {"verify": 0}, "valid boolean"),
+        (TiersConfig, {"max_skipped_steps": -1}, "greater than or equal to 0"),
         (TiersConfig, {"run_name": "../x"}, "match pattern"),
         (IoConfig, {"block_size": "3K"}, "multiple of 4096"),
         (IoConfig, {"block_size": 0}, "greater than 0"),

@@ -113,6 +113,46 @@ def test_an_overflow_at_the_minimum_is_an_error_that_leaves_the_engine_usable(
     assert differing(everything(engine), before) != []
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16"])
+def test_skipped_steps_in_a_row_are_an_error_that_leaves_the_engine_usable(
+    start: Start, micro_batches: Any, differing: Any, precision: str
+) -> None:
+    fp16 = {"loss_scale": 16} if precision == "fp16" else {}
+    engine = start(precision=precision, fp16=fp16, accumulation=1, max_skipped_steps=3)
+
+    def train(*, spoil: bool) -> None:
+        ((tokens, targets),) = micro_batches(1)
+        engine.backward(engine(tokens, targets) * (float("nan") if spoil else 1.0))
+        engine.step()
+
+    before = everything(engine)
+    train(spoil=True)
+    train(spoil=True)
+    train(spoil=False)
+    assert differing(everything(engine), before) != []
+    before = everything(engine)
+    train(spoil=True)
+    train(spoil=True)
+    for count in (3, 4):
+        message = f"{count} steps in a row.*up to step {3 + count}.*after step 3.*max_skipped_steps"
+        with pytest.raises(EngineStateError, match=message):
+            train(spoil=True)
+    assert differing(everything(engine), before) == []
+    assert engine.skipped_steps == 6 and engine.global_steps == 7
+    train(spoil=False)
+    assert differing(everything(engine), before) != []
+
+
+def test_without_a_limit_steps_are_skipped_for_ever(start: Start, micro_batches: Any) -> None:
+    default, unlimited = start(accumulation=1), start(accumulation=1, max_skipped_steps=0)
+    assert default.config.tiering.max_skipped_steps == 50
+    ((tokens, targets),) = micro_batches(1)
+    for _ in range(51):
+        unlimited.backward(unlimited(tokens, targets) * float("nan"))
+        unlimited.step()
+    assert unlimited.skipped_steps == 51
+
+
 def test_backward_without_the_scale_is_refused_with_what_to_call(start: Start, micro_batches: Any) -> None:
     engine = start(precision="fp16", accumulation=1, fp16={"loss_scale": 512})
     ((tokens, targets),) = micro_batches(1)

@@ -1,0 +1,241 @@
+"""All that differs between a block as a page shows it and as the tests run it. Everything else runs as written.
+
+A block is named by its page and its first line without a remark. ``test_blocks.py`` fails where a name here is that of
+no block or command, so that nothing stays listed that is gone.
+"""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+Key = tuple[str, str]
+
+# Text that is replaced in Python blocks and in commands: paths, and sizes that would take hours or gigabytes.
+REPLACED: dict[str, dict[str, str]] = {
+    "README.md": {"/local_nvme": "nvme", "4GiB": "64MiB", "% 500": "% 2"},
+    "checkpoints.md": {"% 500": "% 2", "runs/mine": "runs/7", "global_step3000": "global_step4"},
+    "doctor.md": {"/mnt/nvme0 /mnt/nvme1": "nvme", "/var/tmp": "nvme"},
+    "planning.md": {"/mnt/nvme": "nvme"},
+    "sizing.md": {"/nvme0 /nvme1": "nvme"},
+    "tierbench.md": {"/mnt/nvme0": "nvme", "/local_nvme": "nvme", "DIR": "nvme"},
+}
+
+MODEL = """\
+from pathlib import Path
+import torch
+import tiering
+from tiering.demo.model import GPT
+
+def build(): return GPT(width=32, layers=2, heads=2, sequence=16)
+
+def batch(size=2):
+    tokens = torch.randint(0, 256, (size, 17))
+    return tokens[:, :-1], tokens[:, 1:]
+
+nvme = {"device": "nvme", "nvme_path": "nvme"}
+ds_config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+    "tiering": {"host_budget": "64MiB", "cache_in_host": False},
+}
+"""
+ENGINE = MODEL + "engine, *_ = tiering.initialize(model=build(), config=ds_config)\n"
+FILES = """\
+from safetensors.torch import save_file
+torch.manual_seed(0)
+Path("Llama-3.2-3B").mkdir(exist_ok=True)
+save_file(build().state_dict(), "Llama-3.2-3B/model.safetensors")
+"""
+LLAMA = """\
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+llama = LlamaConfig(vocab_size=256, tie_word_embeddings=False, **sizes)
+"""
+LANGUAGE_MODEL = (
+    MODEL
+    + LLAMA
+    + """\
+class MyModel(LlamaForCausalLM):
+    def __init__(self): super().__init__(llama)
+    def forward(self, inputs, targets): return super().forward(inputs, labels=targets).loss
+"""
+)
+
+# Files of the reader's that a page names, in small.
+CONFIG = """{"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+"num_attention_heads": 2, "vocab_size": 256}"""
+DS_CONFIG = """{"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}, "zero_optimization": {"stage": 3},
+"optimizer": {"type": "AdamW"}}"""
+WRITTEN: dict[str, dict[str, str]] = {
+    "README.md": {"config.json": CONFIG, "ds_config.json": DS_CONFIG},
+    "sizing.md": {"config.json": CONFIG},
+    "migrate-from-deepspeed.md": {"train.py": "import deepspeed\n"},
+}
+
+# Python that runs before a block: what the page takes as given, in small.
+GIVEN: dict[Key, str] = {
+    ("README.md", "import tiering"): LANGUAGE_MODEL + "batches = [batch() for _ in range(8)]",
+    ("README.md", "from optim_cpu import AdamW"): "model = build()",
+    ("building.md", "torch.manual_seed(0)"): MODEL + LLAMA + "config = llama\n",
+    ("building.md", 'with torch.device("meta"):'): "engine.close()\nModel = build",
+    (
+        "building.md",
+        'engine, *_ = tiering.initialize(model=model, config=ds_config, weights="Llama-3.2-3B/")',
+    ): FILES,
+    ("checkpoints.md", 'engine.load_checkpoint("runs/7")'): LANGUAGE_MODEL
+    + dedent("""\
+        ds_config["gradient_accumulation_steps"] = 2
+        Path("Llama-3.2-3B").mkdir()
+        LlamaForCausalLM(llama).save_pretrained("Llama-3.2-3B")
+        engine, *_ = tiering.initialize(model=MyModel(), config=ds_config)
+        loader = [batch() for _ in range(8)]
+        """),
+    ("distributed.md", "import os"): MODEL
+    + dedent("""\
+        import json
+        Path("ds_config.json").write_text(json.dumps(ds_config))
+
+        model = build()
+        data = torch.utils.data.TensorDataset(*batch(8))
+        """),
+    ("distributed.md", "weights = engine.state_dict()"): 'os.environ["RANK"] = "0"',
+    ("engine.md", "with tiering.gathered(model.head.weight, modify=True) as weight, torch.no_grad():"): ENGINE
+    + "model = engine.module\nloss = 0\nengine.backward(engine(*batch()))\n",
+    (
+        "engine.md",
+        "for number, (x, y) in enumerate(data):",
+    ): "engine.step()\ndata = [batch() for _ in range(13)]",
+    (
+        "loading.md",
+        'engine, *_ = tiering.initialize(model=model, config=ds_config, weights="Llama-3.2-3B/")',
+    ): MODEL + FILES + "model = build()\n",
+    ("planning.md", "from pathlib import Path"): MODEL
+    + "plan = tiering.plan_for(model=build(), config=ds_config).plan\n",
+}
+
+# Python that runs after a block, with its names: what the page says has happened.
+HOLDS: dict[Key, str] = {
+    ("README.md", "import tiering"): "assert Path('runs/7/latest').read_text() == 'global_step4'",
+    ("checkpoints.md", 'engine.load_checkpoint("runs/7")'): "assert Path('runs/7/global_step4').is_dir()",
+    ("engine.md", "for number, (x, y) in enumerate(data):"): "assert Path('step.json').stat().st_size > 1000",
+    ("migrate-from-deepspeed.md", "import argparse"): (
+        "assert (engine.global_steps, engine.config.precision) == (4, 'bf16')"
+    ),
+}
+
+# Commands that run in another form: with less to do, on a free port, for some seconds, from this source tree.
+BRIEF = "--size 64M --runtime 0.3"
+RUN_AS: dict[Key, str] = {
+    ("examples.md", "python examples/mnist/train.py"): 'python "$ROOT/examples/mnist/train.py" --steps 20',
+    ("examples.md", "torchrun --standalone --nproc-per-node=2 examples/mnist/train.py --steps 100"): (
+        'python -m torch.distributed.run --standalone --nproc-per-node=2 "$ROOT/examples/mnist/train.py" --steps 10'
+    ),
+    ("sidecar.md", "tierd"): "timeout --preserve-status -s INT 4 tierd --port 0",
+    ("tierbench.md", "tierbench /mnt/nvme0"): f"tierbench nvme {BRIEF}",
+    ("tierbench.md", "tierbench /local_nvme"): f"tierbench nvme {BRIEF} --rw write",
+    ("tierbench.md", "tierbench tune DIR"): "tierbench tune nvme --runtime 4 --size 64M",
+    ("tierbench.md", "tierbench compare A B"): (
+        f"tierbench nvme {BRIEF} --json > A; tierbench nvme {BRIEF} --json > B; tierbench compare A B"
+    ),
+    (
+        "tierbench.md",
+        "tierbench /mnt/nvme0 --json > before.json",
+    ): f"tierbench nvme {BRIEF} --json > before.json",
+    (
+        "tierbench.md",
+        "tierbench /mnt/nvme0 --json > after.json",
+    ): f"tierbench nvme {BRIEF} --json > after.json",
+    ("tierbench.md", "tierbench compare before.json after.json --fail-under 0.9"): (
+        "tierbench compare before.json after.json --fail-under 0.001"
+    ),
+    ("tierbench.md", "tierbench compare --fio DIR --pairs 10 --rw read,write,rw --bs 1M --iodepth 16"): (
+        f"tierbench compare --fio nvme --pairs 2 --rw read,write,rw --bs 1M --iodepth 16 {BRIEF}"
+    ),
+    (
+        "tierbench.md",
+        "tierbench compare --fio /local_nvme --pairs 20",
+    ): f"tierbench compare --fio nvme --pairs 2 {BRIEF}",
+    ("README.md", "tierbench /local_nvme"): f"tierbench nvme {BRIEF}",
+}
+
+# Commands that end with another exit code than 0.
+EXIT_CODES: dict[Key, int] = {
+    ("migrate-from-deepspeed.md", "tiering check old.json"): 1,
+}
+
+# Commands whose output the page shows to the letter. Of others it shows the figures of one machine and time.
+PRINTED: set[Key] = {
+    ("migrate-from-deepspeed.md", "tiering check ds_config.json --ranks 2"),
+    ("migrate-from-deepspeed.md", "tiering check old.json"),
+}
+
+# Blocks and commands that take seconds: they run in `make test-all` alone.
+SLOW: set[Key] = {
+    ("tierbench.md", "tierbench /mnt/nvme0 --json > before.json"),
+    ("tierbench.md", "tierbench /mnt/nvme0 --json > after.json"),
+    ("tierbench.md", "tierbench compare before.json after.json --fail-under 0.9"),
+    ("tierbench.md", "tierbench compare A B"),
+    ("README.md", "tiering plan --model config.json --config ds_config.json --measure /local_nvme"),
+    ("README.md", "tierbench /local_nvme"),
+    ("examples.md", "torchrun --standalone --nproc-per-node=2 examples/mnist/train.py --steps 100"),
+    ("planning.md", "from pathlib import Path"),
+    ("planning.md", "tierbench tiers /mnt/nvme --device cpu"),
+    ("sizing.md", "tiering plan --model config.json --measure /nvme0 /nvme1"),
+    ("tierbench.md", "tierbench /mnt/nvme0"),
+    ("tierbench.md", "tierbench /local_nvme"),
+    ("tierbench.md", "tierbench tune DIR"),
+    ("tierbench.md", "tierbench profile DIR --params 7B"),
+    ("tierbench.md", "tierbench profile /local_nvme --params 7B"),
+    ("tierbench.md", "tierbench tiers DIR"),
+    ("tierbench.md", "tierbench compare --fio DIR --pairs 10 --rw read,write,rw --bs 1M --iodepth 16"),
+    ("tierbench.md", "tierbench compare --fio /local_nvme --pairs 20"),
+}
+
+# What cannot run in a test, and why.
+RANKS = "starts eight GPUs or several nodes; tests/e2e/test_examples.py starts torchrun with two ranks"
+NOT_RUN: dict[Key, str] = {
+    ("README.md", "git clone ... && cd tiering"): "clones from a network, and installs an environment",
+    (
+        "README.md",
+        "tiering demo --dir PATH",
+    ): "trains for minutes; tests/e2e/test_demo.py runs each option, in small",
+    ("distributed.md", "torchrun --standalone --nproc-per-node=8 train.py"): RANKS,
+    (
+        "distributed.md",
+        "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=node0:29500 --rdzv-id=run1 train.py",
+    ): RANKS,
+    ("distributed.md", "#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=96"): (
+        "needs SLURM; tests/e2e/test_examples.py runs the script with stand-ins for srun and scontrol"
+    ),
+    ("gpu.md", "make gpu-carry"): "fetches from a network, and the second line needs a GPU",
+    (
+        "logging.md",
+        "TIERING_LOG=info torchrun --standalone train.py",
+    ): "a pattern: train.py is the reader's own script",
+    ("sidecar.md", "U=http://127.0.0.1:8471"): (
+        "needs a training that lasts; tests/service/test_docs_sidecar.py runs these commands beside one"
+    ),
+    ("sidecar.md", "systemctl --user enable --now tierd"): (
+        "needs systemd; tests/service/test_docs_sidecar.py verifies the units"
+    ),
+    ("sidecar.md", "tierd top"): "needs a terminal; tests/service/test_terminal.py watches it in one",
+    (
+        "sidecar.md",
+        "journalctl -u tierd -o cat",
+    ): "needs systemd; tests/service/test_tierd.py reads the same lines",
+    (
+        "sidecar.md",
+        "docker run --rm --user 1000:1000 -v pages:/pages -e TIERING_RUN_DIR=/pages/run TRAINING_IMAGE python train.py",
+    ): "needs an image with the reader's training",
+    (
+        "sidecar.md",
+        "umask 077; python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > ~/.tierd-token",
+    ): ("asks another node; tests/service/test_tierd.py has tokens and addresses"),
+    (
+        "sidecar.md",
+        "python bench/bench_sidecar.py DIR",
+    ): "takes minutes; tests/test_bench_sidecar.py runs its parts",
+}

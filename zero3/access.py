@@ -53,8 +53,8 @@ def gathered(
     meanwhile and use what is shown. With ``modify``, what was changed in place becomes the parameter, and its fp32
     master takes the values of the changed elements (the others keep their bits below the compute dtype), also when the
     block ends by an exception; optimizer state stays. Yields ``params`` (as a list, unless it is one). Ordinary
-    parameters pass through. With several ranks all of them enter the block and leave it, and what ``rank`` has made of
-    the parameters counts.
+    parameters pass through, and so do None (a bias that is not there) and other tensors. With several ranks all of them
+    enter the block and leave it, and what ``rank`` has made of the parameters counts.
 
     Before ``initialize``, the values of parameters that zero.Init has built without memory are made again; with
     ``modify`` they stay in memory from then on, and rank 0's will count.
@@ -103,14 +103,14 @@ def _take_back(lent: list[tuple[resharded.Owner, nn.Parameter]], *, modify: bool
 def _listed(params: Any) -> tuple[list[nn.Parameter], Any]:
     if isinstance(params, nn.Module):
         params = params.parameters()
-    if isinstance(params, Tensor):
+    if params is None or isinstance(params, Tensor):
         params, yielded = [params], params
     else:
         yielded = params = list(params)
     for param in params:
-        if not isinstance(param, nn.Parameter):
+        if param is not None and not isinstance(param, Tensor):
             raise ConfigError(f"gathered takes parameters, or a module, not {type(param).__name__}")
-    return params, yielded
+    return [param for param in params if isinstance(param, nn.Parameter)], yielded
 
 
 class Access:

@@ -69,6 +69,10 @@ def test_values_are_read_and_set_while_an_engine_has_them(start: Callable[..., A
         weight.fill_(0.25)
     with gathered(engine.module.parameters()):
         assert (weight == 0.25).all()
+    with gathered([weight, None, torch.ones(2)]), gathered(None):  # as scripts pass a bias that is not there
+        assert (weight == 0.25).all()
+    with pytest.raises(ConfigError, match="not str"), gathered(["weight"]):
+        pass
     with gathered(weight, modifier_rank=0, enabled=False), pytest.raises(ResidencyError):
         weight + 1
     with (

@@ -72,12 +72,17 @@ def _root(squares: float) -> float:
 
 
 class Update:
-    """Updates the parameters of ``parts``. ``norm`` is that of the last update's gradients, unscaled."""
+    """Updates the parameters of ``parts``.
+
+    ``norm`` is that of the last gradients, unscaled, also if their update was skipped; ``applied_norm`` is that of the
+    last update that was not.
+    """
 
     def __init__(self, config: TieringConfig, parts: Assembly) -> None:
         self.in_backward = config.tiering.step_in_backward
         self.loss_scale = LossScale.from_config(config)
         self.norm: float | None = None
+        self.applied_norm: float | None = None
         self.steps = 0
         self.samples = 0  # in them, over all ranks
         self.skipped = 0
@@ -209,6 +214,8 @@ class Update:
             self.stop, self.saving = sums.stop, sums.saving
             finite = math.isfinite(self.norm)
             self.overflow = not finite
+            if finite:
+                self.applied_norm = self.norm
             if self.waits_for_step:
                 self._backward = _Backward.NOTHING
                 self._check_used(finite, sums.bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,26 @@ def test_the_norm_and_the_gradients_are_unscaled(start: Start, micro_batches: An
     assert waiting == pytest.approx(plain.get_global_grad_norm(), rel=0.01)
     engine.step()
     assert engine.get_global_grad_norm() == waiting
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_skipped_step_leaves_the_norm_of_the_last_update(
+    start: Start, micro_batches: Any, precision: str
+) -> None:
+    """As DeepSpeed's engine tells it; before step() the norm of the gradients that wait is told as it is."""
+    engine = start(precision=precision, accumulation=1, fp16={"loss_scale": 64})
+    norms = []
+    for factor in (math.inf, 1.0, math.inf, 1.0):
+        ((tokens, targets),) = micro_batches(1)
+        engine.backward(engine(tokens, targets) * factor)
+        waiting = engine.get_global_grad_norm()
+        assert math.isfinite(waiting) is (factor == 1.0)
+        engine.step()
+        norms.append((waiting, engine.get_global_grad_norm(), engine.snapshot().gradient_norm))
+    (_, before, _), (first, after, _), (_, skipped, published), (last, final, _) = norms
+    assert (before, after, skipped, final) == (None, first, first, last)
+    assert not math.isfinite(published)
+    assert engine.skipped_steps == 2
 
 
 def test_an_overflow_at_the_minimum_is_an_error_that_leaves_the_engine_usable(

@@ -205,7 +205,8 @@ NOT_RUN: dict[Key, str] = {
     ("distributed.md", "torchrun --standalone --nproc-per-node=8 train.py"): RANKS,
     (
         "distributed.md",
-        "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=node0:29500 --rdzv-id=run1 train.py",
+        "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=node0:29500"
+        " --rdzv-id=run1 train.py",
     ): RANKS,
     ("distributed.md", "#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=96"): (
         "needs SLURM; tests/e2e/test_examples.py runs the script with stand-ins for srun and scontrol"

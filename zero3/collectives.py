@@ -96,6 +96,18 @@ class World:
 ALONE = World()
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table that was begun. The transport reads ``row`` and writes ``rows`` until ``work`` has ended."""
+
+    row: Tensor
+    rows: Tensor
+    nbytes: int  # of a row, behind its title
+    dtype: torch.dtype
+    what: str
+    work: dist.Work
+
+
 def standing() -> tuple[int, int]:
     """(rank, world size), as torch.distributed knows them, or else the launcher."""
     if dist.is_available() and dist.is_initialized():
@@ -302,14 +314,22 @@ class Collectives:
         Rows say what they are, and all are of one size, for gloo ends a process that receives more than it expects.
         RankOrderError, on every rank, if ranks have come to different tables.
         """
+        return self.finish_table(self.begin_table(mine, what))
+
+    def begin_table(self, mine: Tensor, what: str) -> Table:
+        """Send this rank's row, and wait for nobody. ``finish_table`` gives the rows of all ranks."""
         payload = as_bytes(mine)
         row = torch.zeros(TITLE + self.row_nbytes, dtype=torch.uint8, device="cpu")
         title = what.encode()[:TITLE]
         row[: len(title)] = torch.frombuffer(bytearray(title), dtype=torch.uint8)
         row[TITLE : TITLE + payload.numel()] = payload
         rows = torch.empty(self.world.size, row.numel(), dtype=torch.uint8, device="cpu")
-        self._gather_rows(rows, row, what)
-        titles = [bytes(each[:TITLE].tolist()).rstrip(b"\0").decode() for each in rows]
+        return Table(row, rows, payload.numel(), mine.dtype, what, self._begin_rows(rows, row, what))
+
+    def finish_table(self, table: Table) -> Tensor:
+        """Wait for a table that was begun. See ``table``."""
+        self._finish_rows(table.work, table.what)
+        titles = [bytes(each[:TITLE].tolist()).rstrip(b"\0").decode() for each in table.rows]
         if len(set(titles)) > 1:
             told = ", ".join(f"rank {rank} in {each!r}" for rank, each in enumerate(titles))
             self._failure = RankOrderError(
@@ -317,7 +337,7 @@ class Collectives:
                 " on all ranks"
             )
             raise self._failure
-        return rows[:, TITLE : TITLE + payload.numel()].contiguous().view(mine.dtype)
+        return table.rows[:, TITLE : TITLE + table.nbytes].contiguous().view(table.dtype)
 
     def broadcast(self, values: Tensor, source: int, what: str) -> None:
         """Make the flat ``values``, in host memory, those of rank ``source``, on all ranks."""
@@ -421,9 +441,14 @@ class Collectives:
 
     def _gather_rows(self, rows: Tensor, row: Tensor, what: str) -> None:
         """Fill ``rows`` with the ``row`` of each rank, all of one size."""
+        self._finish_rows(self._begin_rows(rows, row, what), what)
+
+    def _begin_rows(self, rows: Tensor, row: Tensor, what: str) -> dist.Work:
         self._count("control", row.numel() * (self.world.size - 1))
         self.peers.issued(what, group="control")
-        work = waited_for(all_gather(rows.view(-1), row, self._control))
+        return waited_for(all_gather(rows.view(-1), row, self._control))
+
+    def _finish_rows(self, work: dist.Work, what: str) -> None:
         with self._stalls.waiting_for("agreement"):
             self._wait(work, what, "control")
 

@@ -1,22 +1,36 @@
 """Gradients of several ranks: collected on each, reduced over all, in the same order everywhere.
 
-A group is reduced when its gradients are final, while backward goes on. That is in one order that all ranks know, rank
-0's of the backward before, though they need not get the same gradients. Stages 0 and 1 keep whole gradients, which
-accumulate until the last backward of a step; that one reduces them. Stages 2 and 3 keep reduced shards, and reduce in
-every backward. What comes out goes to the GradientStore.
+A group is reduced when its gradients are final, while backward goes on. That is in one order that all ranks know,
+though they need not get the same gradients. Stages 0 and 1 keep whole gradients, which accumulate until the last
+backward of a step; that one reduces them. Stages 2 and 3 keep reduced shards, and reduce in every backward. What comes
+out goes to the GradientStore.
+
+Note [The order of reductions]
+    It is rank 0's of the backward before. Where a forward has used groups in another order since, that would be wrong:
+    groups would wait for those that come last. So in stages 2 and 3 ranks tell each other at the beginning of each
+    backward what their forwards have used. The row is sent then and needed at the first reduction, so it travels beside
+    the first block's backward. In stages 0 and 1 a group waits where its gradients are, whatever the order.
 
 Note [Groups whose turn passes]
     Where nothing keeps whole gradients, a group that waits for its turn would need a buffer for as long. So one that
     is ready does not wait: those before it go as they are, with zeros for what has not arrived. They are, as a rule,
-    without gradients on this rank. What arrives for them after all is reduced once more when backward has ended, which
-    rounds twice. When that happens follows from the model alone, not from the room that there is: placements must not
-    change the result. Only if one group's gradients mix with many others' can room be lacking, and then it has to.
+    without gradients on this rank. What arrives for them after all, late, is reduced once more, which rounds twice:
+    when backward has ended, or, if no room is left for another group's gradients, before that: this rank waits until
+    every other one has ended its backward, or has no room either, and all reduce together what came late on any of
+    them, as often as it takes. Groups that stay open have buffers of their own, so their turn comes after that.
+
+Note [Late gradients and placement]
+    How sums round must not depend on the room that there is. Late gradients are reduced once, wherever that happens,
+    unless ranks have used groups in orders that contradict each other: then each rank keeps the gradients of no more
+    groups than the least room holds, whatever the room. What remains is a group that gets gradients late, again and
+    again, beside many others: with the least room they are reduced as often, with more of it once.
 
 Note [Waiting for a reduction in stage 3]
     A rank that waits in backward for a reduction which another one has not begun, because that one waits for a gather
     which this one has not begun, waits for ever. So in stage 3 every rank begins the reduction of a group before the
     next gather after backward has left that group, with gradients or without: the order of gathers is the same on all
-    ranks, hence so is what has been left when. A wait for what was begun earlier then ends.
+    ranks, hence so is what has been left when. A wait for what was begun earlier then ends. A lack of room, too, comes
+    at the same place on all ranks that way; where it does not, ranks wait for each other, which is told (see knots.py).
 """
 
 from __future__ import annotations
@@ -32,8 +46,8 @@ from torch import Tensor, nn
 from optim_cpu import kernels
 from tiering.arena import Lease
 from tiering.errors import EngineStateError, RankOrderError
-from zero3 import device_kernels
-from zero3.collectives import Collectives
+from zero3 import device_kernels, turns
+from zero3.collectives import Collectives, Table
 from zero3.grads import KERNEL_DTYPES, GradientStore, add_up, taken_gradient
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece, shard_ranges
@@ -85,7 +99,6 @@ class GradientReducer:
         self._tiers = tiers
         self._dtype = dtype
         self._replicated = stage == 0
-        self._gathers_in_backward = stage == 3
         self._trained = {group for group in groups if group.layout.trainable_numel}
         parents = {group.parent for group in groups}
         self._stays_open = {group for group in self._trained if group.index in parents or not group.entries}
@@ -98,6 +111,15 @@ class GradientReducer:
         self._buffers: dict[ParamGroup, _Collected] = {}
         self._late: set[ParamGroup] = set()  # that got gradients after their turn
         self._order = sorted(self._trained, key=lambda g: (g in self._stays_open, -g.index))
+        passing = self._trained - self._stays_open
+        self._passing = len(passing)  # the first of the order; what stays open comes behind them
+        # So many have their turn before what is late: what stays open has buffers for a whole backward.
+        self._before_late = len(self._order) if self._local else self._passing
+        # On its way: what each rank's forwards have used, in this backward.
+        self._opening: Table | None = None
+        self._chains: list[list[int]] = []  # the same of the backward before, as it was sent
+        self._contradicted = False  # what ranks have used, by what others have
+        self._least_room = max((g.layout.trainable_numel * dtype.itemsize for g in passing), default=0)
         self._turn = 0  # of the order: what is before it was reduced in this backward
         self._ready: dict[ParamGroup, None] = {}  # in the order in which it happened
         self._under_way: deque[_UnderWay] = deque()
@@ -106,7 +128,7 @@ class GradientReducer:
         self._begun = False  # the first one
         self.received_elsewhere = False
         self._cut_off = False  # in the middle of a backward, for whose reductions others may be waiting still
-        numbers = 4 * (2 + len(self._order)) + (len(groups) + 7) // 8
+        numbers = 4 * (3 + len(self._order)) + (len(groups) + 7) // 8
         collectives.row_nbytes = max(collectives.row_nbytes, numbers + (self._pieces + 7) // 8)
         self._arrived: set[int] = set()  # pieces that got a gradient here, since the last agreement
 
@@ -117,14 +139,14 @@ class GradientReducer:
                 "an earlier backward was ended by an exception on this rank, and the other ranks' was not: close the"
                 " engine, and initialize the model again from a checkpoint"
             )
-        if self._begun or not self._reduces:
+        if not self._reduces or (self._begun and self._local):
             return
         self._begun = True
-        order = dict.fromkeys([*reversed(list(used)), *self._order])
-        first = sorted((g for g in order if g in self._trained), key=lambda g: g in self._stays_open)
-        row = torch.tensor([group.index for group in first], dtype=torch.int32, device="cpu")
-        rows = self._collectives.table(row, "begin the first backward")
-        self._order = [self._groups[index] for index in rows[0].tolist()]
+        self._finish_opening()  # of a backward that an exception has ended
+        row = torch.full((self._passing,), -1, dtype=torch.int32, device="cpu")
+        passing = [g.index for g in reversed(list(used)) if g in self._trained - self._stays_open]
+        row[: len(passing)] = torch.tensor(passing, dtype=torch.int32)
+        self._opening = self._collectives.begin_table(row, "begin a backward")
 
     def accumulate(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
         """Take ``param.grad`` and add it to what is there."""
@@ -152,6 +174,7 @@ class GradientReducer:
         """No gradient of ``group`` can come any more in this backward."""
         if not self._reduces or group not in self._trained:
             return
+        self._finish_opening()
         self._ready.setdefault(group)
         while self._under_way and self._collectives.has_ended(self._under_way[0].pending):
             self._finish_oldest()
@@ -175,19 +198,20 @@ class GradientReducer:
         self.received_elsewhere = False
         if not self._reduces:
             return
+        self._finish_opening()
+        while self._turn < self._before_late:
+            self._reduce_next()
+        received = self._reduce_late(ended=True)
+        while received is None:
+            received = self._reduce_late(ended=True)
         while self._turn < len(self._order):
             self._reduce_next()
-        self._settle()
-        received, late = self._agree()
-        for group in (group for group in self._groups if group.index in late):
-            self._begin(group)
         self._settle()
         self._store.close_all()
         self._store.agreed(received)
         self.received_elsewhere = bool(received)
         self._turn = 0
         self._ready.clear()
-        self._late.clear()
 
     def replaced(self, group: ParamGroup, piece: Piece) -> None:
         """The reduced gradient of ``piece`` was written at home, on all ranks."""
@@ -217,6 +241,7 @@ class GradientReducer:
                 collected.lease.release()
         self._buffers.clear()
         self._arrived.clear()
+        self._ready.clear()
 
     @property
     def unreduced(self) -> bool:
@@ -256,23 +281,30 @@ class GradientReducer:
             self._collectives.finish(self._gathering.popleft(), "reduce")
 
     def _room_to_collect(self, nbytes: int) -> Lease | Entry:
-        """Room for a group's gradients: when there is none, groups in their turn have to go as they are.
-
-        In stage 3 they cannot: see Note [Waiting for a reduction in stage 3].
-        """
+        """Room for a group's gradients. When there is none, what is here has to go: see the notes."""
+        if self._contradicted:
+            while (held := self._held()) and held + nbytes > self._least_room:
+                self._give_way()
         while (lease := self._collecting.try_lease(nbytes, "gradients")) is None:
             if self._under_way:
                 self._finish_oldest()
-            elif self._turn < len(self._order) and not self._gathers_in_backward:
-                self._reduce_next()
-            else:
-                held = [group.name for group in self._buffers]
-                raise EngineStateError(
-                    f"no room to collect the gradients of another group beside those of {held}, whose turn has passed"
-                    " or not come. Run forwards that no backward follows under torch.no_grad(); raise device_budget;"
-                    " or use stage 1, which keeps whole gradients"
-                )
+            elif self._held():
+                self._give_way()
+            else:  # a defect of the plan, which this says
+                return self._collecting.lease(nbytes, "gradients", alone=True)
         return lease
+
+    def _held(self) -> int:
+        """Bytes of gradients that wait here for their turn, or for others that came late."""
+        return sum(each.values.nbytes for each in self._buffers.values() if each.lease is not None)
+
+    def _give_way(self) -> None:
+        """Begin to reduce some of the gradients that wait here."""
+        self._finish_opening()
+        if self._turn < self._before_late:
+            self._reduce_next()
+        else:
+            self._reduce_late(ended=False)
 
     def _make_open_buffers(self) -> dict[ParamGroup, Tensor]:
         """What collects gradients through a whole backward does so in buffers of its own."""
@@ -360,33 +392,63 @@ class GradientReducer:
         for lease in done.leases:
             lease.release()
 
-    def _agree(self) -> tuple[list[int], set[int]]:
-        """Which parameters got a gradient on any rank, and which groups got one late; all ranks have to be here."""
-        self._backwards += 1
+    def _finish_opening(self) -> None:
+        """Know the order of this backward's reductions: see Note [The order of reductions]."""
+        table, self._opening = self._opening, None
+        if table is None:
+            return
+        chains = self._collectives.finish_table(table).tolist()
+        order = [group.index for group in self._order[: self._passing]]
+        if chains != self._chains:  # else what rank 0 has learned of this order is better
+            self._chains = chains
+            used = [tuple(index for index in chain if index >= 0) for chain in chains]
+            if not all(turns.follows(chain, order) for chain in used):
+                order = turns.merged(order, used)
+                self._order[: self._passing] = [self._groups[index] for index in order]
+            self._contradicted = not all(turns.follows(chain, order) for chain in used)
+
+    def _reduce_late(self, *, ended: bool) -> list[int] | None:
+        """Reduce what came late on any rank; all ranks have to be here, with backward ``ended`` or without room.
+
+        Once it has ended on all of them: the parameters that got a gradient on any of them. None before.
+        """
+        if self._replicated:
+            self._settle()  # what ends a reduction begins a gather, for which another rank may be waiting
         received = np.zeros(self._pieces, dtype=bool)
         received[list(self._arrived)] = True
         late = np.zeros(len(self._groups), dtype=bool)
         late[[group.index for group in self._late]] = True
-        first = sorted(self._ready, key=lambda group: group in self._stays_open)
-        for group, following in zip(reversed(self._order), [None, *reversed(self._order)], strict=False):
-            if group not in self._ready:  # it keeps its place: next time it may get gradients again
-                first.insert(first.index(following) if following else len(first), group)
-        first.sort(key=lambda group: group in self._stays_open)
-        head = [self._backwards, self._store.last_micro_batch, *(group.index for group in first)]
+        order = [group.index for group in self._order_of_readiness()]
+        head = [self._backwards + 1, self._store.last_micro_batch, ended, *order]
         row = np.concatenate(
             [np.array(head, np.int32).view(np.uint8), np.packbits(late), np.packbits(received)]
         )
         rows = self._collectives.table(torch.from_numpy(row), "end a backward").numpy()
         heads = np.ascontiguousarray(rows[:, : 4 * len(head)]).view(np.int32)
         self._check_in_step(heads[:, :2].tolist())
-        self._order = [self._groups[index] for index in heads[0, 2:]]
         bits = np.bitwise_or.reduce(rows[:, 4 * len(head) :])
         border = -(-len(late) // 8)
+        late_anywhere = np.flatnonzero(np.unpackbits(bits[:border], count=len(late))).tolist()
+        if late_anywhere:
+            self._settle()  # what was begun in its turn may still be sent from the same buffer
+            for index in late_anywhere:
+                self._begin(self._groups[index])
+            self._late.clear()
+        if not heads[:, 2].all():
+            return None
+        self._backwards += 1
+        self._order = [self._groups[index] for index in heads[0, 3:]]
         self._arrived.clear()
-        return (
-            np.flatnonzero(np.unpackbits(bits[border:], count=self._pieces)).tolist(),
-            set(np.flatnonzero(np.unpackbits(bits[:border], count=len(late))).tolist()),
-        )
+        return np.flatnonzero(np.unpackbits(bits[border:], count=self._pieces)).tolist()
+
+    def _order_of_readiness(self) -> list[ParamGroup]:
+        """All groups, in the order in which they were ready in this backward; those that were not keep their places."""
+        found = sorted(self._ready, key=lambda group: group in self._stays_open)
+        for group, following in zip(reversed(self._order), [None, *reversed(self._order)], strict=False):
+            if group not in self._ready:  # next time it may get gradients again
+                found.insert(found.index(following) if following else len(found), group)
+        found.sort(key=lambda group: group in self._stays_open)
+        return found
 
     def _check_in_step(self, heads: list[list[int]]) -> None:
         """RankOrderError if a rank is at the end of another backward than rank 0."""

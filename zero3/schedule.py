@@ -95,6 +95,8 @@ class PassSchedule:
         self._enclosing = {group: _enclosing(group, groups) for group in groups}
         self._calls: Counter[ParamGroup] = Counter()  # forwards that are running now and use the group
         self._uses: Counter[ParamGroup] = Counter()  # forwards since the last backward
+        # By forwards that backward can follow, in the order of their first use.
+        self._used: dict[ParamGroup, None] = {}
         self._graphs: Counter[ParamGroup] = Counter()  # of these, how many backward can enter
         self._entries: Counter[ParamGroup] = Counter()  # how many it has entered
         self._arrived: Counter[ParamGroup] = Counter()  # gradients in this backward
@@ -151,6 +153,8 @@ class PassSchedule:
         if not in_backward_pass():
             self._uses[group] += 1
             self._graphs[group] += torch.is_grad_enabled()
+            if self._forwards[0].with_grad:  # under reentrant checkpointing only the outermost is
+                self._used.setdefault(group)
         try:
             self._use(group)
         except BaseException:
@@ -213,7 +217,7 @@ class PassSchedule:
             self.in_backward, self._received = True, False
             self._backward = call_at_end_of_backward(self.end_of_backward)
             self._on_backward()
-            self._gradients.begin(self._uses)
+            self._gradients.begin(self._used)
 
     def forward_nodes(self) -> range:
         """The numbers of the autograd nodes that the innermost running forward has made so far."""
@@ -424,6 +428,7 @@ class PassSchedule:
     def _reset(self) -> None:
         self.in_backward = self.steps_in_backward = False
         self._uses.clear()
+        self._used.clear()
         self._graphs.clear()
         self._entries.clear()
         self._arrived.clear()
@@ -471,6 +476,7 @@ class _Forward:
     def __init__(self) -> None:
         self.borrowed: list[ParamGroup] = []
         self.first_node = next_node()
+        self.with_grad = torch.is_grad_enabled()
 
 
 def _enclosing(group: ParamGroup, groups: list[ParamGroup]) -> frozenset[ParamGroup]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from tiering import logs
 from tiering.config import TieringConfig
 from tiering.errors import EngineStateError, RankOrderError
+from zero3 import hyperparameters
 from zero3.assembly import Assembly
 from zero3.optimizer import TieredOptimizer
 from zero3.param_group import ParamGroup
@@ -41,7 +42,10 @@ class _Backward(Enum):
 
 
 class _Told(NamedTuple):
-    """What each rank tells of its part: a row of float64. ``bad``: the index of that parameter, or -1."""
+    """What each rank tells of its part: a row of float64.
+
+    ``bad``: the index of that parameter, or -1; ``options``: a digest of the hyperparameters that the step uses.
+    """
 
     squares: float
     bad: float
@@ -49,6 +53,7 @@ class _Told(NamedTuple):
     stop: float
     steps: float
     saving: float
+    options: float
 
 
 @dataclass(frozen=True)
@@ -241,7 +246,8 @@ class Update:
         if self._collectives is None:
             return _Sums(_root(squares), bad.name if bad is not None else "", loss, stop, saving)
         index, mean = -1 if bad is None else bad.index, math.nan if loss is None else loss
-        mine = _Told(squares, index, mean, stop, self.steps, saving)
+        options = hyperparameters.described(self._optimizer.param_groups, self._optimizer.defaults)
+        mine = _Told(squares, index, mean, stop, self.steps, saving, hyperparameters.digest(options))
         rows = self._collectives.table(torch.tensor(mine, dtype=torch.float64, device="cpu"), what)
         told = [_Told(*row) for row in rows.tolist()]
         total = 0.0
@@ -252,6 +258,9 @@ class Update:
                     f"rank {self._collectives.world.rank} is in step {self.steps + 1}, rank {rank} in step"
                     f" {theirs.steps + 1:.0f}: call step() equally often on all ranks"
                 )
+        if any(each.options != mine.options for each in told):
+            of_all = self._collectives.say(options, "tell the hyperparameters")
+            hyperparameters.check_same(of_all, self.steps + 1)
         first = min((each.bad for each in told if each.bad >= 0), default=-1)
         average = None if loss is None else sum(each.loss for each in told) / len(told)
         asked = next((int(each.stop) for each in told if each.stop), 0)

@@ -27,6 +27,7 @@ from zero3.partition import Piece
 from zero3.prefetch import Prefetcher
 from zero3.schedule import PassSchedule
 from zero3.state import TieredState
+from zero3.trained import check_frozen
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +132,12 @@ class Access:
         self._places = {
             param: (group, position) for group in groups for position, param in enumerate(group.params)
         }
+        self._frozen = [
+            (param, piece.name)
+            for group in groups
+            for param, piece in zip(group.params, group.layout.pieces, strict=True)
+            if not piece.trainable
+        ]
         self._by_name = {piece.name: (group, piece) for group in groups for piece in group.layout.pieces}
         self._saving = 0  # state_dict calls, nested, that are running
         self._saved: dict[nn.Parameter, Tensor] = {}  # by them
@@ -177,13 +184,11 @@ class Access:
                 "step was called inside tiering.gathered(), whose copies would undo it; end that block first"
             )
         self.check_parameters(model)
-        for group in self._groups:
-            for piece, param in zip(group.layout.pieces, group.params, strict=True):
-                if param.requires_grad and not piece.trainable:
-                    raise EngineStateError(
-                        f"{piece.name!r} was frozen at initialize and requires a gradient now, but has no optimizer"
-                        " state: it would never be trained. Initialize with it unfrozen, or freeze it again"
-                    )
+        self.check_frozen()
+
+    def check_frozen(self) -> None:
+        """EngineStateError if a parameter requires a gradient that was frozen at initialize."""
+        check_frozen(self._frozen)
 
     @property
     def lending(self) -> bool:

@@ -23,6 +23,7 @@ from zero3.deepspeed.optimizer_names import DeepSpeedOptimizerNames
 from zero3.grads import GradientStore
 from zero3.partition import Piece
 from zero3.tiles import Tile
+from zero3.trained import planned_group
 
 
 @dataclass
@@ -106,13 +107,11 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._gradients.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """For construction alone: tiers are planned once."""
+        """Step parameters that are in no group (any more), with these options: of those that were trained at first."""
         if hasattr(self, "client"):
-            raise EngineStateError(
-                "a param group was added after initialize, but nothing holds its parameters' gradients: initialize with"
-                " all of them"
-            )
-        super().add_param_group(param_group)
+            self.client.add_param_group(planned_group(param_group, {each.param for each in self._trained}))
+        else:
+            super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the client's; state keeps the precision of the masters."""

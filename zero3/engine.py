@@ -139,6 +139,8 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         self._ready.check_open("forward")
         self._ready.give_up_unfinished()
         self._access.check_residents()
+        if self.module.training and torch.is_grad_enabled() and self.optimizer.trains:
+            self._access.check_frozen()
         if self.config.cast_inputs:
             args, kwargs = cast_floating((args, kwargs), COMPUTE_DTYPES[self.config.precision])
         before, self._ready.in_forward = self._ready.in_forward, True
@@ -184,6 +186,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         """
         self._ready.check_open("backward")
         self._ready.check_trains("backward")
+        self._access.check_frozen()
         self._schedule.check_thread()
         waiting = self._ready.scaled
         scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)

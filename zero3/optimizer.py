@@ -29,6 +29,7 @@ from zero3.pipeline import Staged, StatePipeline
 from zero3.rules import Options, UpdateRule
 from zero3.tiers import Tiers
 from zero3.tiles import FP32, StateLayout, Tile
+from zero3.trained import planned_group
 
 IN_PLACE_NUMEL = (
     4 << 20
@@ -208,12 +209,10 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._gradients.reset()
 
     def add_param_group(self, param_group: Options) -> None:
-        """For construction alone: tiers are planned once."""
+        """Step parameters that are in no group (any more), with these options: of those that were trained at first."""
         if hasattr(self, "rule"):
-            raise EngineStateError(
-                "a param group was added after initialize, but nothing holds its parameters' state: initialize with all"
-                " of them"
-            )
+            param_group = planned_group(param_group, self._index_of)
+            self._rule_at(len(self.param_groups), self.defaults | param_group, 1)  # a bad option raises
         _torchs("add_param_group")(self, param_group)
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .plain import Loop, Tower, assert_same_everywhere, inputs, update
+from tiering.errors import EngineStateError
+
+from .plain import STREAMED, Loop, Tower, assert_same_everywhere, differing, inputs, update
 
 Start = Callable[..., Any]
 Edit = Callable[[list[dict[str, Any]]], None]
@@ -59,3 +62,83 @@ def test_edited_param_groups(start: Start, edit: Edit, in_backward: bool) -> Non
     for name, master in run.masters.items():
         rounded = master.to(torch.bfloat16)
         assert torch.equal(run.state[name], rounded), f"{name} is not its master"
+
+
+def test_groups_that_are_added_as_training_goes_on(start: Start) -> None:
+    """Two of the parameters that initialize has seen, with options of their own, and one after the other."""
+
+    def script(loop: Loop) -> list[float]:
+        losses, later = [], loop.optimizer.param_groups.pop(0)["params"]
+        for number, x in enumerate(inputs(5)):
+            if number in (1, 3):
+                loop.optimizer.add_param_group({"params": [later.pop(), later.pop()], "lr": 1e-2 / number})
+            losses.append(update(loop, x))
+        return losses
+
+    assert_same_everywhere(start, Tower, script, precision="bf16", groups=weights_and_others)
+
+
+def test_parameters_that_are_frozen_after_initialize_and_unfrozen_later(start: Start) -> None:
+    def script(loop: Loop) -> list[float]:
+        blocks, losses = list(loop.module.get_submodule("blocks").children()), []
+        for block in blocks:
+            block.requires_grad_(False)
+        for x in inputs(4):
+            losses.append(update(loop, x))
+            if blocks:
+                blocks.pop().requires_grad_(True)
+        return losses
+
+    assert_same_everywhere(start, Tower, script, precision="bf16")
+
+
+PLACED = pytest.mark.parametrize("placement", [{}, STREAMED], ids=["device", "nvme"])
+
+
+@PLACED
+def test_what_was_frozen_at_initialize_is_refused_before_a_pass(
+    start: Start, placement: dict[str, Any]
+) -> None:
+    model = Tower()
+    model.blocks[0].requires_grad_(False)
+    engine = start(model, accumulation=1, threshold=0, **placement)
+    bias, x = model.get_parameter("blocks.0.1.bias"), next(inputs(1))
+    remedy = "[Ss]tart unfrozen, freeze after initialize.*load_checkpoint"
+    with pytest.raises(EngineStateError, match=f"1 parameters.*frozen.*{remedy}"):
+        engine.optimizer.add_param_group({"params": bias})
+    with pytest.raises(EngineStateError, match="momentum"):
+        start(Tower(), rule="SGD").optimizer.add_param_group({"params": [], "momentum": 0.5})
+    bias.requires_grad_(True)
+    with pytest.raises(EngineStateError, match=rf"'blocks\.0\.1\.bias' was frozen.*{remedy}"):
+        engine(x)
+    with torch.no_grad():
+        engine(x)
+    engine.eval()
+    loss = engine(x)
+    with pytest.raises(EngineStateError, match="was frozen at initialize"):
+        engine.backward(loss)
+    bias.requires_grad_(False)
+    update(engine.train(), x)
+
+
+def test_more_is_trained_by_planning_anew_from_a_checkpoint(start: Start, tmp_path: Path) -> None:
+    """As the message says; what was trained goes on with its state, wherever it lives."""
+
+    def run(placement: dict[str, Any], directory: Path) -> dict[str, Tensor]:
+        for thawed in (False, True):
+            torch.manual_seed(5)
+            model = Tower()
+            model.blocks[0].requires_grad_(thawed)
+            engine = start(model, accumulation=1, threshold=0, precision="bf16", **placement)
+            if thawed:
+                engine.load_checkpoint(directory)
+                assert engine.global_steps == 2
+            for x in inputs(2, seed=int(thawed)):
+                update(engine, x)
+            moments = engine.get_fp32_state("out.weight", "exp_avg")
+            masters = engine.master_state_dict()
+            engine.save_checkpoint(directory)
+            engine.close()
+        return masters | {"exp_avg of out.weight": moments}
+
+    assert differing(run({}, tmp_path / "device"), run(STREAMED, tmp_path / "nvme")) == []

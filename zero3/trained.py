@@ -1,0 +1,43 @@
+"""Which parameters an engine can train: those that ``initialize`` found unfrozen, for the tiers are planned once."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tiering.errors import EngineStateError
+
+REMEDY = (
+    "Start unfrozen, freeze after initialize: unfreeze all parameters that will ever be trained, put them in param"
+    " groups, initialize, and freeze then what is trained later. To go on with this run, save_checkpoint(), close(),"
+    " initialize a new model so, and load_checkpoint()"
+)
+
+
+def check_frozen(frozen: Iterable[tuple[nn.Parameter, str]]) -> None:
+    """EngineStateError if one of these, frozen at initialize and given with their names, requires a gradient now."""
+    with torch._C.DisableTorchFunctionSubclass():  # asks thousands of parameters before each forward
+        name = next((name for param, name in frozen if param.requires_grad), None)
+    if name is not None:
+        raise EngineStateError(
+            f"{name!r} was frozen at initialize and requires a gradient now, but no tier has room for its optimizer"
+            f" state: it would never be trained. Freeze it again, or: {REMEDY}"
+        )
+
+
+def planned_group(param_group: Mapping[str, Any], planned: Container[Tensor]) -> dict[str, Any]:
+    """``param_group`` with its parameters in a list. EngineStateError unless all of them are ``planned``."""
+    given = param_group["params"]
+    params = [given] if isinstance(given, Tensor) else list(given)
+    params = [param[1] if isinstance(param, tuple) else param for param in params]  # of named_parameters()
+    unplanned = [tuple(param.shape) for param in params if param not in planned]
+    if unplanned:
+        raise EngineStateError(
+            f"a param group was added after initialize with {len(unplanned)} parameters (the first of shape"
+            f" {unplanned[0]}) that were frozen then, or not the model's, and no tier has room for their state."
+            f" {REMEDY}"
+        )
+    return {**param_group, "params": params}

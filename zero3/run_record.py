@@ -34,7 +34,6 @@ from tiering.telemetry import (
     IoEngineStatus,
     LatencyStatus,
     LinkStatus,
-    PageWriter,
     PathStatus,
     Phase,
     Publisher,
@@ -42,6 +41,7 @@ from tiering.telemetry import (
     StepRecord,
     TierStatus,
     as_text,
+    open_writer,
 )
 from zero3.activations import Activations
 from zero3.collectives import ALONE, World
@@ -131,16 +131,28 @@ class RunRecord:
         self._latencies: dict[tuple[int, Kind], Seldom[LatencyStatus]] = {}
 
     def publish(self, telemetry: TelemetryConfig) -> Publisher | None:
-        """Start to publish snapshots, if the configuration wants it."""
+        """Start to publish snapshots, if the configuration wants it and a page can be.
+
+        Raises TelemetryError where ``telemetry.dir`` names a directory that cannot hold one.
+        """
         if not telemetry.enabled:
             return None
         # A page that cannot be read is told by the name of its file to be one of this run.
         name = self.run_id or self.run_name
-        writer = PageWriter(name, self.world.rank, self.world.size, telemetry.dir, self.description)
+        world = self.world
+        level = logging.WARNING if world.local_rank == 0 else logging.DEBUG
+        writer = open_writer(name, world.rank, world.size, telemetry.dir, self.description, level=level)
+        if writer is None:
+            return None
         streams = self._tiers.streams
         enter_thread = _nothing if streams is None else streams.enter_thread
         publisher = Publisher(writer, _while_it_lives(self), enter_thread=enter_thread)
-        publisher.start()
+        try:
+            publisher.start()
+        except RuntimeError as error:  # no thread can be started
+            log.warning("telemetry of %s cannot be published: %s", writer.path, error)
+            publisher.close()
+            return None
         return publisher
 
     @contextmanager

@@ -196,6 +196,10 @@ SLOW: set[Key] = {
 
 # What cannot run in a test, and why.
 RANKS = "starts eight GPUs or several nodes; tests/e2e/test_examples.py starts torchrun with two ranks"
+NODES = (
+    "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=node0:29500 --rdzv-id=run1"
+    " train.py"
+)
 NOT_RUN: dict[Key, str] = {
     ("README.md", "git clone ... && cd tiering"): "clones from a network, and installs an environment",
     (
@@ -203,11 +207,7 @@ NOT_RUN: dict[Key, str] = {
         "tiering demo --dir PATH",
     ): "trains for minutes; tests/e2e/test_demo.py runs each option, in small",
     ("distributed.md", "torchrun --standalone --nproc-per-node=8 train.py"): RANKS,
-    (
-        "distributed.md",
-        "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=node0:29500"
-        " --rdzv-id=run1 train.py",
-    ): RANKS,
+    ("distributed.md", NODES): RANKS,
     ("distributed.md", "#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=96"): (
         "needs SLURM; tests/e2e/test_examples.py runs the script with stand-ins for srun and scontrol"
     ),

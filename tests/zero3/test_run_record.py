@@ -22,7 +22,7 @@ from torch import nn
 
 from tiering.aio import AioContext
 from tiering.config import TelemetryConfig
-from tiering.errors import CheckpointError
+from tiering.errors import CheckpointError, TelemetryError
 from tiering.plan import Tier
 from tiering.planning.rates import Rates
 from tiering.telemetry import (
@@ -515,3 +515,41 @@ def test_an_engine_on_a_device_tells_its_copies_and_waits(
 def test_one_rank_alone_sends_nothing(start: Callable[..., Any]) -> None:
     snapshot = start().snapshot()
     assert (snapshot.rank, snapshot.world_size, snapshot.collectives) == (0, 1, [])
+
+
+@pytest.mark.parametrize("wrong", ["parent", "mode", "temporary"])
+def test_a_run_directory_that_cannot_be_used_stops_no_training(
+    wrong: str,
+    start: Callable[..., Any],
+    micro_batches: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    directory = tmp_path / "no" / "parent" if wrong == "parent" else tmp_path / "open"
+    monkeypatch.setenv("TIERING_RUN_DIR", str(directory))
+    if wrong == "temporary":  # the default, which anybody may have made before
+        monkeypatch.delenv("TIERING_RUN_DIR")
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        directory = tmp_path / f"tiering-{os.geteuid()}"
+        directory.symlink_to(tmp_path / "open")
+    engine = start(**STREAMED, telemetry={"enabled": True})
+    message = next(text for text in caplog.messages if "[TIER-TELEMETRY]" in text)
+    assert str(directory) in message
+    private = Path(message.partition("tierd --dir ")[2].partition(" ")[0])
+    (page,) = find_pages(private)
+    for tokens, targets in micro_batches(1):
+        engine.backward(engine(tokens, targets))
+        engine.step()
+    engine.close()
+    assert not private.exists()
+    assert page.path.parent == private and engine.micro_steps == 1
+
+
+def test_a_directory_that_the_configuration_names_must_hold_pages(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    with pytest.raises(TelemetryError, match="run directory .*no/parent cannot be used"):
+        start(**STREAMED, telemetry={"enabled": True, "dir": str(tmp_path / "no" / "parent")})

@@ -3,6 +3,7 @@
     snapshot.py     what a page says again and again     description.py   what it says once
     page.py         the file: its format and its reader    writer.py        its writer
     directory.py    where pages live, who may look, and the sweeper
+    opening.py      a page for a run, whatever is wrong with its directory
     publisher.py    the thread that keeps a page fresh while training runs
 
 Imports no torch. Directories are 0700 and pages 0600; what another user owns is refused or ignored.
@@ -17,6 +18,7 @@ from tiering.telemetry.description import (
     SettingStatus,
 )
 from tiering.telemetry.directory import find_pages, plain_name, run_directory, sweep
+from tiering.telemetry.opening import open_writer
 from tiering.telemetry.page import Page, PageReading, as_text
 from tiering.telemetry.publisher import Publisher
 from tiering.telemetry.snapshot import (
@@ -69,6 +71,7 @@ __all__ = [
     "TierStatus",
     "as_text",
     "find_pages",
+    "open_writer",
     "plain_name",
     "run_directory",
     "sweep",

@@ -74,10 +74,18 @@ def _check(directory: Path) -> None:
     elif status.st_uid != os.geteuid():
         wrong = f"is owned by user {status.st_uid}, not {os.geteuid()}"
     elif mode & 0o077:
-        wrong, remedy = f"is open to others (mode {mode:04o})", f"close it: chmod 700 {directory}"
+        wrong, remedy = f"is open to others (mode {mode:04o})", _closing(directory)
     else:
         return
     raise TelemetryError(f"run directory {directory} {wrong}; {remedy}")
+
+
+def _closing(directory: Path) -> str:
+    """How to have a closed directory. One that holds anything but pages may be everybody's, as /etc or /tmp is."""
+    names = [path.name for path in directory.iterdir()]
+    if names and all(name.endswith((SUFFIX, UNFINISHED)) for name in names):
+        return f"close it: chmod 700 {directory}"
+    return f"name a new directory, which is made closed, as TIERING_RUN_DIR={directory / 'tiering-pages'}"
 
 
 def _unusable(directory: Path, error: OSError) -> TelemetryError:

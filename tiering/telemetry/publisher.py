@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from tiering.errors import TelemetryError
 from tiering.telemetry.snapshot import Snapshot, with_rates
 from tiering.telemetry.writer import PageWriter
 
@@ -68,10 +69,16 @@ class Publisher:
             with self._lock:
                 if not self._closing.is_set():
                     self._publish(raw, taken_at)
+        except (TelemetryError, OSError) as error:
+            self._complain("telemetry of %s is out of date until this ends: %s", self._writer.path, error)
         except Exception:
-            if not self._complained:
-                log.exception("telemetry of %s is out of date from now on", self._writer.path)
-            self._complained = True
+            self._complain("telemetry of %s is out of date from now on", self._writer.path, exc_info=True)
+
+    def _complain(self, message: str, *figures: object, exc_info: bool = False) -> None:
+        """Once: what fails four times a second would fill the log."""
+        if not self._complained:
+            log.log(logging.ERROR if exc_info else logging.WARNING, message, *figures, exc_info=exc_info)
+        self._complained = True
 
     def _publish(self, raw: Snapshot, taken_at: float) -> None:
         elapsed = taken_at - self._baseline_at

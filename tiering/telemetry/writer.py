@@ -47,7 +47,8 @@ class PageWriter:
     """One rank's page. Creating it sweeps the pages of dead writers; closing it removes its own.
 
     ``publish`` may be called from any thread. In a forked child the writer is closed and publishes nothing.
-    A ``description`` that takes more than a page may loses settings. Raises TelemetryError where a page cannot be.
+    A ``description`` that takes more than a page may loses settings. With ``owns_directory`` the last page of the
+    directory takes it along. Raises TelemetryError where a page cannot be.
     """
 
     path: Path
@@ -59,6 +60,8 @@ class PageWriter:
         world_size: int = 1,
         directory: Path | None = None,
         description: Description | None = None,
+        *,
+        owns_directory: bool = False,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside a world of {world_size}")
@@ -73,6 +76,7 @@ class PageWriter:
             )
         name = f"{plain_name(run_name)}.{rank}.{os.getpid()}-{secrets.token_hex(4)}"
         self.path = directory / (name + SUFFIX)
+        self._owns_directory = owns_directory
         self._lock = threading.Lock()
         self._sequence = 0
         with _forking:
@@ -149,6 +153,8 @@ class PageWriter:
             # Training must not fail for its page at the end; what stays has no lock, and is swept.
             with suppress(OSError):
                 self.path.unlink()
+                if self._owns_directory:
+                    self.path.parent.rmdir()
             # A child forked between these two finds no descriptor to close; closing first, it would find another's.
             fd, self._fd = self._fd, _CLOSED
             os.close(fd)

@@ -59,7 +59,9 @@ def test_a_directory_that_is_open_to_others_is_refused(tmp_path: Path) -> None:
     shared.mkdir()
     for mode in (0o770, 0o755, 0o701):
         shared.chmod(mode)
-        told = rf"{shared} is open to others \(mode {mode:04o}\); close it: chmod 700 {shared}$"
+        told = (
+            rf"{shared} is open to others \(mode {mode:04o}\); name a new directory.*={shared}/tiering-pages$"
+        )
         with pytest.raises(TelemetryError, match=told):
             PageWriter("gpt", directory=shared)
         with pytest.raises(TelemetryError, match=told):
@@ -75,6 +77,20 @@ def test_a_directory_that_is_open_to_others_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TelemetryError, match="No such file"):
         PageWriter("gpt", directory=tmp_path / "a" / "b")
     assert find_pages(tmp_path / "a" / "b") == []
+
+
+def test_only_a_directory_of_pages_is_to_be_closed(tmp_path: Path) -> None:
+    """Everybody's directory, such as /etc, must not be closed by a command that is pasted."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    with closing(PageWriter("gpt", directory=shared / "tiering-pages")) as writer:
+        pages = writer.path.parent
+        pages.chmod(0o755)
+        with pytest.raises(TelemetryError, match=rf"; close it: chmod 700 {pages}$"):
+            find_pages(pages)
+        (pages / "hosts").touch()
+        with pytest.raises(TelemetryError, match=rf"TIERING_RUN_DIR={pages}/tiering-pages$"):
+            find_pages(pages)
 
 
 # --- writing and reading --------------------------------------------------------------------------------

@@ -138,3 +138,21 @@ def test_a_page_that_was_removed_is_made_anew(tmp_path: Path) -> None:
     publisher.close()
     publisher.publish_now()
     assert not directory.exists()
+
+
+def test_a_page_that_cannot_be_made_anew_is_said_once_and_comes_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages = tmp_path / "pages"
+    publisher = Publisher(PageWriter("gpt", directory=pages), snapshot, interval=0.01)
+    publisher.start()
+    shutil.rmtree(pages)
+    pages.touch()  # in the way of the new directory
+    until(lambda: bool(caplog.records))
+    time.sleep(0.1)
+    pages.unlink()
+    until(lambda: len(find_pages(pages)) == 1)
+    publisher.close()
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    (warning,) = warnings
+    assert "is not a directory" in warning.getMessage() and not warning.exc_info

@@ -1,0 +1,132 @@
+"""Telemetry stops no training: a page goes to a private directory, or there is none."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.tiering.telemetry.pages import child, first_line, snapshot
+from tiering.telemetry import PageWriter, TelemetryError, find_pages, open_writer, opening
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Where private directories may go: the first cannot be used."""
+    found = [tmp_path / "missing", tmp_path / "spare"]
+    found[1].mkdir()
+    monkeypatch.setattr(opening, "_places", lambda: iter(found))
+    return found
+
+
+def _missing_parent(tmp_path: Path) -> Path:
+    return tmp_path / "no" / "parent"
+
+
+def _of_another_user(tmp_path: Path) -> Path:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a directory away")
+    (theirs := tmp_path / "theirs").mkdir(mode=0o700)
+    os.chown(theirs, 12345, 12345)
+    return theirs
+
+
+def _open_to_others(tmp_path: Path) -> Path:
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o755)
+    return shared
+
+
+def _no_directory(tmp_path: Path) -> Path:
+    (file := tmp_path / "file").touch()
+    return file
+
+
+CAUSES = {
+    "No such file or directory": _missing_parent,
+    "is owned by user 12345, not": _of_another_user,
+    r"is open to others \(mode 0755\)": _open_to_others,
+    "is not a directory": _no_directory,
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_directory_that_cannot_be_used_is_replaced(
+    cause: str,
+    places: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    directory = CAUSES[cause](tmp_path)
+    monkeypatch.setenv("TIERING_RUN_DIR", str(directory))
+    private = places[1] / f"tiering-{os.geteuid()}-gpt-0a1b2c3d"
+    writers = [open_writer("gpt-0a1b2c3d", rank, 2) for rank in range(2)]
+    try:
+        pages = [writer.path for writer in writers if writer is not None]
+        assert [page.path for page in find_pages(private)] == pages and len(pages) == 2
+        assert stat.S_IMODE(private.stat().st_mode) == 0o700
+        record = caplog.records[0]
+        assert record.levelno == logging.WARNING and re.search(cause, record.getMessage())
+        assert record.getMessage().startswith(f"[TIER-TELEMETRY] run directory {directory} ")
+        assert f"tierd --dir {private} shows it" in record.getMessage()
+    finally:
+        for writer in writers:
+            assert writer is not None
+            writer.close()
+    assert list(places[1].iterdir()) == [], "the last page takes the private directory along"
+    with pytest.raises(TelemetryError, match=cause):
+        open_writer("gpt", directory=directory)
+
+
+def test_a_full_disk_is_no_error(
+    small_disk: Callable[[int], Path],
+    places: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    disk = small_disk(2 << 20)
+    monkeypatch.setenv("TIERING_RUN_DIR", str(disk / "run"))
+    with (disk / "rest").open("wb") as rest, pytest.raises(OSError, match="No space"):
+        while True:
+            rest.write(bytes(4096))
+            rest.flush()
+    writer = open_writer("gpt-0a1b2c3d")
+    assert writer is not None and writer.path.parent.parent == places[1]
+    writer.close()
+    assert "No space left on device" in caplog.text
+
+
+def test_without_any_directory_there_is_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(opening, "_places", lambda: iter([tmp_path / "missing"]))
+    monkeypatch.setenv("TIERING_RUN_DIR", str(tmp_path / "no" / "parent"))
+    assert open_writer("gpt") is None
+    (record,) = caplog.records
+    assert "this run trains without telemetry" in record.getMessage()
+
+
+def test_private_directories_of_killed_runs_are_removed(
+    places: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERING_RUN_DIR", str(tmp_path / "no" / "parent"))
+    killed, lives = (places[1] / f"tiering-{os.geteuid()}-{name}" for name in ("killed", "lives"))
+    for directory in (killed, lives):
+        directory.mkdir(mode=0o700)
+    held = 'writer = PageWriter("gpt", directory=directory); say("ready"); time.sleep(600)'
+    with child(held, killed) as process:
+        assert first_line(process) == "ready"
+    assert len(find_pages(killed)) == 1
+    with closing(PageWriter("lives", directory=lives)) as living:
+        living.publish(snapshot())
+        writer = open_writer("gpt")
+        assert writer is not None
+        assert not killed.exists() and living.path.exists()
+        writer.close()

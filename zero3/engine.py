@@ -334,8 +334,8 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         """The 2-norm of all gradients, unscaled, before clipping; None before the first.
 
         Between the last backward and ``step`` that of the gradients that wait there, which all ranks ask for together;
-        otherwise that of the last update. A skipped update does not count, as in DeepSpeed: the norm stays that of the one
-        before. Logs, monitors and telemetry have the norm that was not finite.
+        otherwise that of the last update. A skipped update does not count, as in DeepSpeed: the norm stays that of the
+        one before. Logs, monitors and telemetry have the norm that was not finite.
         """
         self._ready.check_open("get_global_grad_norm")
         waiting = self._ready.pending_backward and self._ready.syncing and not self._schedule.in_backward

@@ -144,8 +144,9 @@ def _mandatory(load: Workload, budgets: Budgets) -> tuple[_Room, list[Tier], lis
         if grad_tiers[index] is not Tier.NVME:
             fixed.take(grad_tiers[index], load.home_grad_bytes(group), f"gradients of {group.name}")
         if load.optimizer_tiers[index] is not Tier.NVME:
-            nbytes = load.state_numel(group) * load.state_itemsize
-            fixed.take(load.optimizer_tiers[index], nbytes, f"optimizer state of {group.name}")
+            fixed.take(
+                load.optimizer_tiers[index], load.state_bytes(group), f"optimizer state of {group.name}"
+            )
     fixed.take(Tier.DEVICE, load.local_grad_bytes, "local gradients")
     fixed.take(Tier.DEVICE, _reduction(load).nbytes, "gradient reduction")
     fixed.check()
@@ -181,10 +182,8 @@ def _largest_arrival(load: Workload) -> int:
     """Bytes of the largest group's gradients as they leave a device with memory of its own."""
     if load.world_size == 1:
         return max((group.param_bytes for group in load.groups), default=0)
-    return max(
-        (load.grad_numel(group) * max(load.sent_itemsize, load.grad_itemsize) for group in load.groups),
-        default=0,
-    )
+    widest = {group: max(load.of(group).sent_itemsize, load.of(group).grad_itemsize) for group in load.groups}
+    return max((load.grad_numel(group) * widest[group] for group in load.groups), default=0)
 
 
 def _largest_tile(load: Workload) -> int:
@@ -307,7 +306,7 @@ def _fill_host(
         for start in range(0, numel, step):
             end = min(start + step, numel)
             tier = home
-            if tier is Tier.NVME and keep((end - start) * load.state_itemsize):
+            if tier is Tier.NVME and keep((end - start) * load.of(group).state_itemsize):
                 tier = Tier.HOST
             tiles.append(SubGroup(index, start, end, tier))
     return _Filled(params, grads, tiles, staging) if whole or slots is not None else None
@@ -339,11 +338,23 @@ def _slots(
     load: Workload, tile: int, slots: int, param_tiers: Sequence[Tier], grad_tiers: Sequence[Tier]
 ) -> Staging:
     """``slots`` for tiles of at most ``tile`` elements, as groups are really cut, with room for what streams."""
-    numel = max((_even(load.state_numel(group), tile) for group in load.groups), default=tile)
-    state = load.state_itemsize if Tier.NVME in load.optimizer_tiers else 0
-    param = load.compute_itemsize if Tier.NVME in param_tiers or load.steps_copy_out else 0
-    grad = load.grad_itemsize if Tier.NVME in grad_tiers else 0
-    return Staging(slots, numel * (state + param + grad), numel * state, numel * (state + param))
+    tiles = [(_even(load.state_numel(group), tile), load.of(group)) for group in load.groups] or [
+        (tile, load)
+    ]
+    return _slots_for(
+        slots,
+        state=[n * sizes.state_itemsize for n, sizes in tiles] if Tier.NVME in load.optimizer_tiers else [],
+        param=[n * sizes.compute_itemsize for n, sizes in tiles]
+        if Tier.NVME in param_tiers or load.steps_copy_out
+        else [],
+        grad=[n * sizes.grad_itemsize for n, sizes in tiles] if Tier.NVME in grad_tiers else [],
+    )
+
+
+def _slots_for(slots: int, *, state: Sequence[int], param: Sequence[int], grad: Sequence[int]) -> Staging:
+    """``slots`` with room for the largest of each kind, in bytes."""
+    sizes = [max(each, default=0) for each in (state, param, grad)]
+    return Staging(slots, sum(sizes), sizes[0], sizes[0] + sizes[1])
 
 
 def _visits(load: Workload, filled: _Filled, room: int) -> tuple[list[SubGroup], Staging]:
@@ -400,13 +411,18 @@ def _has_to_visit(load: Workload, state: Tier, param: Tier) -> bool:
 
 def _visitors(load: Workload, filled: _Filled, tiles: Sequence[SubGroup], room: int) -> Staging:
     """Device slots for ``tiles``, with room for what of them lives in host memory: two at least."""
-    numel = max((tile.numel for tile in tiles), default=0)
-    state = load.state_itemsize if any(tile.tier is Tier.HOST for tile in tiles) else 0
-    param = load.compute_itemsize if any(filled.params[tile.group] is Tier.HOST for tile in tiles) else 0
-    grad = load.grad_itemsize if any(filled.grads[tile.group] is Tier.HOST for tile in tiles) else 0
-    slot = numel * (state + param + grad)
-    slots = min(USUAL_SLOTS, max(FEWEST_VISITS, room // slot)) if slot else FEWEST_VISITS
-    return Staging(slots, slot, numel * state, numel * (state + param)) if tiles else Staging()
+    sized = [(tile.numel, load.of(load.groups[tile.group])) for tile in tiles]
+    on_host = any(tile.tier is Tier.HOST for tile in tiles)
+    params_on_host = any(filled.params[tile.group] is Tier.HOST for tile in tiles)
+    grads_on_host = any(filled.grads[tile.group] is Tier.HOST for tile in tiles)
+    one = _slots_for(
+        1,
+        state=[numel * sizes.state_itemsize for numel, sizes in sized] if on_host else [],
+        param=[numel * sizes.compute_itemsize for numel, sizes in sized] if params_on_host else [],
+        grad=[numel * sizes.grad_itemsize for numel, sizes in sized] if grads_on_host else [],
+    )
+    slots = min(USUAL_SLOTS, max(FEWEST_VISITS, room // one.nbytes)) if one.nbytes else FEWEST_VISITS
+    return replace(one, slots=slots) if tiles else Staging()
 
 
 def _even(numel: int, tile: int) -> int:
@@ -452,7 +468,7 @@ def _most_on_nvme(load: Workload, param_tiers: Sequence[Tier], grad_tiers: Seque
     for group, param, grad, state in kinds:
         total += load.home_bytes(group) if param is Tier.NVME else 0
         total += load.home_grad_bytes(group) if grad is Tier.NVME else 0
-        total += load.state_numel(group) * load.state_itemsize if state is Tier.NVME else 0
+        total += load.state_bytes(group) if state is Tier.NVME else 0
     return total
 
 

@@ -45,6 +45,9 @@ class GroupSizes:
     parent: int | None = None  # index of the group whose modules enclose this one's
     persistent: bool = False  # small parameters that never leave the device
     uses: int = 1  # unshards per forward pass
+    fp32: bool = (
+        False  # parameters, gradients and what is sent of them are fp32, whatever those of other groups are
+    )
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,25 @@ class Workload:
     stage: int = 3
     reduce_itemsize: int = 0  # of gradients as ranks send them to each other; 0: grad_itemsize
 
+    def of(self, group: GroupSizes) -> Workload:
+        """What sizes per element are for ``group``: these, or those of fp32 where it is kept in that."""
+        return self._in_fp32 if group.fp32 else self
+
+    @cached_property
+    def _in_fp32(self) -> Workload:
+        return replace(
+            self,
+            compute_itemsize=FP32,
+            grad_itemsize=FP32,
+            reduce_itemsize=FP32,
+            split=False,
+            can_split=False,
+        )
+
+    def state_bytes(self, group: GroupSizes) -> int:
+        """Bytes of optimizer state that a rank keeps."""
+        return self.state_numel(group) * self.of(group).state_itemsize
+
     def shards_params(self, group: GroupSizes) -> bool:
         """Whether a rank keeps only its shard of the parameters, and gathers the others' to compute."""
         return self.world_size > 1 and self.stage == 3 and not group.persistent
@@ -102,13 +124,13 @@ class Workload:
     def home_grad_bytes(self, group: GroupSizes) -> int:
         """Bytes of reduced gradients that a rank keeps beside the local ones, which stage 0 reduces where they are."""
         replicated = self.world_size > 1 and self.stage == 0
-        return 0 if replicated else self.grad_numel(group) * self.grad_itemsize
+        return 0 if replicated else self.grad_numel(group) * self.of(group).grad_itemsize
 
     @property
     def local_grad_bytes(self) -> int:
         """Device room for whole gradients that accumulate before they are reduced."""
-        trained = sum(group.trainable_numel for group in self.groups)
-        return trained * self.grad_itemsize if self.grads_stay_local else 0
+        trained = sum(group.trainable_numel * self.of(group).grad_itemsize for group in self.groups)
+        return trained if self.grads_stay_local else 0
 
     @property
     def sent_itemsize(self) -> int:
@@ -127,8 +149,9 @@ class Workload:
         """
         if self.world_size == 1:
             return 0, 0
-        nbytes = round_up(group.trainable_numel * self.sent_itemsize)
-        in_place = self.grads_stay_local and self.sent_itemsize == self.grad_itemsize
+        sizes = self.of(group)
+        nbytes = round_up(group.trainable_numel * sizes.sent_itemsize)
+        in_place = self.grads_stay_local and sizes.sent_itemsize == sizes.grad_itemsize
         return 0 if in_place else nbytes, nbytes
 
     @property
@@ -177,9 +200,10 @@ class Workload:
 
     def param_traffic(self, group: GroupSizes) -> tuple[int, int]:
         """Bytes (read, written) over NVMe in a step for the parameters of ``group``, if they live there."""
-        updated = self.state_numel(group) * self.compute_itemsize
+        sizes = self.of(group)
+        updated = self.state_numel(group) * sizes.compute_itemsize
         fetched = 2 * self.micro_batches * group.uses * self.home_bytes(group)
-        return fetched + (updated if self.steps_need_params else 0), updated
+        return fetched + (updated if sizes.steps_need_params else 0), updated
 
     def grad_traffic(self, group: GroupSizes) -> int:
         """Bytes read, and as many written, over NVMe in a step for the gradients of ``group``, if they live there.
@@ -188,7 +212,7 @@ class Workload:
         """
         arrivals = 1 if self.grads_stay_local else self.micro_batches
         written = arrivals - (1 if self.step_in_backward and group.uses == 1 else 0)
-        return written * self.grad_numel(group) * self.grad_itemsize
+        return written * self.grad_numel(group) * self.of(group).grad_itemsize
 
     @property
     def computed_in_place(self) -> frozenset[Tier]:
@@ -307,6 +331,14 @@ class Plan:
     # none, or nothing moves now.
     host_without_nvme: int | None = None
 
+    def sizes_of(self, tile: SubGroup) -> Workload:
+        """What sizes per element are for the group of ``tile``."""
+        return self.workload.of(self.workload.groups[tile.group])
+
+    def tile_state_bytes(self, tile: SubGroup) -> int:
+        """Bytes of optimizer state of ``tile``."""
+        return tile.numel * self.sizes_of(tile).state_itemsize
+
     def contents(self, tier: Tier) -> dict[str, int]:
         """Bytes planned on ``tier``, by kind."""
         load, kinds = self.workload, {"parameters": 0, "gradients": 0, "optimizer state": 0}
@@ -314,7 +346,7 @@ class Plan:
             kinds["parameters"] += load.home_bytes(group) if param is tier else 0
             kinds["gradients"] += load.home_grad_bytes(group) if grad is tier else 0
         for tile in self.sub_groups:
-            kinds["optimizer state"] += tile.numel * load.state_itemsize if tile.tier is tier else 0
+            kinds["optimizer state"] += self.tile_state_bytes(tile) if tile.tier is tier else 0
         if tier is Tier.DEVICE:
             kinds["local gradients"] = load.local_grad_bytes
             kinds["gradient reduction"] = self.reduction.nbytes
@@ -358,17 +390,17 @@ class Plan:
             if grad is Tier.NVME:
                 read["gradients"] += load.grad_traffic(group)
                 written["gradients"] += load.grad_traffic(group)
-        state = sum(t.numel for t in self.sub_groups if t.tier is Tier.NVME) * load.state_itemsize
+        state = sum(self.tile_state_bytes(tile) for tile in self.sub_groups if tile.tier is Tier.NVME)
         read["optimizer state"] = written["optimizer state"] = state
         return +read, +written
 
     def visited(self, tile: SubGroup) -> tuple[int, int]:
         """Bytes that the update of ``tile``, which visits the device, takes there and back over its link."""
-        load = self.workload
-        state = 0 if tile.tier is Tier.DEVICE else load.state_itemsize
-        grad = 0 if self.grad_tiers[tile.group] is Tier.DEVICE else load.grad_itemsize
-        param = 0 if self.param_tiers[tile.group] is Tier.DEVICE else load.compute_itemsize
-        there = state + grad + (param if load.steps_need_params else 0)
+        sizes = self.sizes_of(tile)
+        state = 0 if tile.tier is Tier.DEVICE else sizes.state_itemsize
+        grad = 0 if self.grad_tiers[tile.group] is Tier.DEVICE else sizes.grad_itemsize
+        param = 0 if self.param_tiers[tile.group] is Tier.DEVICE else sizes.compute_itemsize
+        there = state + grad + (param if sizes.steps_need_params else 0)
         return tile.numel * there, tile.numel * (state + param)
 
     def updated(self) -> dict[str, int]:
@@ -377,7 +409,7 @@ class Plan:
         for tile in self.sub_groups:
             kept = tile.tier is Tier.DEVICE and not load.device_is_host
             where = "in device memory" if kept else "visiting the device" if tile.visits else "by the CPU"
-            kinds[where] += tile.numel * load.state_itemsize
+            kinds[where] += self.tile_state_bytes(tile)
         return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
     def sent_bytes(self) -> dict[str, int]:
@@ -389,15 +421,15 @@ class Plan:
         others = load.world_size - 1
         reductions = 1 if load.grads_stay_local else load.micro_batches
         for group in load.groups:
-            shard = group.trainable_numel // load.world_size
-            kinds["gradients"] += others * shard * load.sent_itemsize * reductions
+            shard, sizes = group.trainable_numel // load.world_size, load.of(group)
+            kinds["gradients"] += others * shard * sizes.sent_itemsize * reductions
             if load.shards_params(group):
                 unshards = 2 * load.micro_batches * group.uses
                 kinds["parameters"] += others * load.home_bytes(group) * unshards
             elif load.stage == 0:
-                kinds["gradients"] += others * shard * load.grad_itemsize  # every rank steps all of them
+                kinds["gradients"] += others * shard * sizes.grad_itemsize  # every rank steps all of them
             else:
-                kinds["updated parameters"] += others * shard * load.compute_itemsize
+                kinds["updated parameters"] += others * shard * sizes.compute_itemsize
         return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
     def status(self, parameters: int) -> PlanStatus:

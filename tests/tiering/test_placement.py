@@ -61,6 +61,29 @@ def test_state_is_counted_by_the_tensors_that_the_update_rule_keeps(moments: int
     assert slot == SMALLEST_TILE * (state + 4)  # gradients stay in memory
 
 
+def test_a_group_in_fp32_among_others_in_16_bits() -> None:
+    """Its parameters are the masters, as in a model in fp32; a slot has room for the largest of each kind."""
+    one, *others = example().groups
+    load = example(
+        groups=(replace(one, param_bytes=4 * NUMEL, fp32=True), *others), state_tensors=2, split=True
+    )
+    plan = make_plan(load, Budgets(PLENTY, PLENTY, PLENTY))
+    assert plan.contents(NVME) == {
+        "parameters": (4 + 2 + 2) * NUMEL,
+        "optimizer state": (8 + 10 + 10) * NUMEL,
+    }
+    assert plan.contents(HOST)["gradients"] == (4 + 2 + 2) * NUMEL
+    tile = plan.sub_groups[0].numel
+    assert (plan.staging.param_offset, plan.staging.grad_offset, plan.staging.slot_bytes) == (
+        10 * tile,
+        (10 + 4) * tile,
+        (10 + 4) * tile,
+    )
+    read, written = plan.nvme_traffic_by_kind()
+    assert read["parameters"] == (3 * 4 + 2 * 3 * 2) * NUMEL
+    assert written["parameters"] == (4 + 2 + 2) * NUMEL
+
+
 def test_without_any_state_nothing_is_staged() -> None:
     """SGD in fp32 whose parameters stay in memory: offloading its state asks for nothing at all."""
     groups = tuple(GroupSizes(f"g{i}", 4 * NUMEL, NUMEL) for i in range(3))

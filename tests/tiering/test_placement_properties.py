@@ -50,9 +50,11 @@ def everything_is_placed_exactly_once(load: Workload, plan: Plan) -> None:
         assert [tile.start for tile in tiles] == edges[:-1]
         assert edges[-1] == group.trainable_numel
         assert all(tile.numel > 0 and tile.numel % SMALLEST_TILE == 0 for tile in tiles)
-    trained = sum(group.trainable_numel for group in load.groups)
-    per_element = load.grad_itemsize + load.state_itemsize
-    assert plan.state_bytes() == sum(group.param_bytes for group in load.groups) + trained * per_element
+    assert plan.state_bytes() == sum(
+        group.param_bytes
+        + group.trainable_numel * (load.of(group).grad_itemsize + load.of(group).state_itemsize)
+        for group in load.groups
+    )
 
 
 @promise
@@ -64,7 +66,7 @@ def nothing_is_placed_where_the_configuration_does_not_allow_it(load: Workload, 
         assert tier in ({DEVICE} if group.persistent else strictly[load.offload_param])
     for tile in plan.sub_groups:
         home = load.optimizer_tiers[tile.group]
-        assert tile.tier in (strictly[home] if load.state_itemsize else {home, HOST})
+        assert tile.tier in (strictly[home] if plan.sizes_of(tile).state_itemsize else {home, HOST})
     for index, (tier, home) in enumerate(zip(plan.grad_tiers, load.optimizer_tiers, strict=True)):
         visits = all(tile.visits for tile in plan.sub_groups if tile.group == index)
         assert tier in allowed[home] or (visits and tier is DEVICE)
@@ -101,7 +103,7 @@ def test_the_share_that_leaves_the_device_is_as_configured_but_for_whole_groups(
 def the_windows_suffice(load: Workload, plan: Plan) -> None:
     staging = plan.staging
     grads = [
-        group.trainable_numel * load.grad_itemsize
+        group.trainable_numel * load.of(group).grad_itemsize
         for group, tier in zip(load.groups, plan.grad_tiers, strict=True)
         if tier is NVME
     ]
@@ -112,11 +114,12 @@ def the_windows_suffice(load: Workload, plan: Plan) -> None:
         assert staging.slots >= FEWEST_SLOTS
         assert staging.slot_bytes % PAGE == staging.param_offset % PAGE == staging.grad_offset % PAGE == 0
     for tile in plan.sub_groups:  # every part of a tile fits its part of a slot
-        state = tile.numel * load.state_itemsize if tile.tier is NVME else 0
+        sizes = load.of(load.groups[tile.group])
+        state = tile.numel * sizes.state_itemsize if tile.tier is NVME else 0
         leaves_device = load.optimizer_tiers[tile.group] is not DEVICE
         through = (leaves_device and load.steps_copy_out) or plan.param_tiers[tile.group] is NVME
-        param = tile.numel * load.compute_itemsize if through else 0
-        grad = tile.numel * load.grad_itemsize if plan.grad_tiers[tile.group] is NVME else 0
+        param = tile.numel * sizes.compute_itemsize if through else 0
+        grad = tile.numel * sizes.grad_itemsize if plan.grad_tiers[tile.group] is NVME else 0
         assert state <= staging.param_offset or not state
         assert param <= staging.grad_offset - staging.param_offset or not param
         assert grad <= staging.slot_bytes - staging.grad_offset or not grad
@@ -135,13 +138,14 @@ def tiles_are_even_and_slots_hold_what_streams_and_no_more(load: Workload, plan:
             ] <= load.sub_group_numel + SMALLEST_TILE
             assert (sizes[0] - SMALLEST_TILE) * len(sizes) < group.trainable_numel
     if plan.staging.slots:
-        passing = [tile.numel for tile in plan.sub_groups if not (tile.visits and tile.tier is DEVICE)]
-        longest = max([SMALLEST_TILE, *passing])
-        state = load.state_itemsize * (NVME in load.optimizer_tiers)
-        param = load.compute_itemsize * (NVME in plan.param_tiers or load.steps_copy_out)
-        grad = load.grad_itemsize * (NVME in plan.grad_tiers)
-        offsets = longest * state, longest * (state + param), longest * (state + param + grad)
-        staging = plan.staging
+        passing = [tile for tile in plan.sub_groups if not (tile.visits and tile.tier is DEVICE)]
+        longest = [(tile.numel, plan.sizes_of(tile)) for tile in passing]
+        longest += [(SMALLEST_TILE, load.of(group)) for group in load.groups]
+        state = max(numel * each.state_itemsize for numel, each in longest) * (NVME in load.optimizer_tiers)
+        param = max(numel * each.compute_itemsize for numel, each in longest)
+        param *= NVME in plan.param_tiers or load.steps_copy_out
+        grad = max(numel * each.grad_itemsize for numel, each in longest) * (NVME in plan.grad_tiers)
+        offsets, staging = (state, state + param, state + param + grad), plan.staging
         assert (staging.param_offset, staging.grad_offset, staging.slot_bytes) == offsets
 
 
@@ -166,11 +170,11 @@ def what_visits_a_gpu_can_and_is_as_much_as_asked_for(load: Workload, plan: Plan
     window = plan.update_window
     assert window.slots >= 2 if visiting else window == Staging()
     for tile in visiting:
-        at = tiers[tile]
+        at, sizes = tiers[tile], plan.sizes_of(tile)
         state, param, grad = (
             tile.numel * size * (tier is HOST)
             for size, tier in zip(
-                (load.state_itemsize, load.compute_itemsize, load.grad_itemsize), at, strict=True
+                (sizes.state_itemsize, sizes.compute_itemsize, sizes.grad_itemsize), at, strict=True
             )
         )
         assert state <= window.param_offset
@@ -324,8 +328,10 @@ def test_more_memory_moves_no_more_bytes_but_for_whole_pieces(
 def dearest_piece(load: Workload, plan: Plan) -> int:
     """The most bytes that keeping one piece (parameters or gradients of a group, a tile of state) can save."""
     parameters = [sum(load.param_traffic(group)) for group in load.groups]
-    gradients = [2 * load.micro_batches * load.grad_itemsize * group.trainable_numel for group in load.groups]
-    return max(parameters + gradients + [2 * tile.numel * load.state_itemsize for tile in plan.sub_groups])
+    gradients = [
+        2 * load.micro_batches * load.of(group).grad_itemsize * group.trainable_numel for group in load.groups
+    ]
+    return max(parameters + gradients + [2 * plan.tile_state_bytes(tile) for tile in plan.sub_groups])
 
 
 @given(load=workloads(), limits=budgets, files=st.integers(1, 3))

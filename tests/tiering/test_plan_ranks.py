@@ -66,17 +66,18 @@ def test_a_rank_keeps_to_its_budgets_and_to_its_shards(load: Workload, limits: B
         shards = load.world_size if load.stage >= 1 else 1
         assert edges[-1] * shards == group.trainable_numel
         assert all(tile.numel > 0 and tile.numel % SMALLEST_TILE == 0 for tile in tiles)
-    trained = sum(group.trainable_numel for group in load.groups)
     shards = load.world_size if load.stage >= 1 else 1
     whole = load.world_size > 1 and load.stage <= 1
     parameters = sum(
         group.param_bytes // (1 if group.persistent or load.stage < 3 else load.world_size)
         for group in load.groups
     )
-    grads = trained if load.world_size > 1 and load.stage == 0 else trained // shards + trained * whole
-    assert plan.state_bytes() == (
-        parameters + grads * load.grad_itemsize + trained // shards * load.state_itemsize
-    )
+    trained = 0
+    for group in load.groups:
+        numel, sizes = group.trainable_numel, load.of(group)
+        grads = numel if load.world_size > 1 and load.stage == 0 else numel // shards + numel * whole
+        trained += grads * sizes.grad_itemsize + numel // shards * sizes.state_itemsize
+    assert plan.state_bytes() == parameters + trained
 
 
 @settings(deadline=None, max_examples=60)
@@ -115,21 +116,22 @@ def test_gradients_have_room_to_be_reduced(load: Workload, limits: Budgets) -> N
     if load.world_size == 1:
         assert plan.reduction.nbytes == load.local_grad_bytes == 0
         return
-    itemsize = load.reduce_itemsize or load.grad_itemsize
     parents = {group.parent for group in load.groups}
     stays_open, passing = [0], [0]
     for index, group in enumerate(load.groups):
+        sizes = load.of(group)
+        itemsize = sizes.reduce_itemsize or sizes.grad_itemsize
+        copies = 2 if load.stage <= 1 and itemsize != sizes.grad_itemsize else 1
         (stays_open if group.persistent or index in parents else passing).append(
-            group.trainable_numel * itemsize
+            group.trainable_numel * itemsize * copies
         )
     one = max(passing)
     if load.stage >= 2:
         least = ReductionRoom(sum(stays_open), one, max(*stays_open, 2 * one))
         usual = ReductionRoom(least.opened, 2 * one, least.exchanged + one)
     else:
-        copies = 1 if itemsize == load.grad_itemsize else 2
-        least = ReductionRoom(exchanged=copies * max(*stays_open, one))
-        usual = ReductionRoom(exchanged=least.exchanged + copies * one)
+        least = ReductionRoom(exchanged=max(*stays_open, one))
+        usual = ReductionRoom(exchanged=least.exchanged + one)
     assert plan.reduction in (least, usual)
     assert all(room % PAGE == 0 for room in (least.opened, least.collected, least.exchanged))
     if plan.reduction != usual:

@@ -47,14 +47,16 @@ def workloads(draw: st.DrawFn) -> Workload:
         trained, frozen = draw(st.integers(0, 40)), draw(st.integers(0, 10))
         numel = max(1, trained + frozen) * SMALLEST_TILE
         parent = draw(st.none() | st.integers(0, index - 1)) if index else None
+        fp32 = itemsize == 2 and draw(st.integers(0, 5)) == 0
         groups.append(
             GroupSizes(
                 name=f"g{index}",
-                param_bytes=numel * itemsize,
+                param_bytes=numel * (4 if fp32 else itemsize),
                 trainable_numel=trained * SMALLEST_TILE,
                 parent=parent,
                 persistent=draw(st.integers(0, 7)) == 0,
                 uses=draw(st.integers(1, 3)),
+                fp32=fp32,
             )
         )
     device_is_host = draw(st.booleans())

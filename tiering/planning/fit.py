@@ -99,11 +99,11 @@ def of_ranks(load: Workload, ranks: int) -> Workload:
         return round_up(numel, QUANTUM * ranks)
 
     def of(group: GroupSizes) -> GroupSizes:
-        frozen = group.param_bytes // load.compute_itemsize - group.trainable_numel
+        frozen = group.param_bytes // load.of(group).compute_itemsize - group.trainable_numel
         trained = padded(group.trainable_numel)
         return replace(
             group,
-            param_bytes=(trained + padded(frozen)) * load.compute_itemsize,
+            param_bytes=(trained + padded(frozen)) * load.of(group).compute_itemsize,
             trainable_numel=trained,
         )
 

@@ -179,7 +179,7 @@ def _fewest(hidden: Callable[[int], bool]) -> int:
 def _flops(plan: Plan, checkpointed: bool, active: float, attention_flops: float) -> dict[str, float]:
     """Floating-point operations per token of a micro-batch, by phase."""
     load = plan.workload
-    numel = active * sum(group.param_bytes for group in load.groups) / load.compute_itemsize
+    numel = active * sum(group.param_bytes / load.of(group).compute_itemsize for group in load.groups)
     trained = active * sum(group.trainable_numel for group in load.groups)
     forward = 2 * numel + attention_flops
     backward = 2 * numel + 2 * trained + 2 * attention_flops + (forward if checkpointed else 0)
@@ -217,9 +217,10 @@ def _fetch(load: Workload, group: GroupSizes, tier: Tier, phases: Iterable[_Work
 
 def _take_gradients(load: Workload, group: GroupSizes, tier: Tier, backward: _Work, steps: _Work) -> None:
     """Gradients leave autograd, add up, and go to NVMe and back, if they live there."""
-    backward.device_bytes += load.micro_batches * group.trainable_numel * load.grad_itemsize
+    sizes = load.of(group)
+    backward.device_bytes += load.micro_batches * group.trainable_numel * sizes.grad_itemsize
     if tier is Tier.NVME and (moved := load.grad_traffic(group)):
-        once = load.grad_numel(group) * load.grad_itemsize
+        once = load.grad_numel(group) * sizes.grad_itemsize
         backward.nvme_written += moved
         backward.nvme_read += moved - once
         steps.nvme_read += once
@@ -228,7 +229,7 @@ def _take_gradients(load: Workload, group: GroupSizes, tier: Tier, backward: _Wo
     arriving = load.grad_numel(group) * (1 if load.grads_stay_local else load.micro_batches)
     backward.gradients += arriving
     if not load.device_is_host:
-        backward.from_device += arriving * load.sent_itemsize
+        backward.from_device += arriving * sizes.sent_itemsize
     elif load.world_size > 1:  # whole ones are collected before ranks reduce them
         backward.gradients += load.micro_batches * group.trainable_numel
 
@@ -237,18 +238,19 @@ def _update(plan: Plan, steps: _Work) -> None:
     """Sub-groups are stepped by the CPU, or by a device that keeps their state or is visited by it."""
     load = plan.workload
     for tile in plan.sub_groups:
+        sizes = plan.sizes_of(tile)
         there, back = plan.visited(tile) if tile.visits else (0, 0)
         steps.to_device += there
         steps.from_device += back
         steps.updating += there + back
         if tile.visits or (tile.tier is Tier.DEVICE and not load.device_is_host):
-            steps.device_bytes += updated_on_device(load, tile.numel)
+            steps.device_bytes += updated_on_device(sizes, tile.numel)
             continue
         steps.stepped += tile.numel
-        steps.updating += 0 if load.device_is_host else tile.numel * load.stepped_bytes
+        steps.updating += 0 if load.device_is_host else tile.numel * sizes.stepped_bytes
         if plan.param_tiers[tile.group] is Tier.DEVICE and not load.device_is_host:
-            steps.to_device += tile.numel * load.compute_itemsize
-            steps.from_device += tile.numel * load.compute_itemsize if load.steps_need_params else 0
+            steps.to_device += tile.numel * sizes.compute_itemsize
+            steps.from_device += tile.numel * sizes.compute_itemsize if sizes.steps_need_params else 0
 
 
 def updated_on_device(load: Workload, numel: int) -> int:
@@ -259,7 +261,7 @@ def updated_on_device(load: Workload, numel: int) -> int:
 def _swap_state(plan: Plan, forward: _Work, backward: _Work, steps: _Work) -> None:
     """What a step reads and writes on NVMe beside gradients; as much as slots hold of it in the phases around it."""
     load, slots = plan.workload, plan.staging
-    state = sum(tile.numel for tile in plan.sub_groups if tile.tier is Tier.NVME) * load.state_itemsize
+    state = sum(plan.tile_state_bytes(tile) for tile in plan.sub_groups if tile.tier is Tier.NVME)
     params = written = 0
     for group, tier in zip(load.groups, plan.param_tiers, strict=True):
         if tier is Tier.NVME:

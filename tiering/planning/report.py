@@ -254,7 +254,7 @@ def _needs(load: Workload) -> str:
     """What a rank keeps of the model, wherever it is."""
     params = sum(load.home_bytes(group) for group in load.groups)
     grads = sum(load.home_grad_bytes(group) for group in load.groups) + load.local_grad_bytes
-    state = sum(load.state_numel(group) for group in load.groups) * load.state_itemsize
+    state = sum(map(load.state_bytes, load.groups))
     return (
         f"{format_size(params + grads + state)}, of which parameters {format_size(params)}, gradients"
         f" {format_size(grads)}, optimizer state {format_size(state)}."

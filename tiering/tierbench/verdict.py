@@ -40,7 +40,7 @@ def verdict(params: int, rates: Rates, *, state: str = "fp32") -> Verdict | None
     shape = decoder(params)
     config = with_changes(usual_config(Path("/")), tiers={"cache_in_host": False, "state": state})
     load = load_of(shape, config, Setting())
-    kept = sum(load.state_numel(group) for group in load.groups) * load.state_itemsize
+    kept = sum(map(load.state_bytes, load.groups))
     fetched = sum(2 * load.micro_batches * group.uses * load.home_bytes(group) for group in load.groups)
     moved = [load.param_traffic(group) for group in load.groups]
     read = kept + sum(reads for reads, _ in moved) - fetched

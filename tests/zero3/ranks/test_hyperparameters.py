@@ -72,7 +72,8 @@ def test_every_rank_is_told_both_values(doomed: Ranks, nvme: Path, stage: int) -
         for outcome in doomed(2).outcomes(steps, nvme, edit, stage=stage):
             assert outcome.error is not None and outcome.error.kind == "ConfigError", outcome.report()
             found = re.search(
-                r"has (.*) in param group 0 on rank 0, and (.*) in param group 0 on rank 1", outcome.error.message
+                r"has (.*) in param group 0 on rank 0, and (.*) in param group 0 on rank 1",
+                outcome.error.message,
             )
             assert found is not None and found[1] != found[2], outcome.error
             assert (found[1].startswith(first), found[2].startswith(other)) == (True, True), outcome.error

@@ -100,7 +100,7 @@ def sizes_on_nvme(plan: Plan) -> dict[Kind, list[int]]:
         "parameters": [load.home_bytes(group) if tier is Tier.NVME else 0 for group, tier, _ in groups],
         "gradients": [load.home_grad_bytes(group) if tier is Tier.NVME else 0 for group, _, tier in groups],
         "optimizer state": [
-            tile.numel * load.state_itemsize if tile.tier is Tier.NVME else 0 for tile in plan.sub_groups
+            plan.tile_state_bytes(tile) if tile.tier is Tier.NVME else 0 for tile in plan.sub_groups
         ],
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,17 @@ def check_dtypes(model: nn.Module, config: TieringConfig) -> None:
     for dtype, names in changed.items():
         level = logging.INFO if compute is torch.float32 and dtype.itemsize == 2 else logging.WARNING
         log.log(logs.once(level), "%s", _cast_message(dtype, compute, names))
+
+
+def check_dense_gradients(model: nn.Module, trained: Container[Tensor]) -> None:
+    """ConfigError for an embedding whose gradient will be sparse, among the ``trained`` parameters."""
+    for name, module in model.named_modules():
+        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if sparse and module.weight in trained:
+            raise ConfigError(
+                f"module {name!r} has sparse=True, which gives {name + '.weight'!r} sparse gradients, and only dense"
+                f" ones can be tiered: build it with sparse=False, or set model.{name}.sparse = False"
+            )
 
 
 def is_packed(param: Tensor) -> bool:

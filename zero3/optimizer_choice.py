@@ -16,7 +16,7 @@ from tiering.config import TieringConfig
 from tiering.errors import ConfigError
 from zero3 import rules
 from zero3.client_optimizer import needs_closure
-from zero3.model_checks import check_dtypes
+from zero3.model_checks import check_dense_gradients, check_dtypes
 from zero3.rules import Options, UpdateRule
 
 log = logging.getLogger(__name__)
@@ -222,8 +222,10 @@ def _check_params(model: nn.Module, groups: list[Options], who: str) -> None:
             f" ({', '.join(missing[:3])}, ...):"
             " add them, or freeze them with requires_grad_(False)"
         )
-    if not any(param.requires_grad for param in inside):
+    trained = {param for param in inside if param.requires_grad}
+    if not trained:
         raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
+    check_dense_gradients(model, trained)
 
 
 def _name(optimizer: torch.optim.Optimizer) -> str:

@@ -276,18 +276,24 @@ def test_generation_between_steps(start: Start, precision: str) -> None:
 @pytest.mark.parametrize("where", [{}, {"offload_param": "cpu", "offload_optimizer": "cpu"}, STREAMED])
 def test_sparse_gradients_are_refused_with_the_remedy(start: Start, where: dict[str, Any]) -> None:
     class Sparse(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, *, by_module: bool) -> None:
             super().__init__()
-            self.table = nn.Embedding(20, WIDTH, sparse=True)
+            self.table = nn.Embedding(20, WIDTH, sparse=by_module)
             self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
 
         def forward(self, tokens: Tensor) -> Tensor:
-            x = self.table(tokens)
+            x = nn.functional.embedding(tokens, self.table.weight, sparse=True)
             for layer in self.layers:
                 x = layer(x)
             result: Tensor = x.float().pow(2).mean()
             return result
 
-    engine = start(Sparse(), accumulation=1, threshold=0, **where)
+    declared = Sparse(by_module=True)
+    with pytest.raises(ConfigError, match=r"module 'table' has sparse=True.*model\.table\.sparse = False"):
+        start(declared, accumulation=1, threshold=0, **where)
+    declared.table.requires_grad_(False)
+    start(declared, accumulation=1, threshold=0, **where)
+
+    engine = start(Sparse(by_module=False), accumulation=1, threshold=0, **where)
     with pytest.raises(ConfigError, match=r"'table\.weight'.*sparse=False"):
         engine.backward(engine(torch.tensor([1, 2])))

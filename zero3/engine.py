@@ -402,6 +402,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
             found.give_back(self.module)
 
     def _close(self, call: str) -> None:
+        self._ready.tell_of_waiting(call)
         self._ready.ended_by = call
         if self._collectives is not None:
             self._collectives.settle()
@@ -433,6 +434,8 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         ends_well = isinstance(error, SystemExit) and not error.code
+        if error is not None:
+            self._ready.drop_gradients()  # close() has nothing to say of them beside the error
         if error is not None and not ends_well and self._collectives is not None and not self._ready.closed:
             self._collectives.peers.fail(error)
         try:

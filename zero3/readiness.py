@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from tiering.config import TieringConfig
 from tiering.errors import EngineStateError
 from tiering.telemetry import Phase
@@ -10,6 +12,8 @@ from zero3.access import Access
 from zero3.assembly import Assembly
 from zero3.schedule import PassSchedule
 from zero3.update import NOT_LOADED, Update
+
+log = logging.getLogger(__name__)
 
 
 class Readiness:
@@ -152,6 +156,16 @@ class Readiness:
         self.pending_backward = False
         self.micro_steps -= self.waiting
         self.waiting = 0
+
+    def tell_of_waiting(self, call: str) -> None:
+        """``call`` ends the engine: say which micro-batches no step has used."""
+        if self.waiting:
+            log.warning(
+                "%s drops the gradients of the last %d micro-batches: %d make a step, and no step has used these. Let"
+                " an epoch have a multiple of that, or call engine.set_gradient_accumulation_boundary(True) before the"
+                " step() of its last one",
+                *(call, self.waiting, self.accumulation),
+            )
 
     def explain(self, error: BaseException, phase: Phase) -> None:
         """``phase`` was ended by ``error``: if the device had no memory left, say in it what is left of the engine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -111,6 +112,24 @@ def test_asking_in_mid_backward_changes_nothing(start: Start) -> None:
     run = run_engine(start, Tower, script, smallest=True, **STREAMED)
     assert run.losses == unasked.losses
     assert differing(run.masters, unasked.masters) == []
+
+
+def test_micro_batches_that_no_step_has_used_are_told_of(
+    start: Start, micro_batches: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(count: int, *, fails: bool = False) -> int:
+        caplog.clear()
+        with suppress(ZeroDivisionError), start(accumulation=3) as engine:
+            for batch in micro_batches(count):
+                engine.backward(engine(*batch))
+                engine.step()
+            if fails:
+                raise ZeroDivisionError
+        return caplog.text.count("close() drops the gradients of the last 2 micro-batches: 3 make a step")
+
+    assert told(5) == 1
+    assert told(6) == 0
+    assert told(5, fails=True) == 0
 
 
 def test_micro_batches_of_a_backward_that_was_ended_do_not_count(

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -221,6 +223,12 @@ class Access:
         piece = group.layout.pieces[position]
         if self._schedule.in_backward or not self._state.has_gradient(piece):
             return
+        stepping = _optimizer_that_steps()
+        if stepping is not None:
+            raise EngineStateError(
+                f"{type(stepping).__name__}.step() was called on {piece.name!r}, whose gradient the engine has: it"
+                " would update nothing. Give that optimizer to tiering.initialize(optimizer=...), and call engine.step()"
+            )
         self._read_as_none.add(param)
         if not self._told_of_gradients:
             self._told_of_gradients = True
@@ -373,6 +381,17 @@ class Access:
             piece = group.layout.pieces[position]
             self._state.follow(group, piece, group.view(position).detach().reshape(-1), in_place=True)
         group.note_versions()
+
+
+def _optimizer_that_steps() -> torch.optim.Optimizer | None:
+    """The optimizer whose ``step`` is reading a gradient now, if one is: a script's own, for ours read none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(caller, torch.optim.Optimizer):
+            return caller
+        frame = frame.f_back
+    return None
 
 
 class _BeginSaving(OurHook):

@@ -80,9 +80,7 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         For the engine alone: call ``engine.step()``.
         """
         if closure is not None or grad_scale is None:
-            raise EngineStateError(
-                "optimizer.step() would neither clip nor count this step; call engine.step()"
-            )
+            raise EngineStateError(self._refusal_to_step())
         for tile in self._tiles:
             self.before_change(tile)
         received = [each for each in self._trained if self._gradients.received(each.piece)]

@@ -191,9 +191,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         ``engine.step()``.
         """
         if closure is not None or grad_scale is None:
-            raise EngineStateError(
-                "optimizer.step() would neither clip nor count this step; call engine.step()"
-            )
+            raise EngineStateError(self._refusal_to_step())
         self._wait_for_copies()
         self._grad_scale = grad_scale
         for group in self._tiles_of:

@@ -12,8 +12,8 @@ from tiering.errors import EngineStateError
 
 REMEDY = (
     "Start unfrozen, freeze after initialize: unfreeze all parameters that will ever be trained, put them in param"
-    " groups, initialize, and freeze then what is trained later. To go on with this run, save_checkpoint(), close(),"
-    " initialize a new model so, and load_checkpoint()"
+    " groups, initialize, and freeze then what is trained later. To go on with this run, save_checkpoint(), release(),"
+    " unfreeze, initialize and load_checkpoint()"
 )
 
 

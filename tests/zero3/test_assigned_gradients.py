@@ -199,6 +199,28 @@ def test_assignments_that_are_refused(start: Start, placement: dict[str, Any]) -
 
 
 @PLACED
+def test_optimizers_and_scalers_of_the_script_are_told_what_to_call(
+    start: Start, placement: dict[str, Any]
+) -> None:
+    engine = start(Tower(), precision="fp32", accumulation=1, threshold=0, **placement)
+    foreign = torch.optim.Adam(engine.module.parameters())
+    foreign.step()  # of no gradient, as in torch
+    before = engine.master_state_dict()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(engine(next(inputs(1)))).backward()
+    with pytest.raises(
+        EngineStateError, match=r"Adam\.step\(\).*initialize\(optimizer=\.\.\.\).*engine\.step"
+    ):
+        foreign.step()
+    for unscale in (False, True):
+        if unscale:
+            scaler.unscale_(engine.optimizer)
+        with pytest.raises(EngineStateError, match=r"GradScaler.*leave the GradScaler out.*engine\.backward"):
+            scaler.step(engine.optimizer)
+    assert differing(engine.master_state_dict(), before) == []
+
+
+@PLACED
 def test_a_hook_that_ends_a_backward_leaves_no_gradient(start: Start, placement: dict[str, Any]) -> None:
     """One that was registered before the engine's is called while the gradient is on the parameter."""
 

@@ -125,9 +125,9 @@ def test_more_is_trained_by_planning_anew_from_a_checkpoint(start: Start, tmp_pa
     """As the message says; what was trained goes on with its state, wherever it lives."""
 
     def run(placement: dict[str, Any], directory: Path) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        model = Tower()
         for thawed in (False, True):
-            torch.manual_seed(5)
-            model = Tower()
             model.blocks[0].requires_grad_(thawed)
             engine = start(model, accumulation=1, threshold=0, precision="bf16", **placement)
             if thawed:
@@ -138,7 +138,7 @@ def test_more_is_trained_by_planning_anew_from_a_checkpoint(start: Start, tmp_pa
             moments = engine.get_fp32_state("out.weight", "exp_avg")
             masters = engine.master_state_dict()
             engine.save_checkpoint(directory)
-            engine.close()
+            engine.release()
         return masters | {"exp_avg of out.weight": moments}
 
     assert differing(run({}, tmp_path / "device"), run(STREAMED, tmp_path / "nvme")) == []

@@ -18,6 +18,7 @@ class DeepSpeedOptimizerNames:
     _updates: Update
     _ready: Readiness
     _told_of_dropping = False
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then calls step(), whose error says what to call
 
     def serve(self, updates: Update, ready: Readiness) -> None:
         """From now on it is the optimizer of the engine that these are of."""
@@ -39,6 +40,16 @@ class DeepSpeedOptimizerNames:
     def dynamic_loss_scale(self) -> bool:
         """Whether the factor follows the overflows."""
         return self._updates.loss_scale.dynamic
+
+    def _refusal_to_step(self) -> str:
+        """Why ``step`` is not for scripts."""
+        if hasattr(self, "found_inf"):  # GradScaler sets it around its call
+            return (
+                "GradScaler.step(optimizer) was called on an engine's optimizer. The engine scales the loss itself, by"
+                ' the section "fp16", and bf16 and fp32 need no scale: leave the GradScaler out, and call'
+                " engine.backward(loss) and engine.step()"
+            )
+        return "optimizer.step() would neither clip nor count this step; call engine.step()"
 
     def tell_of_dropping(self, what: str) -> None:
         """Say once that gradients go which an accumulating loop may count on; DeepSpeed keeps them at stage 2."""

@@ -54,17 +54,23 @@ class Process:
         stat = _stat(self.pid)
         return stat[0] if stat and stat[1] == self.started else None
 
+    def cpu_ticks(self) -> int | None:
+        """CPU time that it has spent, in clock ticks; None where no such process can be seen from here."""
+        stat = _stat(self.pid)
+        return stat[2] if stat and stat[1] == self.started else None
+
     def is_dead(self) -> bool:
         """Only for a process that has been seen alive from here: it may live on another host, or behind a namespace."""
         return self.state() in (None, "Z", "X")
 
 
-def _stat(pid: int) -> tuple[str, int] | None:
+def _stat(pid: int) -> tuple[str, int, int] | None:
+    """(state, start, CPU time in user and system mode), the latter two in clock ticks."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return fields[0], int(fields[19])
+    return fields[0], int(fields[19]), int(fields[11]) + int(fields[12])
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ class Beat:
     waits: tuple[str, int, str] | None  # for which collective: group, number, what it is
     said: dict[str, tuple[int, str]]  # by group of collectives: number of the last one, and what it is
     state: Literal["running", "failed", "closed"] = "running"
+    computing: tuple[int, ...] = ()  # ranks of its host that give no beat, and spend CPU time
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -86,6 +93,7 @@ class Beat:
         fields: dict[str, Any] = json.loads(text)
         fields["process"] = Process(**fields["process"])
         fields["waits"] = tuple(fields["waits"]) if fields["waits"] else None
+        fields["computing"] = tuple(fields["computing"])
         fields["said"] = {group: (number, what) for group, (number, what) in fields["said"].items()}
         return cls(**fields)
 

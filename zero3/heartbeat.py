@@ -21,6 +21,7 @@ from typing import Literal
 
 from zero3 import knots
 from zero3.board import MEMORY, Beat, Board, Failure, Process, spell
+from zero3.seen import Seen
 
 ORDER = (
     "modules must be called in the same order on all ranks, and so must what reads parameters (state_dict, gathered,"
@@ -73,21 +74,6 @@ class Position:
 
 
 @dataclass
-class Seen:
-    """What is known of another rank."""
-
-    beat: Beat
-    since: float  # the heartbeat's clock when this beat was first seen
-    looked: float  # and at the last look, which may be long ago
-    here: bool = False  # its process has been seen alive on this machine
-
-    @property
-    def silence(self) -> float:
-        """Seconds for which it is known to have said nothing."""
-        return self.looked - self.since
-
-
-@dataclass
 class Question:
     """``agree`` in progress."""
 
@@ -119,7 +105,15 @@ class Heartbeat:
     """
 
     def __init__(
-        self, board: Board, rank: int, world_size: int, *, silence: float, beat: float, strict: bool
+        self,
+        board: Board,
+        rank: int,
+        world_size: int,
+        *,
+        timeout: float,
+        silence: float,
+        beat: float,
+        strict: bool,
     ) -> None:
         self.board = board
         self.position = Position()
@@ -141,6 +135,7 @@ class Heartbeat:
         self._others = [other for other in range(world_size) if other != rank]
         self._successor = (rank + 1) % world_size
         self._world_size = world_size
+        self._timeout = timeout
         self._silence = silence
         self._beat = beat
         self._strict = strict
@@ -151,6 +146,7 @@ class Heartbeat:
         self._many = max(1.0, world_size / AT_ONCE)  # how much slower many ranks have to be to the store
         self._longest_poll = POLL[1] * self._many
         self._answers: defaultdict[str, Answers] = defaultdict(Answers)
+        self._computing: tuple[int, ...] = ()  # ranks of this host that give no beat, and spend CPU time
         self._knot: dict[int, Beat] = {}  # ranks that seemed to wait for each other, at the last look
         self._thread = threading.Thread(target=self._run, name=f"heartbeat of rank {rank}", daemon=True)
         self._thread.start()
@@ -211,7 +207,15 @@ class Heartbeat:
     def beat(self) -> Beat:
         """Where this rank is now."""
         here = self.position
-        return Beat(self._count, self.process, here.doing, here.waits, here.last(), self._state)
+        return Beat(
+            self._count,
+            self.process,
+            here.doing,
+            here.waits,
+            here.last(),
+            self._state,
+            self._computing,
+        )
 
     def who(self, rank: int) -> str:
         """``rank 1 (host a, pid 7)``."""
@@ -311,6 +315,7 @@ class Heartbeat:
         for group in self.position.last():
             self._answer(group)
         self._read(self._whom(now, kicked))
+        self._look_at_work()
         self._judge_processes()
         self._judge()
 
@@ -404,9 +409,28 @@ class Heartbeat:
             elif beat.count != seen.beat.count:
                 if (beat.said, beat.doing, beat.state) != (seen.beat.said, seen.beat.doing, seen.beat.state):
                     self.moves += 1
-                seen.beat, seen.since = beat, self._clock
+                seen.take(beat, self._clock)
+                self._hear_of_work(beat)
             seen.looked = self._clock
             seen.here = seen.here or not beat.process.is_dead()
+
+    def _hear_of_work(self, beat: Beat) -> None:
+        """See Note [A rank that computes and says nothing]."""
+        for rank in beat.computing:
+            if rank in self.seen:
+                self.seen[rank].worked = self._clock
+
+    def _look_at_work(self) -> None:
+        """The same of ranks on this host; the CPU time of this very process says nothing of another rank."""
+        self._computing = tuple(
+            rank
+            for rank, seen in self.seen.items()
+            if seen.here
+            and seen.silence > 2 * self._beat
+            and seen.beat.process.host == self.process.host
+            and seen.beat.process.pid != self.process.pid
+            and seen.look_at_work(self._clock)
+        )
 
     def _judge_processes(self) -> None:
         """A process that was seen alive here, and ended without a word, is lost at once."""
@@ -471,12 +495,13 @@ class Heartbeat:
         """Those whose time is up, and with them all that fell silent about then: a host takes all its ranks along."""
         limit = min(self._silence, SIGNS * self._beat) if self._urgent else self._silence
         running = [(rank, seen) for rank, seen in self.seen.items() if seen.beat.state == "running"]
-        if all(seen.silence <= limit for _, seen in running):
+        still = {rank: seen.stillness(self._timeout) for rank, seen in running}
+        if all(seconds <= limit for seconds in still.values()):
             return []
-        return [rank for rank, seen in running if seen.silence > limit / 2]
+        return [rank for rank, seconds in still.items() if seconds > limit / 2]
 
     def _silence_of(self, ranks: list[int]) -> Failure:
-        first = max(ranks, key=lambda rank: self.seen[rank].silence)
+        first = max(ranks, key=lambda rank: self.seen[rank].stillness(self._timeout))
         seen = self.seen[first]
         state = seen.beat.process.state() if seen.here else None
         still = f" (its process still exists, in state {state})" if state else ""

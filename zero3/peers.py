@@ -77,7 +77,13 @@ class Peers:
         self.failed_by: BaseException | str | None = None  # on this rank
         self._final: tuple[Failure, str] | None = None  # what this rank was told, and what it then waited for
         self._heartbeat = Heartbeat(
-            Board(store), rank, world_size, silence=silence, beat=self._beat, strict=on_lost is not None
+            Board(store),
+            rank,
+            world_size,
+            timeout=timeout,
+            silence=silence,
+            beat=self._beat,
+            strict=on_lost is not None,
         )
         self._position = self._heartbeat.position
         atexit.register(self._at_exit)

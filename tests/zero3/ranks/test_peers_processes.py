@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zero3.board
 import zero3.peers
 from tiering.errors import DistributedError, RankLostError, RankOrderError, TieringError
 from zero3.peers import Peers
@@ -100,6 +102,58 @@ def test_a_frozen_rank_is_named_after_its_silence(doomed: Ranks) -> None:
         assert "rank 1 (host" in message
         assert "gave no sign of life for" in message
         assert "(its process still exists, in state T)" in message
+
+
+def keep_the_interpreter(seconds: float, *, computing: bool) -> None:
+    """No other thread of Python's runs meanwhile."""
+    if not computing:
+        ctypes.PyDLL(None).usleep(int(1e6 * seconds))
+        return
+    count, took = 10**6, 0.0
+    while took < seconds:
+        count = max(2 * count, int(count * seconds / took * 1.1) if took else 0)
+        began = time.monotonic()
+        sum(range(count))  # one call of C's
+        took = time.monotonic() - began
+
+
+def keep(rank: int, world_size: int, name: str, *, computing: bool, **settings: Any) -> float:
+    peers = peers_of(rank, world_size, name, **settings)
+    peers.note("a long call")
+    total = reduce(peers, "reduce 1")
+    if rank == 1:
+        time.sleep(0.3)  # a beat passes
+        keep_the_interpreter(2.0, computing=computing)
+    return total + reduce(peers, "reduce 2")
+
+
+def test_a_rank_that_computes_without_releasing_the_interpreter_lives(ranks: Ranks) -> None:
+    assert ranks(2).run(keep, 2, "alive", computing=True, silence=1.0) == [2.0] * 2
+
+
+def test_only_its_own_host_sees_a_rank_compute_and_tells_the_others(ranks: Ranks) -> None:
+    """Rank 0 is on another host; rank 2, beside rank 1, vouches for it."""
+    assert ranks(3).run(keep_of_two_hosts, silence=1.0) == [6.0] * 3
+
+
+def keep_of_two_hosts(rank: int, **settings: Any) -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(zero3.board.socket, "gethostname", lambda: "another")
+        return keep(rank, 3, "two hosts", computing=True, **settings)
+
+
+@pytest.mark.parametrize(("computing", "timeout"), [(False, 20.0), (True, 1.5)])
+def test_a_rank_that_neither_speaks_nor_computes_or_never_ends_is_lost(
+    doomed: Ranks, computing: bool, timeout: float
+) -> None:
+    outcomes = doomed(2).outcomes(
+        keep, 2, "lost", computing=computing, silence=1.0, timeout=timeout, limit=60
+    )
+    error = outcomes[0].error
+    assert error is not None and error.kind in ("RankLostError", "DistributedError"), outcomes[0].report()
+    assert "a long call" in error.message
+    assert outcomes[0].seconds < SOON
 
 
 def test_the_exception_of_a_rank_is_quoted_by_the_others(doomed: Ranks) -> None:

@@ -267,28 +267,30 @@ static bool is_in_file(uint64_t offset, uint64_t nbytes)
 }
 
 /* Queue what is wanted of the file with that number. places: the offsets and lengths that must be aligned on a
- * direct file, joined by OR. */
-static int64_t submit(aio_context *context, struct request *wanted, int file, uint64_t places,
-                      const int64_t *after, size_t n_after)
+ * direct file, joined by OR. The ticket is stored under the lock, without which the driver issues nothing. */
+static int submit(aio_context *context, struct request *wanted, int file, uint64_t places,
+                  const int64_t *after, size_t n_after, int64_t *ticket)
 {
     if (wanted->priority < 0 || wanted->priority >= AIO_PRIORITIES || (n_after && !after) ||
-        (wanted->nbytes && !wanted->data))
+        (wanted->nbytes && !wanted->data) || !ticket)
         return -EINVAL;
-    int64_t ticket = -EINVAL;
+    int64_t added = -EINVAL;
     pthread_mutex_lock(&context->lock);
     if (context->closing) {
-        ticket = -ESHUTDOWN;
+        added = -ESHUTDOWN;
     } else if (file >= 0 && (unsigned)file < context->n_files) {
         wanted->file = context->files[file];
         if (!wanted->file->direct || ((uintptr_t)wanted->data | places) % AIO_ALIGNMENT == 0)
-            ticket = aio_request_add(context, wanted, after, n_after);
+            added = aio_request_add(context, wanted, after, n_after);
     }
+    if (added > 0) /* other threads of the caller may look at it at any time */
+        __atomic_store_n(ticket, added, __ATOMIC_RELEASE);
     pthread_mutex_unlock(&context->lock);
-    return ticket;
+    return added > 0 ? 0 : (int)added;
 }
 
-int64_t aio_submit(aio_context *context, int kind, int file, void *data, uint64_t offset, uint64_t nbytes,
-                   int priority, const int64_t *after, size_t n_after)
+int aio_submit(aio_context *context, int kind, int file, void *data, uint64_t offset, uint64_t nbytes,
+               int priority, const int64_t *after, size_t n_after, int64_t *ticket)
 {
     if (is_foreign(context))
         return -ECHILD;
@@ -302,12 +304,12 @@ int64_t aio_submit(aio_context *context, int kind, int file, void *data, uint64_
         wanted.offset = offset;
         wanted.nbytes = nbytes;
     }
-    return submit(context, &wanted, file, wanted.offset, after, n_after);
+    return submit(context, &wanted, file, wanted.offset, after, n_after, ticket);
 }
 
-int64_t aio_submit_scattered(aio_context *context, int kind, int file, void *data, const uint64_t *offsets,
-                             size_t n, uint64_t nbytes_each, int priority, const int64_t *after,
-                             size_t n_after)
+int aio_submit_scattered(aio_context *context, int kind, int file, void *data, const uint64_t *offsets,
+                         size_t n, uint64_t nbytes_each, int priority, const int64_t *after, size_t n_after,
+                         int64_t *ticket)
 {
     if (is_foreign(context))
         return -ECHILD;
@@ -328,10 +330,10 @@ int64_t aio_submit_scattered(aio_context *context, int kind, int file, void *dat
             return -ENOMEM;
         memcpy(wanted.pieces, offsets, n * sizeof *offsets);
     }
-    int64_t ticket = submit(context, &wanted, file, places, after, n_after);
-    if (ticket < 0)
+    int error = submit(context, &wanted, file, places, after, n_after, ticket);
+    if (error)
         free(wanted.pieces);
-    return ticket;
+    return error;
 }
 
 static struct timespec deadline_after(int64_t timeout_ns)

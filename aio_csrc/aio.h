@@ -135,23 +135,26 @@ int aio_add_file(aio_context *context, int fd, int direct);
  * more than a thousand buffers, counting each GiB as one. -EFAULT: not all of it is mapped. */
 int aio_register_buffer(aio_context *context, void *address, uint64_t nbytes);
 
-/* Queue one request and return its ticket (> 0) at once. Any length is taken: it is split into blocks, and
+/* Queue one request and store its ticket (> 0) in *ticket. Any length is taken: it is split into blocks, and
  * what the kernel transfers short is continued.
+ *
+ * *ticket is stored before any of it is issued, and only if the request was taken: a caller that never gets to
+ * see the return value (an interpreter whose signal handler raises) learns from it what is under way.
  *
  * On a direct file data and offset must be multiples of AIO_ALIGNMENT (-EINVAL). nbytes need not be: the last
  * block then passes through an aligned buffer of ours. A write fills the rest of that block with zeros; a
  * read drops what lies behind nbytes and accepts that the file ends there.
  *
  * after: tickets that must be done before this one is issued. If one of them failed, this one fails with
- * -ECANCELED: a read ordered behind a failed write never returns stale bytes. That holds for a failed ticket
- * already released, too; a released ticket that succeeded is no obstacle. A number that was never a ticket is
- * -EINVAL. A priority never overtakes an order: what an urgent request waits for becomes as urgent.
+ * -ECANCELED: a read ordered behind a failed write never returns stale bytes. A released ticket is no obstacle,
+ * so keep one that failed for as long as something may have to be ordered after it. A number that was never a
+ * ticket is -EINVAL. A priority never overtakes an order: what an urgent request waits for becomes as urgent.
  *
  * AIO_FLUSH ignores data, offset and nbytes; it covers the writes that were done when it was issued, so name
  * the others in after. -ESHUTDOWN: the context is closed. -ENOMEM, -EAGAIN: out of memory, or a million
  * tickets unreleased. */
-int64_t aio_submit(aio_context *context, int kind, int file, void *data, uint64_t offset, uint64_t nbytes,
-                   int priority, const int64_t *after, size_t n_after);
+int aio_submit(aio_context *context, int kind, int file, void *data, uint64_t offset, uint64_t nbytes,
+               int priority, const int64_t *after, size_t n_after, int64_t *ticket);
 
 /* One request of n pieces of nbytes_each bytes: piece i goes between data + i * nbytes_each and offsets[i]. For
  * many small transfers at once: a ticket each costs more than they do. No block crosses a piece's edge; the
@@ -159,9 +162,9 @@ int64_t aio_submit(aio_context *context, int kind, int file, void *data, uint64_
  * nbytes_each is a multiple of AIO_ALIGNMENT, too, for there are no tails in the middle. Pieces that overlap in
  * the file are read well; written, either may be there in the end. offsets are copied. -EINVAL also for
  * AIO_FLUSH. */
-int64_t aio_submit_scattered(aio_context *context, int kind, int file, void *data, const uint64_t *offsets,
-                             size_t n, uint64_t nbytes_each, int priority, const int64_t *after,
-                             size_t n_after);
+int aio_submit_scattered(aio_context *context, int kind, int file, void *data, const uint64_t *offsets,
+                         size_t n, uint64_t nbytes_each, int priority, const int64_t *after, size_t n_after,
+                         int64_t *ticket);
 
 /* Wait until the ticket is done, at most timeout_ns (0: just look; < 0: for ever), and store its result.
  * Errors are the kernel's; besides, -ENODATA is a read behind the end of the file (the block layer answers it
@@ -182,8 +185,7 @@ int64_t aio_wait_any(aio_context *context, const int64_t *tickets, size_t n, int
  * a flush. -EBUSY: too late, the request goes on; -EALREADY: done. */
 int aio_cancel(aio_context *context, int64_t ticket);
 
-/* Give a done ticket back; its result is forgotten, except that a failure goes on failing those that come
- * after it. -EBUSY: not done yet. -ESTALE: released before. */
+/* Give a done ticket back; its result is forgotten. -EBUSY: not done yet. -ESTALE: released before. */
 int aio_release(aio_context *context, int64_t ticket);
 
 int aio_stats(aio_context *context, int file, aio_file_stats *out);

@@ -27,8 +27,6 @@ enum request_state {
     REQUEST_QUEUED,  /* in its file's queue, with blocks still to be issued */
     REQUEST_ISSUED,  /* every block is with the backend */
     REQUEST_DONE,    /* result is final; waits to be released */
-    REQUEST_RETIRED, /* failed and released: never used again, so that its ticket goes on failing its
-                        successors */
 };
 
 /* `dependent` waits for `earlier`. In two lists: what earlier holds up, and what dependent waits for; from the

@@ -5,13 +5,11 @@
  * what became of it
  *
  *     ticket > id    was never given out
- *     ticket < id    released, and it succeeded: its slot was reused
+ *     ticket < id    released: its slot was reused
  *     ticket == id   look at the state
  *
- * A request that failed must go on failing what is ordered after it, even when its ticket was released long
- * before (the caller has seen the error, but another one may still be about to read those bytes). Its slot is
- * therefore retired, not reused: a tombstone of some hundred bytes. Failures are rare, and a run that has
- * many has other troubles.
+ * A request that failed goes on failing what is ordered after it until its ticket is released: who may still
+ * name it keeps it. A slot is thus free again as soon as nobody can ask, however many requests fail.
  *
  * A read that its owner cancelled is no failure: what comes after it goes on.
  *
@@ -60,7 +58,7 @@ static int add_chunk(aio_context *context)
 }
 
 /* The request of a ticket, or NULL with *error: -EINVAL if there was never such a ticket, -ESTALE if it was
- * released. A retired one is returned with -ESTALE as well. */
+ * released. */
 struct request *aio_request_find(aio_context *context, int64_t ticket, int *error)
 {
     uint64_t slot = (uint64_t)(ticket & SLOT_MASK);
@@ -73,8 +71,7 @@ struct request *aio_request_find(aio_context *context, int64_t ticket, int *erro
     *error = -ESTALE;
     if (ticket < request->id || request->state == REQUEST_FREE)
         return NULL;
-    if (request->state != REQUEST_RETIRED)
-        *error = 0;
+    *error = 0;
     return request;
 }
 
@@ -250,7 +247,7 @@ static int order_after(aio_context *context, struct request *request, const int6
         struct request *earlier = aio_request_find(context, after[i], &error);
         if (!earlier)
             continue;
-        if (earlier->state == REQUEST_DONE || earlier->state == REQUEST_RETIRED) {
+        if (earlier->state == REQUEST_DONE) {
             request->poisoned |= !is_harmless(earlier);
             continue;
         }
@@ -304,10 +301,6 @@ int64_t aio_request_add(aio_context *context, const struct request *wanted, cons
 
 void aio_request_release(aio_context *context, struct request *request)
 {
-    if (!is_harmless(request)) {
-        request->state = REQUEST_RETIRED;
-        return;
-    }
     request->state = REQUEST_FREE;
     request->next = context->free_requests;
     context->free_requests = request;

@@ -10,11 +10,11 @@ from __future__ import annotations
 import errno
 import math
 import os
+import threading
 import time
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Protocol, Self
@@ -39,8 +39,12 @@ _KINDS = {
 _KIND_NAMES = {number: name for name, number in _KINDS.items()}
 
 _POINTER = ffi.typeof("void *")
+_TICKET = ffi.typeof("int64_t *")
 _RESULT = ffi.typeof("aio_result *")
 _FINE_COUNTS = ffi.typeof(f"uint64_t[{lib.AIO_FINE_BUCKETS}]")
+
+FEW_BEGUN = 4
+"""A thread looks after transfers that it has dropped when it has begun so many more, or as many as are under way."""
 
 # A wait returns to the interpreter this often, so that Ctrl-C is heard.
 _SLICE_NS = 100_000_000
@@ -108,38 +112,110 @@ class _Request:
     """What the context remembers of a submission until its result is known, ticket or not."""
 
     # Defaults, so that the usual request sets few attributes: this is made for every transfer.
-    id = 0
     pieces: tuple[int, ...] = ()  # where they begin in the file, if it is scattered
     after: tuple[_Request, ...] = ()  # kept until this one succeeds, to tell why it did not
     result: int | None = None
     failed_at = 0
     submitted = 0  # when, while transfers are recorded
+    kept: _Kept | None = None
+    holder: Callable[[], Ticket | None]
     seen = False
     canceled = False
 
     def __init__(
-        self, kind: int, file: int, buffer: Buffer | None, offset: int, nbytes: int, names: tuple[str, ...]
+        self,
+        kind: int,
+        file: int,
+        buffer: Buffer | None,
+        offset: int,
+        nbytes: int,
+        priority: int,
+        names: tuple[str, ...],
     ) -> None:
         self.kind = kind
         self.file = file
         self.buffer = buffer
         self.offset = offset
         self.nbytes = nbytes
+        self.priority = priority
         self.names = names
+        # C stores the ticket here before anything is issued. A signal handler that raises in the moment in which the
+        # submission returns takes the returned value away, but not this.
+        self.ticket = ffi.new(_TICKET)
+
+    @property
+    def id(self) -> int:
+        """The ticket in C; 0 until it is submitted."""
+        number: int = self.ticket[0]
+        return number
+
+
+class _Kept:
+    """A failed ticket that C still knows: what is ordered after it fails, until nobody is left to name it."""
+
+    __slots__ = ("_context", "_id")
+
+    def __init__(self, context: _Context, number: int) -> None:
+        self._context = context
+        self._id = number
+
+    # Bound early: when the interpreter ends, modules may be empty by then.
+    def __del__(self, release: Callable[[object, int], int] = lib.aio_release) -> None:
+        if self._context.handle is not None:
+            release(self._context.handle, self._id)
+
+
+class _Context:
+    """Owns the context in C. ``handle`` is None once it is freed.
+
+    The garbage collector finalizes the objects of a cycle in any order, so who has a ``__del__`` must look.
+    """
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: object) -> None:
+        self.handle: object | None = handle
+
+    def __del__(self, free: Callable[[object], None] = lib.aio_free) -> None:
+        handle, self.handle = self.handle, None
+        free(handle)
+
+
+class _Begun(threading.local):
+    """Requests of this thread that nobody may have been told of. They are looked at when there are ``most``."""
+
+    def __init__(self) -> None:
+        self.requests: list[_Request] = []
+        self.most = FEW_BEGUN
 
 
 class Ticket:
     """One transfer under way. Any thread may ask it, as often as it likes: the answer does not change.
 
     It may be dropped: the buffer stays alive until the transfer is over, and a failure is then raised by a
-    later read, write or flush, at the latest by ``close``.
+    later read, write or flush of the thread that began it, at the latest by ``close``.
     """
 
-    __slots__ = ("_context", "_request")
+    # No __del__: what a signal handler raises while one runs, the interpreter throws away.
+    __slots__ = ("__weakref__", "_context", "_request")
 
     def __init__(self, context: AioContext, request: _Request) -> None:
         self._context = context
         self._request = request
+        request.holder = weakref.ref(self)
+
+    def begin(self) -> Self:
+        """Submit what ``prepare`` has made, once. Raises as ``AioContext.read``: then it is done, with no byte moved.
+
+        An exception that a signal handler raises may come before the submission or after it: ``begun`` says which.
+        """
+        self._context._begin(self._request)
+        return self
+
+    @property
+    def begun(self) -> bool:
+        """Whether it was submitted: the memory is in use until it is done."""
+        return bool(self._request.ticket[0])
 
     @property
     def nbytes(self) -> int:
@@ -163,7 +239,10 @@ class Ticket:
 
     def done(self) -> bool:
         """True once ``wait`` would return, or raise, at once."""
-        return self._request.result is not None or self._context._collect(self._request, 0) is not None
+        request = self._request
+        if request.result is not None:
+            return True
+        return bool(request.ticket[0]) and self._context._collect(request, 0) is not None
 
     def cancel(self) -> bool:
         """Take it back if nothing of it was begun; True if so, and ``wait`` then raises ECANCELED.
@@ -173,14 +252,11 @@ class Ticket:
         """
         return self._context._cancel(self._request)
 
-    def __del__(self) -> None:
-        request = getattr(self, "_request", None)  # None: interrupted before it was set
-        if request is not None and not request.seen and (request.result is None or request.result < 0):
-            self._context._orphans.append(request)
-
     def __repr__(self) -> str:
         request = self._request
-        state = "in flight" if request.result is None else f"result {request.result}"
+        state = f"result {request.result}"
+        if request.result is None:
+            state = "in flight" if request.id else "not begun"
         return f"<Ticket {_KIND_NAMES[request.kind]} {self.nbytes} bytes at {request.offset}, {state}>"
 
 
@@ -215,7 +291,8 @@ class AioContext:
             "registered": registered,
             "verify": verify,
         }
-        self._handle = ffi.gc(_open(engine, options, fault), lib.aio_free)
+        self._owner = _Context(_open(engine, options, fault))
+        self._handle = self._owner.handle
         self._closed = False
         self._pid = os.getpid()
         self.engine = self.info.engine
@@ -223,7 +300,7 @@ class AioContext:
         _OPEN_CONTEXTS.add(self)
         self._files: dict[int, tuple[str, bool]] = {}
         self._live: set[_Request] = set()
-        self._orphans: deque[_Request] = deque()
+        self._begun = _Begun()
         self._recorded: list[TransferRecord] | None = None
 
     @property
@@ -278,10 +355,12 @@ class AioContext:
         fails with ECANCELED if one of them failed, so that it never returns bytes that a write failed to
         replace. ``names`` are the tensors, for the error message.
 
-        Raises SwapError if it is refused, or if a ticket dropped earlier turns out to have failed; nothing is
-        submitted then.
+        Raises SwapError if it is refused, or if a ticket that this thread has dropped turns out to have failed;
+        nothing is submitted then.
         """
-        return self._submit(lib.AIO_READ, file, buffer, offset, nbytes, priority, after, names)
+        return self.prepare(
+            "read", file, buffer, offset, nbytes, priority=priority, after=after, names=names
+        ).begin()
 
     def write(
         self,
@@ -298,7 +377,29 @@ class AioContext:
 
         On a direct file a length that is not a multiple of 4096 fills the rest of the last block with zeros.
         """
-        return self._submit(lib.AIO_WRITE, file, buffer, offset, nbytes, priority, after, names)
+        return self.prepare(
+            "write", file, buffer, offset, nbytes, priority=priority, after=after, names=names
+        ).begin()
+
+    def prepare(
+        self,
+        kind: Literal["read", "write"],
+        file: int,
+        buffer: Buffer,
+        offset: int,
+        nbytes: int,
+        *,
+        priority: int = 0,
+        after: Sequence[Ticket] = (),
+        names: tuple[str, ...] = (),
+    ) -> Ticket:
+        """A ``read`` or ``write`` that is not submitted before ``Ticket.begin``.
+
+        For memory that is given back by hand. A signal handler may raise between the submission and the next
+        statement, and what was submitted is then known to nobody: note the ticket where it will be waited for, and
+        only then begin it.
+        """
+        return self._prepare(_KINDS[kind], file, buffer, offset, nbytes, priority, after, names)
 
     def read_scattered(
         self,
@@ -316,9 +417,9 @@ class AioContext:
         One ticket for all: for many small reads, which cost less than a ticket each. On a direct file
         ``nbytes_each`` is a multiple of 4096 as well; otherwise like ``read``.
         """
-        return self._submit_scattered(
-            lib.AIO_READ, file, buffer, offsets, nbytes_each, priority, after, names
-        )
+        return self.prepare_scattered(
+            "read", file, buffer, offsets, nbytes_each, priority=priority, after=after, names=names
+        ).begin()
 
     def write_scattered(
         self,
@@ -335,13 +436,31 @@ class AioContext:
 
         Pieces must not overlap in the file: which of them is there in the end would be left to chance.
         """
-        return self._submit_scattered(
-            lib.AIO_WRITE, file, buffer, offsets, nbytes_each, priority, after, names
-        )
+        return self.prepare_scattered(
+            "write", file, buffer, offsets, nbytes_each, priority=priority, after=after, names=names
+        ).begin()
+
+    def prepare_scattered(
+        self,
+        kind: Literal["read", "write"],
+        file: int,
+        buffer: Buffer,
+        offsets: Sequence[int],
+        nbytes_each: int,
+        *,
+        priority: int = 0,
+        after: Sequence[Ticket] = (),
+        names: tuple[str, ...] = (),
+    ) -> Ticket:
+        """A ``read_scattered`` or ``write_scattered`` that ``Ticket.begin`` submits; see ``prepare``."""
+        pieces = tuple(offsets)
+        first = pieces[0] if pieces else 0
+        nbytes = len(pieces) * nbytes_each
+        return self._prepare(_KINDS[kind], file, buffer, first, nbytes, priority, after, names, pieces)
 
     def flush(self, file: int, *, after: Sequence[Ticket] = ()) -> Ticket:
         """fdatasync: covers the writes done when it is issued; name those still under way in ``after``."""
-        return self._submit(lib.AIO_FLUSH, file, None, 0, 0, 0, after, ())
+        return self._prepare(lib.AIO_FLUSH, file, None, 0, 0, 0, after, ()).begin()
 
     def wait_any(self, tickets: Sequence[Ticket], timeout: float | None = None) -> Ticket:
         """One of ``tickets`` that is done, successful or not, the first if several are; its ``wait`` tells.
@@ -350,7 +469,8 @@ class AioContext:
         """
         if not tickets:
             raise ValueError("wait_any needs at least one ticket")
-        ids = ffi.new("int64_t[]", self._ids(tickets))
+        self._check_own(tickets)
+        ids = ffi.new("int64_t[]", [ticket._request.id for ticket in tickets])
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             for ticket in tickets:
@@ -422,8 +542,7 @@ class AioContext:
         self._registered.clear()
         if os.getpid() != self._pid:
             return  # a child has no transfers: the parent's tickets are the parent's to judge
-        unseen = sorted({*self._live, *self._orphans}, key=lambda request: request.id)
-        self._orphans.clear()
+        unseen = sorted(self._live, key=lambda request: request.id)
         for request in unseen:
             if request.result is None and request.id:
                 self._collect(request, 0)
@@ -444,12 +563,12 @@ class AioContext:
             error.add_note(f"While closing: {unseen}")
 
     def __del__(self) -> None:
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or os.getpid() != self._pid or self._owner.handle is None:
             return
         warnings.warn("AioContext was dropped without close()", ResourceWarning, source=self, stacklevel=2)
         lib.aio_close(self._handle)
 
-    def _submit(
+    def _prepare(
         self,
         kind: int,
         file: int,
@@ -461,87 +580,89 @@ class AioContext:
         names: tuple[str, ...],
         pieces: tuple[int, ...] = (),
     ) -> Ticket:
-        if self._orphans:
-            self._surface()
         if buffer is not None and (offset < 0 or not 0 <= nbytes <= buffer.nbytes):
             raise ValueError(
                 f"cannot transfer {nbytes} bytes at offset {offset} with a buffer of {buffer.nbytes}"
             )
-        address = ffi.NULL if buffer is None else ffi.cast(_POINTER, buffer.address)
-        request = _Request(kind, file, buffer, offset, nbytes, names)
+        request = _Request(kind, file, buffer, offset, nbytes, priority, names)
         if pieces:
             request.pieces = pieces
-        earlier = ffi.NULL
         if after:
-            earlier = self._ids(after)
+            self._check_own(after)
             request.after = tuple(ticket._request for ticket in after)
+        return Ticket(self, request)
+
+    def _begin(self, request: _Request) -> None:
+        assert not request.id and request.result is None, "a transfer is begun once"
         if self._recorded is not None:
             request.submitted = time.monotonic_ns()
         # Before the call: an interrupt right after it must not free memory that is being transferred.
         self._live.add(request)
         try:
+            begun = self._begun
+            if len(begun.requests) >= begun.most:
+                self._surface(begun)
+            code = self._submit(request)
+            if code < 0:
+                raise self._refused(request, -code, request.priority)
+            begun.requests.append(request)
+        finally:
+            if not request.id:  # refused, or interrupted before
+                self._live.discard(request)
+                request.result = 0
+
+    def _submit(self, request: _Request) -> int:
+        kind, file, buffer, pieces = request.kind, request.file, request.buffer, request.pieces
+        address = ffi.NULL if buffer is None else ffi.cast(_POINTER, buffer.address)
+        earlier = [before.id for before in request.after] if request.after else ffi.NULL
+        n_earlier, priority, ticket = len(request.after), request.priority, request.ticket
+        try:
             if pieces:
-                n, each = len(pieces), nbytes // len(pieces)
-                code = lib.aio_submit_scattered(
-                    self._handle, kind, file, address, pieces, n, each, priority, earlier, len(after)
+                n, each = len(pieces), request.nbytes // len(pieces)
+                code: int = lib.aio_submit_scattered(
+                    self._handle, kind, file, address, pieces, n, each, priority, earlier, n_earlier, ticket
                 )
             else:
+                offset, nbytes = request.offset, request.nbytes
                 code = lib.aio_submit(
-                    self._handle, kind, file, address, offset, nbytes, priority, earlier, len(after)
+                    self._handle, kind, file, address, offset, nbytes, priority, earlier, n_earlier, ticket
                 )
-        except (
-            OverflowError
-        ):  # a number that C has no room for; whatever else interrupts may have submitted it
-            self._live.discard(request)
-            places = f"offsets {min(pieces)} .. {max(pieces)}" if pieces else f"offset {offset}"
+        except OverflowError:  # a number that C has no room for
+            places = f"offsets {min(pieces)} .. {max(pieces)}" if pieces else f"offset {request.offset}"
             raise ValueError(
-                f"cannot transfer {nbytes} bytes at {places} with priority {priority}: 64 bits do not hold it"
+                f"cannot transfer {request.nbytes} bytes at {places} with priority {priority}: 64 bits do not hold it"
             ) from None
-        if code < 0:
-            self._live.discard(request)
-            raise self._refused(request, -code, priority)
-        request.id = code
-        return Ticket(self, request)
+        return code
 
-    def _submit_scattered(
-        self,
-        kind: int,
-        file: int,
-        buffer: Buffer,
-        offsets: Sequence[int],
-        nbytes_each: int,
-        priority: int,
-        after: Sequence[Ticket],
-        names: tuple[str, ...],
-    ) -> Ticket:
-        pieces = tuple(offsets)
-        first = pieces[0] if pieces else 0
-        nbytes = len(pieces) * nbytes_each
-        return self._submit(kind, file, buffer, first, nbytes, priority, after, names, pieces)
-
-    def _ids(self, after: Sequence[Ticket]) -> list[int]:
-        for ticket in after:
+    def _check_own(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
             if ticket._context is not self:
                 raise ValueError(f"{ticket!r} belongs to another AioContext: order only within one")
-        return [ticket._request.id for ticket in after]
 
     def _collect(self, request: _Request, timeout_ns: int) -> int | None:
-        """The result, or None when it is not there in time; then C forgets it and the buffer is let go."""
+        """The result, or None when it is not there in time. With it C forgets a success, and the buffer is let go."""
         result = ffi.new(_RESULT)
-        code = lib.aio_wait(self._handle, request.id, timeout_ns, result)
+        ticket = request.ticket[0]
+        code = lib.aio_wait(self._handle, ticket, timeout_ns, result)
         if code == -errno.ETIMEDOUT:
             return None
         if code == 0:
             if result.bytes < 0:
                 request.failed_at = result.offset
-            elif request.after:
+                # C forgets it when nobody can order anything after it any more; one thread alone sees to that.
+                claim = object()
+                first = request.__dict__.setdefault("claim", claim) is claim
+                if first:
+                    request.kept = _Kept(self._owner, ticket)
+                request.result = result.bytes
+            else:
                 request.after = ()
-            request.result = result.bytes  # before the release: who finds the ticket released reads it here
+                # Before the release: who finds the ticket released reads it here.
+                request.result = result.bytes
+                self._live.discard(request)  # a failure is kept until somebody was told
+                # -ESTALE: another thread was here just now.
+                first = lib.aio_release(self._handle, ticket) == 0
             request.buffer = None
-            if result.bytes >= 0:  # a failure is kept until somebody was told
-                self._live.discard(request)
-            # -ESTALE: another thread was here just now.
-            first = lib.aio_release(self._handle, request.id) == 0
             if first and self._recorded is not None and result.issued_ns:
                 self._recorded.append(self._record(request, result.issued_ns, result.done_ns))
         elif code != -errno.ESTALE:
@@ -564,6 +685,8 @@ class AioContext:
 
     def _await(self, request: _Request, timeout: float | None) -> int:
         result = None
+        if not request.id:  # nothing is under way
+            return 0
         if timeout is None:
             while result is None:
                 result = self._collect(request, _SLICE_NS)
@@ -578,6 +701,8 @@ class AioContext:
                 raise TimeoutError(f"{self._describe(request)} is not done after {timeout} s")
 
     def _cancel(self, request: _Request) -> bool:
+        if not request.id:
+            return False
         code = lib.aio_cancel(self._handle, request.id)
         if code in (-errno.EBUSY, -errno.EALREADY, -errno.ESTALE):
             return False
@@ -586,17 +711,24 @@ class AioContext:
         request.canceled = True
         return True
 
-    def _surface(self) -> None:
-        """Raise the failure of a ticket that was dropped. Looks only up to the first one still under way."""
-        while self._orphans:
-            try:
-                request = self._orphans.popleft()
-            except IndexError:  # another thread took it
-                return
-            if request.result is None and self._collect(request, 0) is None:
-                self._orphans.appendleft(request)
-                return
-            self._judge_unseen(request)
+    def _surface(self, begun: _Begun) -> None:
+        """Raise the first failure of a ticket that this thread has dropped; forget what is over."""
+        still: list[_Request] = []
+        failed = None
+        for request in begun.requests:
+            dropped = request.holder() is None
+            if dropped and request.result is None:
+                self._collect(request, 0)
+            result = request.result
+            if result is not None and (result >= 0 or request.seen):
+                continue
+            if dropped and result is not None and failed is None:
+                failed = request
+            else:
+                still.append(request)  # under way, or its holder may ask, or its turn comes later
+        begun.requests, begun.most = still, FEW_BEGUN + 2 * len(still)
+        if failed is not None:
+            self._judge_unseen(failed)
 
     def _judge_unseen(self, request: _Request) -> None:
         """Raise a failure that nobody was told of; what was cancelled has a cause, which is told instead."""

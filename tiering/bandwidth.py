@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Literal
 
 from tiering.aio import AioContext, Ticket
 from tiering.arena import PAGE, Arena, Lease
@@ -53,8 +53,7 @@ def measure(aio: AioContext, files: Sequence[tuple[int, int]]) -> list[int]:
     return [min(rates) for rates in zip(written, read, strict=True)]
 
 
-class _Submit(Protocol):
-    def __call__(self, file: int, buffer: Lease, offset: int, nbytes: int) -> Ticket: ...
+_Kind = Literal["read", "write"]
 
 
 class _Lane:
@@ -73,20 +72,20 @@ class _Lane:
             buffer.view[:] = content
 
     def first_writes(self) -> None:
-        moved, _ = self._run(self._aio.write, self._span, self._span)
+        moved, _ = self._run("write", self._span, self._span)
         self._valid = min(self._span, moved)
 
     def writes(self) -> int:
-        return self._rate(self._aio.write)
+        return self._rate("write")
 
     def reads(self) -> int:
-        return self._rate(self._aio.read)
+        return self._rate("read")
 
-    def _rate(self, submit: _Submit) -> int:
-        moved, seconds = self._run(submit, self._valid, MOST_BYTES)
+    def _rate(self, kind: _Kind) -> int:
+        moved, seconds = self._run(kind, self._valid, MOST_BYTES)
         return int(moved / seconds)
 
-    def _run(self, submit: _Submit, span: int, most: int) -> tuple[int, float]:
+    def _run(self, kind: _Kind, span: int, most: int) -> tuple[int, float]:
         """Transfer blocks of [0, span), over and over, until the window or ``most`` is over: (bytes, seconds)."""
         began = time.monotonic()
         idle, in_flight = self._buffers[:], deque[tuple[Lease, Ticket]]()
@@ -95,7 +94,9 @@ class _Lane:
             while not submitted or (submitted < most and time.monotonic() - began < SECONDS):
                 if idle and len(in_flight) * self._block <= moved:
                     buffer = idle.pop()
-                    in_flight.append((buffer, submit(self._file, buffer, at, self._block)))
+                    ticket = self._aio.prepare(kind, self._file, buffer, at, self._block)
+                    in_flight.append((buffer, ticket))
+                    ticket.begin()
                     submitted += self._block
                     at = (at + self._block) % span
                 else:

@@ -4,6 +4,10 @@
 may come first. Each extent therefore remembers its transfers in flight, and a new one that conflicts (they overlap and
 one of them writes) is submitted to run *after* the earlier ones. A failed write marks its extent: until the range is
 written anew, reading it raises the write's error instead of returning stale bytes.
+
+**Signals.** A signal handler may raise between any two statements. So a transfer is noted in its extent before it is
+submitted: ``settle`` then waits for all that the kernel has, whatever became of the call that submitted it. A note of a
+transfer that was never submitted is harmless, and goes with the next transfer of the extent.
 """
 
 from __future__ import annotations
@@ -17,9 +21,11 @@ from pathlib import Path
 from tiering.aio import AioContext, Buffer, Ticket
 from tiering.arena import round_up
 from tiering.errors import SwapError, SwapSpaceError
-from tiering.interrupts import deferred_interrupts
 from tiering.ranges import FreeRanges
 from tiering.swap_file import SwapFile, check_directory
+
+_Failure = tuple[int, int, SwapError]
+"""First byte of a range of an extent, its end, and the error of the write that did not replace it."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class _Transfer:
     start: int
     end: int
     writes: bool
+    replaces: list[_Failure]  # failures that end with it, if it was submitted
 
     def conflicts(self, start: int, end: int, writes: bool) -> bool:
         return self.start < end and start < self.end and (writes or self.writes)
@@ -41,7 +48,7 @@ class Extent:
     nbytes: int
     names: tuple[str, ...]
     in_flight: list[_Transfer] = field(default_factory=list, repr=False)
-    failed: list[tuple[int, int, SwapError]] = field(default_factory=list, repr=False)
+    failed: list[_Failure] = field(default_factory=list, repr=False)
 
 
 class SlabFile:
@@ -125,8 +132,8 @@ class SlabFile:
     ) -> Ticket:
         """Start reading ``nbytes`` (default: the buffer's) at ``offset`` of ``extent`` into ``buffer``.
 
-        Ctrl-C may come before the ticket is in the caller's hands: after an exception ``settle`` the extent before
-        the memory is given back.
+        A signal handler may raise before the ticket is in the caller's hands: after an exception ``settle`` the extent
+        before the memory is given back.
         """
         return self._start(extent, buffer, offset, nbytes, priority, writes=False)
 
@@ -144,8 +151,9 @@ class SlabFile:
     def settle(self, extent: Extent) -> None:
         """Wait for all transfers of ``extent`` that are under way. What fails is told to those who read it."""
         for transfer in tuple(extent.in_flight):
-            with contextlib.suppress(SwapError):
-                transfer.ticket.wait()
+            if transfer.ticket.begun:
+                with contextlib.suppress(SwapError):
+                    transfer.ticket.wait()
 
     def close(self) -> None:
         """Close the descriptor; the kernel frees the space. The I/O context must have been closed first."""
@@ -160,15 +168,14 @@ class SlabFile:
                 f"transfer [{offset}, {offset + length}) does not fit an extent of {extent.nbytes} bytes and a"
                 f" buffer of {buffer.nbytes} bytes ({shorten(extent.names)})"
             )
-        submit = self.aio.write if writes else self.aio.read
         end = offset + length
-        # A transfer that is under way but not noted would not be waited for by those who come after it.
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             self._settle(extent)
-            for start, stop, error in extent.failed:
-                if not writes and start < end and offset < stop:
-                    raise error.with_traceback(None)  # or each time it is raised would add to it
-            ticket = submit(
+            overlapping = [failure for failure in extent.failed if failure[0] < end and offset < failure[1]]
+            if overlapping and not writes:
+                raise overlapping[0][2].with_traceback(None)  # or each time it is raised would add to it
+            ticket = self.aio.prepare(
+                "write" if writes else "read",
                 self.file,
                 buffer,
                 extent.offset + offset,
@@ -177,28 +184,32 @@ class SlabFile:
                 after=[t.ticket for t in extent.in_flight if t.conflicts(offset, end, writes)],
                 names=extent.names,
             )
-            if writes:  # only now: a write that is refused replaces nothing
+            # See Signals, above. If it is not submitted in the end, _settle restores the failures that it replaces.
+            extent.in_flight.append(_Transfer(ticket, offset, end, writes, overlapping))
+            if overlapping:
                 extent.failed = list(_without(extent.failed, offset, end))
-            extent.in_flight.append(_Transfer(ticket, offset, end, writes))
-            return ticket
+            return ticket.begin()
 
     def _settle(self, extent: Extent) -> None:
         """Forget the transfers that have ended; remember the writes that failed."""
+        in_flight, failed = extent.in_flight, extent.failed
+        if in_flight and not in_flight[-1].ticket.begun:  # the last one was refused, or interrupted before
+            failed, in_flight = failed + in_flight[-1].replaces, in_flight[:-1]
         still: list[_Transfer] = []
-        for transfer in extent.in_flight:
+        for transfer in in_flight:
             if not transfer.ticket.done():
                 still.append(transfer)
             elif transfer.writes:
                 try:
                     transfer.ticket.wait()
                 except SwapError as error:
-                    extent.failed.append((transfer.start, transfer.end, error))
+                    failed = [*failed, (transfer.start, transfer.end, error)]
+        # In this order: interrupted between the two, the same failures are found, and noted, once more.
+        extent.failed = failed
         extent.in_flight = still
 
 
-def _without(
-    ranges: list[tuple[int, int, SwapError]], start: int, end: int
-) -> Iterator[tuple[int, int, SwapError]]:
+def _without(ranges: list[_Failure], start: int, end: int) -> Iterator[_Failure]:
     """``ranges`` less [start, end)."""
     for first, last, error in ranges:
         if first < min(last, start):

@@ -7,17 +7,18 @@ on it.
 
 A transfer over several pieces is submitted in one go under a lock: two writes of one range come in the same order on
 every path. Its memory is free only when all of its pieces are over. If a piece of a write cannot even be submitted,
-the range holds old bytes and new ones, and reading what was left out raises the error.
+the range holds old bytes and new ones, and reading what was left out raises the error. So that this holds wherever an
+exception cuts in, all pieces of a write are marked as left out before the first one is submitted: each submission
+takes its own mark away.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,6 @@ from tiering.arena import round_up
 from tiering.bandwidth import MOST_BYTES, measure, weights
 from tiering.config import format_size
 from tiering.errors import SwapError, SwapSpaceError
-from tiering.interrupts import deferred_interrupts
 from tiering.storage import Extent, SlabFile, shorten
 from tiering.striping import Need, Piece, StripeMap, apportion, shares_of
 from tiering.swap_file import check_directory, disk_of, free_by_file_system, too_full
@@ -158,8 +158,8 @@ class SwapSpace:
     ) -> Transfer:
         """Start reading ``nbytes`` (default: the buffer's) at ``offset`` of ``extent`` into ``buffer``.
 
-        Ctrl-C is held back while it is submitted and noted, but may come before the ticket is in the caller's hands:
-        after an exception ``settle`` the extent before the memory is given back.
+        A signal handler may raise before the ticket is in the caller's hands: after an exception ``settle`` the extent
+        before the memory is given back.
         """
         if len(extent.parts) == 1:
             only = extent.parts[0]
@@ -222,15 +222,17 @@ class SwapSpace:
             )
         pieces = list(extent.stripes.pieces(offset, length))
         tickets: list[Ticket] = []
-        with deferred_interrupts(), self._lock:
+        with self._lock:
+            if writes and len(pieces) > 1:
+                _mark_left_out(extent, pieces)
             try:
                 for piece in pieces:
                     part = extent.parts[piece.path]
                     move = part.slab.swap_out if writes else part.slab.swap_in
                     window = _Window(buffer, buffer.address + piece.start - offset, piece.nbytes)
                     tickets.append(move(part.extent, window, offset=piece.offset, priority=priority))
-            except BaseException as error:
-                _abandon(extent, pieces[len(tickets) :] if writes else [], tickets, error)
+            except BaseException:
+                self.settle(extent)  # the memory is the caller's again
                 raise
         return tickets[0] if len(tickets) == 1 else StripedTicket(tickets)
 
@@ -311,25 +313,20 @@ class SwapSpace:
                     )
 
 
-def _abandon(
-    extent: StripedExtent, left_out: Iterable[Piece], tickets: Iterable[Ticket], error: BaseException
-) -> None:
-    """End a transfer that could be submitted only in part: its memory is the caller's again when this returns."""
-    for ticket in tickets:
-        with contextlib.suppress(SwapError):
-            ticket.wait()
-    for piece in left_out:
+def _mark_left_out(extent: StripedExtent, pieces: Sequence[Piece]) -> None:
+    """Let reads of ``pieces`` raise until each is written."""
+    first = extent.parts[pieces[0].path]
+    error = SwapError(
+        f"{shorten(extent.names)}: a write was refused or interrupted between two of its pieces and left these bytes"
+        " out; write them anew",
+        errno=errno.ECANCELED,
+        filename=str(first.slab.directory),
+        offset=first.extent.offset + pieces[0].offset,
+        names=extent.names,
+    )
+    for piece in pieces:
         part = extent.parts[piece.path]
-        lost = error
-        if not isinstance(lost, SwapError):
-            lost = SwapError(
-                f"{shorten(extent.names)}: bytes that a write left out when it was ended by {error!r}; write them anew",
-                errno=errno.ECANCELED,
-                filename=str(part.slab.directory),
-                offset=part.extent.offset + piece.offset,
-                names=extent.names,
-            )
-        part.slab.spoil(part.extent, piece.offset, piece.nbytes, lost)
+        part.slab.spoil(part.extent, piece.offset, piece.nbytes, error)
 
 
 def _directories(sections: Mapping[str, Section], allow_memory_file_system: bool) -> tuple[Path, ...]:

@@ -51,7 +51,19 @@ static aio_context *open_on(const char *engine, const aio_fault *faults, unsigne
 
 static int64_t submit(int kind, char *data, uint64_t offset, uint64_t nbytes, int priority, int64_t after)
 {
-    int64_t ticket = aio_submit(context, kind, file, data, offset, nbytes, priority, &after, after ? 1 : 0);
+    int64_t ticket = 0;
+    CHECK(aio_submit(context, kind, file, data, offset, nbytes, priority, &after, after ? 1 : 0, &ticket) ==
+          0);
+    CHECK(ticket > 0);
+    return ticket;
+}
+
+static int64_t submit_scattered(int kind, char *data, const uint64_t *offsets, size_t n, uint64_t each,
+                                int priority, int64_t after)
+{
+    int64_t ticket = 0;
+    CHECK(aio_submit_scattered(context, kind, file, data, offsets, n, each, priority, &after, after ? 1 : 0,
+                               &ticket) == 0);
     CHECK(ticket > 0);
     return ticket;
 }
@@ -104,14 +116,14 @@ static void scatter(uint64_t rank, char *out, char *in)
         offsets[k] = rank * REGION + (uint64_t)(k * 7 % PIECES) * 4096;
     for (int k = 0; k < PIECES; k++)
         memset(out + k * 4096, (int)rank + k, 4096);
-    int64_t write = aio_submit_scattered(context, AIO_WRITE, file, out, offsets, PIECES, 4096, 1, NULL, 0);
+    int64_t write = submit_scattered(AIO_WRITE, out, offsets, PIECES, 4096, 1, 0);
     int64_t read = submit(AIO_READ, in, rank * REGION, REGION, 0, write);
-    CHECK(write > 0 && finish(write) == REGION && finish(read) == REGION);
+    CHECK(finish(write) == REGION && finish(read) == REGION);
     for (int k = 0; k < PIECES; k++)
         CHECK(memcmp(in + k * 7 % PIECES * 4096, out + k * 4096, 4096) == 0);
     memset(in, 0, REGION);
-    read = aio_submit_scattered(context, AIO_READ, file, in, offsets, PIECES / 2, 4096, 2, NULL, 0);
-    CHECK(read > 0 && finish(read) == REGION / 2 && memcmp(in, out, REGION / 2) == 0);
+    read = submit_scattered(AIO_READ, in, offsets, PIECES / 2, 4096, 2, 0);
+    CHECK(finish(read) == REGION / 2 && memcmp(in, out, REGION / 2) == 0);
     atomic_fetch_add(&bytes_read, REGION + REGION / 2);
     atomic_fetch_add(&bytes_written, REGION);
 }
@@ -227,12 +239,16 @@ static void check_failures(const char *engine, int fd)
     CHECK(aio_release(context, last) == -EBUSY);
     CHECK(finish(last) == -ECANCELED);
     CHECK(aio_wait(context, first, 0, &result) == 0 && result.bytes == -EIO && result.offset == 0);
+    CHECK(finish(submit(AIO_READ, memory, 0, 4096, 0, first)) == -ECANCELED);
     CHECK(finish(first) == -EIO);
     CHECK(aio_wait(context, first, 0, &result) == -ESTALE);
     CHECK(aio_cancel(context, first) == -ESTALE);
-    CHECK(finish(submit(AIO_READ, memory, 0, 4096, 0, first)) == -ECANCELED);
-    CHECK(aio_submit(context, AIO_READ, file, memory + 1, 0, 4096, 0, NULL, 0) == -EINVAL);
-    CHECK(aio_submit(context, AIO_READ, file, memory, UINT64_MAX - 4095, 4096, 0, NULL, 0) == -EINVAL);
+    CHECK(finish(submit(AIO_READ, memory, 0, 4096, 0, first)) == 4096); /* released: no obstacle any more */
+    int64_t none = 0;
+    CHECK(aio_submit(context, AIO_READ, file, memory + 1, 0, 4096, 0, NULL, 0, &none) == -EINVAL);
+    CHECK(aio_submit(context, AIO_READ, file, memory, UINT64_MAX - 4095, 4096, 0, NULL, 0, &none) == -EINVAL);
+    CHECK(aio_submit(context, AIO_READ, file, memory, 0, 4096, 0, NULL, 0, NULL) == -EINVAL);
+    CHECK(none == 0);
 
     int64_t begun[4], queued, taken_back, behind_a_read;
     for (int i = 0; i < 4; i++)
@@ -263,9 +279,7 @@ static void check_failures(const char *engine, int fd)
     CHECK(aio_cancel(context, begun[3]) == -EBUSY);
     queued = submit(AIO_WRITE, memory, 0, REGION, 2, 0);
     const uint64_t offsets[] = {3 * BLOCK, 0};
-    int64_t scattered =
-        aio_submit_scattered(context, AIO_READ, file, memory, offsets, 2, BLOCK, 0, &begun[2], 1);
-    CHECK(scattered > 0);
+    int64_t scattered = submit_scattered(AIO_READ, memory, offsets, 2, BLOCK, 0, begun[2]);
     submit(AIO_FLUSH, NULL, 0, 0, 0, begun[1]);
     CHECK(aio_close(context) == 0);
     CHECK(aio_close(context) == 0);
@@ -275,7 +289,7 @@ static void check_failures(const char *engine, int fd)
     CHECK(aio_wait(context, scattered, 0, &result) == 0);
     CHECK(result.bytes == -ECANCELED && result.offset == offsets[0]);
     CHECK(finish(scattered) == -ECANCELED);
-    CHECK(aio_submit(context, AIO_READ, file, memory, 0, 4096, 0, NULL, 0) == -ESHUTDOWN);
+    CHECK(aio_submit(context, AIO_READ, file, memory, 0, 4096, 0, NULL, 0, &none) == -ESHUTDOWN);
     aio_free(context);
     free(memory);
 }
@@ -311,9 +325,12 @@ static void check_fork(const char *engine, int fd)
         aio_result result;
         aio_file_stats stats;
         uint64_t counts[AIO_FINE_BUCKETS], longest, offset = 0;
+        int64_t none = 0;
         int refused =
-            aio_submit(context, AIO_FLUSH, file, NULL, 0, 0, 0, NULL, 0) == -ECHILD &&
-            aio_submit_scattered(context, AIO_READ, file, memory, &offset, 1, BLOCK, 0, NULL, 0) == -ECHILD &&
+            aio_submit(context, AIO_FLUSH, file, NULL, 0, 0, 0, NULL, 0, &none) == -ECHILD &&
+            aio_submit_scattered(context, AIO_READ, file, memory, &offset, 1, BLOCK, 0, NULL, 0, &none) ==
+                -ECHILD &&
+            none == 0 &&
             aio_wait(context, ticket, -1, &result) == -ECHILD &&
             aio_wait_any(context, &ticket, 1, -1) == -ECHILD && aio_cancel(context, ticket) == -ECHILD &&
             aio_release(context, ticket) == -ECHILD && aio_stats(context, file, &stats) == -ECHILD &&

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tiering.aio import AioContext, Fault, FaultPlan
+from tiering.aio import FEW_BEGUN, AioContext, Fault, FaultPlan
 from tiering.errors import SwapError
 
 PAGE = 4096
@@ -92,7 +94,7 @@ def test_the_cause_of_a_long_chain_is_found_in_its_length(
 FORKED_IN_CLOSE = """
 import os, sys, threading, time, warnings
 from child import Memory
-from tiering.aio import AioContext, Fault, FaultPlan
+from tiering.aio import FEW_BEGUN, AioContext, Fault, FaultPlan
 warnings.simplefilter("ignore", DeprecationWarning)  # newer interpreters dislike a fork beside threads
 fd = os.open(sys.argv[1], os.O_RDWR | os.O_TMPFILE | os.O_DIRECT)
 context = AioContext(engine=sys.argv[2], fault=FaultPlan((Fault("write", delay=0.4),)))
@@ -121,3 +123,64 @@ def test_a_child_forked_during_close_holds_nothing(
 ) -> None:
     """An io_uring holds the files it knows, and with them the swap space."""
     assert run_child(FORKED_IN_CLOSE, tmp_path, engine) == "0\n"
+
+
+def test_a_dropped_failure_is_raised_in_the_thread_that_began_it(
+    open_context: Any, swap_file: Any, memory: Any
+) -> None:
+    context = open_context(Fault("write", error=errno.EIO))
+    file = context.add_file(swap_file(PAGE), direct=True, name="swap")
+    told: list[SwapError] = []
+    dropped, looked = threading.Event(), threading.Event()
+
+    def begin() -> None:
+        context.write(file, memory(PAGE), 0, PAGE, names=("w",))
+        dropped.set()
+        assert looked.wait(20)
+        try:
+            for _ in range(FEW_BEGUN):
+                context.read(file, memory(PAGE), 0, PAGE).wait()
+        except SwapError as error:
+            told.append(error)
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    assert dropped.wait(20)
+    while not context.stats()[file].write.errors:
+        time.sleep(0.001)
+    for _ in range(2 * FEW_BEGUN):  # an innocent thread
+        assert context.read(file, memory(PAGE), 0, PAGE).wait() == PAGE
+    looked.set()
+    thread.join()
+    assert [error.names for error in told] == [("w",)]
+
+
+def test_a_dropped_failure_of_a_thread_that_is_gone_is_raised_by_close(
+    engine: str, swap_file: Any, memory: Any
+) -> None:
+    context = AioContext(engine=engine, fault=FaultPlan((Fault("write", error=errno.EIO),)))
+    file = context.add_file(swap_file(PAGE), direct=True, name="swap")
+    thread = threading.Thread(target=lambda: context.write(file, memory(PAGE), 0, PAGE))
+    thread.start()
+    thread.join()
+    assert context.read(file, memory(PAGE), 0, PAGE).wait() == PAGE
+    with pytest.raises(SwapError, match="EIO"):
+        context.close()
+
+
+def test_writes_that_are_cancelled_use_nothing_up(engine: str, swap_file: Any, memory: Any) -> None:
+    late = FaultPlan((Fault("write", first=1, delay=0.5),))
+    with AioContext(engine=engine, queue_depth=1, fault=late) as context:
+        file, buffer = context.add_file(swap_file(PAGE), direct=True, name="swap"), memory(PAGE)
+        before = context.write(file, buffer, 0, PAGE)
+        slots, cancelled = set(), 0
+        while not before.done():
+            write = context.write(file, buffer, 0, PAGE)
+            if write.cancel():
+                with pytest.raises(SwapError, match="taken back by cancel"):
+                    write.wait()
+                with pytest.raises(SwapError, match="taken back by cancel"):  # as long as it can be named
+                    context.read(file, buffer, 0, PAGE, after=[write]).wait()
+                slots.add(write._request.id & 0xFFFFF)
+                cancelled += 1
+        assert len(slots) < 16 < cancelled

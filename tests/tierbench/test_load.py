@@ -329,7 +329,7 @@ def test_whatever_ends_a_lane_is_raised(tmp_path: Path, monkeypatch: pytest.Monk
 
     with ground(tmp_path) as file, Load(file, settings()) as load:
         load.lay_out()
-        monkeypatch.setattr(Lane, "_submit", fail)
+        monkeypatch.setattr(Lane, "_prepare", fail)
         with pytest.raises(RuntimeError, match="a lane"):
             load.run("read", seconds=30.0)
 

@@ -186,14 +186,12 @@ class TensorFileWriter:
         if self._on_sums is not None:
             with naming(self.path, self.nbytes):
                 self._on_sums(self._at // PAGE, sums_of(window.address, padded // PAGE))
-        self._window, self._filled = None, 0
-        try:
-            with naming(self.path, self.nbytes):
-                ticket = self._output.aio.write(self._file, window, self._at, padded)
-        except BaseException:
-            window.release()
-            raise
-        window.retire(ticket)
+        with naming(self.path, self.nbytes):
+            ticket = self._output.aio.prepare("write", self._file, window, self._at, padded)
+            # Retired before it is begun: whatever raises in between, the window is free when the disk has done with it.
+            self._window, self._filled = None, 0
+            window.retire(ticket)
+            ticket.begin()
         self._at += filled
 
 

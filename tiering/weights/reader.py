@@ -26,7 +26,6 @@ from tiering.arena import PAGE, Arena, Lease, round_up
 from tiering.config import IoConfig
 from tiering.descriptors import close_alone, open_alone
 from tiering.errors import SwapError, WeightsError
-from tiering.interrupts import deferred_interrupts
 from tiering.io_stats import errno_text
 from tiering.storage import shorten
 from tiering.weights.files import FileVersion, StoredTensor, Sums, WeightFiles, damaged, unopened
@@ -74,7 +73,9 @@ class _Window:
         self._at = tensor.offset + start - self._skipped
         stop = tensor.offset + end if sums is None else min(round_up(tensor.offset + end), size)
         self._nbytes = stop - self._at
-        self._ticket = aio.read(file, self._lease, self._at, self._nbytes, names=(tensor.name,))
+        # Kept before it is begun: whatever raises in between, ``settle`` waits for it.
+        self._ticket = aio.prepare("read", file, self._lease, self._at, self._nbytes, names=(tensor.name,))
+        self._ticket.begin()
 
     def wait(self) -> None:
         """Raises SwapError if the range could not be read, WeightsError if it is not what was written."""
@@ -98,12 +99,12 @@ class _Window:
 
     def drop(self) -> None:
         """Nobody wants it any more."""
-        if self._ticket is not None:
+        if self._ticket is not None and self._ticket.begun:
             self._ticket.cancel()
 
     def settle(self) -> None:
         """Wait until the memory is nobody's, whatever became of the transfer."""
-        if self._ticket is not None:
+        if self._ticket is not None and self._ticket.begun:
             with contextlib.suppress(SwapError):
                 self._ticket.wait()
         self._ticket = None
@@ -234,16 +235,12 @@ class WeightReader:
         return self._ends.get(tensor, tensor.nbytes)
 
     def _submit(self, tensor: StoredTensor, start: int, stop: int) -> None:
-        with deferred_interrupts():  # between the two, a window would be lost
-            window = self._idle.popleft()
-            try:
-                number, sums = self._file(tensor.file), self._files.sums.get(tensor.file)
-                size = self._files.versions[tensor.file].nbytes
-                window.fill(self._aio, number, tensor, start, stop, sums, size)
-            except BaseException:
-                self._idle.append(window)
-                raise
-            self._filling.append(window)
+        number, sums = self._file(tensor.file), self._files.sums.get(tensor.file)
+        size = self._files.versions[tensor.file].nbytes
+        window = self._idle[0]  # idle until it is filled: an exception loses none
+        window.fill(self._aio, number, tensor, start, stop, sums, size)
+        self._filling.append(window)
+        self._idle.popleft()
 
     def _drop_until(self, place: _Place | None) -> None:
         """Let go of the windows before the one that holds ``place``."""

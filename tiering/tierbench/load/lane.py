@@ -7,6 +7,7 @@ import threading
 from array import array
 from collections import deque
 from dataclasses import dataclass
+from typing import Literal
 
 from tiering.aio import AioContext, Ticket
 from tiering.arena import PAGE, Arena, Lease
@@ -109,13 +110,15 @@ class Lane:
                     idle.append(slot)
                     continue
                 drawn += share
-                kind = "read" if drawn >= 100 else "write"
+                kind: Literal["read", "write"] = "read" if drawn >= 100 else "write"
                 drawn -= 100 * (kind == "read")
                 stretch = walks[kind].take(self._blocks)
                 if kind == "write" and not self._ground.may_write(stretch.nbytes):
                     break
                 slot = idle.pop()
-                in_flight.append((slot, self._submit(kind, slot, stretch), stretch.offset + stretch.nbytes))
+                ticket = self._prepare(kind, slot, stretch)
+                in_flight.append((slot, ticket, stretch.offset + stretch.nbytes))
+                ticket.begin()
         finally:
             self._end(in_flight, taking_back=stop.is_set())
 
@@ -135,14 +138,12 @@ class Lane:
             made["write"] = Walk(half, blocks - half, self._bs, shuffled=is_random(rw), seed=2 * seed + 1)
         return made
 
-    def _submit(self, kind: str, slot: Lease, stretch: Stretch) -> Ticket:
-        aio = self.aio
+    def _prepare(self, kind: Literal["read", "write"], slot: Lease, stretch: Stretch) -> Ticket:
         if kind == "write" and self._settings.verify:
             self._stamp_pages(slot)
         if stretch.scattered:
-            scattered = aio.read_scattered if kind == "read" else aio.write_scattered
-            return scattered(self.file, slot, stretch.scattered, self._bs)
-        return (aio.read if kind == "read" else aio.write)(self.file, slot, stretch.offset, stretch.nbytes)
+            return self.aio.prepare_scattered(kind, self.file, slot, stretch.scattered, self._bs)
+        return self.aio.prepare(kind, self.file, slot, stretch.offset, stretch.nbytes)
 
     def _stamp_pages(self, slot: Lease) -> None:
         """Make each page unlike all others that were written: one that did not arrive, or elsewhere, is then found."""

@@ -1,0 +1,137 @@
+"""Handlers of signals raise at random instants of transfers: nothing is lost, and no memory is used twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.signals import Striker, striking
+from tiering import striping, swap_space
+from tiering.aio import AioContext, Fault, FaultPlan
+from tiering.arena import PAGE, Arena, Lease
+from tiering.errors import SwapError
+from tiering.swap_space import Section, StripedExtent, SwapSpace
+
+PAGES = 8
+LATE = 0.001  # seconds: a transfer that was lost is still under way when its memory is used again
+
+
+class Swap:
+    """An extent on ``paths``, and two leases: one to transfer, one to look with."""
+
+    def __init__(self, engine: str, paths: list[Path], stack: ExitStack) -> None:
+        late = FaultPlan((Fault(count=0, delay=LATE),))
+        self.aio = stack.enter_context(AioContext(engine=engine, block_size=PAGE, fault=late))
+        self.space = SwapSpace({"state": Section(PAGES * PAGE, tuple(paths))}, self.aio)
+        stack.callback(self.space.close)
+        self.arena = Arena.map(2 * PAGES * PAGE, "staging")
+        self.extent: StripedExtent = self.space.allocate(PAGES * PAGE, ("w",), "state")
+        self.lease, self.other = self.new_lease(), self.new_lease()
+
+    def new_lease(self) -> Lease:
+        return self.arena.lease(PAGES * PAGE, "slot")
+
+    def write(self, mark: int) -> None:
+        self.lease.view[:] = bytes([mark]) * self.lease.nbytes
+        self.space.swap_out(self.extent, self.lease).wait()
+
+    def read(self) -> None:
+        self.space.swap_in(self.extent, self.lease).wait()
+
+    def give_up(self) -> None:
+        """What the engine does after an exception: from here on the memory is somebody else's."""
+        self.space.settle(self.extent)
+        assert [stats.read.in_flight + stats.write.in_flight for stats in self.aio.stats()] == [0] * len(
+            self.space.slabs
+        )
+        self.lease.view[:] = b"\xff" * self.lease.nbytes
+
+    def look(self) -> bytes:
+        """What is on the disk; everything that was submitted earlier is over by then."""
+        self.space.swap_in(self.extent, self.other).wait()
+        return bytes(self.other.view)
+
+
+@pytest.fixture(params=[1, 2], ids=["one path", "two paths"])
+def swap(
+    engine: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Swap]:
+    paths = [tmp_path / str(number) for number in range(request.param)]
+    for path in paths:
+        path.mkdir()
+    monkeypatch.setattr(striping, "SMALLEST_SHARE", PAGE)
+    monkeypatch.setattr(striping, "SMALLEST_STRIPED", PAGE)
+    monkeypatch.setattr(swap_space, "measure", lambda aio, files: [1] * len(files))
+    with ExitStack() as stack:
+        yield Swap(engine, paths, stack)
+
+
+def strikes(instants: int) -> Any:
+    return pytest.mark.parametrize(
+        "instants",
+        [pytest.param(instants, id="some"), pytest.param(20 * instants, id="many", marks=pytest.mark.slow)],
+    )
+
+
+def refusal(call: Callable[[], object]) -> SwapError | None:
+    """What ``call`` raises."""
+    try:
+        call()
+    except SwapError as error:
+        return error
+    return None
+
+
+def until(striker: Striker, instants: int, call: Callable[[int], object]) -> None:
+    """Call with 1, 2, and so on until so many signals have ended a call."""
+    turn = 0
+    while striker.struck < instants:
+        turn += 1
+        call(turn)
+        assert turn < 50 * instants, "hardly any signal meets the calls"
+
+
+@strikes(40)
+def test_a_read_that_a_signal_ends_fills_no_memory_afterwards(swap: Swap, instants: int) -> None:
+    swap.write(1)
+    with striking(1) as striker:
+
+        def read(turn: int) -> None:
+            if striker.during(swap.read):
+                swap.give_up()
+                assert swap.look() == b"\1" * (PAGES * PAGE)
+                assert bytes(swap.lease.view) == b"\xff" * (PAGES * PAGE)
+            else:
+                assert bytes(swap.lease.view) == b"\1" * (PAGES * PAGE)
+
+        until(striker, instants, read)
+
+
+@strikes(40)
+def test_a_write_that_a_signal_ends_is_whole_or_told(swap: Swap, instants: int) -> None:
+    swap.write(1)
+    there = 1
+    with striking(2) as striker:
+
+        def write(turn: int) -> None:
+            nonlocal there
+            mark = 2 + turn % 200
+            if not striker.during(lambda: swap.write(mark)):
+                there = mark
+                return
+            swap.give_up()
+            if (refused := refusal(swap.look)) is not None:
+                assert len(swap.space.slabs) > 1, "one piece cannot be left out"
+                assert "between two of its pieces" in str(refused)
+                swap.write(mark)
+                there = mark
+            found = swap.look()
+            assert set(found) in ({there}, {mark})
+            assert len(found) == PAGES * PAGE
+            there = found[0]
+
+        until(striker, instants, write)

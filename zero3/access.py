@@ -140,6 +140,8 @@ class Access:
             for param, piece in zip(group.params, group.layout.pieces, strict=True)
             if not piece.trainable
         ]
+        self._model = model
+        self._told_of_names = False
         self._by_name = {piece.name: (group, piece) for group in groups for piece in group.layout.pieces}
         self._saving = 0  # state_dict calls, nested, that are running
         self._saved: dict[nn.Parameter, Tensor] = {}  # by them
@@ -156,15 +158,49 @@ class Access:
         _live.add(self)
 
     def name_of(self, param: nn.Parameter) -> str:
-        """What ``module.named_parameters()`` calls ``param``."""
+        """What ``module.named_parameters()`` calls ``param`` now; ConfigError if the model has let go of it."""
         group, position = self._places[param]
-        return group.layout.pieces[position].name
+        planned = group.layout.pieces[position].name
+        if self._current(planned) is param:
+            return planned
+        for name, other in self._model.named_parameters():
+            if other is param:
+                return name
+        raise ConfigError(f"the model has let go of a parameter that initialize knew as {planned!r}")
 
     def named(self, name: str) -> tuple[ParamGroup, Piece]:
-        """The group and the piece of the parameter ``name``; ConfigError if there is none."""
+        """The group and the piece of what the model calls ``name`` now; ConfigError if there is none.
+
+        What the model has let go of still has the name that it had at initialize, unless that is another's now.
+        """
+        param = self._current(name)
+        if param is not None and param in self._places:
+            group, position = self._places[param]
+            return group, group.layout.pieces[position]
         if name not in self._by_name:
             raise ConfigError(f"the model has no parameter {name!r}; see dict(model.named_parameters())")
         return self._by_name[name]
+
+    def tell_of_new_names(self) -> None:
+        """Say once that the model's modules were reordered, of which checkpoints know nothing."""
+        renamed = next(
+            (name for name, (group, piece) in self._by_name.items() if self.named(name)[1] is not piece), None
+        )
+        if renamed is not None and not self._told_of_names:
+            self._told_of_names = True
+            log.warning(
+                "modules were moved after initialize: %r is another parameter now. Checkpoints keep the names of"
+                " initialize, so the run that loads one has to load it into the model in its order of then, and move"
+                " modules after that; state_dict() and exports have the names of now",
+                renamed,
+            )
+
+    def _current(self, name: str) -> nn.Parameter | None:
+        """The parameter that the model calls ``name`` now, if there is one."""
+        try:
+            return self._model.get_parameter(name)
+        except AttributeError:
+            return None
 
     def check_parameters(self, model: nn.Module) -> None:
         """EngineStateError if ``model`` has a parameter that it had not when it was initialized."""
@@ -227,7 +263,8 @@ class Access:
         if stepping is not None:
             raise EngineStateError(
                 f"{type(stepping).__name__}.step() was called on {piece.name!r}, whose gradient the engine has: it"
-                " would update nothing. Give that optimizer to tiering.initialize(optimizer=...), and call engine.step()"
+                " would update nothing. Give that optimizer to tiering.initialize(optimizer=...), and call"
+                " engine.step()"
             )
         self._read_as_none.add(param)
         if not self._told_of_gradients:

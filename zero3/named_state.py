@@ -58,7 +58,7 @@ class NamedState:
     def master_state_dict(self) -> dict[str, Tensor]:
         """Copies, in host memory, of the fp32 masters of all trainable parameters, by name."""
         self._ready.check_open("master_state_dict")
-        return self._state.masters()
+        return self._state.masters(self.module)
 
     def get_fp32_parameter(self, name: str) -> Tensor:
         """A copy of a parameter's fp32 master in host memory, of the parameter's shape; a frozen one as it is, in fp32.

@@ -79,14 +79,11 @@ class TieredState:
             result[name] = loaded[piece.index]
         return result
 
-    def masters(self) -> dict[str, Tensor]:
-        """The fp32 masters of all trainable parameters, by name."""
-        return {
-            piece.name: self.master(group, piece)
-            for group in self._groups
-            for piece in group.layout.pieces
-            if piece.trainable
-        }
+    def masters(self, model: nn.Module) -> dict[str, Tensor]:
+        """The fp32 masters of the trainable parameters of ``model``, by their names there."""
+        places = self.places()
+        known = {name: places[param] for name, param in model.named_parameters() if param in places}
+        return {name: self.master(group, piece) for name, (group, piece) in known.items() if piece.trainable}
 
     def weight(self, group: ParamGroup, piece: Piece) -> Tensor:
         """A copy, in host memory, of a parameter in the compute dtype."""

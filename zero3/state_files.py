@@ -67,6 +67,7 @@ class StateFiles:
         directory = _named(save_dir, "save_checkpoint")
         self._ready.check_between_steps("save_checkpoint")
         self._ready.check_no_gradients("save_checkpoint")
+        self._access.tell_of_new_names()
         self._access.store_edits_of_residents()
         return self._checkpoints.save(
             directory,
@@ -111,6 +112,7 @@ class StateFiles:
             )
         directory = _named(load_dir, "load_checkpoint")
         self._ready.check_between_steps("load_checkpoint", loads=True)
+        self._access.tell_of_new_names()
         module_only = load_module_only or not self.optimizer.trains
         states = load_optimizer_states and not module_only
         self._access.store_edits_of_residents()  # they count if nothing is loaded

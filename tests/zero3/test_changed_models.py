@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import tiering
+from optim_cpu.formats import round_parameters
 from tiering.errors import ConfigError, TieringError
+from zero3.deepspeed.state import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from .plain import STREAMED, WIDTH, Tower, differing, inputs, update
 
@@ -127,6 +131,41 @@ def test_a_tied_parameter_with_different_settings_under_its_two_names(start: Sta
 
 def test_a_model_that_is_on_tiers_already(start: Start) -> None:
     engine = started(start, STREAMED)
-    with pytest.raises(TieringError, match="close"):
+    with pytest.raises(TieringError, match=r"release\(\)"):
         start(engine.module, **OPTIONS, **STREAMED)
     update(engine, next(inputs(1)))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_names_are_those_of_state_dict_after_modules_have_moved(
+    start: Start, placement: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever asks by name gets what the model has there; what it has let go of is reached by its old name."""
+    engine = started(start, placement)
+    model, before = engine.module, engine.master_state_dict()
+    engine.save_checkpoint(tmp_path / "saved")
+    assert "modules were moved" not in caplog.text
+    first, second, third = model.blocks
+    model.blocks = nn.ModuleList([second, first])
+    for x in inputs(2):
+        update(engine, x)
+    masters, weights = engine.master_state_dict(), engine.state_dict()
+    assert masters.keys() == weights.keys() == dict(model.named_parameters()).keys()
+    for name, master in masters.items():
+        rounded = torch.empty_like(weights[name])
+        round_parameters(master, rounded)
+        assert torch.equal(rounded, weights[name]), name
+        assert torch.equal(engine.get_fp32_parameter(name), master), name
+    assert torch.equal(
+        engine.get_fp32_state("blocks.0.1.weight", "exp_avg"),
+        safe_get_full_optimizer_state(second[1].weight, "exp_avg"),
+    )
+    engine.set_fp32_parameter("blocks.1.1.weight", before["blocks.2.1.weight"])
+    with tiering.gathered(first[1].weight) as weight:
+        assert torch.equal(weight, before["blocks.2.1.weight"].bfloat16())
+    assert torch.equal(engine.get_fp32_parameter("blocks.2.1.weight"), before["blocks.2.1.weight"])
+    with pytest.raises(ConfigError, match="let go of"):
+        safe_get_full_fp32_param(third[1].weight)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.save_checkpoint(tmp_path / "saved", tag="again")
+    assert caplog.text.count("modules were moved") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections.abc import Callable
 from typing import Any
@@ -22,14 +23,15 @@ def parse(
 ) -> dict[str, Any]:
     """The object that ``text`` is, in UTF-8. Raises FormatError for anything else, and for a key that comes twice.
 
-    ``number`` reads every number, if given; ``constant`` NaN and the infinities, which are an error without it.
+    ``number`` reads every number, if given; ``constant`` reads NaN and the infinities. Without it these are an error,
+    and so is a number that is too large for a float.
     """
     try:
         content = json.loads(
             text.decode(),
             object_pairs_hook=_object,
             parse_int=number,
-            parse_float=number,
+            parse_float=number or (finite if constant is None else float),
             parse_constant=constant or natural,
         )
     except RecursionError:
@@ -41,6 +43,14 @@ def parse(
     if not isinstance(content, dict):
         raise FormatError("it is not a JSON object")
     return content
+
+
+def finite(text: str) -> float:
+    """A number with a fraction or an exponent; json reads 1e999 as infinity."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise FormatError(f"{short.repr(text)} is too large for a number")
+    return value
 
 
 def natural(text: str) -> int:

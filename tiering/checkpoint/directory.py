@@ -142,30 +142,35 @@ class CheckpointDirectory:
         return self.path / tag
 
     def prune(self, tag: str, run: str, keep: int) -> None:
-        """Remove the oldest checkpoints beyond ``keep``. A failure is told, for the save has succeeded."""
+        """Remove the oldest checkpoints beyond ``keep``. A failure is a warning, for the save has succeeded."""
         try:
-            own = [
-                saved.tag
-                for saved in self._tags(
-                    lambda path: bool(_BY_DEFAULT.fullmatch(path.name)) and self._run_of(path) == run
-                )
-            ]
-            links = [path for name in self._names() if (path := self.path / name).is_symlink()]
-            stays = {path.resolve() for path in (self.path / tag, self.path / (self.latest() or tag), *links)}
-            real = [name for name in own if self.path / name not in links]
-            old = [name for name in real[:-keep] if (self.path / name).resolve() not in stays]
-        except (OSError, CheckpointError) as error:
-            log.warning("old checkpoints of %s stay: %s", self.path, error)
+            hidden = self._hide_old(tag, run, keep)
+            self._remove(hidden)
+        except Exception as error:  # one rank prunes, and may not end the run of the others for that
+            log.warning("old checkpoints of %s stay: %s", self.path, error, exc_info=not _expected(error))
             return
+        if hidden:
+            log.info("%s: %d older than the newest %d removed", self.path, len(hidden), keep)
+
+    def _hide_old(self, tag: str, run: str, keep: int) -> list[Path]:
+        """Give the oldest checkpoints beyond ``keep`` partial names, which are returned."""
+        own = [
+            saved.tag
+            for saved in self._tags(
+                lambda path: bool(_BY_DEFAULT.fullmatch(path.name)) and self._run_of(path) == run
+            )
+        ]
+        links = [path for name in self._names() if (path := self.path / name).is_symlink()]
+        stays = {path.resolve() for path in (self.path / tag, self.path / (self.latest() or tag), *links)}
+        real = [name for name in own if self.path / name not in links]
+        old = [name for name in real[:-keep] if (self.path / name).resolve() not in stays]
         hidden = []
         for name in old:
             try:
                 hidden.append((self.path / name).rename(self._partial_name(name)))
             except OSError as error:
                 log.warning("old checkpoint %s stays: %s", self.path / name, error.strerror)
-        self._remove(hidden)
-        if hidden:
-            log.info("%s: %d older than the newest %d removed", self.path, len(hidden), keep)
+        return hidden
 
     def discard(self, partial: Path) -> None:
         """Remove what a save that failed has written; what cannot be removed goes when DIR is locked next."""
@@ -420,6 +425,10 @@ def check_keep(keep: int | None) -> None:
     """ConfigError when that many checkpoints cannot be kept."""
     if keep is not None and keep < 1:
         raise ConfigError(f"keep is {keep}: a save keeps at least 1 checkpoint, its own; None keeps all")
+
+
+def _expected(error: Exception) -> bool:
+    return isinstance(error, OSError | CheckpointError)
 
 
 def _why_not_a_tag(tag: str) -> str | None:

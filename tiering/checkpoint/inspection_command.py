@@ -105,7 +105,8 @@ def _find(path: Path, tag: str | None) -> tuple[Listing | None, Path | None]:
         )
     if listing.lost:
         return listing, None
-    return listing, directory.find(listing.latest or listing.entries[-1].tag)
+    # Without latest, a load takes the newest one whose record can be read.
+    return listing, directory.find(listing.latest or (directory.tags() or listing.entries)[-1].tag)
 
 
 def _holding_checkpoints(path: Path) -> Iterator[Path]:

@@ -213,7 +213,11 @@ def _unsealed(text: bytes) -> dict[str, Any]:
     content = sealed.get("content")
     if not isinstance(content, dict) or sealed.keys() != {"crc32", "content"}:
         raise FormatError("it does not have a crc32 and a content, and nothing else")
-    if sealed["crc32"] != _sum(content):
+    try:
+        found = _sum(content)
+    except RecursionError:  # what is nested as deep as can be read may be too deep to be written
+        raise FormatError("it is nested too deep") from None
+    if sealed["crc32"] != found:
         raise FormatError("its content is not what its crc32 says")
     return content
 

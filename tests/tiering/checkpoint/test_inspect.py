@@ -304,6 +304,20 @@ def test_damaged_json(checkpoints: Path, inspect: Inspect, name: str, damage: st
     assert f"{file}: it is damaged: {damage}" in out
 
 
+def test_a_number_too_large_in_one_record_leaves_the_others(checkpoints: Path, inspect: Inspect) -> None:
+    record = checkpoints / "global_step100" / MANIFEST
+    record.write_text(record.read_text().replace('"step": 100', '"step": 1e999', 1))
+    (checkpoints / LATEST).unlink()
+    code, out, _ = inspect(checkpoints)
+    assert code == 1
+    assert f"Damaged: {record}: it is damaged: '1e999' is too large for a number" in out
+    assert "Whole: " in out
+    assert CheckpointDirectory(checkpoints).find() == checkpoints / "global_step200"
+    converted = checkpoints.parent / "converted"
+    assert cli.main(["convert", str(checkpoints), str(converted)]) == 0
+    assert (converted / "model.safetensors").is_file()
+
+
 def test_a_record_that_is_damaged_is_listed_and_another_programs_is_not(
     checkpoints: Path, inspect: Inspect
 ) -> None:

@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiering.checkpoint import manifest
-from tiering.checkpoint.manifest import MANIFEST, Manifest, StoredParameter, read_sealed, write_sealed
+from tiering.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    StoredParameter,
+    read_sealed,
+    run_of,
+    write_sealed,
+)
 from tiering.errors import CheckpointError
 
 RECORD = Manifest(
@@ -135,3 +142,32 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         write_sealed(tmp_path / "file", {"a": 2})
     assert read_sealed(tmp_path / "file") == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        ("1e999", "'1e999' is too large for a number"),
+        ("-1e999", "'-1e999' is too large for a number"),
+        ("NaN", "'NaN' is not a whole number"),
+        ("Infinity", "'Infinity' is not a whole number"),
+        ("1" * 5000, "it is no JSON"),
+        ("[" * 100_000 + "]" * 100_000, "it is nested too deep"),
+    ],
+    ids=["1e999", "-1e999", "NaN", "Infinity", "5000 digits", "100000 levels"],
+)
+def test_numbers_and_depths_that_no_save_has_written(tmp_path: Path, value: str, match: str) -> None:
+    text = f'{{"crc32": "00000000", "content": {{"format": "tiering-checkpoint", "step": {value}}}}}'
+    (tmp_path / MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match=match):
+        read_sealed(tmp_path / MANIFEST)
+    assert run_of(tmp_path) is None
+
+
+def test_any_depth_is_read_or_refused(tmp_path: Path) -> None:
+    """What Python reads and what it writes again need not be equally deep."""
+    for depth in range(900, 1010):
+        inner = '{"a":' * depth + "1" + "}" * depth
+        (tmp_path / MANIFEST).write_text(f'{{"crc32": "00000000", "content": {inner}}}')
+        with pytest.raises(CheckpointError, match=r"nested too deep|not what its crc32 says"):
+            read_sealed(tmp_path / MANIFEST)

@@ -85,6 +85,7 @@ def test_another_runs_checkpoints_stay(checkpoints: CheckpointDirectory) -> None
         '{"checkpoint": "of another program"}',
         "",
         '{"crc32": "00000000", "content": {"format": "tiering-checkpoint", "run": "ours"}}',
+        '{"crc32": "00000000", "content": {"format": "tiering-checkpoint", "run": "ours", "step": 1e999}}',
     ],
 )
 def test_other_programs_and_damaged_records_are_no_checkpoints(
@@ -205,6 +206,21 @@ def test_what_cannot_be_pruned_is_a_warning(
     assert tags(checkpoints) == ["global_step1", "global_step2"]
     save(checkpoints, "global_step3", keep=1)
     assert tags(checkpoints) == ["global_step3"]
+
+
+def test_nothing_that_fails_in_pruning_fails_the_save(
+    checkpoints: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(checkpoints, "global_step1")
+
+    def refuse(path: Path) -> None:
+        raise RecursionError("a directory that is too deep")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.shutil, "rmtree", refuse)
+        save(checkpoints, "global_step2", keep=1)
+    assert f"old checkpoints of {checkpoints.path} stay: a directory that is too deep" in caplog.text
+    assert tags(checkpoints) == ["global_step2"]
 
 
 def test_what_cannot_be_removed_is_a_warning_and_goes_later(

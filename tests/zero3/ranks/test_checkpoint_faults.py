@@ -16,6 +16,7 @@ import pytest
 import zero3.peers
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.integrity import damages
+from tiering.checkpoint.manifest import MANIFEST
 from tiering.checkpoint.reader import open_checkpoint
 from zero3.checkpoint import Checkpoints
 from zero3.collectives import Collectives
@@ -323,6 +324,27 @@ def test_a_save_that_takes_one_rank_longer_than_the_timeout(
     for done, seconds in ranks(2).run(save_slowly, nvme, saved, 1, 0.05, background):
         assert done and seconds > 3, "the save was not slow"
     assert list(damages(open_checkpoint(saved / "slow"))) == []
+
+
+def save_and_prune(rank: int, nvme: Path, directory: Path) -> int:
+    with start(nvme) as engine:
+        for number in range(2):
+            train(engine, rank, range(number, number + 1))
+            engine.save_checkpoint(directory, keep=1)
+        train(engine, rank, range(2, 3))
+        return int(engine.global_steps)
+
+
+def test_ranks_stay_together_whatever_pruning_meets(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
+    """Only the first one prunes, after all have agreed that the checkpoint is there."""
+    saved = tmp_path / "saved"
+    (saved / "global_step0").mkdir(parents=True)
+    content = (
+        '{"crc32": "00000000", "content": {"format": "tiering-checkpoint", "run": "mine", "step": 1e999}}'
+    )
+    (saved / "global_step0" / MANIFEST).write_text(content)
+    assert ranks(2).run(save_and_prune, nvme, saved) == [3, 3]
+    assert names_in(saved) == {"global_step0", "global_step2", "latest", ".lock"}
 
 
 STEPS = 30

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 _MAY_NOT = "save where you may write, or change the mode of the directory"
@@ -28,6 +29,18 @@ _REMEDIES = {
 def remedy(code: int) -> str:
     """What to do if saving fails with the error number ``code``."""
     return _REMEDIES.get(code, "see dmesg, and save elsewhere")
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """A descriptor of a file in a directory where others may write, too. OSError where it is not a regular file.
+
+    It never waits for the other end of a pipe. With ``os.O_NOFOLLOW`` a symbolic link is refused, too.
+    """
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return fd
 
 
 def fsync(path: Path) -> None:

@@ -203,16 +203,6 @@ def test_a_save_waits_for_the_end_of_what_would_be_cut_in_two(start: Start, tmp_
             call(tmp_path / "saved")
 
 
-def test_two_engines_do_not_save_to_one_directory(start: Start, tmp_path: Path) -> None:
-    one, other = begin(start), begin(start)
-    one.save_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="another run saves to"):
-        other.save_checkpoint(tmp_path, "other")
-    assert other.load_checkpoint(tmp_path)[0] is not None
-    one.close()
-    other.save_checkpoint(tmp_path, "other")
-
-
 def test_a_load_drops_what_was_for_the_parameters_of_before(start: Start, tmp_path: Path) -> None:
     engine = begin(start, accumulation=2)
     train(engine, range(2))

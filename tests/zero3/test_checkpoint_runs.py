@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import tiering
 from tiering.checkpoint.manifest import run_of
 from tiering.errors import CheckpointError
 from zero3.engine import Engine
+from zero3.saver import Saver
 
 from .conftest import config
 
@@ -86,3 +88,51 @@ def test_who_takes_the_weights_alone_is_another_run(begin: Begin, runs: Path) ->
         train(new, runs, 1)
     new.save_checkpoint(runs, "mine", keep=1)
     assert saved(runs) == {"global_step1", "global_step2", "mine"}
+
+
+def test_an_engine_made_anew_saves_where_an_open_one_has_saved(begin: Begin, runs: Path) -> None:
+    """As a notebook does, and a trainer that is built again over its output directory."""
+    first = begin()
+    train(first, runs, 2)
+    second = begin()
+    second.load_checkpoint(runs)
+    train(second, runs, 2, keep=3)
+    assert saved(runs) == {"global_step2", "global_step3", "global_step4"}
+    assert second.global_steps == 4
+    with pytest.raises(CheckpointError, match="another engine of this process is saving to"):
+        save_while_saving(second, first, runs)
+    train(second, runs, 1)
+    second.close()
+    third = begin()
+    third.load_checkpoint(runs)
+    assert third.global_steps == 5
+
+
+def save_while_saving(one: Engine, other: Engine, directory: Path) -> None:
+    """``one`` saves in the background, and has not ended when ``other`` begins."""
+    let, copy = threading.Event(), Saver._copy
+
+    def held(*args: Any) -> None:
+        assert let.wait(30)
+        copy(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saver, "_copy", held)
+        saving = one.save_checkpoint(directory, "held", background=True)
+        try:
+            other.save_checkpoint(directory, "other")
+        finally:
+            let.set()
+            saving.wait()
+    assert (directory / "held" / "checkpoint.json").is_file()
+
+
+def test_two_models_of_one_program_share_a_directory_by_tags(begin: Begin, runs: Path) -> None:
+    one, other = begin(), begin()
+    for _ in range(2):
+        train(one, runs, 1, tag="generator")
+        train(other, runs, 1, tag="discriminator")
+    assert saved(runs) == {"generator", "discriminator"}
+    with pytest.raises(CheckpointError, match="is a checkpoint of another run"):
+        other.save_checkpoint(runs, "generator")
+    assert run_of(runs / "generator") != run_of(runs / "discriminator")

@@ -6,7 +6,7 @@
       .global_step4000.partial-5f0c11d2/    a save under way, or what a crash left of one
       .best.replaced-20c7e1aa/              the earlier "best", while a save takes its place by two renames
       latest                                the tag to resume from: "global_step3000"
-      .lock                                 locked (flock) by the run that saves here
+      .lock                                 locked (flock) by the run that saves here, which removes it in the end
 
 **Order.** A power cut may keep any part of what was not fsynced, in any order. So each step is durable before the next
 one counts on it:
@@ -44,7 +44,7 @@ from typing import NamedTuple
 from tiering.checkpoint.manifest import MANIFEST, run_of
 from tiering.checkpoint.run_lock import RunLock
 from tiering.errors import CheckpointError, ConfigError
-from tiering.file_system import fsync, remedy
+from tiering.file_system import fsync, open_regular, remedy
 
 log = logging.getLogger(__name__)
 
@@ -75,21 +75,19 @@ class CheckpointDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()  # the program may change its directory before the next save
         self._lock = RunLock(self.path)
+        self._under_way: set[Path] = set()  # what was begun, and neither committed nor discarded
         self._runs: dict[tuple[int, ...], str | None] = {}  # by the version of their record
 
     def lock(self) -> None:
         """Make the directory if need be, take its lock, and remove what crashed saves left.
 
-        Does nothing when the lock is held already; takes it anew if the directory was removed meanwhile.
+        Does nothing when the lock is held already; takes it anew if the directory was removed meanwhile. Another engine
+        of this process can take it over when no save is under way here.
         """
-        if self._lock.held:
-            return
-        with self._failing("cannot be saved to"):
-            _make_durably(self.path)
-            self._lock.take()
-        if self._lock.alone:
-            self._restore_replaced()
-            self._remove(self.partials())
+        try:
+            self._lock_to_save()
+        finally:
+            self._rest()
 
     def close(self) -> None:
         """Give the lock back."""
@@ -101,15 +99,19 @@ class CheckpointDirectory:
         CheckpointError where ``tag`` is there and not of the same ``run``.
         """
         check_tag(tag)
-        self.lock()
-        with self._failing(f"cannot take a checkpoint '{tag}'"):
-            self._check_replaces(tag, run)
-            if (self.path / LATEST).is_dir():
-                raise CheckpointError(
-                    f"{self.path / LATEST} is a directory, where a file with a tag belongs; move it"
-                )
-            partial = self._partial_name(tag)
-            partial.mkdir()
+        try:
+            self._lock_to_save()
+            with self._failing(f"cannot take a checkpoint '{tag}'"):
+                self._check_replaces(tag, run)
+                if (self.path / LATEST).is_dir():
+                    raise CheckpointError(
+                        f"{self.path / LATEST} is a directory, where a file with a tag belongs; move it"
+                    )
+                partial = self._partial_name(tag)
+                partial.mkdir()
+                self._under_way.add(partial)
+        finally:
+            self._rest()
         return partial
 
     def commit(
@@ -139,6 +141,8 @@ class CheckpointDirectory:
         self._remove([replaced] if replaced else [])
         if keep is not None:
             self.prune(tag, run, keep)
+        self._under_way.discard(partial)
+        self._rest()
         return self.path / tag
 
     def prune(self, tag: str, run: str, keep: int) -> None:
@@ -176,6 +180,8 @@ class CheckpointDirectory:
         """Remove what a save that failed has written; what cannot be removed goes when DIR is locked next."""
         assert partial.parent == self.path and _PARTIAL.fullmatch(partial.name), partial
         self._remove([partial] if partial.exists() else [])
+        self._under_way.discard(partial)
+        self._rest()
 
     def tags(self) -> list[Saved]:
         """The checkpoints that are there, oldest first: by the time of their record, then as people count."""
@@ -199,8 +205,7 @@ class CheckpointDirectory:
         """
         file = self.path / LATEST
         try:
-            with file.open("rb") as stream:
-                content = stream.read(4096)
+            content = _beginning(file, 4096)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -236,6 +241,20 @@ class CheckpointDirectory:
                 "%s has no file '%s'; '%s', the newest checkpoint there, is taken", self.path, LATEST, found
             )
         return None if found is None else self._place(found)
+
+    def _lock_to_save(self) -> None:
+        """Take the lock, which nobody takes over until ``_rest``; the first time, remove what crashed saves left."""
+        with self._failing("cannot be saved to"):
+            _make_durably(self.path)
+            new = self._lock.take()
+        if new and self._lock.alone:
+            self._restore_replaced()
+            self._remove(self.partials())
+
+    def _rest(self) -> None:
+        """Let another engine of this process take the lock over, if no save is under way here."""
+        if not self._under_way:
+            self._lock.rest()
 
     def _tags(self, wanted: Callable[[Path], bool]) -> list[Saved]:
         found = []
@@ -293,8 +312,8 @@ class CheckpointDirectory:
             )
         if saved_by != run:
             raise CheckpointError(
-                f"{place} is a checkpoint of another run, which this one has not gone on from, and stays; save to"
-                " another directory, choose another tag, or remove it"
+                f"{place} is a checkpoint of another run, which this one has not gone on from, and stays; go on"
+                " from it with load_checkpoint, save to another directory, choose another tag, or remove it"
             )
         return True
 
@@ -448,8 +467,15 @@ def _why_not_a_tag(tag: str) -> str | None:
 
 
 def _begins_as_ours(record: Path) -> bool:
-    with record.open("rb") as file:
-        return b'"crc32"' in file.read(64)
+    return b'"crc32"' in _beginning(record, 64)
+
+
+def _beginning(file: Path, nbytes: int) -> bytes:
+    fd = open_regular(file)
+    try:
+        return os.pread(fd, nbytes, 0)
+    finally:
+        os.close(fd)
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:

@@ -66,7 +66,7 @@ class SumsSource:
     def read(self, at: int, nbytes: int) -> bytes:
         """Fewer bytes where the file ends. Raises OSError, or CheckpointError where they are not what was written."""
         if self._fd < 0:
-            self._fd = open_alone(self._path, os.O_RDONLY)
+            self._fd = open_alone(self._path, os.O_RDONLY | os.O_NONBLOCK)
             weakref.finalize(self, close_alone, self._fd)
         if self._own is None:
             return os.pread(self._fd, nbytes, at)

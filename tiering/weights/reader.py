@@ -280,7 +280,7 @@ def _open_for_reading(path: Path) -> tuple[int, bool]:
         if fd >= 0:
             return fd, True
         log.warning("the file system of %s refuses O_DIRECT: reading it fills the page cache", path)
-        return open_alone(path, os.O_RDONLY), False
+        return open_alone(path, os.O_RDONLY | os.O_NONBLOCK), False
     except OSError as error:
         raise unopened(path, error) from error
 
@@ -289,7 +289,7 @@ def _open_direct(path: Path) -> int:
     """A descriptor that goes around the page cache, or -1: some file systems open one and refuse the transfer."""
     fd = -1
     try:
-        fd = open_alone(path, os.O_RDONLY | os.O_DIRECT)
+        fd = open_alone(path, os.O_RDONLY | os.O_DIRECT | os.O_NONBLOCK)
         with mmap.mmap(-1, PAGE) as page:
             os.preadv(fd, [page], 0)
     except OSError as error:

@@ -165,9 +165,8 @@ def test_the_directory_is_removed_under_the_run(checkpoints: CheckpointDirectory
     assert checkpoints.find() is None
     save(checkpoints, "global_step3")
     assert names(checkpoints) == {"global_step3", LATEST, ".lock"}
-    with pytest.raises(
-        CheckpointError, match="another run"
-    ):  # the new directory is locked as the old one was
+    checkpoints.begin("global_step4", run=OURS)  # the new directory is locked as the old one was
+    with pytest.raises(CheckpointError, match="another engine of this process is saving to"):
         CheckpointDirectory(checkpoints.path).lock()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.tiering.checkpoint.directories import OURS, names, save, tags
@@ -53,10 +55,23 @@ def test_a_latest_that_is_no_file(checkpoints: CheckpointDirectory) -> None:
     save(checkpoints, "global_step1")
     (checkpoints.path / LATEST).unlink()
     (checkpoints.path / LATEST).mkdir()
-    with pytest.raises(CheckpointError, match="latest cannot be read: Is a directory"):
+    with pytest.raises(
+        CheckpointError, match="latest cannot be read: it is not a regular file; name a tag instead"
+    ):
         checkpoints.find()
     with pytest.raises(CheckpointError, match="latest is a directory, where a file with a tag belongs"):
         checkpoints.begin("global_step2", run=OURS)
+
+
+def test_a_latest_that_is_a_pipe_is_refused_at_once(checkpoints: CheckpointDirectory) -> None:
+    """To open one for reading waits for a writer."""
+    save(checkpoints, "global_step1")
+    (checkpoints.path / LATEST).unlink()
+    os.mkfifo(checkpoints.path / LATEST)
+    with pytest.raises(CheckpointError, match="latest cannot be read: it is not a regular file"):
+        checkpoints.find()
+    save(checkpoints, "global_step2")
+    assert checkpoints.find() == checkpoints.path / "global_step2"
 
 
 def test_without_latest_the_newest_is_found(
@@ -94,7 +109,6 @@ def test_a_tag_that_is_not_there(checkpoints: CheckpointDirectory) -> None:
 def test_reading_writes_nothing_and_locks_nothing(checkpoints: CheckpointDirectory) -> None:
     save(checkpoints, "global_step1")
     checkpoints.close()
-    (checkpoints.path / ".lock").unlink()
     reading = CheckpointDirectory(checkpoints.path)
     reading.find()
     reading.find("global_step1")

@@ -71,7 +71,8 @@ def test_another_runs_checkpoints_stay(checkpoints: CheckpointDirectory) -> None
     for number in range(5, 10):
         save(checkpoints, f"global_step{number}", run=OURS, keep=2)
     with pytest.raises(
-        CheckpointError, match=r"global_step3 is a checkpoint of another run.*and stays; save to"
+        CheckpointError,
+        match=r"global_step3 is a checkpoint of another run.*and stays; go on from it with load_",
     ):
         checkpoints.begin("global_step3", run=OURS)
     theirs = {f"global_step{number}" for number in range(5)}

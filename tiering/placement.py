@@ -32,7 +32,10 @@ MOST_TILES = 64  # of a group, as long as the configuration wants no more: each 
 
 def make_plan(load: Workload, budgets: Budgets) -> Plan:
     """Place ``load`` within ``budgets``. Raises PlacementError, with numbers and remedy, when it cannot fit."""
-    plan = place(load, budgets)
+    try:
+        plan = place(load, budgets)
+    except PlacementError as error:
+        raise PlacementError(f"{error.words}. {load.beside_budgets()}") from None
     moved = {load.state_format: sum(plan.nvme_traffic())}
     host_without_nvme = None
     if moved[load.state_format]:

@@ -45,9 +45,9 @@ class GroupSizes:
     parent: int | None = None  # index of the group whose modules enclose this one's
     persistent: bool = False  # small parameters that never leave the device
     uses: int = 1  # unshards per forward pass
-    fp32: bool = (
-        False  # parameters, gradients and what is sent of them are fp32, whatever those of other groups are
-    )
+    # Parameters, gradients and what is sent of them are fp32, whatever those of other groups are.
+    fp32: bool = False
+    largest_trained: int = 0  # elements of its largest trainable parameter, without padding
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,24 @@ class Workload:
         nbytes = round_up(group.trainable_numel * sizes.sent_itemsize)
         in_place = self.grads_stay_local and sizes.sent_itemsize == sizes.grad_itemsize
         return 0 if in_place else nbytes, nbytes
+
+    @property
+    def gradients_beside(self) -> int:
+        """The most bytes of gradients that torch holds at one time, beside all budgets, until they are taken.
+
+        A gradient and its copy in the parameter's strides. With several ranks, a tied parameter has one of each use.
+        """
+        sizes = (group.largest_trained * self.of(group).compute_itemsize for group in self.groups)
+        return (2 if self.world_size == 1 else 3) * max(sizes, default=0)
+
+    def beside_budgets(self) -> str:
+        """What the process needs that no budget counts, as a plan and a refusal say it."""
+        gradients = (
+            f", up to {format_size(self.gradients_beside)} of gradients" if self.gradients_beside else ""
+        )
+        return (
+            f"Not counted in the budgets: activations{gradients}, and memory of Python and torch themselves"
+        )
 
     @property
     def master_itemsize(self) -> int:
@@ -491,7 +509,7 @@ class Plan:
         table = Table(title=f"Placement plan{each}", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
         table.pad_edge, table.collapse_padding = False, True  # 80 columns hold any plan
         table.caption, table.caption_justify = (
-            "\n".join(filter(None, (self._formats(), self._updates()))),
+            "\n".join(filter(None, (self._formats(), self._updates(), self.workload.beside_budgets()))),
             "left",
         )
         for heading in ("tier", "budget", "planned", "what lives there", "per step"):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
@@ -39,11 +39,13 @@ from zero3.partition import Piece, segments
 from zero3.streams import Event
 from zero3.tiers import Home, Tiers, as_tensor
 
+COPIED_AT_ONCE = 1 << 20
+"""Elements of a gradient in other strides that are copied at once, where the CPU takes it up."""
 KERNEL_DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
 
 
 def taken_gradient(piece: Piece, param: nn.Parameter) -> Tensor | None:
-    """``param.grad``, contiguous, which it has no more. ConfigError if it is sparse."""
+    """``param.grad``, in any strides, which it has no more. ConfigError if it is sparse."""
     grad = resharded.take_gradient(param)
     if grad is None:
         return None
@@ -52,7 +54,17 @@ def taken_gradient(piece: Piece, param: nn.Parameter) -> Tensor | None:
             f"the gradient of {piece.name!r} is {grad.layout}; only dense gradients can be tiered:"
             " build the embedding with sparse=False"
         )
-    return grad.contiguous()
+    return grad
+
+
+def flat_parts(grad: Tensor) -> Iterator[Tensor]:
+    """The elements of ``grad`` in order, flat: all of it as it is, or copies of some rows at a time."""
+    if grad.is_contiguous():
+        yield grad.view(-1)
+        return
+    rows = max(1, COPIED_AT_ONCE * len(grad) // grad.numel())
+    for start in range(0, len(grad), rows):
+        yield grad[start : start + rows].reshape(-1)
 
 
 def add_up(parts: list[Tensor], factor: float, target: Tensor, *, overwrite: bool, on_device: bool) -> None:
@@ -129,6 +141,7 @@ class GradientStore:
         """A backward begins; nobody here has to know."""
 
     unreduced = received_elsewhere = False  # as a GradientReducer says it
+    takes_parts = True
 
     def received(self, piece: Piece) -> bool:
         """Whether the parameter got a gradient since the last ``reset``."""
@@ -153,9 +166,9 @@ class GradientStore:
         elif home.on_device:
             assert home.tensor is not None
             target = home.tensor.view(self.dtype)[piece.start : piece.end]
-            device_kernels.accumulate(target, grad.view(-1), overwrite=overwrite)
+            device_kernels.accumulate(target, grad.contiguous().view(-1), overwrite=overwrite)
         else:
-            self._send_to_host(group, piece, grad, overwrite=overwrite)
+            self._send_to_host(group, piece, grad.contiguous(), overwrite=overwrite)
 
     def replaced(self, group: ParamGroup, piece: Piece) -> None:
         """The gradient of ``piece`` was written at home."""
@@ -379,9 +392,12 @@ class GradientStore:
         self, group: ParamGroup, piece: Piece, grad: Tensor, *, overwrite: bool, square: bool
     ) -> None:
         address, dtype = self._open(group) + piece.start * self.dtype.itemsize, KERNEL_DTYPES[self.dtype]
-        kernels.accumulate(
-            address, dtype, grad.data_ptr(), KERNEL_DTYPES[grad.dtype], piece.numel, overwrite=overwrite
-        )
+        target = address
+        for part in flat_parts(grad):
+            kernels.accumulate(
+                target, dtype, part.data_ptr(), KERNEL_DTYPES[part.dtype], part.numel(), overwrite=overwrite
+            )
+            target += part.numel() * self.dtype.itemsize
         if square:
             self._squares[piece.index] = kernels.sum_of_squares(address, dtype, piece.numel)
 

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from tiering.errors import EngineStateError
 from zero3.compiled import Around, called_by_compiled_code, is_compiled
 from zero3.eager import eager
+from zero3.gradient_parts import TiedParameters
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
 
@@ -32,6 +33,8 @@ from zero3.partition import Piece
 class Events(Protocol):
     """What happens to groups, in the order in which it happens."""
 
+    @property
+    def takes_parts(self) -> bool: ...
     def begin_forward(self, training: bool, *, whole: bool) -> None: ...
     def end_forward(self, *, raised: bool) -> None: ...
     def begin_backward(self) -> None: ...
@@ -62,7 +65,7 @@ def install(model: nn.Module, groups: Iterable[ParamGroup], events: Events) -> l
     for group in groups:
         for entry in group.entries:
             opening = _BeforeGroup(events, group)
-            add(entry, opening, _AfterGroup(events, opening, moving))
+            add(entry, opening, _AfterGroup(events, opening, moving, TiedParameters(events, group, entry)))
         for piece, param in zip(group.layout.pieces, group.params, strict=True):
             if piece.trainable:
                 on_params.append(param.register_post_accumulate_grad_hook(_accumulated(events, group, piece)))
@@ -277,10 +280,13 @@ class _BeforeGroup(_Before):
 
 
 class _AfterGroup(OurHook):
-    def __init__(self, events: Events, before: _BeforeGroup, moving: frozenset[int]) -> None:
+    def __init__(
+        self, events: Events, before: _BeforeGroup, moving: frozenset[int], tied: TiedParameters
+    ) -> None:
         self.events = events
         self.before = before
         self.moving = moving
+        self.tied = tied
 
     def run(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.before.answered():
@@ -288,6 +294,8 @@ class _AfterGroup(OurHook):
         group = self.before.group
         output = with_bytes_of_its_own(output, self.moving)
         nodes = self.events.forward_nodes()
+        if self.events.takes_parts:
+            self.tied.watch(output, nodes)
         watch_backward(output, lambda: self.events.pre_backward(group, nodes))
         self.events.post_forward(group, raised=output is None)
         return output

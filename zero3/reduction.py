@@ -132,6 +132,9 @@ class GradientReducer:
         collectives.row_nbytes = max(collectives.row_nbytes, numbers + (self._pieces + 7) // 8)
         self._arrived: set[int] = set()  # pieces that got a gradient here, since the last agreement
 
+    takes_parts = False
+    """A part would open the group's buffer from its first part on to its last, for most of a backward."""
+
     def begin(self, used: Iterable[ParamGroup]) -> None:
         """A backward begins, of forwards that have used these groups, in this order."""
         if self._cut_off:
@@ -153,6 +156,7 @@ class GradientReducer:
         grad = taken_gradient(piece, param)
         if grad is None:
             return
+        grad = grad.contiguous()
         collected = self._collected(group)
         target = collected.values[piece.start : piece.end]
         overwrite = piece.index not in collected.pieces

@@ -325,6 +325,12 @@ def _put_gradient(param: nn.Parameter, gradient: Tensor | None) -> None:
         _GRAD.__set__(param, gradient)
 
 
+def put_gradient(param: nn.Parameter, gradient: Tensor) -> None:
+    """Put ``gradient`` where autograd would, for ``take_gradient``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(param, gradient)
+
+
 def _gradient_asked_for(param: nn.Parameter) -> None:
     owner = owner_of(param)
     if owner is not None and not torch.compiler.is_compiling():  # the compiler looks at all there is

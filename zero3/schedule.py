@@ -52,6 +52,10 @@ class GradientSink(Protocol):
     def received_elsewhere(self) -> bool:
         """Whether some rank got a gradient in the last backward, this one or not."""
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether ``accumulate`` may be called for each part of a gradient: see gradient_parts.py."""
+
     def begin(self, used: Iterable[ParamGroup]) -> None:
         """A backward begins, of forwards that have used these groups, in this order."""
 
@@ -119,6 +123,11 @@ class PassSchedule:
     def running(self) -> bool:
         """Whether a forward or a backward is under way."""
         return bool(self._forwards) or self.in_backward
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether gradients of tied parameters are taken in parts."""
+        return self._gradients.takes_parts
 
     @property
     def activations(self) -> Activations:

@@ -68,6 +68,7 @@ def size_up(
                 parent=group.parent,
                 persistent=group.persistent,
                 uses=len(group.entries),
+                largest_trained=max((p.numel for p in layout.pieces if p.trainable), default=0),
             )
             for group, layout in zip(members, layouts, strict=True)
         ),

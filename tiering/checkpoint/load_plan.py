@@ -72,7 +72,8 @@ def _groups(
         persistent = name == _PERSISTENT
         parent = None if persistent or name == _ROOT else around
         uses = 0 if persistent else 1
-        yield GroupSizes(name, numel * itemsize, trained, parent=parent, persistent=persistent, uses=uses)
+        largest = max((each.numel for each in stored_ones if each.trained), default=0)
+        yield GroupSizes(name, numel * itemsize, trained, parent, persistent, uses, largest_trained=largest)
 
 
 def _own_groups(parameters: Mapping[str, StoredParameter]) -> dict[str, str]:

@@ -69,17 +69,17 @@ class Decoder:
         """
         modules = list(self._modules())
         block = sum(modules[1][1])
-        numels: dict[str, int] = {}
+        members: dict[str, list[int]] = {}
         for name, params in modules:
             own = ".layers." in name or sum(params) > block
             for numel in params:
                 group = "persistent" if numel < persistence_threshold else name if own else "root"
-                numels[group] = numels.get(group, 0) + numel
-        around = list(numels).index("root") if "root" in numels else None
+                members.setdefault(group, []).append(numel)
+        around = list(members).index("root") if "root" in members else None
         made = []
-        for name, numel in numels.items():
+        for name, numels in members.items():
             persistent = name == "persistent"
-            padded = round_up(numel, QUANTUM * world_size)
+            padded = round_up(sum(numels), QUANTUM * world_size)
             made.append(
                 GroupSizes(
                     name,
@@ -88,6 +88,7 @@ class Decoder:
                     parent=None if persistent or name == "root" else around,
                     persistent=persistent,
                     uses=0 if persistent else 1,
+                    largest_trained=max(numels),
                 )
             )
         return tuple(made)

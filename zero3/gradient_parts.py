@@ -1,0 +1,109 @@
+"""Gradients of a tied parameter, taken where they arise.
+
+Note [The parts of a tied parameter's gradient]
+    Autograd adds up the gradients of all uses of a parameter before it hands them out. For an embedding that is tied to
+    the output head, the head's gradient then exists from the beginning of backward to its end, when the embedding's and
+    their sum join it: three times the largest parameter, beside all budgets. So where modules that share a parameter
+    are called, the autograd nodes that will produce parts of its gradient are hooked. Each part is accumulated as it
+    arises, and autograd passes on none. The sum is taken in the accumulation dtype then, for every placement.
+
+    A part stays with autograd where somebody may want the whole gradient: hooks of others on the parameter,
+    torch.autograd.grad, create_graph, backward(inputs=...) without the parameter. Uses that no hook finds (a weight
+    read by another module, under an autocast that has cast it before) are summed by autograd as ever.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zero3 import resharded
+from zero3.param_group import ParamGroup
+from zero3.partition import Piece
+
+_OUR_HOOKS = 1  # on a parameter, of the kind that runs after its gradient was accumulated
+
+
+class Events(Protocol):
+    """Who takes gradients."""
+
+    def gradient(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None: ...
+
+
+class TiedParameters:
+    """The trainable parameters of ``entry`` itself that other entries of its ``group`` use, too."""
+
+    def __init__(self, events: Events, group: ParamGroup, entry: nn.Module) -> None:
+        uses = Counter(param for each in group.entries for param in each._parameters.values())
+        own = set(entry._parameters.values())
+        self._events = weakref.ref(events)
+        self._group = weakref.ref(group)
+        self._tied = [
+            (piece, param)
+            for piece, param in zip(group.layout.pieces, group.params, strict=True)
+            if piece.trainable and param in own and uses[param] > 1
+        ]
+
+    def watch(self, output: Any, nodes: range) -> None:
+        """``entry`` has returned ``output``, by autograd nodes with these numbers: hook those that make parts."""
+        if not self._tied or not torch.is_grad_enabled():
+            return
+        pieces = {id(param): piece for piece, param in self._tied}
+        for node, index, accumulator in _edges_to_leaves(output, nodes):
+            piece = pieces.get(id(accumulator.variable))
+            if piece is not None:
+                node.register_hook(_take(self._events, self._group, piece, index, accumulator))
+
+
+def _edges_to_leaves(output: Any, nodes: range) -> Iterator[tuple[Any, int, Any]]:
+    """The edges from ``nodes`` behind ``output`` to leaves: node, index of the edge, the leaf's accumulating node."""
+    waiting = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    seen = set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or node._sequence_nr() not in nodes:
+            continue
+        seen.add(node)
+        for index, (behind, _) in enumerate(node.next_functions):
+            if behind is not None and behind.name() == "torch::autograd::AccumulateGrad":
+                yield node, index, behind
+            else:
+                waiting.append(behind)
+
+
+def _take(
+    listener: weakref.ref[Events],
+    of: weakref.ref[ParamGroup],
+    piece: Piece,
+    index: int,
+    accumulator: Any,
+) -> Callable[[tuple[Tensor | None, ...], Any], tuple[Tensor | None, ...] | None]:
+    def taken(inputs: tuple[Tensor | None, ...], outputs: Any) -> tuple[Tensor | None, ...] | None:
+        part, param = inputs[index], accumulator.variable
+        events, group = listener(), of()
+        if part is None or events is None or group is None or not _is_ours_alone(param, accumulator):
+            return None
+        resharded.put_gradient(param, part)
+        events.gradient(group, piece, param)
+        return *inputs[:index], None, *inputs[index + 1 :]
+
+    return taken
+
+
+def _is_ours_alone(param: nn.Parameter, accumulator: Any) -> bool:
+    """Whether the backward that runs now accumulates ``param``, and nobody else looks at its gradient."""
+    if torch.is_grad_enabled() or param._backward_hooks:
+        return False
+    if len(param._post_accumulate_grad_hooks or ()) > _OUR_HOOKS:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(accumulator)
+    except RuntimeError:
+        # torch.autograd.grad asks for this gradient.
+        return False

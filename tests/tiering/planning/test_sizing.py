@@ -120,7 +120,7 @@ def test_groups_are_those_of_a_llama_of_that_shape(
                 group.parent,
                 group.persistent,
                 len(group.entries),
-                max(param.numel() for _, _, param in group.params),
+                largest_trained=max(param.numel() for _, _, param in group.params),
             )
         )
     assert sum(p.numel() for p in model.parameters()) == shape.params

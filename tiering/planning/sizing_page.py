@@ -36,10 +36,12 @@ two moments of 4 bytes; `split+bf16` is the other half of the master and moments
 
 For a machine or a model of your own, ask:
 
-    tiering plan --params 13B --profile rtx4090    # a machine of those below
-    tiering plan --model config.json --measure /nvme0 /nvme1    # a transformers model, on this machine
-    tiering plan --params 70B --gpu 24GiB --host-budget 48GiB --nvme-budget 2TB    # without rates no step time
-    tiering plan --params 70B --profile a100 --micro-batches 4 --json
+```sh
+tiering plan --params 13B --profile rtx4090    # a machine of those below
+tiering plan --model config.json --measure /nvme0 /nvme1    # a transformers model, on this machine
+tiering plan --params 70B --gpu 24GiB --host-budget 48GiB --nvme-budget 2TB    # without rates no step time
+tiering plan --params 70B --profile a100 --micro-batches 4 --json
+```
 
 or in Python `tiering.plan_for(model=model, config=config)`, which makes the plan that `initialize` would make.
 [planning.md](planning.md) has the formulas of a step's time. A budget is what the engine may own: beside it a GPU holds

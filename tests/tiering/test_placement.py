@@ -196,7 +196,8 @@ def test_traffic_of_gradients_that_spill() -> None:
         make_plan(load, Budgets(PLENTY, tight - 1, PLENTY))
     assert str(caught.value) == (
         f"[TIER-PLAN] host needs at least {tight / 1024:.2f} KiB but its budget is {(tight - 1) / 1024:.2f} KiB"
-        " (staging 96.00 KiB, gradients on their way to NVMe 64.00 KiB); raise host_budget, or offload to nvme"
+        " (staging 96.00 KiB, gradients on their way to NVMe 64.00 KiB); raise host_budget, or offload to nvme."
+        " Not counted in the budgets: activations, and memory of Python and torch themselves"
     )
 
 
@@ -304,7 +305,8 @@ def test_what_must_be_in_memory_is_refused_with_every_number() -> None:
         make_plan(load, Budgets(0, need - 1, 0))
     assert str(caught.value) == (
         "[TIER-PLAN] host needs at least 768.00 KiB but its budget is 768.00 KiB (parameters 96.00 KiB, gradients"
-        " 96.00 KiB, optimizer state 576.00 KiB); raise host_budget, or offload to nvme"
+        " 96.00 KiB, optimizer state 576.00 KiB); raise host_budget, or offload to nvme."
+        " Not counted in the budgets: activations, and memory of Python and torch themselves"
     )
 
 

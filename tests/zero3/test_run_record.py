@@ -551,5 +551,5 @@ def test_a_run_directory_that_cannot_be_used_stops_no_training(
 def test_a_directory_that_the_configuration_names_must_hold_pages(
     start: Callable[..., Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(TelemetryError, match="run directory .*no/parent cannot be used"):
+    with pytest.raises(TelemetryError, match=r"run directory .*no/parent cannot be used"):
         start(**STREAMED, telemetry={"enabled": True, "dir": str(tmp_path / "no" / "parent")})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -93,10 +94,9 @@ def test_a_full_disk_is_no_error(
 ) -> None:
     disk = small_disk(2 << 20)
     monkeypatch.setenv("TIERING_RUN_DIR", str(disk / "run"))
-    with (disk / "rest").open("wb") as rest, pytest.raises(OSError, match="No space"):
-        while True:
-            rest.write(bytes(4096))
-            rest.flush()
+    with (disk / "rest").open("wb", buffering=0) as rest, contextlib.suppress(OSError):
+        while rest.write(bytes(4096)):
+            pass
     writer = open_writer("gpt-0a1b2c3d")
     assert writer is not None and writer.path.parent.parent == places[1]
     writer.close()

@@ -272,7 +272,7 @@ class Access:
             log.warning(
                 "%r.grad was asked for: the engine takes gradients as they arrive, so it is None. Clip by"
                 ' "gradient_clipping" in the configuration, drop them by optimizer.zero_grad(); get_global_grad_norm()'
-                " and get_fp32_gradient(name) of the engine tell them",
+                " and get_fp32_gradient(name) of the engine tell them, set_fp32_gradient(name, values) replaces one",
                 piece.name,
             )
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from optim_cpu import kernels
 from optim_cpu.kernels import StepBatch
@@ -296,14 +296,28 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             }
             for group in self.param_groups
         ]
-        self._number_of = {
-            self._index_of[param]: number
-            for number, options in enumerate(self._options)
-            for param in options["params"]
-            if param in self._index_of
-        }
+        self._number_of = {}
+        for number, options in enumerate(self._options):
+            for param in options["params"]:
+                self._place_in_group(param, number)
         self._rules.clear()
         self._rule_of.clear()
+
+    def _place_in_group(self, param: nn.Parameter, number: int) -> None:
+        """Step ``param`` with the options of this group; EngineStateError if another one has it, or it has no state."""
+        index = self._index_of.get(param)
+        if index is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                frozen = not param.requires_grad
+            if not frozen:
+                planned_group({"params": param}, self._index_of)
+        elif index in self._number_of:
+            raise EngineStateError(
+                f"param groups {self._number_of[index]} and {number} have the same parameter, of shape"
+                f" {tuple(param.shape)}: each belongs to one group. Take it out of one of them"
+            )
+        else:
+            self._number_of[index] = number
 
     def _count(self, pieces: Iterable[Piece]) -> None:
         """Count a step of those ``pieces`` that got a gradient, and note the rules that they are stepped by."""

@@ -135,6 +135,30 @@ def test_a_step_uses_what_was_assigned(start: Start, recipe: Recipe) -> None:
         assert differing(run.masters, reference.masters) == []
 
 
+@pytest.mark.parametrize("recipe", [ask_autograd, assign_before_backward])
+def test_with_steps_in_backward_what_is_assigned_before_counts(start: Start, recipe: Recipe) -> None:
+    """Behind the backward the gradients are used, and cannot be replaced."""
+
+    def script(loop: Loop) -> list[float]:
+        losses = []
+        for x in inputs(4):
+            recipe(loop, x)
+            loop.step()
+            losses.append(update(loop, x))
+        return losses
+
+    reference = run_engine(start, Tower, script, clip=0.0)
+    for placement in ({}, STREAMED, {**STREAMED, "smallest": True}):
+        run = run_engine(start, Tower, script, clip=0.0, step_in_backward=True, **placement)
+        assert run.losses == reference.losses
+        assert differing(run.masters, reference.masters) == []
+    engine = start(Tower(), precision="fp32", accumulation=1, clip=0.0, step_in_backward=True, **STREAMED)
+    engine.backward(engine(next(inputs(1))))
+    for values in (None, torch.zeros(2 * WIDTH, WIDTH)):
+        with pytest.raises(EngineStateError, match=rf"{WEIGHT}.*step_in_backward"):
+            engine.module.get_parameter(WEIGHT).grad = values
+
+
 PLACED = pytest.mark.parametrize("placement", [{}, STREAMED], ids=["device", "nvme"])
 
 

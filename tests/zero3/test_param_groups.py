@@ -66,6 +66,22 @@ def test_edited_param_groups(start: Start, edit: Edit, in_backward: bool) -> Non
         assert torch.equal(run.state[name], rounded), f"{name} is not its master"
 
 
+@pytest.mark.parametrize("in_backward", [False, True], ids=["step", "step in backward"])
+def test_parameters_that_cannot_be_stepped_as_they_are_listed(start: Start, in_backward: bool) -> None:
+    engine = start(Tower(), accumulation=1, clip=0.0, threshold=0, step_in_backward=in_backward, **STREAMED)
+    x, before = next(inputs(1)), engine.master_state_dict()
+    groups = engine.optimizer.param_groups
+    groups.append({**groups[0], "params": groups[0]["params"][:1]})
+    with pytest.raises(EngineStateError, match=r"param groups 0 and 1 have the same parameter.*\(32, 32\)"):
+        update(engine, x)
+    groups[1]["params"] = [nn.Parameter(torch.ones(3))]
+    with pytest.raises(EngineStateError, match=r"shape \(3,\).*not the model's"):
+        update(engine, x)
+    assert differing(engine.master_state_dict(), before) == []
+    groups[1]["params"][0].requires_grad_(False)
+    update(engine, x)
+
+
 def test_groups_that_are_added_as_training_goes_on(start: Start) -> None:
     """Two of the parameters that initialize has seen, with options of their own, and one after the other."""
 

@@ -1,4 +1,7 @@
-"""``deepspeed.comm``: torch.distributed, with init_distributed; what asks for ranks works in one process, too."""
+"""``deepspeed.comm``: torch.distributed, with init_distributed; what asks for ranks works in one process, too.
+
+Collectives between CPUs name the rank that they wait for in vain: see zero3/deepspeed/communication.py.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,67 @@ from typing import TYPE_CHECKING
 from tiering import lazy
 
 if TYPE_CHECKING:
-    from zero3.deepspeed.distributed import (
+    from zero3.deepspeed.communication import (
+        all_gather,
+        all_gather_into_tensor,
+        all_gather_object,
+        all_gather_single,
+        all_reduce,
+        all_to_all,
+        all_to_all_single,
         barrier,
+        broadcast,
+        broadcast_object_list,
+        gather,
+        gather_object,
+        recv,
+        reduce,
+        reduce_scatter,
+        reduce_scatter_single,
+        reduce_scatter_tensor,
+        scatter,
+        scatter_object_list,
+        send,
+    )
+    from zero3.deepspeed.distributed import (
         get_local_rank,
         get_rank,
         get_world_size,
         init_distributed,
     )
 
-__all__ = ["barrier", "get_local_rank", "get_rank", "get_world_size", "init_distributed"]
+__all__ = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "get_local_rank",
+    "get_rank",
+    "get_world_size",
+    "init_distributed",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+]
+_JOINING = ("get_local_rank", "get_rank", "get_world_size", "init_distributed")
 __getattr__, __dir__ = lazy.names(
-    __name__, {"zero3.deepspeed.distributed": __all__}, rest="torch.distributed"
+    __name__,
+    {
+        "zero3.deepspeed.distributed": _JOINING,
+        "zero3.deepspeed.communication": [name for name in __all__ if name not in _JOINING],
+    },
+    rest="torch.distributed",
 )

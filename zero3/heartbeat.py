@@ -13,6 +13,7 @@ first one stays: whoever falls because of another's death names that death.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import defaultdict, deque
@@ -21,7 +22,10 @@ from typing import Literal
 
 from zero3 import knots
 from zero3.board import MEMORY, Beat, Board, Failure, Process, spell
+from zero3.position import Position
 from zero3.seen import Seen
+
+log = logging.getLogger(__name__)
 
 ORDER = (
     "modules must be called in the same order on all ranks, and so must what reads parameters (state_dict, gathered,"
@@ -32,45 +36,6 @@ URGENT = 0.05  # seconds between two looks while a collective has failed and nob
 SIGNS = 5  # beats missed by a rank are enough to name it when a collective has failed
 AT_ONCE = 64  # ranks whose beats are read in one look; more of them are looked at less often
 POLL = (2e-4, 2e-2)  # seconds between two counts of answers, from the first on, doubling
-
-
-class Position:
-    """Where this rank is. Written by the thread that trains; read by the heartbeat."""
-
-    def __init__(self) -> None:
-        self.doing = ""
-        self.waits: tuple[str, int, str] | None = None  # group, number, what
-        self.changes = 0
-        self._lock = threading.Lock()  # of what follows
-        self._last: dict[str, int] = {}
-        self._said: defaultdict[str, dict[int, str]] = defaultdict(dict)
-
-    def issue(self, group: str, what: str) -> int:
-        """Count and remember the next collective of ``group``."""
-        with self._lock:
-            self.changes += 1
-            number = self._last[group] = self._last.get(group, 0) + 1
-            said = self._said[group]
-            said[number] = what
-            said.pop(number - MEMORY, None)
-        return number
-
-    def said(self, group: str, number: int) -> str | None:
-        """What this rank's collective ``number`` of ``group`` is, once it is known."""
-        with self._lock:
-            return self._said[group].get(number)
-
-    def number(self, group: str, what: str) -> int:
-        """The last collective of that name, or the last one of ``group``."""
-        with self._lock:
-            last = self._last.get(group, 0)
-            said = self._said[group]
-            return next((number for number in reversed(said) if said[number] == what), last)
-
-    def last(self) -> dict[str, tuple[int, str]]:
-        """By group: the last collective."""
-        with self._lock:
-            return {group: (number, self._said[group][number]) for group, number in self._last.items()}
 
 
 @dataclass
@@ -147,6 +112,7 @@ class Heartbeat:
         self._longest_poll = POLL[1] * self._many
         self._answers: defaultdict[str, Answers] = defaultdict(Answers)
         self._computing: tuple[int, ...] = ()  # ranks of this host that give no beat, and spend CPU time
+        self._logged: set[int] = set()  # ranks of whose silence the log tells
         self._knot: dict[int, Beat] = {}  # ranks that seemed to wait for each other, at the last look
         self._thread = threading.Thread(target=self._run, name=f"heartbeat of rank {rank}", daemon=True)
         self._thread.start()
@@ -243,6 +209,11 @@ class Heartbeat:
             return ""
         return f" ({self.who(0)} is in state {seen.beat.process.state() or 'gone'})"
 
+    def left(self) -> tuple[int, str] | None:
+        """The first rank that was seen to have closed its engine or ended its program, and which it was."""
+        seen = sorted(dict(self.seen).items())
+        return next(((rank, each.beat.doing) for rank, each in seen if each.beat.state == "closed"), None)
+
     def behind(self, group: str, number: int) -> list[int]:
         """Ranks that were not seen at that collective yet."""
         seen = dict(self.seen)
@@ -324,17 +295,22 @@ class Heartbeat:
         self.board.write(self._rank, self.beat())
 
     def _settle(self, failure: Failure) -> None:
-        counts = self.board.post(failure)
-        with self.changed:
-            self.failure = self.failure or counts
-            self.changed.notify_all()
+        self._adopt(self.board.post(failure))
 
     def _take_over(self) -> None:
         failure = self.board.failure()
         if failure is not None:
-            with self.changed:
-                self.failure = self.failure or failure
-                self.changed.notify_all()
+            self._adopt(failure)
+
+    def _adopt(self, failure: Failure) -> None:
+        """The run is over. Whoever waits here raises it; a program that hangs elsewhere has at least the log."""
+        with self.changed:
+            first = self.failure is None
+            self.failure = self.failure or failure
+            self.changed.notify_all()
+        elsewhere = not (self._waiting or self._strict) and self.position.waits is None
+        if first and elsewhere and failure.rank != self._rank and self._state == "running":
+            log.critical("%s", failure.error())
 
     def _discuss(self, question: Question) -> None:
         """Ask, if that is still to be done; count who has said the same."""
@@ -449,9 +425,7 @@ class Heartbeat:
         if self.store_lost is None:
             self._settle(failure)
         else:
-            with self.changed:
-                self.failure = failure
-                self.changed.notify_all()
+            self._adopt(failure)
 
     def _judge(self) -> None:
         for rank, seen in self.seen.items():
@@ -469,11 +443,20 @@ class Heartbeat:
             tied = sorted(self._knot)
             words = f"{spell(tied)} wait for each other: {self.positions(tied)}: {ORDER}"
             return self._settle(Failure("order", tied[0], words))
-        if self._waiting or self._strict:
-            silent = self._silent_ranks()
-            if silent:
-                self._settle(self._silence_of(silent))
+        silent = self._silent_ranks()
+        if silent and (self._waiting or self._strict):
+            self._settle(self._silence_of(silent))
+        else:
+            self._log_silence(silent)
         return None
+
+    def _log_silence(self, silent: list[int]) -> None:
+        """Nobody waits for them here, so they may come back; a program may be waiting in a collective of its own."""
+        if set(silent) - self._logged:
+            log.critical("%s", self._silence_of(silent).error())
+        if back := self._logged - set(silent):
+            log.warning("%s gives signs of life again", spell(back))
+        self._logged = set(silent)
 
     def _depends_on(self) -> list[tuple[str, int, str]]:
         """Collectives that cannot end unless every rank joins in."""

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Literal, Self
@@ -40,6 +42,27 @@ TIMED_OUT = "Operation timed out"  # gloo's words at the end of a slice; the col
 SEVERED = 0x7EE5  # a tag that no message has
 SEVERED_WITHIN = 60.0  # seconds
 QUOTED = 1000  # characters of another rank's error
+
+
+_ages = itertools.count()
+_open: weakref.WeakValueDictionary[int, Peers] = weakref.WeakValueDictionary()  # by age
+
+
+def newest() -> Peers | None:
+    """The peers of this process's newest engine that is open."""
+    mine = [age for age, peers in list(_open.items()) if peers.of_this_process]
+    return _open.get(max(mine)) if mine else None
+
+
+def ended(work: Work, within: float) -> bool:
+    """Whether ``work`` has ended, after so many seconds at most; RuntimeError if it has failed."""
+    try:
+        work.wait(timedelta(seconds=within))
+    except RuntimeError as error:
+        if TIMED_OUT not in str(error):
+            raise
+        return False
+    return True
 
 
 class Peers:
@@ -86,6 +109,8 @@ class Peers:
             strict=on_lost is not None,
         )
         self._position = self._heartbeat.position
+        self._age = next(_ages)
+        _open[self._age] = self
         atexit.register(self._at_exit)
         if on_lost is not None:
             threading.Thread(
@@ -135,19 +160,46 @@ class Peers:
             slice_s = FIRST_SLICE
             while True:
                 try:
-                    work.wait(timedelta(seconds=slice_s))
+                    if ended(work, slice_s):
+                        return
                 except RuntimeError as error:
-                    if TIMED_OUT not in str(error):
-                        raise self._cause_of(str(error), delay) from error
-                else:
-                    return
+                    raise self._cause_of(str(error), delay) from error
                 slice_s = SLICE
                 delay.look()
+
+    def follow(self, has_ended: Callable[[float], bool], name: str) -> None:
+        """Wait for ``name``, a collective of the program's own, until it ``has_ended`` (within so many seconds).
+
+        It has no number, since it may be any group's, and may take as long as torch lets it. RankLostError (or what
+        else has ended the run) as soon as a rank is lost: if it fails, then, too, when that is known soon after.
+        """
+        self.check()
+        doing, self._position.doing = self._position.doing, f"{name} of the program"
+        slice_s, waited = FIRST_SLICE, f"waiting in {name} of the program"
+        try:
+            while not has_ended(slice_s):
+                self._heartbeat.watch()
+                if self._heartbeat.failure is not None:
+                    raise self._told(self._heartbeat.failure, waited)
+                slice_s = SLICE
+        except RuntimeError as error:
+            failure = self._loss_behind(f"{name} of the program")
+            if failure is None:
+                raise
+            raise self._told(failure, waited) from error
+        finally:
+            self._position.doing = doing
+            self._heartbeat.rest()
 
     def cause_of(self, error: str, what: str, *, group: str) -> DistributedError:
         """Why the last collective of ``group``, ``what``, could not even begin."""
         with _Delay(self, group, self._position.number(group, what), what) as delay:
             return self._cause_of(error, delay)
+
+    @property
+    def of_this_process(self) -> bool:
+        """Whether this is the rank itself, and not a process that it has forked."""
+        return os.getpid() == self._pid
 
     @property
     def broken(self) -> bool:
@@ -181,6 +233,7 @@ class Peers:
 
     def _end(self, state: Literal["failed", "closed"]) -> None:
         self._closed = True
+        _open.pop(self._age, None)
         atexit.unregister(self._at_exit)
         self._heartbeat.end(state)
 
@@ -200,31 +253,47 @@ class Peers:
             raise failure.error(addition)
         assert not self._closed, "a closed engine enters no collective"
 
-    def _told(self, failure: Failure, delay: _Delay) -> DistributedError:
-        """The error for a failure that ended a wait; it stays the same from here on."""
-        addition = "" if failure.rank == self.rank else f" Rank {self.rank} was {delay.waiting}."
+    def _told(self, failure: Failure, waiting: str) -> DistributedError:
+        """The error for a failure that ended this rank's ``waiting``; it stays the same from here on."""
+        addition = "" if failure.rank == self.rank else f" Rank {self.rank} was {waiting}."
         self._final = failure, addition
         return failure.error(addition)
 
     def _cause_of(self, error: str, delay: _Delay) -> DistributedError:
-        """Why a collective failed at once: the rank that broke it may not be known to be gone yet."""
-        heartbeat = self._heartbeat
-        heartbeat.watch(urgent=True)
-        patience = min(self.silence, SIGNS * self._beat) + 2 * self._beat
-        began, turns = time.monotonic(), heartbeat.turns
-        while heartbeat.failed(0.1) is None and time.monotonic() - began < patience:
-            if heartbeat.store_lost is not None:
-                patience = min(patience, 2 * self._beat)  # processes on this machine can still be looked at
-        if heartbeat.failure is not None:
-            return self._told(heartbeat.failure, delay)
+        """Why a collective failed at once."""
+        heartbeat, turns = self._heartbeat, self._heartbeat.turns
+        failure = self._found_soon()
+        if failure is not None:
+            return self._told(failure, delay.waiting)
         if heartbeat.store_lost is not None or heartbeat.turns - turns < 2:
-            return self._told(heartbeat.settle(self._store_out_of_reach(error), within=0.0), delay)
+            lost = heartbeat.settle(self._store_out_of_reach(error), within=0.0)
+            return self._told(lost, delay.waiting)
         failure = Failure(
             "stuck", self.rank,
             f"{heartbeat.who(self.rank)} could not {delay.what} ({delay.group} {delay.number}): {error}. Every rank "
             f"gives signs of life: {heartbeat.positions()}. See that the network between their hosts works.",
         )  # fmt: skip
-        return self._told(heartbeat.settle(failure), delay)
+        return self._told(heartbeat.settle(failure), delay.waiting)
+
+    def _found_soon(self) -> Failure | None:
+        """A failure that is known, or will be: the rank that broke a collective need not be known to be gone yet."""
+        heartbeat = self._heartbeat
+        heartbeat.watch(urgent=True)
+        patience = min(self.silence, SIGNS * self._beat) + 2 * self._beat
+        began = time.monotonic()
+        while heartbeat.failed(0.1) is None and time.monotonic() - began < patience:
+            if heartbeat.store_lost is not None:
+                patience = min(patience, 2 * self._beat)  # processes on this machine can still be looked at
+        return heartbeat.failure
+
+    def _loss_behind(self, what: str) -> Failure | None:
+        """Why ``what`` of the program has failed, if a rank that is gone is the reason."""
+        failure = self._found_soon()
+        if failure is None and (left := self._heartbeat.left()) is not None:
+            failure = self._heartbeat.settle(
+                Failure("lost", left[0], f"{self._heartbeat.who(left[0])} {left[1]}, and {what} needs it.")
+            )
+        return failure
 
     def _store_out_of_reach(self, consequence: str) -> Failure:
         heartbeat = self._heartbeat
@@ -357,14 +426,13 @@ class _Delay:
         heartbeat.watch()
         self._looked = True
         if heartbeat.failure is not None:
-            raise peers._told(heartbeat.failure, self)
+            raise peers._told(heartbeat.failure, self.waiting)
         deaf = self._deaf.seconds(heartbeat.turns if heartbeat.store_lost is None else None)
         if deaf > peers.silence:
-            raise peers._told(
-                heartbeat.settle(peers._store_out_of_reach(f"is {self.waiting}"), within=0.0), self
-            )
+            lost = heartbeat.settle(peers._store_out_of_reach(f"is {self.waiting}"), within=0.0)
+            raise peers._told(lost, self.waiting)
         if self._idle.seconds(heartbeat.moves) > peers.timeout:
-            raise peers._told(heartbeat.settle(peers._nobody_moves()), self)
+            raise peers._told(heartbeat.settle(peers._nobody_moves()), self.waiting)
         waited = time.monotonic() - self._began
         if waited > peers._patience and self._missing is None:
             behind = heartbeat.behind(self.group, self.number)

@@ -85,13 +85,6 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-    """Wait for the other ranks; there is nothing to wait for in one process without a group."""
-    if not dist.is_initialized() and standing()[1] == 1:
-        return None
-    return dist.barrier(group, async_op=async_op, device_ids=device_ids)
-
-
 def _backend(wanted: str | None) -> str:
     """What carries collectives. Some are between CPUs on a GPU machine, too, and nccl has nothing else to carry."""
     return BACKENDS[chosen_device().type] if wanted in (None, "nccl") else str(wanted)

@@ -1,0 +1,105 @@
+"""Collectives of a script's own, ``tiering.comm``: torch.distributed's, which end where a rank is lost.
+
+torch's wait for a rank that died or froze until their group's time is up, minutes, and then name nobody. Those here
+wait where the engine's own do: see peers.py. Without an engine, for work on a GPU, and with ``async_op`` they are
+torch's. There is no order of collectives that the engine knows: a script may make them for any group of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zero3.collectives import standing
+from zero3.peers import Peers, ended, newest
+
+Collective = Callable[..., Any]
+
+
+def _watched(function: Collective) -> Collective:
+    """``function`` of torch.distributed, waited for by the peers of an engine if there is one."""
+    signature = inspect.signature(function)
+    can_be_awaited = "async_op" in signature.parameters
+
+    @functools.wraps(function)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        peers = newest()
+        if peers is None:
+            return function(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        if given.get("async_op") or not _between_cpus(given, look_at_tensors=can_be_awaited):
+            return function(*args, **kwargs)
+        if not can_be_awaited:
+            return _on_a_thread(functools.partial(function, *args, **kwargs), function.__name__, peers)
+        work = function(**given | {"async_op": True})
+        if work is not None:  # else this rank is not of the group
+            peers.follow(functools.partial(ended, work), function.__name__)
+        return None
+
+    return collective
+
+
+def _between_cpus(given: dict[str, Any], *, look_at_tensors: bool) -> bool:
+    """Whether the CPU waits, and gloo for it: a GPU's work is watched by torch."""
+    tensors = [leaf for leaf in tree_leaves(list(given.values())) if isinstance(leaf, Tensor)]
+    if tensors and look_at_tensors:
+        return all(tensor.device.type == "cpu" for tensor in tensors)
+    return dist.is_initialized() and str(dist.get_backend(given.get("group"))) == "gloo"
+
+
+def _on_a_thread(call: Callable[[], Any], name: str, peers: Peers) -> Any:
+    """What ``call`` gives, for which nobody can wait in parts. If it is stuck it is left behind."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    def has_ended(seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            future.exception(seconds)
+        return future.done() and (future.result(), True)[1]
+
+    threading.Thread(target=run, name=f"{name} of the program", daemon=True).start()
+    peers.follow(has_ended, name)
+    return future.result()
+
+
+all_reduce = _watched(dist.all_reduce)
+reduce = _watched(dist.reduce)
+broadcast = _watched(dist.broadcast)
+all_gather = _watched(dist.all_gather)
+all_gather_into_tensor = _watched(dist.all_gather_into_tensor)
+all_gather_single = _watched(getattr(dist, "all_gather_single", dist.all_gather_into_tensor))
+gather = _watched(dist.gather)
+scatter = _watched(dist.scatter)
+reduce_scatter = _watched(dist.reduce_scatter)
+reduce_scatter_tensor = _watched(dist.reduce_scatter_tensor)
+reduce_scatter_single = _watched(getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor))
+all_to_all = _watched(dist.all_to_all)
+all_to_all_single = _watched(dist.all_to_all_single)
+all_gather_object = _watched(dist.all_gather_object)
+gather_object = _watched(dist.gather_object)
+scatter_object_list = _watched(dist.scatter_object_list)
+broadcast_object_list = _watched(dist.broadcast_object_list)
+send = _watched(dist.send)
+recv = _watched(dist.recv)
+_barrier = _watched(dist.barrier)
+
+
+def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+    """Wait for the other ranks; there is nothing to wait for in one process without a group."""
+    if not dist.is_initialized() and standing()[1] == 1:
+        return None
+    return _barrier(group, async_op=async_op, device_ids=device_ids)

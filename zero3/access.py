@@ -212,7 +212,8 @@ class Access:
                 new = [name for name, param in model.named_parameters() if param not in self._places]
                 raise EngineStateError(
                     f"{new[0]!r} became a parameter of the model after initialize and would never be trained; build the"
-                    " whole model first, then initialize"
+                    " whole model first, then initialize. To go on with this run: save_checkpoint(), release(), change"
+                    " the model, initialize, and load_checkpoint(load_module_strict=False)"
                 )
 
     def check_before_update(self, model: nn.Module) -> None:

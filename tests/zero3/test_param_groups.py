@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from optim_cpu.formats import round_parameters
 from tiering.errors import EngineStateError
 
-from .plain import STREAMED, Loop, Tower, assert_same_everywhere, differing, inputs, update
+from .plain import STREAMED, WIDTH, Loop, Tower, assert_same_everywhere, differing, inputs, update
 
 Start = Callable[..., Any]
 Edit = Callable[[list[dict[str, Any]]], None]
@@ -139,17 +139,22 @@ def test_what_was_frozen_at_initialize_is_refused_before_a_pass(
     update(engine.train(), x)
 
 
-def test_more_is_trained_by_planning_anew_from_a_checkpoint(start: Start, tmp_path: Path) -> None:
-    """As the message says; what was trained goes on with its state, wherever it lives."""
+@pytest.mark.parametrize("grows", [False, True], ids=["unfrozen", "a new module"])
+def test_more_is_trained_by_planning_anew_from_a_checkpoint(
+    start: Start, tmp_path: Path, grows: bool
+) -> None:
+    """As the messages say; what was trained goes on with its state, wherever it lives."""
 
     def run(placement: dict[str, Any], directory: Path) -> dict[str, Tensor]:
         torch.manual_seed(5)
         model = Tower()
         for thawed in (False, True):
             model.blocks[0].requires_grad_(thawed)
+            if thawed and grows:
+                model.blocks.append(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)))
             engine = start(model, accumulation=1, threshold=0, precision="bf16", **placement)
             if thawed:
-                engine.load_checkpoint(directory)
+                engine.load_checkpoint(directory, load_module_strict=not grows)
                 assert engine.global_steps == 2
             for x in inputs(2, seed=int(thawed)):
                 update(engine, x)
@@ -159,4 +164,6 @@ def test_more_is_trained_by_planning_anew_from_a_checkpoint(start: Start, tmp_pa
             engine.release()
         return masters | {"exp_avg of out.weight": moments}
 
-    assert differing(run({}, tmp_path / "device"), run(STREAMED, tmp_path / "nvme")) == []
+    there = run(STREAMED, tmp_path / "nvme")
+    assert ("blocks.3.1.weight" in there) == grows and there["exp_avg of out.weight"].abs().sum() > 0
+    assert differing(run({}, tmp_path / "device"), there) == []

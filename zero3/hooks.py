@@ -36,6 +36,7 @@ class Events(Protocol):
     @property
     def takes_parts(self) -> bool: ...
     def begin_forward(self, training: bool, *, whole: bool) -> None: ...
+    def unshard_early(self, group: ParamGroup) -> None: ...
     def end_forward(self, *, raised: bool) -> None: ...
     def begin_backward(self) -> None: ...
     def pre_forward(self, group: ParamGroup) -> None: ...
@@ -76,7 +77,7 @@ def install(model: nn.Module, groups: Iterable[ParamGroup], events: Events) -> l
         before: _BeforeForward = (
             _BeforeModel(model, groups, events, hooked.values())
             if module is model
-            else _BeforeForward(events)
+            else _BeforeForward(events, _looked_at(module, groups))
         )
         add(module, before, _AfterForward(events, before, moving))
     return [*on_params, *hooked.values()]
@@ -106,6 +107,17 @@ def _enclosing_groups(model: nn.Module, groups: Iterable[ParamGroup]) -> dict[st
         if module not in entries and any(inner in entries for inner in module.modules()):
             around[name] = module
     return around
+
+
+def _looked_at(module: nn.Module, groups: Iterable[ParamGroup]) -> list[ParamGroup]:
+    """The groups of an encoder's first layer, which torch looks at before it calls it.
+
+    It takes its fast path of evaluation if their parameters are plain ones, which must not depend on placement.
+    """
+    if not isinstance(module, nn.TransformerEncoder):
+        return []
+    asked = {id(param) for param in module.layers[0].parameters()}
+    return [group for group in groups if group.moves and any(id(param) in asked for param in group.params)]
 
 
 def watch_backward(outputs: Any, on_first_gradient: Callable[[], None]) -> None:
@@ -216,15 +228,21 @@ class _Before(OurHook):
 
 
 class _BeforeForward(_Before):
+    """``looked_at``: groups whose parameters must show their bytes in evaluation before they are used."""
+
     whole = False
 
-    def __init__(self, events: Events) -> None:
+    def __init__(self, events: Events, looked_at: list[ParamGroup]) -> None:
         super().__init__()
         self.events = events
+        self.looked_at = looked_at
 
     def run(self, module: nn.Module, args: Any) -> None:
         self.events.begin_forward(torch.is_grad_enabled(), whole=self.whole)
         self.told()
+        for group in self.looked_at:
+            if not group.entries[0].training:
+                self.events.unshard_early(group)
 
 
 class _BeforeModel(_BeforeForward):
@@ -235,7 +253,7 @@ class _BeforeModel(_BeforeForward):
     def __init__(
         self, model: nn.Module, groups: list[ParamGroup], events: Events, hooked: Iterable[_Hooked]
     ) -> None:
-        super().__init__(events)
+        super().__init__(events, _looked_at(model, groups))
         self.hooked = hooked
         self.enclosing = _enclosing_groups(model, groups)
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from enum import Enum
 from functools import cache
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -150,22 +149,6 @@ class _Graded:
         self.grad = None
 
 
-class _Interception:
-    """The ``__torch_function__`` of resharded parameters, which torch's encoder does not find when it looks for one.
-
-    Before it calls its layers, nn.TransformerEncoder takes its fast path only if none of the first layer's parameters
-    has such a method. It reads no values in that function, and the layers that it calls are unsharded then: the path
-    must be the same for every placement. Torch looks for the method at each use of a parameter, so every other reader,
-    a subclass's forward and a hook included, gets it.
-    """
-
-    def __get__(self, param: object, kind: type) -> Callable[..., Any]:
-        reader = sys._getframe().f_back
-        if reader is not None and reader.f_code is nn.TransformerEncoder.forward.__code__:
-            return torch._C._disabled_torch_function_impl
-        return MethodType(_intercept, kind)
-
-
 class _Resharded(_Graded):
     """Mixed into the class of a parameter while its bytes are elsewhere.
 
@@ -188,50 +171,47 @@ class _Resharded(_Graded):
         assert isinstance(self, nn.Parameter)
         return self.numel()
 
-    __torch_function__ = _Interception()
+    @classmethod
+    @eager
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("stride", "is_contiguous"):
+            return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)  # as when it is shown
+        if _is_metadata(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if _changes_nothing(func, args, kwargs):
+            return args[0]
+        if func in gradient_edges.CALLS:
+            return gradient_edges.differentiate(func, args, kwargs, lambda each: isinstance(each, _Resharded))
+        for param in _resharded_among((args, kwargs)):
+            if not isinstance(param, _Resharded):
+                continue  # came along with one before it
+            owner = owner_of(param)
+            if owner is not None and cuts_compiled_code():
+                raise ResidencyError(
+                    f"{owner.where(param)}, is read by compiled code of a module that is not its own, which would be"
+                    " cut there: differently for each placement. Read it in a function that is marked with"
+                    " torch.compiler.disable, or leave the module that reads it uncompiled"
+                )
+            if owner is not None and func is Tensor.detach:
+                saved = owner.copy_to_save(param)
+                if saved is not None:
+                    return saved
+            replaces = getattr(func, "__name__", "") == "__set__"
+            if owner is None or replaces or not owner.borrow(param):
+                raise ResidencyError(_refusal(owner, param, func))
+            if func == _DATA.__get__:
+                owner.data_asked_for(param)
+        return func(*args, **kwargs)
 
     def __repr__(self) -> str:
         assert isinstance(self, nn.Parameter)
         owner = owner_of(self)
         state = owner.where(self) if owner is not None else "its engine is closed"
         return f"Parameter of shape {tuple(self.shape)}, {self.dtype}, resharded: {state}"
-
-
-@eager
-def _intercept(
-    kind: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-) -> Any:
-    """Call ``func`` with resharded parameters: unshard those whose values it needs, or say why that cannot be."""
-    kwargs = kwargs or {}
-    if getattr(func, "__name__", "") in ("stride", "is_contiguous"):
-        return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)  # as when it is shown
-    if _is_metadata(func):
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    if _changes_nothing(func, args, kwargs):
-        return args[0]
-    if func in gradient_edges.CALLS:
-        return gradient_edges.differentiate(func, args, kwargs, lambda each: isinstance(each, _Resharded))
-    for param in _resharded_among((args, kwargs)):
-        if not isinstance(param, _Resharded):
-            continue  # came along with one before it
-        owner = owner_of(param)
-        if owner is not None and cuts_compiled_code():
-            raise ResidencyError(
-                f"{owner.where(param)}, is read by compiled code of a module that is not its own, which would be"
-                " cut there: differently for each placement. Read it in a function that is marked with"
-                " torch.compiler.disable, or leave the module that reads it uncompiled"
-            )
-        if owner is not None and func is Tensor.detach:
-            saved = owner.copy_to_save(param)
-            if saved is not None:
-                return saved
-        replaces = getattr(func, "__name__", "") == "__set__"
-        if owner is None or replaces or not owner.borrow(param):
-            raise ResidencyError(_refusal(owner, param, func))
-        if func == _DATA.__get__:
-            owner.data_asked_for(param)
-    return func(*args, **kwargs)
 
 
 class _Shown(_Graded):

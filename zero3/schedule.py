@@ -155,6 +155,15 @@ class PassSchedule:
         self._leave(raised=raised)
 
     @uninterrupted
+    def unshard_early(self, group: ParamGroup) -> None:
+        """The module that ``begin_forward`` told of will call ``group`` first, and looks at it before that.
+
+        It takes no more room than that call, with whose end it goes; or with the module's if there is no such call.
+        """
+        self._forwards[-1].early.append(group)
+        self._use(group)
+
+    @uninterrupted
     def pre_forward(self, group: ParamGroup) -> None:
         self.check_thread()
         self._check_not_stepped(group)
@@ -170,6 +179,7 @@ class PassSchedule:
             self._leave(raised=True)
             self._stop_using(group, raised=True)
             raise
+        self._end_early(group)
         if self._timeline.recording:
             self._timeline.begin("compute", f"forward {group.name}")
 
@@ -399,8 +409,17 @@ class PassSchedule:
     def _leave(self, *, raised: bool) -> None:
         """The forward that is ending needs what it has borrowed no more."""
         self._saved.leave()
-        for group in self._forwards.pop().borrowed if self._forwards else ():
-            self._stop_using(group, raised=raised)
+        if self._forwards:
+            ended = self._forwards.pop()
+            for group in (*ended.borrowed, *ended.early):
+                self._stop_using(group, raised=raised)
+
+    def _end_early(self, group: ParamGroup) -> None:
+        """``group`` is called: what unsharded it early needs it no more."""
+        for forward in self._forwards:
+            while group in forward.early:
+                forward.early.remove(group)
+                self._stop_using(group, raised=False)
 
     def _hold_for_backward(self, group: ParamGroup) -> None:
         if group not in self._live:
@@ -480,10 +499,14 @@ def _nothing() -> None:
 
 
 class _Forward:
-    """A module that is running: the groups that it reads without being one of their entries."""
+    """A module that is running: the groups that it reads without being one of their entries.
+
+    ``early``: those that it will call, and that were unsharded before.
+    """
 
     def __init__(self) -> None:
         self.borrowed: list[ParamGroup] = []
+        self.early: list[ParamGroup] = []
         self.first_node = next_node()
         self.with_grad = torch.is_grad_enabled()
 

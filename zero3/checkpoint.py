@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +23,6 @@ from tiering import logs
 from tiering.checkpoint.directory import CheckpointDirectory, check_keep
 from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest, StoredParameter, new_run, new_save
 from tiering.checkpoint.rank_writer import RankRecord
-from tiering.checkpoint.reader import open_checkpoint
 from tiering.checkpoint.writer import naming
 from tiering.config import format_size
 from tiering.errors import CheckpointError, TieringError
@@ -30,7 +30,8 @@ from tiering.interrupts import deferred_interrupts
 from tiering.telemetry import CheckpointStatus, as_text
 from zero3.agreement import together
 from zero3.assembly import Assembly
-from zero3.restore import Restore, optimizer_name, rank_state
+from zero3.opening import LoadRequest, Opener, Ready
+from zero3.restore import optimizer_name
 from zero3.run_state import RankState, RunState
 from zero3.saver import Saver
 from zero3.saving import Asked, Saving, Standstill, UnderWay, uncommitted
@@ -166,41 +167,20 @@ class Checkpoints:
     ) -> tuple[Path | None, dict[str, Any]]:
         """See Engine.load_checkpoint. The engine is idle; afterwards it has no gradients."""
         self._end_earlier()
-        places = self._together("find the checkpoint", lambda: CheckpointDirectory(load_dir).find(tag))
-        path = places[0]
-        if any(place != path for place in places):
-            told = ", ".join(f"rank {rank} {place}" for rank, place in enumerate(places))
-            raise CheckpointError(
-                f"ranks find different checkpoints: {told}; load from a directory that all of them share"
-            )
-        if path is None:
-            log.log(logs.once(logging.WARNING), "%s holds no checkpoint: training begins anew", load_dir)
-            return None, {}
-        prepared: list[tuple[Restore, RankState, RankState | None]] = []
+        request = LoadRequest(load_dir, tag, strict=strict, states=states, scheduler=scheduler)
+        opener = Opener(
+            self._engine.module, self._parts, self._run, self._io, request, frozenset(self._half_loaded)
+        )
+        with ExitStack() as files:
+            ready = opener.open(files)
+            if ready is None:
+                log.log(logs.once(logging.WARNING), "%s holds no checkpoint: training begins anew", load_dir)
+                return None, {}
+            return ready.path, self._take_over(ready, request)
 
-        def prepare() -> str:
-            checkpoint = open_checkpoint(path)
-            restore = Restore(
-                checkpoint, self._engine.module, self._parts, self._io, states=states, strict=strict
-            )
-            restore.check_kept(self._half_loaded)
-            rank = self._rank
-            shared = rank_state(checkpoint.rank(0), self._io) if restore.of_run else RankState({}, {})
-            has_own = rank < checkpoint.manifest.world_size
-            own = shared if rank == 0 else rank_state(checkpoint.rank(rank), self._io) if has_own else None
-            if restore.of_run:
-                self._run.check(shared, optimizer=states, scheduler=scheduler)
-            prepared.append((restore, shared, own))
-            if checkpoint.caveat:
-                log.log(logs.once(logging.WARNING), "%s", checkpoint.caveat)
-            return f"{checkpoint.manifest.step} {checkpoint.manifest.created} {checkpoint.manifest.save}"
-
-        saves = self._together("open the checkpoint", prepare)
-        if any(save != saves[0] for save in saves):
-            raise CheckpointError(
-                f"ranks find different saves in {path}: wait until nobody saves there, and load it again"
-            )
-        restore, shared, own = prepared[0]
+    def _take_over(self, ready: Ready, request: LoadRequest) -> dict[str, Any]:
+        """Fill the tiers from a checkpoint whose files are open, and go on from it; returns the client_state."""
+        restore, states = ready.restore, request.states
         began = time.monotonic()
         self._updates.torn = NOT_LOADED
         self._half_loaded |= restore.filled
@@ -210,15 +190,18 @@ class Checkpoints:
 
         def go_on() -> None:
             if restore.of_run:
-                client_state.update(self._run.restore(shared, own, optimizer=states, scheduler=scheduler))
+                client_state.update(
+                    self._run.restore(ready.shared, ready.own, optimizer=states, scheduler=request.scheduler)
+                )
 
         self._together("go on from the checkpoint", go_on)
         if restore.of_run and states:
             self._run_id = restore.run_id
         self._updates.torn = ""
         self._half_loaded.clear()
-        log.log(logs.once(logging.INFO), "checkpoint %s loaded in %.1f s", path, time.monotonic() - began)
-        return path, client_state
+        seconds = time.monotonic() - began
+        log.log(logs.once(logging.INFO), "checkpoint %s loaded in %.1f s", ready.path, seconds)
+        return client_state
 
     @property
     def _rank(self) -> int:

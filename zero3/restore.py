@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from torch import Tensor, nn
 
 from tiering import logs
-from tiering.checkpoint.reader import Checkpoint, RankFiles
+from tiering.checkpoint.reader import Checkpoint, RankFiles, reading_checkpoint
 from tiering.config import IoConfig
 from tiering.errors import CheckpointError, WeightsError
-from tiering.weights.files import WeightFiles
+from tiering.weights.files import StoredTensor, WeightFiles
 from tiering.weights.reader import Wanted
 from zero3.assembly import Assembly
 from zero3.client_optimizer import ClientOptimizer
@@ -96,28 +97,44 @@ class Restore:
                 " after a load that failed: load a checkpoint that has all parameters, or build the engine anew"
             )
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Open all files that this rank reads. From then on they may be removed, as a save removes older ones."""
+        groups, matched = self._parts.groups, self._matched
+        buffers = {tensor.file for _, _, tensor in matched.buffers}
+        with reading_checkpoint(self._checkpoint.path), ExitStack() as files:
+            order = _order(groups, matched.sources)
+            self._open(files, matched.files, matched.opened, order, buffers)
+            for kind, opened, sources in self._states.values():
+                self._open(files, kind, opened, _order(groups, sources, states=True))
+            yield
+
     def run(self) -> None:
-        """Fill the tiers. WeightsError in mid-way if a file is not what was written, or cannot be read."""
+        """Fill the tiers, while ``reading``. CheckpointError in mid-way if a file is not what was written."""
         given = {
             param: Given(
                 source, tuple(self._moment(kind, param) for kind in self._parts.optimizer.state_names)
             )
             for param, source in self._matched.sources.items()
         }
-        groups = self._parts.groups
-        with ExitStack() as reading:
-            reading.enter_context(
-                self._matched.opened.reading(
-                    self._matched.files, self._io, _order(groups, self._matched.sources)
-                )
-            )
+        with reading_checkpoint(self._checkpoint.path):
             self._matched.fill_buffers()
-            for files, opened, sources in self._states.values():
-                order = _order(groups, sources, states=True)
-                reading.enter_context(opened.reading(files, self._io, order))
             if self._parts.tiers.streams is not None:
                 self._parts.tiers.streams.before_host_changes()
-            self._parts.fill.again(groups, given)
+            self._parts.fill.again(self._parts.groups, given)
+
+    def _open(
+        self,
+        opening: ExitStack,
+        files: WeightFiles,
+        opened: OpenFiles,
+        order: Sequence[Wanted],
+        others: AbstractSet[Path] = frozenset(),
+    ) -> None:
+        opening.enter_context(opened.reading(files, self._io, order))
+        assert opened.reader is not None
+        tensors = (wanted if isinstance(wanted, StoredTensor) else wanted[0] for wanted in order)
+        opened.reader.open_files({tensor.file for tensor in tensors} | others)
 
     def count_steps(self) -> None:
         """Let the optimizer know how many updates have used each parameter's state."""
@@ -226,9 +243,12 @@ class Restore:
 
 
 def rank_state(files: RankFiles, io: IoConfig) -> RankState:
-    """What a rank had beside the tiers, in memory. WeightsError if a tensor is not what was written."""
+    """What a rank had beside the tiers, in memory. CheckpointError if a tensor is not what was written."""
     opened, tensors = OpenFiles(), dict[str, Tensor]()
-    with opened.reading(files.tensors, io, files.tensors.tensors.values()):
+    with (
+        reading_checkpoint(files.tensors.path.parent),
+        opened.reading(files.tensors, io, files.tensors.tensors.values()),
+    ):
         for name, stored in files.tensors.tensors.items():
             source = FileSource((stored,), opened)
             tensors[name] = source.read(0, stored.numel).clone().view(stored.shape)

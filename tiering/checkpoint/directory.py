@@ -203,18 +203,15 @@ class CheckpointDirectory:
 
         CheckpointError when it names none, or one that is gone.
         """
-        file = self.path / LATEST
-        try:
-            content = _beginning(file, 4096)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error.strerror}; name a tag instead") from error
-        tag = content.decode(errors="replace").removesuffix("\n")
-        if why := _why_not_a_tag(tag):
-            raise CheckpointError(f"{file} holds no tag, for it {why}; {self._there()}")
-        if self._place(tag) is None:
-            raise CheckpointError(f"{file} names '{tag}', but there is no such checkpoint; {self._there()}")
+        seen = None
+        while (tag := self._read_latest()) is not None and self._place(tag) is None:
+            # A save may have come in between: it names its own first, and then removes what was named before.
+            if tag == seen:
+                file = self.path / LATEST
+                raise CheckpointError(
+                    f"{file} names '{tag}', but there is no such checkpoint; {self._there()}"
+                )
+            seen = tag
         return tag
 
     def find(self, tag: str | None = None) -> Path | None:
@@ -234,13 +231,37 @@ class CheckpointDirectory:
                 f"{self.path} is itself a checkpoint; name the directory that holds it and its tag:"
                 f" {self.path.parent} and '{self.path.name}'"
             )
-        found = self.latest()
-        if found is None and (tags := self.tags()):
-            found = tags[-1].tag
-            log.warning(
-                "%s has no file '%s'; '%s', the newest checkpoint there, is taken", self.path, LATEST, found
-            )
-        return None if found is None else self._place(found)
+        while (found := self._latest_or_newest()) is not None:
+            if place := self._place(found):
+                return place
+        return None
+
+    def _latest_or_newest(self) -> str | None:
+        if (found := self.latest()) is not None:
+            return found
+        if not (tags := self.tags()):
+            return None
+        log.warning(
+            "%s has no file '%s'; '%s', the newest checkpoint there, is taken",
+            self.path,
+            LATEST,
+            tags[-1].tag,
+        )
+        return tags[-1].tag
+
+    def _read_latest(self) -> str | None:
+        """What the file ``latest`` says; None when there is no such file."""
+        file = self.path / LATEST
+        try:
+            content = _beginning(file, 4096)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}; name a tag instead") from error
+        tag = content.decode(errors="replace").removesuffix("\n")
+        if why := _why_not_a_tag(tag):
+            raise CheckpointError(f"{file} holds no tag, for it {why}; {self._there()}")
+        return tag
 
     def _lock_to_save(self) -> None:
         """Take the lock, which nobody takes over until ``_rest``; the first time, remove what crashed saves left."""

@@ -147,6 +147,11 @@ class WeightReader:
         self._idle = deque(_Window(arena.lease(room, "window")) for _ in range(WINDOWS))
         self._filling: deque[_Window] = deque()  # of consecutive ranges, the one being taken first
 
+    def open_files(self, paths: Iterable[Path]) -> None:
+        """Open these now: they are read to their end then, though somebody removes them meanwhile."""
+        for path in paths:
+            self._file(path)
+
     def read(self, tensor: StoredTensor, first: int, numel: int) -> memoryview:
         """The bytes of elements [first, first + numel) of ``tensor``, valid until the next call.
 

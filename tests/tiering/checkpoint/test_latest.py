@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,23 @@ def test_a_latest_that_is_a_pipe_is_refused_at_once(checkpoints: CheckpointDirec
         checkpoints.find()
     save(checkpoints, "global_step2")
     assert checkpoints.find() == checkpoints.path / "global_step2"
+
+
+def test_a_save_between_two_looks_is_seen(
+    checkpoints: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that latest named is pruned before it is looked for."""
+    save(checkpoints, "global_step1")
+    reading, place, calls = CheckpointDirectory(checkpoints.path), CheckpointDirectory._place, []
+
+    def late(self: CheckpointDirectory, tag: str) -> Path | None:
+        calls.append(tag)
+        if self is reading and len(calls) <= 3:
+            save(checkpoints, f"global_step{len(calls) + 1}", keep=1)
+        return place(self, tag)
+
+    monkeypatch.setattr(CheckpointDirectory, "_place", late)
+    assert reading.find() == checkpoints.path / "global_step4"
 
 
 def test_without_latest_the_newest_is_found(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import tiering.checkpoint.directory
 import zero3.checkpoint
+import zero3.opening
 import zero3.saver
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.reader import open_checkpoint
@@ -287,7 +288,7 @@ def load_another_save(engine: Any, rank: int, directory: Path) -> None:
         found = open_checkpoint(path)
         return replace(found, manifest=replace(found.manifest, created="later"))
 
-    with patched(zero3.checkpoint, "open_checkpoint", opened) if rank == 1 else given():
+    with patched(zero3.opening, "open_checkpoint", opened) if rank == 1 else given():
         engine.load_checkpoint(directory, "good")
 
 

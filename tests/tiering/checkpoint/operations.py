@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from tiering.aio import AioContext
+from tiering.aio import Ticket
 from tiering.checkpoint import directory
 
 OPERATIONS = [
@@ -19,7 +19,7 @@ OPERATIONS = [
     (io, "open"),  # Path.open
     (fcntl, "flock"),
     (directory, "_exchange"),
-    (AioContext, "write"),
+    (Ticket, "begin"),
 ]
 
 Around = Callable[[str, Callable[[], Any], tuple[Any, ...]], Any]

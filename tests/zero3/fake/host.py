@@ -117,25 +117,22 @@ def watch_transfers(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
         found: Transfer | None = getattr(ticket._request, "fake", None)
         return found
 
-    def submitted(
-        context: AioContext, kind: int, file: int, buffer: Any, offset: int, nbytes: int, priority: int,
-        after: Any, names: Any, pieces: Any = (),
-    ) -> Ticket:  # fmt: skip
-        ticket = submit(context, kind, file, buffer, offset, nbytes, priority, after, names, pieces)
-        if buffer is not None and nbytes:
+    def submitted(context: AioContext, request: Any) -> int:
+        code, kind, buffer, nbytes = submit(context, request), request.kind, request.buffer, request.nbytes
+        if code >= 0 and buffer is not None and nbytes:
             with device.lock:
-                what = f"{_KIND_NAMES[kind]} of NVMe, {', '.join(names)[:60]}"
+                what = f"{_KIND_NAMES[kind]} of NVMe, {', '.join(request.names)[:60]}"
                 agent = Agent(f"a transfer ({what})")
                 agent.learn(device.host.clock)
-                for earlier in after:
-                    if (before := transfer_of(earlier)) is not None:
+                for earlier in request.after:
+                    if (before := getattr(earlier, "fake", None)) is not None:
                         agent.learn(before._agent.clock)
                 start, end = buffer.address, buffer.address + nbytes
                 access = Access(agent, agent.tick(), _KIND_NAMES[kind] == "read", what, place())
                 device.note(start, end, access, agent.clock)
-                ticket._request.fake = transfer = Transfer(device, agent, start, end, access)  # type: ignore[attr-defined]
+                request.fake = transfer = Transfer(device, agent, start, end, access)
                 live.append(transfer)
-        return ticket
+        return code
 
     def has_ended(ticket: Ticket) -> None:
         if (transfer := transfer_of(ticket)) is not None:

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from tiering._aio import ffi, lib
-from tiering.errors import ConfigError, EngineStateError, SwapError
+from tiering.errors import ConfigError, EngineStateError, NotDoneError, SwapError
 from tiering.io_stats import EngineInfo, FileStats, TransferRecord, engine_info, errno_text, file_stats
 from tiering.latencies import LatencyHistogram
 
@@ -225,7 +225,7 @@ class Ticket:
     def wait(self, timeout: float | None = None) -> int:
         """Wait, at most ``timeout`` seconds, and return the bytes moved: all that were asked for.
 
-        Raises SwapError if the transfer failed, TimeoutError if it is not over yet.
+        Raises SwapError if the transfer failed, NotDoneError (a TimeoutError) if it is not over yet.
         """
         request = self._request
         result = request.result
@@ -465,7 +465,7 @@ class AioContext:
     def wait_any(self, tickets: Sequence[Ticket], timeout: float | None = None) -> Ticket:
         """One of ``tickets`` that is done, successful or not, the first if several are; its ``wait`` tells.
 
-        Raises TimeoutError after ``timeout`` seconds, ValueError if there are no tickets.
+        Raises NotDoneError after ``timeout`` seconds, ValueError if there are no tickets.
         """
         if not tickets:
             raise ValueError("wait_any needs at least one ticket")
@@ -484,7 +484,7 @@ class AioContext:
             if place not in (-errno.ETIMEDOUT, -errno.ESTALE):  # ESTALE: another thread collects one just now
                 raise self._refusal(-place, "wait_any", "", 0, ())
             if left <= 0:
-                raise TimeoutError(f"none of {len(tickets)} transfers is done after {timeout} s")
+                raise NotDoneError(f"none of {len(tickets)} transfers is done after {timeout} s")
 
     def stats(self) -> list[FileStats]:
         """The counters of every file, in the order of their indices. Raises no transfer's error."""
@@ -698,7 +698,7 @@ class AioContext:
             if result is not None:
                 return result
             if left <= 0:
-                raise TimeoutError(f"{self._describe(request)} is not done after {timeout} s")
+                raise NotDoneError(f"{self._describe(request)} is not done after {timeout} s")
 
     def _cancel(self, request: _Request) -> bool:
         if not request.id:

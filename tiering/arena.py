@@ -8,6 +8,11 @@ Free space is taken first fit from the bottom. Leases that outlive the ones arou
 (``at``), so that long and short lives cannot fragment each other. When a lease does not fit, ``lease`` waits: first
 for transfers that own *retiring* leases, then for other threads. It fails only when waiting cannot help, and says who
 holds what.
+
+**Signals.** A signal handler may raise between any two statements: a lease was granted, and nobody has it. So what is
+free is what no living lease holds. The lists and counts are kept beside that for speed; they are made anew from the
+leases when an exception cut a change of them short, and when a lease does not fit although one was lost. A lease lives
+as long as somebody refers to it, to a view of its bytes, or to a tensor over them, and while a transfer uses it.
 """
 
 from __future__ import annotations
@@ -17,18 +22,21 @@ import ctypes
 import logging
 import mmap
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from tiering.errors import ArenaError
-from tiering.mappings import lock_memory, withhold
+from tiering.errors import ArenaError, NotDoneError, SwapError
+from tiering.mappings import keeping, lock_memory, withhold
 from tiering.ranges import FreeRanges
 from tiering.topology import prefer_node
 
 PAGE = 4096
 MADV_POPULATE_WRITE = 23  # linux/mman.h; Python has no name for it
 STARVED_AFTER_SECONDS = 120.0
+PATIENCE_SECONDS = 0.005
+"""While the oldest transfer is waited for, this often the others, and what other threads give back, are looked at."""
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +47,19 @@ def round_up(nbytes: int, multiple: int = PAGE) -> int:
 
 
 class Completion(Protocol):
-    """What a retiring lease waits for: a ticket of the I/O context."""
+    """What a retiring lease waits for: a ticket of the I/O context. ``wait`` raises NotDoneError after ``timeout``."""
 
     def done(self) -> bool: ...
     def wait(self, timeout: float | None = None) -> int: ...
 
 
 class Lease:
-    """A range of the arena. ``address`` and ``nbytes`` describe memory that is the holder's until ``release``."""
+    """A range of the arena. ``address`` and ``nbytes`` describe memory that is the holder's until ``release``.
 
-    __slots__ = ("address", "arena", "held", "kind", "nbytes", "offset")
+    One that is lost without it gives its range back when nothing refers to it any more (see Signals, above).
+    """
+
+    __slots__ = ("__weakref__", "address", "arena", "held", "kind", "nbytes", "offset")
 
     def __init__(self, arena: Arena, offset: int, nbytes: int, kind: str) -> None:
         self.arena = arena
@@ -60,8 +71,8 @@ class Lease:
 
     @property
     def view(self) -> memoryview:
-        """The bytes, writable."""
-        return self.arena.memory[self.offset : self.offset + self.nbytes]
+        """The bytes, writable. The view keeps the lease."""
+        return keeping(self.arena.memory[self.offset : self.offset + self.nbytes], self)
 
     def part(self, offset: int, nbytes: int) -> LeasePart:
         """A window of the lease, for a transfer of a part of it."""
@@ -103,11 +114,17 @@ class Arena:
         self.memory = memory
         self.address = address
         self.capacity = (len(memory) if capacity is None else capacity) // PAGE * PAGE
-        self._lock = threading.Condition()
-        self._free = FreeRanges(self.capacity)
+        # Entered by itself: a Condition is entered by a function of Python, in which a signal handler may raise when
+        # the lock is taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._leases: dict[int, weakref.ref[Lease]] = {}  # that hold something, by where it begins
         self._retiring: deque[tuple[Lease, Completion]] = deque()
+        self._forgotten = False  # the memory, and with it the leases: counts stay as they are
+        self._stale = True  # what follows is to be made anew
+        self._free = FreeRanges(0)
         self._by_kind: Counter[str] = Counter()
-        self.used = 0
+        self._used = 0
         self.peak = 0
 
     @classmethod
@@ -159,9 +176,17 @@ class Arena:
         return Arena(lease.view, lease.address, name)
 
     @property
+    def used(self) -> int:
+        """Bytes now leased."""
+        with self._lock:
+            self._forget_lost()
+            return self._used
+
+    @property
     def by_kind(self) -> dict[str, int]:
         """Bytes now leased, by what they hold."""
         with self._lock:
+            self._forget_lost()
             return {kind: nbytes for kind, nbytes in self._by_kind.items() if nbytes}
 
     def try_lease(self, nbytes: int, kind: str, *, at: int | None = None) -> Lease | None:
@@ -194,61 +219,61 @@ class Arena:
                 if lease is not None:
                     return lease
                 oldest = self._retiring[0][1] if self._retiring else None
-                if oldest is None and (alone or not self._lock.wait(timeout=STARVED_AFTER_SECONDS)):
+                if oldest is None and (alone or not self._changed.wait(timeout=STARVED_AFTER_SECONDS)):
                     raise self._starved(size, kind)
             if oldest is not None:
-                with contextlib.suppress(OSError):  # raised by _collect, which frees the room first
-                    oldest.wait()
+                # An error is raised by _collect, which frees the room first.
+                with contextlib.suppress(NotDoneError, SwapError):
+                    oldest.wait(PATIENCE_SECONDS)
 
     def give_back(self, lease: Lease) -> None:
         """Return a lease's range to the free list (see Lease.release)."""
         with self._lock:
             self._restore(lease)
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def retire(self, lease: Lease, completion: Completion) -> None:
         """Return a lease's range once ``completion`` is done (see Lease.retire)."""
         with self._lock:
             self._retiring.append((lease, completion))
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def drain(self) -> None:
         """Wait for every retiring lease; raises the first I/O error among them after all have ended."""
-        error: OSError | None = None
+        error: SwapError | None = None
         while True:
             with self._lock:
                 if not self._retiring:
                     break
-                lease, completion = self._retiring.popleft()
+                retiring = self._retiring[0]
             try:
-                completion.wait()
-            except OSError as failed:
+                retiring[1].wait()
+            except SwapError as failed:
                 error = error or failed
-            self.give_back(lease)
+            with self._lock:
+                if retiring in self._retiring:  # no other thread was here
+                    self._restore_retired(retiring)
         if error is not None:
             raise error
 
     def forget_memory(self) -> None:
         """Let go of the memory, once nothing is leased any more that anybody will use; the counts stay."""
+        with self._lock:
+            self._forget_lost()
+            self._forgotten = True
         self.memory = memoryview(b"")
 
     def _collect(self) -> None:
         """Free the retired leases whose transfers have ended, in any order."""
-        waiting: deque[tuple[Lease, Completion]] = deque()
-        while self._retiring:
-            lease, completion = self._retiring.popleft()
-            if not completion.done():
-                waiting.append((lease, completion))
-                continue
-            self._restore(lease)
-            self._lock.notify_all()
-            try:
-                completion.wait()
-            except BaseException:
-                waiting.extend(self._retiring)
-                self._retiring = waiting
-                raise
-        self._retiring = waiting
+        for retiring in tuple(self._retiring):
+            if retiring[1].done():
+                self._restore_retired(retiring)
+                retiring[1].wait()  # raises its error, once
+
+    def _restore_retired(self, retiring: tuple[Lease, Completion]) -> None:
+        self._retiring.remove(retiring)
+        self._restore(retiring[0])
+        self._changed.notify_all()
 
     def _starved(self, size: int, kind: str) -> ArenaError:
         held = {holder: nbytes for holder, nbytes in self._by_kind.items() if nbytes}
@@ -259,20 +284,60 @@ class Arena:
         )
 
     def _carve(self, size: int, kind: str, at: int | None) -> Lease | None:
-        # Nothing is nobody's page: a group without gradients takes no more than the plan says, zero.
-        offset = self._free.take(size, at=at) if size else 0
-        if offset is None:
-            return None
-        self._by_kind[kind] += size
-        self.used += size
-        self.peak = max(self.peak, self.used)
-        return Lease(self, offset, size, kind)
+        self._count_anew_if_stale()
+        try:
+            # Nothing is nobody's page: a group without gradients takes no more than the plan says, zero.
+            offset = self._free.take(size, at=at) if size else 0
+            if offset is None and self._forget_lost():
+                offset = self._free.take(size, at=at)
+            if offset is None:
+                return None
+            lease = Lease(self, offset, size, kind)
+            if size:
+                self._leases[offset] = weakref.ref(lease)
+            self._count(lease)
+            return lease
+        except BaseException:
+            self._stale = True
+            raise
 
     def _restore(self, lease: Lease) -> None:
+        self._count_anew_if_stale()
         assert lease.held, f"lease of {lease.kind!r} in the {self.name} arena was released twice"
-        lease.held = False
-        if lease.nbytes:
-            self._by_kind[lease.kind] -= lease.nbytes
-            self.used -= lease.nbytes
-            self._free.give(lease.offset, lease.nbytes)
-            lease.nbytes = 0
+        try:
+            lease.held = False
+            if lease.nbytes:
+                del self._leases[lease.offset]
+                self._by_kind[lease.kind] -= lease.nbytes
+                self._used -= lease.nbytes
+                self._free.give(lease.offset, lease.nbytes)
+                lease.nbytes = 0
+        except BaseException:
+            self._stale = True
+            raise
+
+    def _count(self, lease: Lease) -> None:
+        self._by_kind[lease.kind] += lease.nbytes
+        self._used += lease.nbytes
+        self.peak = max(self.peak, self._used)
+
+    def _forget_lost(self) -> bool:
+        """Take back what lost leases held; whether there were any."""
+        lost = any(lease() is None for lease in self._leases.values())
+        if self._forgotten or not (self._stale or lost):
+            return False
+        self._stale = True
+        self._count_anew_if_stale()
+        return True
+
+    def _count_anew_if_stale(self) -> None:
+        """Make the lists and counts from the leases that live."""
+        if not self._stale:
+            return
+        held = [lease for ref in self._leases.values() if (lease := ref()) is not None and lease.held]
+        self._leases = {lease.offset: weakref.ref(lease) for lease in held}
+        self._free, self._by_kind, self._used = FreeRanges(self.capacity), Counter(), 0
+        for lease in held:
+            self._free.take(lease.nbytes, at=lease.offset)
+            self._count(lease)
+        self._stale = False

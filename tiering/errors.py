@@ -77,6 +77,10 @@ class SwapError(TieringError, OSError):
         return str(self.args[0])
 
 
+class NotDoneError(TimeoutError):
+    """A wait with a time limit ended before what it waits for. No other timeout, as a signal handler raises, is one."""
+
+
 class ArenaError(TieringError):
     """A lease was asked for that the arena can never serve."""
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
+import operator
 import os
 import weakref
 
 from tiering._aio import ffi, lib
+
+
+def keeping(memory: memoryview, owner: object) -> memoryview:
+    """``memory``, in a view that keeps ``owner`` alive."""
+    # A destructor that does nothing, in C: what a signal handler raises in one of Python, the interpreter throws away.
+    pointer = ffi.gc(ffi.from_buffer(memory), functools.partial(operator.is_, owner))
+    return memoryview(ffi.buffer(pointer, len(memory)))
 
 
 def lock_memory(address: int, nbytes: int) -> bool:

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from tiering.aio import Ticket
 from tiering.arena import Completion
+from tiering.errors import SwapError
 
 Part = TypeVar("Part", bound=Completion)
 
@@ -27,16 +28,14 @@ class AllOf(Generic[Part]):
     def wait(self, timeout: float | None = None) -> int:
         """Wait for all of them, then raise the first error if there is one: the memory is free only now.
 
-        TimeoutError after ``timeout`` seconds in all, whatever has failed by then: a part is still under way.
+        NotDoneError after ``timeout`` seconds in all, whatever has failed by then: a part is still under way.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         total, error = 0, None
         for part in self.parts:
             try:
                 total += part.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                raise
-            except OSError as failed:
+            except SwapError as failed:
                 error = error or failed
         if error is not None:
             raise error

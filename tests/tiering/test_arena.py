@@ -16,7 +16,7 @@ import pytest
 
 from tiering import arena as arena_module
 from tiering.arena import PAGE, Arena, Lease, round_up
-from tiering.errors import ArenaError, SwapError
+from tiering.errors import ArenaError, NotDoneError, SwapError
 
 
 class Transfer:
@@ -32,7 +32,9 @@ class Transfer:
 
     def wait(self, timeout: float | None = None) -> int:
         self.awaited.set()
-        assert self.ended.wait(20), "nobody ended this transfer"
+        if not self.ended.wait(20 if timeout is None else timeout):
+            assert timeout is not None, "nobody ended this transfer"
+            raise NotDoneError
         if self.error is not None:
             raise self.error
         return 0
@@ -100,8 +102,9 @@ def test_nothing_takes_no_room(arena: Arena) -> None:
 
 
 def test_the_view_is_the_memory_at_the_address(arena: Arena) -> None:
-    arena.lease(PAGE, "below")
+    below = arena.lease(PAGE, "below")
     lease = arena.lease(2 * PAGE, "state")
+    assert below.offset + below.nbytes == lease.offset
     lease.view[:] = bytes(range(256)) * (2 * PAGE // 256)
     assert ctypes.string_at(lease.address, lease.nbytes) == bytes(lease.view)
     assert (
@@ -198,16 +201,67 @@ def test_retired_room_comes_free_in_any_order(arena: Arena) -> None:
     assert arena.by_kind == {"next": 2 * PAGE}
 
 
+def test_a_lease_takes_the_room_that_comes_free_first(arena: Arena) -> None:
+    """Not that of the oldest transfer: one slow disk does not hold up what passes by the others."""
+    slow, quick = Transfer(), Transfer()
+    arena.lease(2 * PAGE, "slow").retire(slow)
+    arena.lease(2 * PAGE, "quick").retire(quick)
+    caller = Caller(arena, 2 * PAGE)
+    assert slow.awaited.wait(20)
+    quick.ended.set()
+    lease = caller.result()
+    assert isinstance(lease, Lease)
+    assert lease.offset == 2 * PAGE
+    slow.ended.set()
+
+
+def test_a_lease_takes_what_another_thread_releases_while_a_transfer_runs(arena: Arena) -> None:
+    slow, held = Transfer(), arena.lease(2 * PAGE, "held")
+    arena.lease(2 * PAGE, "slow").retire(slow)
+    caller = Caller(arena, 2 * PAGE)
+    assert slow.awaited.wait(20)
+    held.release()
+    lease = caller.result()
+    assert isinstance(lease, Lease)
+    assert lease.offset == 0
+    slow.ended.set()
+
+
+def test_a_lost_lease_comes_back_when_its_last_user_goes(arena: Arena) -> None:
+    view = arena.lease(4 * PAGE, "lost").view[PAGE:]
+    assert (arena.used, arena.try_lease(PAGE, "next")) == (4 * PAGE, None)
+    del view
+    lease = arena.try_lease(4 * PAGE, "next")
+    assert lease is not None
+    assert (arena.used, arena.by_kind) == (4 * PAGE, {"next": 4 * PAGE})
+
+
+@pytest.mark.parametrize("error", [TimeoutError, KeyboardInterrupt])
+def test_what_a_signal_handler_raises_while_a_lease_waits_is_no_transfers_end(
+    arena: Arena, error: type[BaseException]
+) -> None:
+    class Struck(Transfer):
+        def wait(self, timeout: float | None = None) -> int:
+            raise error("the user's own")
+
+    transfer = Struck()
+    arena.lease(4 * PAGE, "staging").retire(transfer)
+    for call in (lambda: arena.lease(PAGE, "next"), arena.drain):
+        with pytest.raises(error, match="the user's own"):
+            call()
+        assert arena.by_kind == {"staging": 4 * PAGE}
+
+
 @pytest.mark.parametrize("how", ["release", "retire"])
 def test_a_lease_waits_for_other_threads(arena: Arena, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = threading.Event()
-    wait = arena._lock.wait
+    wait = arena._changed.wait
 
     def announce(timeout: float | None = None) -> bool:
         waiting.set()  # under the lock: what the test does next comes after the wait has begun
         return wait(timeout)
 
-    monkeypatch.setattr(arena._lock, "wait", announce)
+    monkeypatch.setattr(arena._changed, "wait", announce)
     held = arena.lease(4 * PAGE, "held")
     caller = Caller(arena, 4 * PAGE)
     assert waiting.wait(20)
@@ -306,9 +360,9 @@ def test_drain_ends_everything_and_raises_the_first_error(arena: Arena) -> None:
 def test_starving_says_who_holds_what(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "STARVED_AFTER_SECONDS", 0.05)
     arena.lease(PAGE, "gone").release()
-    arena.lease(PAGE, "parameters")
+    parameters = [arena.lease(PAGE, "parameters")]
     held = arena.lease(PAGE, "gradients")
-    arena.lease(PAGE, "parameters")
+    parameters.append(arena.lease(PAGE, "parameters"))
     held.release()
     with pytest.raises(ArenaError) as caught:
         arena.lease(3 * PAGE, "state")
@@ -329,7 +383,7 @@ def test_progress_is_not_starvation(arena: Arena, monkeypatch: pytest.MonkeyPatc
         arena._restore(held.pop())  # another thread's release, while this one waits
         return True
 
-    monkeypatch.setattr(arena._lock, "wait", wait)
+    monkeypatch.setattr(arena._changed, "wait", wait)
     assert arena.lease(3 * PAGE, "state").nbytes == 3 * PAGE
     assert timeouts == [arena_module.STARVED_AFTER_SECONDS] * 3
 

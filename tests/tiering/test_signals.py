@@ -95,6 +95,36 @@ def until(striker: Striker, instants: int, call: Callable[[int], object]) -> Non
         assert turn < 50 * instants, "hardly any signal meets the calls"
 
 
+@strikes(200)
+def test_an_arena_loses_nothing(instants: int) -> None:
+    """Leases that a signal takes from their holder in the middle come back; those that are held stay whole."""
+    arena = Arena.map(16 * PAGE, "staging")
+    kept = [arena.lease(2 * PAGE, "kept", at=place * PAGE) for place in (0, 7, 14)]
+    for lease in kept:
+        lease.view[:] = b"k" * lease.nbytes
+    with striking(3) as striker:
+
+        def use_some() -> None:
+            leases = [arena.lease(size * PAGE, "some") for size in (1, 2, 1, 3)]
+            for lease in leases:
+                lease.view[:] = b"s" * lease.nbytes
+            leases.pop(1).release()
+            leases.append(arena.lease(2 * PAGE, "more"))
+            for lease in leases:
+                lease.release()
+
+        def use(turn: int) -> None:
+            striker.during(use_some, 6e-5)
+            if not turn % 10:
+                assert arena.by_kind == {"kept": 6 * PAGE}
+                assert arena.used == 6 * PAGE
+            holes = [arena.lease(5 * PAGE, "hole", alone=True) for _ in range(2)]
+            assert {hole.offset for hole in holes} == {2 * PAGE, 9 * PAGE}
+
+        until(striker, instants, use)
+    assert all(bytes(lease.view) == b"k" * lease.nbytes for lease in kept)
+
+
 @strikes(40)
 def test_a_read_that_a_signal_ends_fills_no_memory_afterwards(swap: Swap, instants: int) -> None:
     swap.write(1)

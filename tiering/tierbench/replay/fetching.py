@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tiering.arena import Arena, Lease
-from tiering.errors import SwapError
+from tiering.errors import NotDoneError, SwapError
 from tiering.plan import Plan
 from tiering.swap_space import StripedExtent, SwapSpace
 from tiering.tickets import Transfer
@@ -57,7 +57,7 @@ class Transfers:
         with self.stalling():
             try:
                 transfer.wait(None if self.until is None else max(0.0, self.until - time.monotonic()))
-            except TimeoutError:
+            except NotDoneError:
                 raise Ended from None
         self.tell()
 

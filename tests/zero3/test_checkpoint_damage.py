@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tiering
+from tests.tiering.checkpoint.mutations import Mutations
 from tests.tiering.checkpoint.older import as_version_1
 from tiering.errors import CheckpointError, TieringError
 from zero3.engine import Engine
@@ -310,3 +311,35 @@ def test_hostile_json_is_refused_and_the_engine_goes_on(
         train(engine, range(1))
 
     hostile()
+
+
+def assert_edits_found_or_harmless(start: Start, saved: Path, tmp_path: Path, count: int, seed: int) -> int:
+    """Loads either name the damage or give the bits that were saved; returns how many have found some."""
+    directory = tmp_path / "edited"
+    shutil.copytree(saved, directory)
+    engine, found = begin(start), 0
+    engine.load_checkpoint(directory, "bad")
+    wanted = Left.by(engine)
+    mutations = Mutations(saved / "bad", saved / "good", seed, ranks=1)
+    for number in range(count):
+        done = mutations.apply(directory / "bad", number)
+        try:
+            engine.load_checkpoint(directory, "bad")
+        except CheckpointError:
+            found += 1
+            continue
+        differences = Left.by(engine).differences(wanted)
+        assert set(differences) <= {"norm"}, f"seed {seed}, {done}: {differences}"
+    engine.load_checkpoint(directory, "good")
+    return found
+
+
+def test_edits_are_found_or_load_to_the_bit(start: Start, saved: Path, tmp_path: Path) -> None:
+    assert assert_edits_found_or_harmless(start, saved, tmp_path, 30, seed=3) > 20
+
+
+@pytest.mark.slow
+def test_hundreds_of_edits_are_found_or_load_to_the_bit(start: Start, saved: Path, tmp_path: Path) -> None:
+    found = assert_edits_found_or_harmless(start, saved, tmp_path, 600, seed=4)
+    print(found)
+    assert found > 500

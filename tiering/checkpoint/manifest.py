@@ -167,7 +167,7 @@ def run_of(directory: Path) -> str | None:
     """The run whose checkpoint ``directory`` is. None where it is none, or its record is damaged."""
     try:
         content = read_sealed(directory / MANIFEST)
-    except (CheckpointError, WeightsError):
+    except CheckpointError:
         return None
     run = content.get("run")
     return run if content.get("format") == FORMAT and isinstance(run, str) else None
@@ -188,6 +188,19 @@ def read_sealed(path: Path, *, sha256: str | None = None) -> dict[str, Any]:
 
     With ``sha256``, nothing is parsed unless the file has that digest.
     """
+    try:
+        text = _read(path)
+    except WeightsError as error:
+        raise CheckpointError(f"{error.what}; load another checkpoint (tag=)") from error
+    if sha256 is not None and hashlib.sha256(text).hexdigest() != sha256:
+        raise damaged(path, "its SHA-256 is not the one that checkpoint.json has")
+    try:
+        return _unsealed(text)
+    except FormatError as error:
+        raise damaged(path, str(error)) from None
+
+
+def _read(path: Path) -> bytes:
     with opened(path) as fd:
         size = os.fstat(fd).st_size
         if size > _MOST_BYTES:
@@ -195,12 +208,7 @@ def read_sealed(path: Path, *, sha256: str | None = None) -> dict[str, Any]:
         text = b""
         while piece := os.pread(fd, 1 << 24, len(text)):
             text += piece
-    if sha256 is not None and hashlib.sha256(text).hexdigest() != sha256:
-        raise damaged(path, "its SHA-256 is not the one that checkpoint.json has")
-    try:
-        return _unsealed(text)
-    except FormatError as error:
-        raise damaged(path, str(error)) from None
+    return text
 
 
 def damaged(path: Path, what: str) -> CheckpointError:

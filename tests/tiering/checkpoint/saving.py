@@ -30,10 +30,14 @@ def write_checkpoint(
     *,
     shapes: Mapping[str, tuple[int, ...]] = SHAPES,
     ranks: int = 1,
+    varied: bool = False,
 ) -> None:
-    """A checkpoint of step ``number``, which is also what every element of it is."""
+    """A checkpoint of step ``number``, which is also what every element of it is, unless they are ``varied``."""
     save = new_save()
-    records = [_write_rank(directory, number, output, shapes, rank, ranks, save) for rank in range(ranks)]
+    values = np.random.default_rng(number) if varied else None
+    records = [
+        _write_rank(directory, number, output, shapes, rank, ranks, save, values) for rank in range(ranks)
+    ]
     record = RankRecord.of_all(records)
     parameters = {name: StoredParameter(shape, "F32", True, number) for name, shape in shapes.items()}
     Manifest(
@@ -79,6 +83,7 @@ def _write_rank(
     rank: int,
     ranks: int,
     save: str,
+    values: np.random.Generator | None,
 ) -> RankRecord:
     mine, begins = _parts(shapes, rank, ranks)
     files: dict[str, Any] = dict.fromkeys((WEIGHTS, *KINDS), (mine, begins))
@@ -86,7 +91,9 @@ def _write_rank(
     with RankWriter(directory, rank, ranks, save, files, output=output) as writer:
         for kind, (specs, _) in files.items():
             for spec in specs:
-                writer.append(kind, np.full(spec.nbytes // 4, number, dtype="<f4"))
+                numel = spec.nbytes // 4
+                elements = np.full(numel, number) if values is None else values.standard_normal(numel)
+                writer.append(kind, elements.astype("<f4"))
         return writer.finish({"number": number, "buffers": ["buffer"]})
 
 

@@ -5,7 +5,8 @@ Note [The parts of a tied parameter's gradient]
     the output head, the head's gradient then exists from the beginning of backward to its end, when the embedding's and
     their sum join it: three times the largest parameter, beside all budgets. So where modules that share a parameter
     are called, the autograd nodes that will produce parts of its gradient are hooked. Each part is accumulated as it
-    arises, and autograd passes on none. The sum is taken in the accumulation dtype then, for every placement.
+    arises, and autograd passes on none. The sum is taken in the accumulation dtype then, for every placement: which
+    modules are watched follows from the model alone, not from the groups, which a threshold cuts otherwise.
 
     A part stays with autograd where somebody may want the whole gradient: hooks of others on the parameter,
     torch.autograd.grad, create_graph, backward(inputs=...) without the parameter. Uses that no hook finds (a weight
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -33,32 +34,47 @@ _OUR_HOOKS = 1  # on a parameter, of the kind that runs after its gradient was a
 class Events(Protocol):
     """Who takes gradients."""
 
-    def gradient(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None: ...
+    @property
+    def takes_parts(self) -> bool: ...
+    def gradient_part(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None: ...
+
+
+def tied_parameters(
+    model: nn.Module, groups: Iterable[ParamGroup], events: Events
+) -> Iterator[tuple[nn.Module, TiedParameters]]:
+    """The modules of ``model`` with trained parameters of their own that are others' own, too."""
+    owners = Counter(
+        param for module in model.modules() for param in {*module._parameters.values()} if param is not None
+    )
+    places = {
+        param: (group, piece)
+        for group in groups
+        for piece, param in zip(group.layout.pieces, group.params, strict=True)
+        if piece.trainable and owners[param] > 1
+    }
+    for module in model.modules():
+        tied = [(param, *places[param]) for param in module._parameters.values() if param in places]
+        if tied:
+            yield module, TiedParameters(events, tied)
 
 
 class TiedParameters:
-    """The trainable parameters of ``entry`` itself that other entries of its ``group`` use, too."""
+    """The tied ones among the parameters of a module."""
 
-    def __init__(self, events: Events, group: ParamGroup, entry: nn.Module) -> None:
-        uses = Counter(param for each in group.entries for param in each._parameters.values())
-        own = set(entry._parameters.values())
+    def __init__(self, events: Events, tied: Iterable[tuple[nn.Parameter, ParamGroup, Piece]]) -> None:
         self._events = weakref.ref(events)
-        self._group = weakref.ref(group)
-        self._tied = [
-            (piece, param)
-            for piece, param in zip(group.layout.pieces, group.params, strict=True)
-            if piece.trainable and param in own and uses[param] > 1
-        ]
+        self._tied = [(param, weakref.ref(group), piece) for param, group, piece in tied]
 
     def watch(self, output: Any, nodes: range) -> None:
-        """``entry`` has returned ``output``, by autograd nodes with these numbers: hook those that make parts."""
-        if not self._tied or not torch.is_grad_enabled():
+        """The module has returned ``output``, by autograd nodes with these numbers: hook those that make parts."""
+        events = self._events()
+        if events is None or not events.takes_parts or not torch.is_grad_enabled():
             return
-        pieces = {id(param): piece for piece, param in self._tied}
+        places = {id(param): (group, piece) for param, group, piece in self._tied}
         for node, index, accumulator in _edges_to_leaves(output, nodes):
-            piece = pieces.get(id(accumulator.variable))
-            if piece is not None:
-                node.register_hook(_take(self._events, self._group, piece, index, accumulator))
+            place = places.get(id(accumulator.variable))
+            if place is not None:
+                node.register_hook(_take(self._events, *place, index, accumulator))
 
 
 def _edges_to_leaves(output: Any, nodes: range) -> Iterator[tuple[Any, int, Any]]:
@@ -90,7 +106,7 @@ def _take(
         if part is None or events is None or group is None or not _is_ours_alone(param, accumulator):
             return None
         resharded.put_gradient(param, part)
-        events.gradient(group, piece, param)
+        events.gradient_part(group, piece, param)
         return *inputs[:index], None, *inputs[index + 1 :]
 
     return taken

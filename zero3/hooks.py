@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from tiering.errors import EngineStateError
 from zero3.compiled import Around, called_by_compiled_code, is_compiled
 from zero3.eager import eager
-from zero3.gradient_parts import TiedParameters
+from zero3.gradient_parts import TiedParameters, tied_parameters
 from zero3.param_group import ParamGroup
 from zero3.partition import Piece
 
@@ -44,6 +44,7 @@ class Events(Protocol):
     def forward_nodes(self) -> range: ...
     def pre_backward(self, group: ParamGroup, nodes: range) -> None: ...
     def gradient(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None: ...
+    def gradient_part(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None: ...
     def end_of_backward(self) -> None: ...
 
 
@@ -66,10 +67,13 @@ def install(model: nn.Module, groups: Iterable[ParamGroup], events: Events) -> l
     for group in groups:
         for entry in group.entries:
             opening = _BeforeGroup(events, group)
-            add(entry, opening, _AfterGroup(events, opening, moving, TiedParameters(events, group, entry)))
+            add(entry, opening, _AfterGroup(events, opening, moving))
         for piece, param in zip(group.layout.pieces, group.params, strict=True):
             if piece.trainable:
                 on_params.append(param.register_post_accumulate_grad_hook(_accumulated(events, group, piece)))
+    for module, tied in tied_parameters(model, groups, events):
+        beginning = _BeforeTied()
+        add(module, beginning, _AfterTied(beginning, tied))
     # After the groups': the hooks of the last pair are the outermost. What is compiled is cut at the hooks in it: then
     # they are the same for every placement.
     everywhere = bool(moving) or any(is_compiled(module) for module in model.modules())
@@ -298,13 +302,10 @@ class _BeforeGroup(_Before):
 
 
 class _AfterGroup(OurHook):
-    def __init__(
-        self, events: Events, before: _BeforeGroup, moving: frozenset[int], tied: TiedParameters
-    ) -> None:
+    def __init__(self, events: Events, before: _BeforeGroup, moving: frozenset[int]) -> None:
         self.events = events
         self.before = before
         self.moving = moving
-        self.tied = tied
 
     def run(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.before.answered():
@@ -312,11 +313,39 @@ class _AfterGroup(OurHook):
         group = self.before.group
         output = with_bytes_of_its_own(output, self.moving)
         nodes = self.events.forward_nodes()
-        if self.events.takes_parts:
-            self.tied.watch(output, nodes)
         watch_backward(output, lambda: self.events.pre_backward(group, nodes))
         self.events.post_forward(group, raised=output is None)
         return output
+
+
+class _BeforeTied(_Before):
+    """Of a module with tied parameters: notes which autograd nodes its call makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first: list[tuple[int, int]] = []  # of the calls that are running: thread, first node
+
+    def run(self, module: nn.Module, args: Any) -> None:
+        self._first.append((threading.get_ident(), next_node()))
+
+    def nodes(self) -> range:
+        """Those of the innermost call in this thread, which is over; none if its beginning was never told."""
+        thread = threading.get_ident()
+        for position in reversed(range(len(self._first))):
+            if self._first[position][0] == thread:
+                return range(self._first.pop(position)[1], next_node())
+        return range(0)
+
+
+class _AfterTied(OurHook):
+    def __init__(self, before: _BeforeTied, tied: TiedParameters) -> None:
+        self.before = before
+        self.tied = tied
+
+    def run(self, module: nn.Module, args: Any, output: Any) -> None:
+        nodes = self.before.nodes()
+        if output is not None:
+            self.tied.watch(output, nodes)
 
 
 class _Hooked:

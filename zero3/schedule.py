@@ -269,14 +269,17 @@ class PassSchedule:
 
     @uninterrupted
     def gradient(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
-        self.begin_backward()
-        if not self._received:
-            self._received = True
-            self._on_first_gradient()
+        self._begin_receiving()
         self._arrived[group] += 1
         self._gradients.accumulate(group, piece, param)
         if self._is_final(group):
             self._gradients.final(group)
+
+    @uninterrupted
+    def gradient_part(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
+        """A part of a gradient, which others may follow: the group's are final when backward ends."""
+        self._begin_receiving()
+        self._gradients.accumulate(group, piece, param)
 
     @uninterrupted
     def end_of_backward(self) -> None:
@@ -320,6 +323,13 @@ class PassSchedule:
         """No pass comes any more: free what one that was interrupted holds."""
         self.abandon()
         self._closed = True
+
+    def _begin_receiving(self) -> None:
+        """A gradient of a parameter is there, perhaps the first one of this backward."""
+        self.begin_backward()
+        if not self._received:
+            self._received = True
+            self._on_first_gradient()
 
     def _elsewhere(self) -> bool:
         """Whether the forwards that are running run in another thread."""

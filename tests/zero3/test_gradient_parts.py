@@ -20,6 +20,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "host": {"offload_param": "cpu", "offload_optimizer": "cpu"},
     "nvme": STREAMED,
     "nvme, no prefetch": {**STREAMED, "prefetch": 0},
+    "nvme, the tied parameter persistent": {**STREAMED, "threshold": VOCABULARY * WIDTH + 1},
 }
 
 
@@ -86,14 +87,51 @@ def test_parts_give_the_same_bits_in_every_placement(
     def run(**placement: Any) -> tuple[list[float], dict[str, Tensor]]:
         torch.manual_seed(5)
         options = {"precision": precision, "accumulation": 2, "threshold": 0}
-        return train(start(Tied(recompute), **options, **placement))
+        return train(start(Tied(recompute), **(options | placement)))
 
     losses, masters = run()
     assert parts == [(VOCABULARY, WIDTH)] * 12, "two of each micro-batch"
     for name, placement in PLACEMENTS.items():
+        parts.clear()
         same_losses, same = run(**placement)
+        assert len(parts) == 12, name
         assert same_losses == losses, name
         assert differing(same, masters) == [], name
+
+
+class TiedInside(nn.Module):
+    """Tied by two modules of one block, and by a block to a small table of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
+            for _ in range(3)
+        )
+        self.blocks[0][2].weight = self.blocks[0][0].weight
+        self.blocks[1][0].weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(nn.functional.one_hot(tokens % WIDTH, WIDTH).to(self.table.weight.dtype))
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return hidden.float().pow(2).mean()
+
+
+@pytest.mark.parametrize("threshold", [0, WIDTH * WIDTH + 1])
+@pytest.mark.parametrize("in_backward", [False, True], ids=["step", "step in backward"])
+def test_groups_and_what_is_tied_inside_of_them_change_no_bit(
+    start: Callable[..., Any], differing: Callable[..., list[str]], threshold: int, in_backward: bool
+) -> None:
+    def run(**placement: Any) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(5)
+        return train(start(TiedInside(), precision="fp32", accumulation=2, clip=0.0, **placement))
+
+    losses, masters = run(threshold=0)
+    same_losses, same = run(threshold=threshold, step_in_backward=in_backward, **STREAMED)
+    assert same_losses == losses
+    assert differing(same, masters) == []
 
 
 def test_the_parts_are_the_gradient(start: Callable[..., Any], parts: list[tuple[int, ...]]) -> None:

@@ -28,13 +28,27 @@ def close_alone(fd: int) -> None:
         os.close(fd)
 
 
+def in_use() -> int:
+    """How many descriptors this process has open."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1  # the directory itself is one
+
+
+def allow(count: int) -> int:
+    """Let this process have ``count`` descriptors open, or as many as it may: returns how many that is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return count
+    more = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if more > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+    return max(more, soft)
+
+
 def _make_room(fd: int) -> None:
     """Half of the numbers are in use: allow twice as many, where the process may (the usual soft limit is 1024)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or fd < soft // 2 or soft == hard:
-        return
-    more = 2 * soft if hard == resource.RLIM_INFINITY else min(2 * soft, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and fd >= soft // 2:
+        allow(2 * soft)
 
 
 def _close_in_child() -> None:

@@ -22,13 +22,14 @@ from tiering.placement import make_plan
 from tiering.plan import Budgets, Plan, Tier
 from tiering.weights.files import open_weights
 from zero3.client_optimizer import ClientOptimizer
-from zero3.collectives import ALONE, Collectives, World, join
+from zero3.collectives import Collectives
 from zero3.device import chosen_device
 from zero3.device_rates import settle_update_share
 from zero3.fill import Fill, Given
 from zero3.grads import GradientStore
 from zero3.groups import GroupMembers
 from zero3.init import check_apart
+from zero3.joining import ALONE, World, join
 from zero3.meta import build_on_meta
 from zero3.monitor import check_monitors
 from zero3.optimizer import TieredOptimizer

@@ -36,14 +36,12 @@ Note [A reduction is an exchange and a sum]
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import logging
 import os
 import pickle
 import socket
-import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -56,11 +54,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import PrefixStore
 
 from tiering.config import DistributedConfig
 from tiering.errors import ConfigError, DistributedError, RankOrderError
+from zero3.joining import GRACE, World
 from zero3.peers import Peers
 from zero3.process_groups import Pending, ProcessGroups, all_gather, as_bytes, scatter_shards, waited_for
 from zero3.streams import Event, Stream, Streams
@@ -72,28 +70,10 @@ T = TypeVar("T")
 
 LARGE = 256 << 10  # bytes of a shard that is worth an operation for each rank
 TITLE = 64  # bytes of a row that say what it is
-GRACE = 60.0  # seconds
 FAREWELL = 10.0  # seconds in which other ranks may end what they still do with this one's memory
 _engines = itertools.count()  # of this process; as many as of any other rank
 
-BACKENDS = {
-    "cpu": "gloo",
-    "cuda": "cpu:gloo,cuda:nccl",
-}  # of a world that we make: the program may use it, too
 TRANSPORTS = {"cpu": "gloo", "cuda": "nccl"}  # of parameters and gradients
-
-
-@dataclass(frozen=True)
-class World:
-    """This rank among all, and among those of its node."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-
-
-ALONE = World()
 
 
 @dataclass(frozen=True)
@@ -108,67 +88,6 @@ class Table:
     work: dist.Work
 
 
-def standing() -> tuple[int, int]:
-    """(rank, world size), as torch.distributed knows them, or else the launcher."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def join(device: torch.device, timeout: float) -> World:
-    """The ranks that train together; joins them if a launcher has started several and nobody has joined them yet.
-
-    ``timeout`` in seconds. ConfigError if the launcher's variables contradict each other.
-    """
-    if standing()[1] == 1:
-        return ALONE
-    if not dist.is_initialized():
-        meet(BACKENDS[device.type], timedelta(seconds=timeout + GRACE))
-    rank, size = standing()
-    local_rank, local_size = _on_this_node(rank, size)
-    if not 0 <= local_rank < local_size <= size:
-        raise ConfigError(
-            f"LOCAL_RANK {local_rank} and LOCAL_WORLD_SIZE {local_size} do not fit a world of {size} ranks; start with"
-            " torchrun, or set both as it does"
-        )
-    return World(rank, size, local_rank, local_size)
-
-
-def meet(
-    backend: str, timeout: timedelta, where: str = "env://", rank: int = -1, world_size: int = -1
-) -> None:
-    """Make torch's process group of the ranks that meet at ``where``, the URL of a store; -1 is what the URL says."""
-    try:
-        store, rank, size = next(rendezvous(where, rank, world_size, timeout=timeout))
-        store = PrefixStore(_name_of_this_start(store, rank, size), store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    except dist.DistStoreError as error:
-        raise DistributedError(
-            f"not all ranks came to join within {timeout.total_seconds():.0f} seconds: one of them has not started, or"
-            " has failed before, as by a configuration or a library that only its node lacks; its own output says why"
-        ) from error
-
-
-def _name_of_this_start(store: Store, rank: int, size: int) -> str:
-    """A name that the ranks of one start have in common, and those of no other.
-
-    torchrun's store outlives a restart, and with it all that ranks which have died since have written to it. Rank 0
-    makes a name up; another rank knows that it is of this start when rank 0 has seen what that one has made up itself.
-    """
-    mine = uuid.uuid4().hex
-    if rank == 0:
-        store.set("tiering start", mine)
-        for other in range(1, size):
-            store.set(f"{mine} {store.get(f'{mine} {other}').decode()}", "")
-        return mine
-    while True:
-        name = store.get("tiering start").decode()
-        store.set(f"{name} {rank}", mine)
-        with contextlib.suppress(dist.DistStoreError):  # time is over: perhaps the name was an old one
-            store.wait([f"{name} {mine}"], timedelta(seconds=0.5))
-            return name
-
-
 def check_apart(gpus: list[tuple[str, str]]) -> None:
     """ConfigError if two ranks have one GPU. ``gpus``: of each, its host and what tells it from others there."""
     for rank, gpu in enumerate(gpus):
@@ -178,18 +97,6 @@ def check_apart(gpus: list[tuple[str, str]]) -> None:
                 " many ranks on a node as it has GPUs (torchrun --nproc-per-node), with a LOCAL_RANK of its own for"
                 " each, or show each rank its own GPU (CUDA_VISIBLE_DEVICES)"
             )
-
-
-def _on_this_node(rank: int, size: int) -> tuple[int, int]:
-    """This rank among those of its node, and their number: as the launcher says, or by the names of hosts."""
-    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if all(name in os.environ for name in names):
-        return int(os.environ[names[0]]), int(os.environ[names[1]])
-    store = PrefixStore("tiering hosts", dist.distributed_c10d._get_default_store())
-    store.set(str(rank), socket.gethostname())
-    hosts = [store.get(str(other)).decode() for other in range(size)]
-    here = [other for other in range(size) if hosts[other] == hosts[rank]]
-    return here.index(rank), len(here)
 
 
 class Collectives:
@@ -216,18 +123,10 @@ class Collectives:
         self._failure: DistributedError | None = None
         self._raised: BaseException | None = None  # by the last forward
         self.row_nbytes = 64  # what a row of a table has room for
-        timeout = timedelta(seconds=config.timeout + GRACE)  # our own message comes first
-        if device.type == "cuda":  # before NCCL looks; see Note [Collectives on a device]
-            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-        transport = TRANSPORTS[device.type]
-        self._gathers = dist.new_group(timeout=timeout, backend=transport)
-        self._reductions = dist.new_group(timeout=timeout, backend=transport)
-        self._control = dist.new_group(timeout=timeout, backend="gloo")
-        # A thread of the peers' refers to it: so it knows nothing of this object, which would never be given up.
-        self._groups = ProcessGroups([self._gathers, self._reductions], self._control)
-        store = dist.distributed_c10d._get_default_store()
+        # Threads of the peers' refer to them: so they know nothing of this object, which would never be given up.
+        self._groups = ProcessGroups()
         self.peers = Peers(
-            PrefixStore(f"tiering engine {next(_engines)}", store),
+            PrefixStore(f"tiering engine {next(_engines)}", dist.distributed_c10d._get_default_store()),
             world.rank,
             world.size,
             timeout=config.timeout,
@@ -238,12 +137,35 @@ class Collectives:
         # An engine that nobody closes must not go on giving signs of life. At exit peers take their leave themselves.
         self._leave = weakref.finalize(self, _leave, self.peers, self._groups)
         self._leave.atexit = False
+        try:
+            self._connect(device, timedelta(seconds=config.timeout + GRACE))  # our own message comes first
+        except BaseException as error:
+            self.peers.fail(error)
+            self._leave()
+            raise
+
+    def _connect(self, device: torch.device, timeout: timedelta) -> None:
+        """Make the process groups, where ranks that are lost meanwhile are known to be, and see that all is well."""
+        if device.type == "cuda":  # before NCCL looks; see Note [Collectives on a device]
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        transport = TRANSPORTS[device.type]
+        self._gathers, self._reductions, self._control = (
+            self._new_group(timeout, backend) for backend in (transport, transport, "gloo")
+        )
+        self._groups.take([self._gathers, self._reductions], self._control)
         self.peers.agree("initialize")
         if device.type == "cuda":
             gpu = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
             check_apart(self.say(gpu, "tell which GPU is whose"))
         if self._streams is not None:
-            self._connect(device)
+            self._connect_devices(device)
+
+    def _new_group(self, timeout: timedelta, backend: str) -> dist.ProcessGroup:
+        make: Callable[[], dist.ProcessGroup] = partial(dist.new_group, timeout=timeout, backend=backend)
+        if backend != "gloo":  # NCCL connects later
+            return make()
+        with self._failing():  # gloo waits for every rank, as long as the group may
+            return self.peers.follow_call(make, "new_group")
 
     def announce(self, what: str, *, foreseen: bool) -> None:
         """The next gather is ``what``. Unless all ranks have ``foreseen`` that, they agree on it."""
@@ -514,7 +436,7 @@ class Collectives:
         # Never on a device: what somebody begins for that reason would not be begun in one order by all ranks.
         return pending.ended is None and all(work.is_completed() for work in pending.works)
 
-    def _connect(self, device: torch.device) -> None:
+    def _connect_devices(self, device: torch.device) -> None:
         """Let every GPU send to every other one, both ways in which we do.
 
         That is when NCCL makes its connections and takes its memory: where all ranks are, and before anybody counts

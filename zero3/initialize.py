@@ -22,10 +22,10 @@ from tiering.errors import ConfigError, EngineStateError
 from zero3 import schedulers
 from zero3.assembly import Weights
 from zero3.client_optimizer import ClientOptimizer
-from zero3.collectives import standing
 from zero3.compiled import unwrap
 from zero3.deepspeed.distributed import discover, init_distributed
 from zero3.engine import Engine
+from zero3.joining import standing
 from zero3.loader import TrainingLoader, make_loader
 from zero3.model_checks import check_model
 from zero3.optimizer import TieredOptimizer

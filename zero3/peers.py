@@ -24,16 +24,19 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
 
 from tiering.errors import DistributedError
+from zero3 import futures
 from zero3.board import Board, Failure, spell
 from zero3.heartbeat import SIGNS, Heartbeat
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 COLLECTIVE = "collective"
 FIRST_SLICE = 0.2  # seconds of waiting before anybody is asked
@@ -167,15 +170,15 @@ class Peers:
                 slice_s = SLICE
                 delay.look()
 
-    def follow(self, has_ended: Callable[[float], bool], name: str) -> None:
-        """Wait for ``name``, a collective of the program's own, until it ``has_ended`` (within so many seconds).
+    def follow(self, has_ended: Callable[[float], bool], what: str) -> None:
+        """Wait for ``what``, a collective of the program's own, until it ``has_ended`` (within so many seconds).
 
         It has no number, since it may be any group's, and may take as long as torch lets it. RankLostError (or what
         else has ended the run) as soon as a rank is lost: if it fails, then, too, when that is known soon after.
         """
         self.check()
-        doing, self._position.doing = self._position.doing, f"{name} of the program"
-        slice_s, waited = FIRST_SLICE, f"waiting in {name} of the program"
+        doing, self._position.doing = self._position.doing, what
+        slice_s, waited = FIRST_SLICE, f"waiting in {what}"
         try:
             while not has_ended(slice_s):
                 self._heartbeat.watch()
@@ -183,13 +186,28 @@ class Peers:
                     raise self._told(self._heartbeat.failure, waited)
                 slice_s = SLICE
         except RuntimeError as error:
-            failure = self._loss_behind(f"{name} of the program")
+            failure = self._loss_behind(what)
             if failure is None:
                 raise
             raise self._told(failure, waited) from error
         finally:
             self._position.doing = doing
             self._heartbeat.rest()
+
+    def follow_call(self, call: Callable[[], T], what: str) -> T:
+        """What ``call`` gives, which is to be waited for like ``follow``'s, but not in parts. If stuck, it is left."""
+        future = futures.begun(call, what)
+
+        def has_ended(seconds: float) -> bool:
+            with contextlib.suppress(TimeoutError):
+                future.exception(seconds)
+            if not future.done():
+                return False
+            future.result()  # raises what the call has raised
+            return True
+
+        self.follow(has_ended, what)
+        return future.result()
 
     def cause_of(self, error: str, what: str, *, group: str) -> DistributedError:
         """Why the last collective of ``group``, ``what``, could not even begin."""

@@ -36,12 +36,16 @@ class Pending:
 class ProcessGroups:
     """The process groups of one engine, and what a device has been told to do with those for ``transport``."""
 
-    def __init__(self, transport: list[dist.ProcessGroup], control: dist.ProcessGroup) -> None:
-        self._transport = transport
-        self._control = control
+    def __init__(self) -> None:
+        self._transport: list[dist.ProcessGroup] = []
+        self._control: list[dist.ProcessGroup] = []
         self._queued: dict[str, deque[Pending]] = {"gather": deque(), "reduction": deque()}
         self._severing = threading.Lock()  # of what follows
         self._severed = False
+
+    def take(self, transport: list[dist.ProcessGroup], control: dist.ProcessGroup) -> None:
+        """These are the groups, once they are made."""
+        self._transport, self._control = transport, [control]
 
     def queued(self, pending: Pending) -> None:
         """The device was told of it."""
@@ -68,18 +72,18 @@ class ProcessGroups:
         with self._severing:
             if not self._severed:
                 self._severed = True
-                sever([*self._transport, self._control])
+                sever([*self._transport, *self._control])
 
     def leave(self) -> None:
         """Let torch forget them."""
-        known = [*self._transport, self._control]
+        known = [*self._transport, *self._control]
         with self._severing:
             if all(group.name() == "nccl" for group in self._transport):
                 if not self._severed:
                     # Not torch's way, which waits without a limit for all ranks of this node to do the same.
                     sever(self._transport)
                 else:  # torch's own watch over them may be about to end this process, and would be waited for
-                    known = [self._control]
+                    known = self._control
         for group in known:
             with contextlib.suppress(ValueError):  # the program has destroyed all of torch's groups
                 dist.destroy_process_group(group)

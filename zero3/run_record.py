@@ -44,8 +44,8 @@ from tiering.telemetry import (
     open_writer,
 )
 from zero3.activations import Activations
-from zero3.collectives import ALONE, World
 from zero3.device_rates import saved_rates
+from zero3.joining import ALONE, World
 from zero3.room import Room, Seldom
 from zero3.tiers import Tiers
 from zero3.timeline import PhaseClock, by_cause

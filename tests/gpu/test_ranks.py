@@ -122,7 +122,8 @@ def test_a_rank_that_dies_ends_the_other_with_its_name(nvme: Path) -> None:
 
 def alone() -> None:
     from tiering.config import DistributedConfig
-    from zero3.collectives import Collectives, World, meet
+    from zero3.collectives import Collectives
+    from zero3.joining import World, meet
     from zero3.streams import streams_of
     from zero3.timeline import StallClock, Timeline
 

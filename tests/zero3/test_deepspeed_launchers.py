@@ -64,6 +64,26 @@ def test_a_launcher_that_is_not_torchrun_is_understood(
 
 
 @pytest.mark.usefixtures("one_process")
+def test_jobs_and_steps_of_slurm_have_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be on one node. A port that somebody has chosen stays."""
+    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1"}
+
+    def port(job: int, step: int, given: int = 29500) -> int:
+        with monkeypatch.context() as patch:
+            for name, value in (slurm | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).items():
+                patch.setenv(name, value)
+            patch.setattr(os, "environ", dict(os.environ))
+            distributed.discover(given, verbose=False)
+            return int(os.environ["MASTER_PORT"])
+
+    ports = [port(job, step) for job in (4711, 4712, 4713) for step in (0, 1, 2)]
+    assert len(set(ports)) == 9 and all(15000 <= each < 25000 for each in ports)
+    assert port(4711, 0) == ports[0], "the same on every rank"
+    assert port(4711, 4294967290) in range(15000, 25000)
+    assert port(4711, 0, given=29501) == 29501
+
+
+@pytest.mark.usefixtures("one_process")
 def test_nothing_says_where_rank_0_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMI_RANK", "1")
     monkeypatch.setenv("PMI_SIZE", "2")

@@ -34,8 +34,8 @@ from tiering.telemetry import (
     find_pages,
 )
 from zero3 import room, run_record, timeline
-from zero3.collectives import World
 from zero3.copies import LinkStats
+from zero3.joining import World
 from zero3.run_record import RunRecord
 
 from .fake.streams import never

@@ -7,20 +7,17 @@ torch's. There is no order of collectives that the engine knows: a script may ma
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zero3.collectives import standing
-from zero3.peers import Peers, ended, newest
+from zero3.joining import standing
+from zero3.peers import ended, newest
 
 Collective = Callable[..., Any]
 
@@ -28,6 +25,7 @@ Collective = Callable[..., Any]
 def _watched(function: Collective) -> Collective:
     """``function`` of torch.distributed, waited for by the peers of an engine if there is one."""
     signature = inspect.signature(function)
+    what = f"{function.__name__} of the program"
     can_be_awaited = "async_op" in signature.parameters
 
     @functools.wraps(function)
@@ -39,10 +37,10 @@ def _watched(function: Collective) -> Collective:
         if given.get("async_op") or not _between_cpus(given, look_at_tensors=can_be_awaited):
             return function(*args, **kwargs)
         if not can_be_awaited:
-            return _on_a_thread(functools.partial(function, *args, **kwargs), function.__name__, peers)
+            return peers.follow_call(functools.partial(function, *args, **kwargs), what)
         work = function(**given | {"async_op": True})
         if work is not None:  # else this rank is not of the group
-            peers.follow(functools.partial(ended, work), function.__name__)
+            peers.follow(functools.partial(ended, work), what)
         return None
 
     return collective
@@ -54,26 +52,6 @@ def _between_cpus(given: dict[str, Any], *, look_at_tensors: bool) -> bool:
     if tensors and look_at_tensors:
         return all(tensor.device.type == "cpu" for tensor in tensors)
     return dist.is_initialized() and str(dist.get_backend(given.get("group"))) == "gloo"
-
-
-def _on_a_thread(call: Callable[[], Any], name: str, peers: Peers) -> Any:
-    """What ``call`` gives, for which nobody can wait in parts. If it is stuck it is left behind."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    def has_ended(seconds: float) -> bool:
-        with contextlib.suppress(TimeoutError):
-            future.exception(seconds)
-        return future.done() and (future.result(), True)[1]
-
-    threading.Thread(target=run, name=f"{name} of the program", daemon=True).start()
-    peers.follow(has_ended, name)
-    return future.result()
 
 
 all_reduce = _watched(dist.all_reduce)

@@ -13,10 +13,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from tiering.errors import ConfigError
-from zero3.collectives import BACKENDS, meet, standing
 from zero3.device import chosen_device
+from zero3.joining import BACKENDS, meet, standing
 
 log = logging.getLogger(__name__)
+
+PORT = 29500  # torch's
+SLURM_PORTS = range(15000, 25000)  # below those that a kernel gives to connections
+STEPS = 16  # of one job, one after the other, before a port is that of the next job
 
 # Who starts processes without torch's variables: rank, number of ranks, and both within the node.
 _LAUNCHERS = {
@@ -33,7 +37,7 @@ _LAUNCHERS = {
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
+    distributed_port: int = PORT,
     verbose: bool = True,
     timeout: timedelta = timedelta(minutes=30),
     init_method: str | None = None,
@@ -45,7 +49,8 @@ def init_distributed(
     """Make torch's process group of the ranks that a launcher has started; of this process alone if none has.
 
     torchrun's variables count. Without them ``auto_mpi_discovery`` translates those of Open MPI, MPICH and SLURM
-    (``srun``), where rank 0 listens on ``distributed_port`` unless MASTER_PORT says otherwise. Nothing happens when
+    (``srun``), where rank 0 listens on ``distributed_port`` unless MASTER_PORT says otherwise: in a job of SLURM's on a
+    port made of the job's number instead of 29500, since jobs may share a node. Nothing happens when
     there is a group already. ``dist_init_required`` False says that there is one. ``timeout`` is that of the script's
     own collectives; the engine's is ``tiering.distributed.timeout``. ``init_method``, ``rank`` and ``world_size`` are
     torch's, ``config`` is DeepSpeed's, and not read.
@@ -112,13 +117,21 @@ def discover(port: int, *, verbose: bool = True) -> None:
             " MASTER_ADDR to its host name"
         )
     environ |= {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": where}
-    environ.setdefault("MASTER_PORT", str(port))
+    environ.setdefault("MASTER_PORT", str(_port(environ, port)))
     if local_rank is not None:
         environ["LOCAL_RANK"] = local_rank
     if local_size is not None:
         environ["LOCAL_WORLD_SIZE"] = local_size
     if verbose:
         log.info("rank %s of %s, as %s says; rank 0 is on %s", rank, size, launcher, where)
+
+
+def _port(environ: Mapping[str, str], given: int) -> int:
+    """Where rank 0 listens: if the script has chosen nothing, where the next job of SLURM's on this node does not."""
+    if given != PORT or "SLURM_JOB_ID" not in environ:
+        return given
+    job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
+    return SLURM_PORTS.start + (STEPS * job + step) % len(SLURM_PORTS)
 
 
 def _host_of_rank_0(environ: Mapping[str, str], *, alone: bool) -> str | None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from tiering.config import OffloadConfig, OffloadOptimizerConfig, TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 from zero3.client_optimizer import ClientOptimizer
-from zero3.collectives import World
+from zero3.joining import World
 from zero3.loader import make_loader, make_ordered_loader
 from zero3.optimizer import TieredOptimizer
 from zero3.precision import COMPUTE_DTYPES

@@ -9,8 +9,8 @@ from torch import nn
 
 from tiering.errors import ConfigError
 from zero3.access import gathered
-from zero3.collectives import standing
 from zero3.init import Init
+from zero3.joining import standing
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter"]
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from tiering.config import DistributedConfig
 from tiering.errors import ConfigError, DistributedError
-from zero3.collectives import FAREWELL, Collectives, check_apart, join
+from zero3.collectives import FAREWELL, Collectives, check_apart
+from zero3.joining import join
 from zero3.streams import Event, Stream, Streams
 from zero3.timeline import StallClock, Timeline
 

@@ -11,7 +11,7 @@ import torch
 
 from tiering.config import DistributedConfig
 from tiering.errors import DistributedError
-from zero3 import collectives, workload
+from zero3 import collectives, joining, workload
 from zero3.collectives import Collectives
 from zero3.gathered_storage import DeviceGatheredStorage, ShardGathers
 from zero3.partition import lay_out
@@ -86,7 +86,7 @@ def test_storages_that_cannot_exchange_their_memory(ranks: Ranks, nvme: Path) ->
 def gather_in_vain(rank: int) -> tuple[bool, int, bool, list[float]]:
     """One of three transfers of a gather fails, for a while: what ``end`` says, what is left to wait for, ..."""
     cpu = torch.device("cpu")
-    ours = Collectives(collectives.join(cpu, 60.0), cpu, DistributedConfig(), StallClock(Timeline()), None)
+    ours = Collectives(joining.join(cpu, 60.0), cpu, DistributedConfig(), StallClock(Timeline()), None)
     layout = lay_out([(0, "weight", (2048,), True)], 4, ours.world.size)
     gathers = ShardGathers(layout, torch.float32, ours, "block")
     whole = torch.zeros(layout.numel)

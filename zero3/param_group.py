@@ -229,7 +229,8 @@ class ParamGroup:
 
     def alias(self, position: int) -> None:
         """The .data of the parameter at ``position`` was handed out: it counts as edited while it is shown."""
-        self._aliased.add(position)
+        if position not in self._lent:  # what a loan hands out is a copy, whose changes take_back sees
+            self._aliased.add(position)
         if position in self._only_read and position not in self._before:
             self._before[position] = _bytes_of(self.params[position]).clone()
 

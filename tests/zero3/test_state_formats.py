@@ -454,6 +454,27 @@ def test_an_edit_leaves_the_other_elements_their_bits(
     assert not same_bits(before, weights.float())
 
 
+@pytest.mark.parametrize("place", ["device", "nvme"])
+def test_an_edit_through_data_inside_gathered_costs_a_split_master_nothing(
+    start: Start, place: str, differing: Differing
+) -> None:
+    """What .data gives there is the copy that gathered shows: later steps need not suspect the parameter."""
+    after = []
+    for state in ("fp32", "split"):
+        torch.manual_seed(41)
+        engine = start(Tower(), accumulation=1, threshold=0, state=state, **PLACES[place])
+        param = engine.module.get_parameter(NAME)
+        batches = list(inputs(4))
+        for x in batches[:2]:
+            update(engine, x)
+        with tiering.gathered(param, modify=True):
+            param.data[3] = 0.5
+        for x in batches[2:]:
+            update(engine, x)
+        after.append(engine.master_state_dict())
+    assert differing(after[1], after[0]) == []
+
+
 @pytest.mark.parametrize("state", FORMATS[1:])
 def test_an_edit_in_place_costs_a_split_master_its_lower_half(
     start: Start, state: str, differing: Differing, caplog: pytest.LogCaptureFixture

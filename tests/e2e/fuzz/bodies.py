@@ -1,0 +1,178 @@
+"""What blocks of random models do: each is a module of the same shape, whose sizes come from its width alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(functional.gelu(self.up(self.norm(x))))
+        return result
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.projections, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.projections(self.norm(x)).chunk(3, -1)
+        result: Tensor = self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return result
+
+
+class Routed(nn.Module):
+    """Experts chosen by the data: those that are not get no gradient. A loss on the routing stays on the module."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 3)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(3)
+        )
+        self.balance: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).float().softmax(-1)
+        self.balance = shares.mean((0, 1)).square().sum()
+        chosen = int(shares.mean((0, 1)).argmax())
+        y: Tensor = self.experts[chosen](x) * shares[..., chosen : chosen + 1].to(x.dtype)
+        if float(shares[0, 0, 0]) > 0.35:
+            y = y + self.experts[0](x) * shares[..., :1].to(x.dtype)
+        return y
+
+
+class Bare(nn.Module):
+    """Parameters without modules."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.into = nn.Parameter(torch.randn(width, width + 8) / 8)
+        self.out = nn.Parameter(torch.randn(width + 8, width) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.into) @ self.out
+
+
+class Stateful(nn.Module):
+    """A buffer follows the inputs in training, and takes part."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / 8)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.detach().float().mean((0, 1)), 0.1)
+        return (x - self.mean.to(x.dtype)) @ self.weight
+
+
+class StatefulBase(nn.Module):
+    """The same before a frozen layer, so that what autograd saves last is a weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.detach().float().mean((0, 1)), 0.1)
+        result: Tensor = self.base(x - self.mean.to(x.dtype))
+        return result
+
+
+class LowRank(nn.Module):
+    """A frozen layer with an adapter beside it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, width) / 8)
+        self.b = nn.Parameter(torch.randn(width, 2) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x) + x @ self.a.T @ self.b.T
+        return result
+
+
+class _Product(torch.autograd.Function):
+    """x @ weight, whose backward reads the parameter from where forward has kept it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        gradient = gradient.to(x.dtype)  # another one under autocast
+        return gradient @ ctx.weight.T, torch.einsum("bsi,bso->io", x, gradient)
+
+
+class ByFunction(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _Product.apply(x, self.weight)
+        return result
+
+
+class Normalised(nn.Module):
+    """Running statistics, in buffers that torch updates."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.norm(self.inner(x).transpose(1, 2)).transpose(1, 2)
+        return result
+
+
+class Recurrent(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.cell = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.cell(x)[0]
+        return result
+
+
+BODIES: dict[str, Any] = {
+    "mlp": Mlp,
+    "attention": Attention,
+    "routed": Routed,
+    "bare": Bare,
+    "stateful": Stateful,
+    "stateful base": StatefulBase,
+    "low rank": LowRank,
+    "by function": ByFunction,
+    "normalised": Normalised,
+    "recurrent": Recurrent,
+    "nested": None,  # of blocks: see models.Nested
+}
+INNER = ("mlp", "bare", "routed")
+"""Kinds of blocks inside a block."""

@@ -1,0 +1,90 @@
+"""Actions that save, load, and go on somewhere else."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+from .edits import put_back
+from .placements import Placement
+from .run import Run
+from .table import Effect, action
+
+
+def _directory(run: Run) -> Path:
+    return run.directory / "checkpoints"
+
+
+@action(Effect.NUMBERS)
+def save(run: Run, rng: random.Random) -> None:
+    """Save a checkpoint, which a later action may load."""
+    put_back(run)
+    if run.on_tiers:
+        run.loop.save_checkpoint(_directory(run), keep=1)
+    else:
+        run.loop.keep()
+    run.has_checkpoint = True
+    run.record("steps", run.loop.global_steps)
+
+
+@action(Effect.NUMBERS)
+def load(run: Run, rng: random.Random) -> None:
+    """Go back to the last checkpoint."""
+    put_back(run)
+    if not run.has_checkpoint:
+        save(run, rng)
+        run.window(rng)
+    _load(run)
+
+
+def _load(run: Run) -> None:
+    if run.on_tiers:
+        path, _ = run.loop.load_checkpoint(_directory(run))
+        assert path is not None
+    else:
+        run.loop.restore()
+    run.record("steps", run.loop.global_steps)
+
+
+@action(Effect.NUMBERS, plain=False)
+def save_in_background(run: Run, rng: random.Random) -> None:
+    """Save while an update goes on, and go back to what was saved."""
+    put_back(run)
+    saving = run.loop.save_checkpoint(_directory(run), keep=1, background=True)
+    run.window(rng)
+    saving.wait()
+    run.has_checkpoint = True
+    _load(run)
+
+
+@action(Effect.NUMBERS)
+def resume(run: Run, rng: random.Random) -> None:
+    """Save, close, and go on in a new engine, placed in another way."""
+    save(run, rng)
+    run.begin_anew(_elsewhere(run, rng))
+    _load(run)
+
+
+@action(Effect.UPDATE, plain=False)
+def stop_by_signal(run: Run, rng: random.Random) -> None:
+    """A signal ends the run after its step, with a checkpoint; go on from there, placed in another way."""
+    put_back(run)
+    run.loop.save_and_exit_on("SIGUSR1", save_dir=_directory(run), keep=1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    try:
+        run.window(rng)
+    except SystemExit as stopped:
+        run.record("exit code", stopped.code)
+    run.has_checkpoint = True
+    run.begin_anew(_elsewhere(run, rng))
+    _load(run)
+
+
+def _elsewhere(run: Run, rng: random.Random) -> Placement | None:
+    """Another placement; the reference, and the plain loop, stay what they are."""
+    if run.placement is None or run.placement == Placement():
+        return run.placement
+    other = Placement.draw(random.Random(rng.random()), run.training)
+    return other.roomier() if run.roomy else other

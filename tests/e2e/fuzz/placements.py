@@ -1,0 +1,169 @@
+"""Where state may live, and how it moves: what must not change a bit of the result."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from optim_cpu import kernels
+from tiering.arena import PAGE
+from tiering.errors import PlacementError
+from tiering.placement import place
+from tiering.plan import Budgets, Plan, Tier
+
+from .training import Training
+
+PLENTY = {"device_budget": "64MiB", "host_budget": "128MiB"}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A way to place and move state. The default is the reference: everything on the device."""
+
+    param: str = "none"
+    optimizer: str = "none"
+    stage: int = 3
+    cache_in_host: bool = False
+    ratio: float = 1.0
+    threshold: int = 100
+    prefetch: int = 10**6
+    sub_group_size: int = 10**9
+    device_share: float = (
+        1.0  # of what lies between the least budget and that for everything; 1 is without limit
+    )
+    host_share: float = 1.0
+    split: bool = False
+    verify: bool = False
+    in_backward: bool = False
+    engine: str = "auto"
+    block_size: str = "1M"
+    queue_depth: int = 16
+    paths: int = 1
+    threads: int = 1
+    instruction_set: str = ""
+
+    @classmethod
+    def draw(cls, rng: random.Random, training: Training) -> Placement:
+        param, optimizer = rng.choice(
+            (("nvme", "nvme"), ("nvme", "nvme"), ("nvme", "cpu"), ("nvme", "none"), ("none", "nvme"),
+             ("cpu", "nvme"), ("cpu", "cpu"))
+        )  # fmt: skip
+        return cls(
+            param,
+            optimizer,
+            stage=3 if param != "none" else rng.choice((1, 2, 3)),
+            cache_in_host=rng.random() < 0.2,
+            ratio=rng.choice((1.0, 1.0, 1.0, 0.5)) if optimizer != "none" else 1.0,
+            threshold=rng.choice((0, 0, 100, 1000)),
+            prefetch=rng.choice((0, 0, 100, 3000, 10**6)),
+            sub_group_size=rng.choice((1, 500, 10**9)),
+            device_share=rng.choice((0.0, 0.0, 0.1, 0.5, 1.0)),
+            host_share=rng.choice((0.0, 0.0, 0.2, 0.6, 1.0)),
+            split=training.splits and rng.random() < 0.35,
+            verify=rng.random() < 0.15,
+            in_backward=training.may_step_in_backward and rng.random() < 0.8,
+            engine=rng.choice(("auto", "io_uring", "threads")),
+            block_size=rng.choice(("4K", "1M")),
+            queue_depth=rng.choice((1, 3, 16)),
+            paths=rng.choice((1, 1, 1, 2)),
+            threads=rng.choice((1, 1, 2)),
+            instruction_set=rng.choice(("", "", *kernels.available_instruction_sets())),
+        )
+
+    def roomier(self) -> Placement:
+        """The same with room for everything on the device, as the error says that asks for it."""
+        return replace(self, device_share=1.0, prefetch=10**6)
+
+    def config(self, training: Training, directory: Path) -> dict[str, Any]:
+        """What ``initialize`` is given, with plenty of room."""
+        paths = [directory / f"nvme{number}" for number in range(self.paths)]
+        for path in paths:
+            path.mkdir(exist_ok=True)
+
+        def section(device: str) -> dict[str, Any]:
+            return {"device": device} | (
+                {"nvme_path": [str(path) for path in paths]} if device == "nvme" else {}
+            )
+
+        return training.config() | {
+            "zero_optimization": {
+                "stage": self.stage,
+                "offload_param": section(self.param),
+                "offload_optimizer": section(self.optimizer)
+                | ({"ratio": self.ratio} if self.ratio < 1 else {}),
+                "sub_group_size": self.sub_group_size,
+                "stage3_prefetch_bucket_size": self.prefetch,
+                "stage3_param_persistence_threshold": self.threshold,
+            },
+            "tiering": {
+                "cache_in_host": self.cache_in_host,
+                "state": "split" if self.split else "fp32",
+                "verify": self.verify,
+                "step_in_backward": self.in_backward,
+                "io": {
+                    "engine": self.engine,
+                    "block_size": self.block_size,
+                    "queue_depth": self.queue_depth,
+                },
+                "telemetry": {"enabled": False},
+                **PLENTY,
+            },
+        }
+
+    @property
+    def has_budgets(self) -> bool:
+        return (self.device_share, self.host_share) != (1.0, 1.0)
+
+    def budgets(self, plan: Plan) -> dict[str, int]:
+        """The budgets of this placement, for a ``plan`` that was made with plenty."""
+        least = least_budgets(plan)
+        found = {}
+        for tier, share in ((Tier.DEVICE, self.device_share), (Tier.HOST, self.host_share)):
+            if share == 1.0:
+                continue
+            lowest: int = getattr(least, tier.value)
+            found[f"{tier.value}_budget"] = lowest + int(share * max(0, plan.total(tier) - lowest))
+        return found
+
+    @contextmanager
+    def machine(self) -> Iterator[None]:
+        """The kernels' threads and instructions are of this placement within the block."""
+        threads, chosen = kernels.thread_count(), kernels.instruction_set()
+        kernels.set_thread_count(self.threads)
+        kernels.set_instruction_set(self.instruction_set or chosen)
+        try:
+            yield
+        finally:
+            kernels.set_thread_count(threads)
+            kernels.set_instruction_set(chosen)
+
+    def __str__(self) -> str:
+        given = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
+        return ", ".join(f"{name}={value}" for name, value, usual in given if value != usual) or "device"
+
+
+def least_budgets(plan: Plan) -> Budgets:
+    """The least device budget in which ``plan`` could be made, and then the least host budget, to a page."""
+    budgets = plan.budgets
+    for tier in (Tier.DEVICE, Tier.HOST):
+        too_little, enough = 0, max(1, plan.total(tier) // PAGE + 1)
+        while enough - too_little > 1:
+            middle = (too_little + enough) // 2
+            if _is_enough(plan, replace(budgets, **{tier.value: middle * PAGE})):
+                enough = middle
+            else:
+                too_little = middle
+        budgets = replace(budgets, **{tier.value: enough * PAGE})
+    return budgets
+
+
+def _is_enough(plan: Plan, budgets: Budgets) -> bool:
+    try:
+        place(plan.workload, budgets)
+    except PlacementError:
+        return False
+    return True

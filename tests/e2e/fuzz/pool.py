@@ -1,0 +1,46 @@
+"""Many programs, over several processes."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+from .compare import Tally, check, shrunk
+from .program import Program, keep_files_in
+
+CHUNK = 20  # programs that a process takes at a time
+STUCK_AFTER_SECONDS = 600
+
+
+def work(seeds: range, directory: str | None) -> Tally:
+    """What comes of these seeds: a Tally. Runs in a process of its own."""
+    faulthandler.dump_traceback_later(STUCK_AFTER_SECONDS, exit=True)
+    if directory is not None:
+        keep_files_in(Path(directory))
+    tally = Tally()
+    for seed in seeds:
+        faulthandler.dump_traceback_later(STUCK_AFTER_SECONDS, exit=True)
+        found = check(Program.draw(seed))
+        found.failures = [shrunk(failure) for failure in found.failures]
+        tally.add(found)
+    faulthandler.cancel_dump_traceback_later()
+    return tally
+
+
+def many(first: int, count: int, jobs: int, directory: str | None) -> int:
+    total, began = Tally(), time.monotonic()
+    chunks = [range(at, min(at + CHUNK, first + count)) for at in range(first, first + count, CHUNK)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=25) as pool:
+        for done in as_completed([pool.submit(work, chunk, directory) for chunk in chunks]):
+            found = done.result()
+            total.add(found)
+            for failure in found.failures:
+                print(f"FAILURE\n{failure}\n", flush=True)
+            if total.programs % 200 == 0:
+                print(f"{time.monotonic() - began:.0f} s: {total}", flush=True)
+    print(f"{time.monotonic() - began:.0f} s, seeds {first} to {first + count - 1}: {total}")
+    return 1 if total.failures else 0

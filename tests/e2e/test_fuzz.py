@@ -1,0 +1,137 @@
+"""Random programs compute the same bits wherever their state lives. ``python -m tests.e2e.fuzz`` runs many of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.fuzz.actions import ACTIONS
+from tests.e2e.fuzz.compare import check, same_bits, shrunk
+from tests.e2e.fuzz.models import BlockPlan, ModelPlan
+from tests.e2e.fuzz.placements import Placement
+from tests.e2e.fuzz.program import REFERENCE, Outcome, Program, execute, keep_files_in
+from tests.e2e.fuzz.run import Run
+from tests.e2e.fuzz.table import Effect
+from tests.e2e.fuzz.training import Training
+
+PROGRAMS = 18
+MANY = 400
+ROOT = Path(__file__).parents[2]
+
+
+def covering(count: int) -> list[int]:
+    """Seeds whose programs draw every action together, and then the first others up to ``count``."""
+    drawn = {seed: {name for _, name, _ in Program.draw(seed).actions} for seed in range(200)}
+    missing, chosen = set(ACTIONS), list[int]()
+    while missing:
+        best = max(drawn, key=lambda seed: len(drawn[seed] & missing))
+        chosen.append(best)
+        missing -= drawn.pop(best)
+    return sorted(chosen + [*drawn][: count - len(chosen)])
+
+
+SEEDS = covering(PROGRAMS)
+
+
+@pytest.fixture(autouse=True)
+def on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERING_DEVICE", "cpu")
+    keep_files_in(tmp_path)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_program_computes_the_same_wherever_its_state_lives(seed: int) -> None:
+    tally = check(Program.draw(seed))
+    assert tally.failures == [], "\n".join(str(shrunk(failure)) for failure in tally.failures)
+    assert tally.compared > 0
+
+
+def test_programs_reach_every_tier_and_seldom_end_early() -> None:
+    programs = [Program.draw(seed) for seed in range(300)]
+    placements = [placement for program in programs for placement in program.placements]
+    for tier in ("param", "optimizer"):
+        assert {getattr(placement, tier) for placement in placements} == {"none", "cpu", "nvme"}
+    assert {program.training.precision for program in programs} == {"fp32", "bf16", "fp16"}
+    assert sum(program.has_plain_loop for program in programs) > 30
+    assert any(placement.split for placement in placements)
+    assert any(placement.in_backward for placement in placements)
+    kinds = {block.kind for program in programs for block in program.plan.blocks}
+    assert len(kinds) > 10
+
+
+# What each action does is seen on a small model in fp32.
+PLAN = ModelPlan(16, 40, (BlockPlan("mlp"), BlockPlan("bare", "not reentrant"), BlockPlan("attention")))
+TRAINING = Training(decay_groups=True)
+
+
+@functools.cache
+def outcome(first: int, *names: str | None) -> Outcome:
+    """Of these actions in turn, with seeds from ``first`` on; None leaves its turn out."""
+    entries = tuple((number, name, first + number) for number, name in enumerate(names) if name is not None)
+    return execute(Program(1, PLAN, TRAINING, entries, ()), REFERENCE)
+
+
+def masters(of: Outcome) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in of.tensors.items() if name.startswith("master of ")}
+
+
+def same_masters(one: Outcome, other: Outcome) -> bool:
+    ours, theirs = masters(one), masters(other)
+    return all(same_bits(ours.get(name), theirs.get(name)) for name in ours | theirs)
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_an_action_has_its_effect(name: str) -> None:
+    """One that changes nothing would be no test of anything."""
+    effect = ACTIONS[name].effect
+    for first in (0, 10, 20):
+        ran = outcome(first, "update", name, "update")
+        updated, without = (
+            outcome(first, "update", "update", "update"),
+            outcome(first, "update", None, "update"),
+        )
+        if effect is not Effect.WEIGHTS:
+            assert any(number.action == 1 for number in ran.numbers), "it records no number"
+            assert same_masters(ran, updated if effect is Effect.UPDATE else without)
+            return
+        # Some choose at random among several effects, and among them none.
+        if not same_masters(ran, without) and not same_masters(ran, updated):
+            return
+    raise AssertionError("the weights are as if it were not there")
+
+
+def test_a_wrong_bit_is_found_and_told_with_fewer_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flip(run: Run, rng: random.Random) -> None:
+        if run.placement is not None and run.placement.optimizer == "nvme":
+            run.loop.flip_bit()
+
+    monkeypatch.setitem(ACTIONS, "evaluate", replace(ACTIONS["evaluate"], act=flip))
+    names = ("update", "read_masters", "evaluate", "update", "generate", "update")
+    entries = tuple((number, name, number) for number, name in enumerate(names))
+    swapped = Placement("nvme", "nvme", threshold=0, host_share=0.0)
+    program = Program(7, PLAN, TRAINING, entries, (Placement("cpu", "cpu"), swapped))
+
+    (failure,) = check(program).failures
+    assert failure.placement == swapped
+    least = shrunk(failure)
+    assert [name for _, name, _ in least.program.actions] == ["evaluate"]
+    assert len(least.program.plan.blocks) == 1
+    report = str(least)
+    assert "2:evaluate" in report and "tensors differ at the end" in report
+    assert "python -m tests.e2e.fuzz --seed 7" in report
+
+
+@pytest.mark.slow
+def test_many_programs() -> None:
+    command = [sys.executable, "-m", "tests.e2e.fuzz", "--programs", str(MANY), "--first", "100000"]
+    ran = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert f"{MANY} programs" in ran.stdout

@@ -267,6 +267,11 @@ class TiersConfig(Section):
         description="Format of the optimizer state: fp32; split, lossless: half of each master is its bf16 parameter;"
         " bf16, moments rounded stochastically; split+bf16.",
     )
+    keep_fp32: Literal["auto"] | Names = Field(
+        default="auto",
+        description="Parameters that stay fp32 in 16 bits, by patterns of their names; auto: those that a model of"
+        " transformers names itself.",
+    )
     grad_accum_dtype: GradDtype = Field(
         default="auto",
         description="Gradient accumulation; auto: compute dtype for one micro-batch, else fp32.",

@@ -168,7 +168,7 @@ def _assemble(
         with nullcontext() if loaded is None else loaded.reading(config.tiering.io):
             if loaded is not None:
                 loaded.fill_buffers()
-            _move_buffers(model, device, config, collectives)
+            _move_buffers(model, device, config, sized.kept, collectives)
             fill.run(
                 groups, {} if loaded is None else {param: Given(s) for param, s in loaded.sources.items()}
             )
@@ -278,6 +278,7 @@ def _move_buffers(
     model: nn.Module,
     device: torch.device,
     config: TieringConfig,
+    kept: frozenset[nn.Parameter],
     collectives: Collectives | None,
 ) -> None:
     """All are rank 0's, and keep their dtype unless ``buffer_dtype`` names one.
@@ -292,17 +293,21 @@ def _move_buffers(
                     values = buffer.detach().to("cpu", copy=True).contiguous()
                     collectives.broadcast(values.view(-1), 0, f"send the first value of buffer {name!r}")
                     buffer.data = values
-                buffer.data = buffer.data.to(device, _buffer_dtype(module, buffer, device, config))
+                buffer.data = buffer.data.to(device, _buffer_dtype(module, buffer, device, config, kept))
 
 
 def _buffer_dtype(
-    module: nn.Module, buffer: Tensor, device: torch.device, config: TieringConfig
+    module: nn.Module,
+    buffer: Tensor,
+    device: torch.device,
+    config: TieringConfig,
+    kept: frozenset[nn.Parameter],
 ) -> torch.dtype:
     if not buffer.is_floating_point():
         return buffer.dtype
     if config.buffer_dtype is not None:
         return COMPUTE_DTYPES[config.buffer_dtype]
-    if device.type == "cpu" and isinstance(module, _NormBase):
+    if device.type == "cpu" and isinstance(module, _NormBase) and not kept.intersection(module.parameters()):
         return COMPUTE_DTYPES[config.precision]
     return buffer.dtype
 
@@ -366,7 +371,7 @@ def _make_groups(
     collectives: Collectives | None,
 ) -> list[ParamGroup]:
     load = tiers.plan.workload
-    places = _places(members, layouts, compute, tiers)
+    places = _places(members, tiers)
     made = []
     for index, (group, layout) in enumerate(zip(members, layouts, strict=True)):
         by_index = {i: param for i, _, param in group.params}
@@ -374,6 +379,7 @@ def _make_groups(
         sizes = load.groups[index]
         home = tiers.home(tiers.plan.param_tiers[index], load.home_bytes(sizes), "parameters", names)
         sharded = load.shards_params(sizes)
+        dtype = torch.float32 if group.in_fp32 else compute
         shard_layout, shard_home = layout, home
         if collectives is not None and load.stage >= 1:
             world = collectives.world
@@ -382,7 +388,7 @@ def _make_groups(
                 mine = shard_ranges(layout, world.size, world.rank)[0]
                 assert home.tensor is not None
                 shard_home = Home(
-                    home.tensor[mine.start * compute.itemsize : mine.stop * compute.itemsize],
+                    home.tensor[mine.start * dtype.itemsize : mine.stop * dtype.itemsize],
                     on_device=home.on_device,
                 )
         made.append(
@@ -393,21 +399,20 @@ def _make_groups(
                 [by_index[piece.index] for piece in layout.pieces],
                 group.entries,
                 group.parent,
-                dtype=compute,
+                dtype=dtype,
                 home=home,
                 tiers=tiers,
                 place=places.get(index),
                 shard=shard_layout,
                 shard_home=shard_home,
                 gathers=collectives if sharded else None,
+                in_fp32=group.in_fp32,
             )
         )
     return made
 
 
-def _places(
-    members: list[GroupMembers], layouts: list[FlatLayout], compute: torch.dtype, tiers: Tiers
-) -> dict[int, int]:
+def _places(members: list[GroupMembers], tiers: Tiers) -> dict[int, int]:
     """The offsets in the working arena of the groups that enclose others: stacked from its end, outermost first.
 
     They stay while the groups inside them come and go. Wherever they were put, they could cut the room for those into
@@ -419,8 +424,9 @@ def _places(
     def stacked(index: int | None) -> int:
         if index is None:
             return 0
-        moves = not plan.workload.computes_in_place(plan.workload.groups[index], plan.param_tiers[index])
-        nbytes = round_up(layouts[index].numel * compute.itemsize) if moves else 0
+        sizes = plan.workload.groups[index]
+        moves = not plan.workload.computes_in_place(sizes, plan.param_tiers[index])
+        nbytes = round_up(sizes.param_bytes) if moves else 0
         return nbytes + stacked(members[index].parent)
 
     parents = {group.parent for group in members if group.parent is not None}
@@ -439,7 +445,7 @@ def _gradient_store(
         homes = [
             tiers.home(
                 tier,
-                group.shard.trainable_numel * dtype.itemsize,
+                group.shard.trainable_numel * _accumulated_in(group, dtype).itemsize,
                 "gradients",
                 tuple(piece.name for piece in group.shard.pieces if piece.trainable),
             )
@@ -457,8 +463,13 @@ def _local_gradients(groups: list[ParamGroup], dtype: torch.dtype, tiers: Tiers)
     flats = []
     for group in groups:
         names = tuple(piece.name for piece in group.layout.pieces if piece.trainable)
-        nbytes = group.layout.trainable_numel * dtype.itemsize
+        kept = _accumulated_in(group, dtype)
+        nbytes = group.layout.trainable_numel * kept.itemsize
         home = tiers.home(Tier.DEVICE, nbytes, "local gradients", names)
         assert home.tensor is not None
-        flats.append(home.tensor.view(dtype))
+        flats.append(home.tensor.view(kept))
     return flats
+
+
+def _accumulated_in(group: ParamGroup, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if group.in_fp32 else dtype

@@ -143,7 +143,7 @@ def _trained(tile: Tile, gradients: GradientStore) -> Iterator[_Trained]:
     for piece in (segment.piece for segment in tile.segments):
         here = slice(piece.start, piece.end)
         masters = state.view(torch.float32)
-        grad = grads.view(gradients.dtype)[here]
+        grad = grads.view(gradients.dtype_of(tile.group))[here]
         master = masters[here] if masters.numel() else None
         yield _Trained(by_piece[piece], piece, grad, master, tile.state.on_device)
 

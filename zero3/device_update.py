@@ -121,13 +121,13 @@ class DeviceUpdate:
         slot, window, update = self._slots[0], self._window, self._streams.update
         params, grads = tile.group.shard_home, self._gradients.homes[tile.group.index]
         itemsize = tile.group.dtype.itemsize
+        needs_params = self._needs_params or tile.group.in_fp32
         state = self._bring(slot, 0, tile.state, tile.state.tensor)
         param = self._bring(
-            slot, window.param_offset, params, part_of(params, tile, itemsize), needed=self._needs_params
+            slot, window.param_offset, params, part_of(params, tile, itemsize), needed=needs_params
         )
-        grad = self._bring(
-            slot, window.grad_offset, grads, part_of(grads, tile, self._gradients.dtype.itemsize)
-        )
+        grad_itemsize = self._gradients.dtype_of(tile.group).itemsize
+        grad = self._bring(slot, window.grad_offset, grads, part_of(grads, tile, grad_itemsize))
         # What leaves the slot; the copies to the device, these and any that may still read the parameters at home; and
         # what compute was told: it made the gradients, and may still read the parameters.
         update.wait_for(slot.free)
@@ -140,7 +140,7 @@ class DeviceUpdate:
             end = self._return(tile.state.tensor, state, end)
         if params.on_host:
             target = part_of(params, tile, itemsize)
-            for part in [range(tile.numel)] if self._needs_params else stepped:
+            for part in [range(tile.numel)] if needs_params else stepped:
                 here = slice(part.start * itemsize, part.stop * itemsize)
                 end = self._return(target[here], param[here], end)
         slot.free = end

@@ -71,7 +71,7 @@ class Export:
 
         A pickle's name, which DeepSpeed's scripts have, gives a safetensors file of that name: pytorch_model.bin is
         model.safetensors. Parameters have 16 bits: those that they compute in or, of a model in fp32, as bf16. Buffers
-        and packed bytes of quantised weights are as they are.
+        and packed bytes of quantised weights are as they are, and so is what ``tiering.keep_fp32`` keeps.
         """
         stem = _stem(save_filename)
         tensors = own_names(self._model)
@@ -156,8 +156,9 @@ class Export:
         )
 
     def _stored_as(self, saved: Saved, dtype: torch.dtype) -> torch.dtype:
-        kept = saved.tensor not in self._places or is_packed(saved.tensor)
-        return saved.tensor.dtype if kept else dtype
+        if saved.tensor not in self._places or is_packed(saved.tensor):
+            return saved.tensor.dtype
+        return torch.float32 if self._places[saved.tensor][0].in_fp32 else dtype
 
     def _ranges(self, saved: Saved, dtype: torch.dtype) -> Generator[Tensor]:
         """The elements of what is stored, flat, in host memory, a range after the other."""

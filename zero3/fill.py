@@ -139,7 +139,7 @@ class Fill:
         params = dict(zip((piece.index for piece in group.layout.pieces), group.params, strict=True))
         held = {piece.index for piece in group.layout.pieces if keeps and params[piece.index] not in given}
         home = _Home(self._tiers, group, kept, held)
-        state = _State(self._tiers, self._tiles.get(group, []), self._layout, held)
+        state = _State(self._tiers, self._tiles.get(group, []), self._layout.for_group(group), held)
         try:
             for piece in group.layout.pieces:
                 param = params[piece.index]

@@ -143,6 +143,10 @@ class GradientStore:
     unreduced = received_elsewhere = False  # as a GradientReducer says it
     takes_parts = True
 
+    def dtype_of(self, group: ParamGroup) -> torch.dtype:
+        """The accumulation dtype of ``group``."""
+        return torch.float32 if group.in_fp32 else self.dtype
+
     def received(self, piece: Piece) -> bool:
         """Whether the parameter got a gradient since the last ``reset``."""
         return piece.index in self._received
@@ -165,7 +169,7 @@ class GradientStore:
             self._add_on_host(group, piece, grad, overwrite=overwrite, square=self.last_micro_batch)
         elif home.on_device:
             assert home.tensor is not None
-            target = home.tensor.view(self.dtype)[piece.start : piece.end]
+            target = home.tensor.view(self.dtype_of(group))[piece.start : piece.end]
             device_kernels.accumulate(target, grad.contiguous().view(-1), overwrite=overwrite)
         else:
             self._send_to_host(group, piece, grad.contiguous(), overwrite=overwrite)
@@ -203,7 +207,7 @@ class GradientStore:
                 self._send_reduced(group, piece, parts, factor, overwrite=piece in fresh)
             return
         flat = home.tensor if home.tensor is not None else self._window(group)
-        target = flat.view(self.dtype)[: parts[0].numel()]
+        target = flat.view(self.dtype_of(group))[: parts[0].numel()]
         overwrite = len(fresh) == len(pieces)
         for piece in [] if overwrite else fresh:
             target[piece.start : piece.end].zero_()
@@ -222,7 +226,7 @@ class GradientStore:
         for start in range(piece.start, piece.end, device_kernels.ELEMENTS_AT_ONCE):
             end = min(piece.end, start + device_kernels.ELEMENTS_AT_ONCE)
             here = [part[start:end] for part in parts]
-            total = torch.empty_like(here[0], dtype=self.dtype if overwrite else torch.float32)
+            total = torch.empty_like(here[0], dtype=self.dtype_of(group) if overwrite else torch.float32)
             add_up(here, factor, total, overwrite=True, on_device=True)
             part = piece if end - start == piece.numel else replace(piece, start=start, numel=end - start)
             self._send_to_host(group, part, total, overwrite=overwrite, whole=part is piece)
@@ -368,7 +372,7 @@ class GradientStore:
         for group, piece in there:
             home = self.homes[group.index].tensor
             assert home is not None
-            flats.append(home.view(self.dtype)[piece.start : piece.end])
+            flats.append(home.view(self.dtype_of(group))[piece.start : piece.end])
         for (_, piece), squares in zip(there, device_kernels.block_squares(flats), strict=True):
             self._block_squares[piece.index] = squares
         indices = [piece.index for _, piece in missing]
@@ -382,22 +386,24 @@ class GradientStore:
                 self._square_on_device([(group, piece)])
             else:
                 # Through the gradient window: backward is over, while the staging slots are read ahead already.
-                address = self._open(group) + piece.start * self.dtype.itemsize
+                dtype = self.dtype_of(group)
+                address = self._open(group) + piece.start * dtype.itemsize
                 self._squares[piece.index] = kernels.sum_of_squares(
-                    address, KERNEL_DTYPES[self.dtype], piece.numel
+                    address, KERNEL_DTYPES[dtype], piece.numel
                 )
         return self._squares[piece.index]
 
     def _add_on_host(
         self, group: ParamGroup, piece: Piece, grad: Tensor, *, overwrite: bool, square: bool
     ) -> None:
-        address, dtype = self._open(group) + piece.start * self.dtype.itemsize, KERNEL_DTYPES[self.dtype]
+        kept = self.dtype_of(group)
+        address, dtype = self._open(group) + piece.start * kept.itemsize, KERNEL_DTYPES[kept]
         target = address
         for part in flat_parts(grad):
             kernels.accumulate(
                 target, dtype, part.data_ptr(), KERNEL_DTYPES[part.dtype], part.numel(), overwrite=overwrite
             )
-            target += part.numel() * self.dtype.itemsize
+            target += part.numel() * kept.itemsize
         if square:
             self._squares[piece.index] = kernels.sum_of_squares(address, dtype, piece.numel)
 
@@ -431,17 +437,17 @@ class GradientStore:
         """Start the copy to pinned memory behind compute; ``whole`` unless ``piece`` is a part of one."""
         copies, streams, home = self._tiers.copies, self._tiers.streams, self.homes[group.index].tensor
         assert copies is not None and streams is not None
-        raw, lease = grad.view(-1).view(torch.uint8), None
+        raw, lease, dtype = grad.view(-1).view(torch.uint8), None, self.dtype_of(group)
         # The CPU runs ahead: without a bound the device would hold all gradients of a backward at once.
         while self._arriving and self._under_way + raw.numel() > self._tiers.plan.offload_window_bytes:
             self._wait_for_next()
-        if home is not None and overwrite and grad.dtype is self.dtype:
-            start = piece.start * self.dtype.itemsize
+        if home is not None and overwrite and grad.dtype is dtype:
+            start = piece.start * dtype.itemsize
             target = home[start : start + raw.numel()]
         else:
             lease = self._room_to_arrive(raw.numel())
             target = as_tensor(lease)[: raw.numel()]
-        exact = grad.dtype is self.dtype or self.dtype is torch.float32  # as it will be there
+        exact = grad.dtype is dtype or dtype is torch.float32  # as it will be there
         if self.last_micro_batch and overwrite and whole and exact:
             (self._block_squares[piece.index],) = device_kernels.block_squares([grad.view(-1)])
         arrival = copies.to_host(target, raw, after=[streams.compute.record()], kind="gradients")

@@ -3,7 +3,8 @@
 The outermost entries of a repeated container (a ``ModuleList``, or a ``Sequential`` of one kind of module) are groups:
 the blocks. Outside the blocks, a module whose own parameters exceed the average block (an embedding, an output head)
 is a group of its own. What is left joins its nearest ancestor's group, in the end the root's. Parameters below the
-persistence threshold form one group that never leaves the device.
+persistence threshold form one group that never leaves the device. Parameters that stay fp32 are never in one group with
+others in 16 bits; where a module has large ones of both kinds, those in fp32 do not leave the device either.
 
 A leaf module is one group with everything inside, and nothing inside of it is looked at: which of its modules are
 called, and in which order, may then differ from rank to rank.
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 ROOT = "root"
 PERSISTENT = "persistent"
+IN_FP32 = "persistent in fp32"
 MARK = "_z3_leaf"
 """An attribute of leaf modules, by the name that DeepSpeed's functions give it: a copied model has it, too."""
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -43,14 +45,19 @@ class GroupMembers:
     entries: list[nn.Module] = field(default_factory=list)
     parent: int | None = None
     persistent: bool = False
+    in_fp32: bool = False  # among others in 16 bits
 
 
 def form_groups(
-    model: nn.Module, persistence_threshold: int, leaves: Collection[nn.Module] = ()
+    model: nn.Module,
+    persistence_threshold: int,
+    leaves: Collection[nn.Module] = (),
+    kept: Collection[nn.Parameter] = (),
 ) -> list[GroupMembers]:
     """Cut ``model`` into groups, in the order of its modules; every parameter is in exactly one.
 
     ``persistence_threshold`` counts elements: smaller parameters go to the persistent group, whatever their module.
+    Those that are ``kept`` in fp32 form groups of their own.
     """
     modules = dict(model.named_modules())
     users = _users(model)
@@ -66,7 +73,14 @@ def form_groups(
             anchors.add(name)
     anchors = {name for name in anchors if not any(around in found for around in _around(name))}
 
-    groups: dict[tuple[str, bool], GroupMembers] = {}
+    def is_small(param: nn.Parameter) -> bool:
+        return param.numel() < max(1, persistence_threshold)  # no element: nothing to move
+
+    # A module has one group that comes and goes with it. Where that is in 16 bits, what it keeps in fp32 stays.
+    in_16_bits = {
+        _anchor_of(names, anchors) for p, names in users.items() if p not in kept and not is_small(p)
+    }
+    groups: dict[tuple[str, bool, bool], GroupMembers] = {}
     owner: dict[nn.Parameter, GroupMembers] = {}
     index = 0
     for module_name, module in modules.items():
@@ -76,10 +90,14 @@ def form_groups(
             if param in owner:
                 _add_entry(owner[param], module, modules)
                 continue
-            persistent = param.numel() < max(1, persistence_threshold)  # no element: nothing to move
-            anchor = "" if persistent else _anchor_of(users[param], anchors)
-            label = PERSISTENT if persistent else anchor or ROOT
-            group = groups.setdefault((anchor, persistent), GroupMembers(label, persistent=persistent))
+            anchor, in_fp32 = _anchor_of(users[param], anchors), param in kept
+            persistent = is_small(param) or (in_fp32 and anchor in in_16_bits)
+            if persistent:
+                anchor = ""
+            group = groups.setdefault(
+                (anchor, persistent, in_fp32),
+                GroupMembers(_label(anchor, persistent, in_fp32), persistent=persistent, in_fp32=in_fp32),
+            )
             if not persistent and not group.entries:
                 group.entries.append(modules[anchor])
             group.params.append((index, f"{module_name}.{short}" if module_name else short, param))
@@ -88,6 +106,12 @@ def form_groups(
     formed = list(groups.values())
     _link_parents(formed, modules)
     return formed
+
+
+def _label(anchor: str, persistent: bool, in_fp32: bool) -> str:
+    if not persistent:
+        return anchor or ROOT
+    return IN_FP32 if in_fp32 else PERSISTENT
 
 
 def leaf_modules(model: nn.Module, wanted: LeafModulesConfig) -> set[nn.Module]:

@@ -11,11 +11,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from tiering import logs
-from tiering.config import Precision, TieringConfig
+from tiering.config import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
 from zero3 import resharded
 from zero3.compiled import is_wrapped
 from zero3.init import recipe_of
+from zero3.kept_in_fp32 import kept_in_fp32, unmatched
 from zero3.precision import COMPUTE_DTYPES
 
 log = logging.getLogger(__name__)
@@ -46,10 +47,15 @@ def check_model(model: nn.Module) -> None:
 def check_dtypes(model: nn.Module, config: TieringConfig) -> None:
     """ConfigError for parameters that cannot be cast to the compute dtype; a log line for those that lose by it."""
     compute = COMPUTE_DTYPES[config.precision]
+    for pattern in unmatched(model, config):
+        log.log(
+            logs.once(logging.WARNING), "tiering.keep_fp32: no parameter of the model matches %r", pattern
+        )
+    kept = kept_in_fp32(model, config)
     changed: dict[torch.dtype, list[str]] = {}
     for name, param in model.named_parameters():
         if is_packed(param):
-            _check_packed(name, param, compute, config.precision)
+            _check_packed(name, param, torch.float32 if param in kept else compute)
         elif param.dtype not in CONVERTIBLE:
             raise ConfigError(
                 f"only floating-point parameters can be tiered, not {name} ({param.dtype}). If it is a quantised"
@@ -57,7 +63,7 @@ def check_dtypes(model: nn.Module, config: TieringConfig) -> None:
                 " ordinary tensor, register it as a buffer, which stays on the device as it is"
             )
         # 16 bits for a model in fp32 is what the user asked for
-        if param.dtype not in (compute, torch.float32):
+        if param.dtype not in (compute, torch.float32) and param not in kept:
             changed.setdefault(param.dtype, []).append(name)
     for dtype, names in changed.items():
         level = logging.INFO if compute is torch.float32 and dtype.itemsize == 2 else logging.WARNING
@@ -140,7 +146,7 @@ def is_subclass_by_name(kind: type, names: Iterable[str]) -> bool:
     return any(base.__name__ in names and base.__module__.startswith("torch.") for base in kind.__mro__)
 
 
-def _check_packed(name: str, param: nn.Parameter, compute: torch.dtype, precision: Precision) -> None:
+def _check_packed(name: str, param: nn.Parameter, compute: torch.dtype) -> None:
     if param.requires_grad:
         raise ConfigError(
             f"parameter {name!r} holds the packed bytes of a quantised weight and requires a gradient, which would"
@@ -149,7 +155,7 @@ def _check_packed(name: str, param: nn.Parameter, compute: torch.dtype, precisio
     if param.dtype is not compute:
         raise ConfigError(
             f"parameter {name!r} holds the packed bytes of a quantised weight, stored as {param.dtype}, which a cast to"
-            f" {compute} ({precision}) would destroy: quantise the model with bnb_4bit_quant_storage={compute}"
+            f" {compute} would destroy: quantise the model with bnb_4bit_quant_storage={compute}"
             " (BitsAndBytesConfig; quant_storage of bitsandbytes.nn.Linear4bit), which stores the same bytes"
         )
 

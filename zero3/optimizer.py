@@ -441,7 +441,8 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     def _add_to_batch(self, tile: Tile, staged: Staged | None) -> None:
         """Add the tile's segments that are stepped."""
         self.before_change(tile)
-        layout, itemsize = self._layout, tile.group.dtype.itemsize
+        layout, itemsize = self._layout.for_group(tile.group), tile.group.dtype.itemsize
+        grad_dtype = self._gradients.dtype_of(tile.group)
         state = tile.state.address
         if not state and staged is not None:
             state = staged.lease.address
@@ -460,8 +461,8 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
                 remainder=state + inside * layout.master_itemsize if layout.splits else 0,
                 state=tuple(state + layout.moment_at(i, tile.numel, inside) for i in range(layout.moments)),
                 state_format=layout.moment_format,
-                grad=grad + inside * self._gradients.dtype.itemsize,
-                grad_dtype=KERNEL_DTYPES[self._gradients.dtype],
+                grad=grad + inside * grad_dtype.itemsize,
+                grad_dtype=KERNEL_DTYPES[grad_dtype],
                 out=here if separate else 0,
                 out_dtype=KERNEL_DTYPES[tile.group.dtype],
                 first_index=first_index,
@@ -502,7 +503,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         )
         assert state is not None
         param = part_of(params, tile, tile.group.dtype.itemsize)
-        grad = part_of(grads, tile, self._gradients.dtype.itemsize)
+        grad = part_of(grads, tile, self._gradients.dtype_of(tile.group).itemsize)
         self.before_change(tile)
         self._on_device_now += self._segments(OnDevice(tile, state, param, grad))
 
@@ -525,7 +526,8 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         device_kernels.step_segments(self._segments(tile), self._grad_scale)
 
     def _segments(self, tile: OnDevice) -> list[device_kernels.Segment]:
-        return tile.segments(self._layout, self._rule_of, self._gradients.dtype)
+        group = tile.tile.group
+        return tile.segments(self._layout.for_group(group), self._rule_of, self._gradients.dtype_of(group))
 
 
 def _torchs(method: str) -> Any:

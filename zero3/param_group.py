@@ -44,7 +44,8 @@ class ParamGroup:
 
     ``home`` keeps this rank's parameters: all of them, or with ``gathers`` a shard. ``shard`` is the layout of what
     this rank steps, whose parameters are at ``shard_home``: a part of ``home``, or all of it. ``place`` is where in the
-    working arena the group is unsharded, None for wherever there is room.
+    working arena the group is unsharded, None for wherever there is room. ``in_fp32``: its parameters are fp32 among
+    others in 16 bits, and so are its gradients.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ParamGroup:
         shard: FlatLayout | None = None,
         shard_home: Home | None = None,
         gathers: Collectives | None = None,
+        in_fp32: bool = False,
     ) -> None:
         self.index = index
         self.name = name
@@ -75,6 +77,7 @@ class ParamGroup:
         self.shard = shard or layout
         self.shard_home = shard_home or home
         self.sharded = gathers is not None
+        self.in_fp32 = in_fp32
         self._place = place
         self._stalls = tiers.stalls
         self._timeline = tiers.timeline

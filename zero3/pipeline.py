@@ -147,7 +147,7 @@ class StatePipeline:
         """Where the tile's gradients are while it is updated."""
         group = self._gradients.address(tile.group)
         if group:
-            return group + tile.start * self._gradients.dtype.itemsize
+            return group + tile.start * self._gradients.dtype_of(tile.group).itemsize
         assert staged is not None
         return staged.lease.address + self._slots.grad_offset
 
@@ -169,10 +169,11 @@ class StatePipeline:
             home, itemsize = tile.group.shard_home, tile.group.dtype.itemsize
             if tile.state.extent is not None:
                 self._read(staged, tile.state, 0, 0, tile.state.extent.nbytes)
-            if self._load.steps_need_params and home.extent is not None:
+            needs_params = self._needs_params(tile)
+            if needs_params and home.extent is not None:
                 param_at = self._slots.param_offset
                 self._read(staged, home, param_at, tile.start * itemsize, tile.numel * itemsize)
-            elif self._load.steps_need_params and home.on_device:
+            elif needs_params and home.on_device:
                 streams, copies = self._tiers.streams, self._tiers.copies
                 assert home.tensor is not None and streams is not None and copies is not None
                 source = home.tensor[tile.start * itemsize : tile.end * itemsize]
@@ -198,7 +199,7 @@ class StatePipeline:
 
     def _read_gradient(self, staged: Staged) -> None:
         """Before all reads of state that are queued: they were asked for earlier and are needed later."""
-        tile, itemsize = staged.tile, self._gradients.dtype.itemsize
+        tile, itemsize = staged.tile, self._gradients.dtype_of(staged.tile.group).itemsize
         if staged.reads_gradient or self._gradients.address(tile.group):
             return
         staged.reads_gradient = True
@@ -213,13 +214,17 @@ class StatePipeline:
         part = staged.lease.part(slot_offset, nbytes)
         staged.reads.append(self._tiers.swap.swap_in(home.extent, part, offset=offset, priority=priority))
 
+    def _needs_params(self, tile: Tile) -> bool:
+        """Whether the step of ``tile`` reads its parameters: they are the masters, or halves of them."""
+        return self._load.steps_need_params or tile.group.in_fp32
+
     def _write(self, staged: Staged) -> list[Completion]:
         """Start to write what the step changed and what lives elsewhere."""
         tile, swap = staged.tile, self._tiers.swap
         home, writes = tile.group.shard_home, list[Completion]()
         itemsize = tile.group.dtype.itemsize
         if not home.on_host:
-            if not self._load.steps_need_params:
+            if not self._needs_params(tile):
                 self._complete_parameters(staged)
             part = staged.lease.part(self._slots.param_offset, tile.numel * itemsize)
             if home.extent is not None:

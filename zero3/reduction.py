@@ -268,9 +268,9 @@ class GradientReducer:
             elif group in self._open_buffers:
                 values = self._open_buffers[group]
             else:
-                numel = group.layout.trainable_numel
-                lease = self._room_to_collect(numel * self._dtype.itemsize)
-                values = self._tensor(lease, numel)
+                numel, dtype = group.layout.trainable_numel, self._dtype_of(group)
+                lease = self._room_to_collect(numel * dtype.itemsize)
+                values = self._tensor(lease, numel, dtype)
             collected = self._buffers[group] = _Collected(values, lease, set())
         if group in self._order[: self._turn] and group not in self._late:
             self._wait_for_reduction_of(group)
@@ -314,18 +314,20 @@ class GradientReducer:
         """What collects gradients through a whole backward does so in buffers of its own."""
         made = {}
         for group in self._stays_open:
-            numel = group.layout.trainable_numel
-            lease = self._tiers.reduction["opened"].lease(
-                numel * self._dtype.itemsize, "gradients", alone=True
-            )
-            made[group] = self._tensor(lease, numel)
+            numel, dtype = group.layout.trainable_numel, self._dtype_of(group)
+            lease = self._tiers.reduction["opened"].lease(numel * dtype.itemsize, "gradients", alone=True)
+            made[group] = self._tensor(lease, numel, dtype)
         return made
 
-    def _tensor(self, lease: Lease | Entry, numel: int) -> Tensor:
+    def _dtype_of(self, group: ParamGroup) -> torch.dtype:
+        """That in which gradients of ``group`` are sent."""
+        return torch.float32 if group.in_fp32 else self._dtype
+
+    def _tensor(self, lease: Lease | Entry, numel: int, dtype: torch.dtype) -> Tensor:
         """The leased bytes: of an arena, or of memory that torch allocates."""
         if isinstance(lease, Lease):
-            return as_tensor(lease).view(self._dtype)[:numel]
-        return torch.empty(numel, dtype=self._dtype, device=self._tiers.device)
+            return as_tensor(lease).view(dtype)[:numel]
+        return torch.empty(numel, dtype=dtype, device=self._tiers.device)
 
     def _reduce_next(self) -> None:
         """Begin to reduce the group whose turn it is, as it is now."""
@@ -335,15 +337,15 @@ class GradientReducer:
 
     def _begin(self, group: ParamGroup) -> None:
         """Begin to send the group's gradients, and zeros for what has none here."""
-        numel, leases = group.layout.trainable_numel, list[Lease | Entry]()
+        numel, leases, dtype = group.layout.trainable_numel, list[Lease | Entry](), self._dtype_of(group)
         collected = self._buffers.pop(group, None)
         home = self._local.get(group, self._open_buffers.get(group))
         if collected is None and home is not None:
             collected = _Collected(home, None, set())
-        copies = collected is None or collected.values.dtype != self._dtype
+        copies = collected is None or collected.values.dtype != dtype
         # In one piece: two leases could leave no room in one piece for the second, whatever else comes free.
-        lease = self._room_to_exchange((1 + copies) * numel * self._dtype.itemsize)
-        room = self._tensor(lease, (1 + copies) * numel)
+        lease = self._room_to_exchange((1 + copies) * numel * dtype.itemsize)
+        room = self._tensor(lease, (1 + copies) * numel, dtype)
         received, sent = room[:numel], room[numel:]
         leases.append(lease)
         if collected is None:

@@ -109,7 +109,7 @@ class Share:
 
     def _of_tile(self, number: int, tile: Tile, start: int, end: int) -> Chunk:
         """Elements [start, end) of a kind of state of ``tile``, in the tile's coordinates."""
-        layout, group, kind = self._layout, tile.group, self.kinds[number]
+        layout, group, kind = self._layout.for_group(tile.group), tile.group, self.kinds[number]
         inside, upper = start - tile.start, None
         numel, itemsize = end - start, group.dtype.itemsize
         params = Range(group.shard_home, start * itemsize, numel * itemsize)

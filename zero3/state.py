@@ -125,14 +125,15 @@ class TieredState:
 
     def master(self, group: ParamGroup, piece: Piece) -> Tensor:
         """A copy, in host memory, of a parameter's fp32 master; a frozen one has none but its value."""
-        if not self._layout.master_itemsize or not piece.trainable:
+        layout = self._layout.for_group(group)
+        if not layout.master_itemsize or not piece.trainable:
             return self.weight(group, piece).float()
         self._optimizer.release_read_ahead()
         whole = torch.empty(piece.numel, device="cpu")
-        params = self.weight(group, piece).flatten() if self._layout.splits else whole
+        params = self.weight(group, piece).flatten() if layout.splits else whole
         for tile, segment, here in self._parts(piece):
             kept = self._tiers.load(tile.state, *self._kept(tile, segment))
-            whole[here] = self._layout.load_master(kept, params[here])
+            whole[here] = layout.load_master(kept, params[here])
         if self._sharded_state:
             self._assemble(group, piece, whole)
         return whole.view(piece.shape)
@@ -140,7 +141,7 @@ class TieredState:
     def set_master(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
         """Make ``values`` (fp32, flat) the master, and the parameter what it rounds to."""
         self._optimizer.release_read_ahead()
-        if self._layout.master_itemsize and piece.trainable:
+        if self._layout.for_group(group).master_itemsize and piece.trainable:
             for tile, segment, here in self._parts(piece):
                 self._store_master(tile, segment, values[here])
         rounded = torch.empty(piece.numel, dtype=group.dtype, device="cpu")
@@ -152,10 +153,11 @@ class TieredState:
         number = self._number(name)
         self._optimizer.release_read_ahead()
         whole = torch.empty(piece.numel, device="cpu")
+        layout = self._layout.for_group(group)
         for tile, segment, here in self._parts(piece):
-            offset = self._layout.moment_at(number, tile.numel, segment.start - tile.start)
-            raw = self._tiers.load(tile.state, offset, segment.numel * self._layout.moment_format.itemsize)
-            whole[here] = raw.view(self._layout.moment_dtype()).float()
+            offset = layout.moment_at(number, tile.numel, segment.start - tile.start)
+            raw = self._tiers.load(tile.state, offset, segment.numel * layout.moment_format.itemsize)
+            whole[here] = raw.view(layout.moment_dtype()).float()
         if self._sharded_state:
             self._assemble(group, piece, whole)
         return whole.view(piece.shape)
@@ -165,13 +167,10 @@ class TieredState:
         number = self._number(name)
         self._optimizer.release_read_ahead()
         for tile, segment, here in self._parts(piece):
-            raw = torch.empty(
-                segment.numel * self._layout.moment_format.itemsize, dtype=torch.uint8, device="cpu"
-            )
-            self._layout.store_moment(values[here], raw)
-            self._patch(
-                tile.state, self._layout.moment_at(number, tile.numel, segment.start - tile.start), raw
-            )
+            layout = self._layout.for_group(tile.group)
+            raw = torch.empty(segment.numel * layout.moment_format.itemsize, dtype=torch.uint8, device="cpu")
+            layout.store_moment(values[here], raw)
+            self._patch(tile.state, layout.moment_at(number, tile.numel, segment.start - tile.start), raw)
 
     def dtype_on(self, rank: int, piece: Piece, mine: torch.dtype | None) -> torch.dtype | None:
         """In what dtype ``rank`` has values for ``piece``; None if it has none that fit. ``mine`` is this rank's."""
@@ -210,7 +209,7 @@ class TieredState:
             return None
         self._gradients.settle()
         self._optimizer.release_read_ahead()
-        home, dtype = self._gradients.homes[group.index], self._gradients.dtype
+        home, dtype = self._gradients.homes[group.index], self._gradients.dtype_of(group)
         whole = torch.empty(piece.numel, dtype=dtype, device="cpu")
         for part in self._stepped_of(group, piece):
             raw = self._tiers.load(home, part.start * dtype.itemsize, part.numel * dtype.itemsize)
@@ -223,7 +222,7 @@ class TieredState:
         """Replace the accumulated gradient by ``values`` (flat, any dtype)."""
         self._gradients.settle()
         self._optimizer.release_read_ahead()
-        dtype = self._gradients.dtype
+        dtype = self._gradients.dtype_of(group)
         for part in self._stepped_of(group, piece):
             here = values[part.first : part.first + part.numel].to(dtype)
             self._patch(self._gradients.homes[group.index], part.start * dtype.itemsize, here)
@@ -238,7 +237,8 @@ class TieredState:
         """
         self._optimizer.release_read_ahead()
         values = values.cpu()
-        halves = self._layout.splits and piece.trainable
+        layout = self._layout.for_group(group)
+        halves = layout.splits and piece.trainable
         if halves and in_place and not self._told_of_halves:
             self._told_of_halves = True
             log.warning(
@@ -250,7 +250,7 @@ class TieredState:
         before = self.weight(group, piece).flatten() if halves and not in_place else values
         masters = self.master(group, piece).flatten() if halves and not in_place else values.float()
         self._store_weight(group, piece, values)
-        if not self._layout.master_itemsize or not piece.trainable:
+        if not layout.master_itemsize or not piece.trainable:
             return
         for tile, segment, here in self._parts(piece):
             now = values[here]
@@ -269,8 +269,8 @@ class TieredState:
     def flip_bit(self) -> str:
         """Flip an upper bit of what NVMe holds of the middle element of the first master; returns where that is."""
         self._optimizer.release_read_ahead()
-        itemsize = self._layout.master_itemsize
         for tile, segment in self._largest_segments():
+            itemsize = self._layout.for_group(tile.group).master_itemsize
             home, base = (tile.state, 0) if itemsize else (tile.group.shard_home, tile.start * FP32)
             if home.extent is None:
                 continue
@@ -330,13 +330,13 @@ class TieredState:
 
     def _kept(self, tile: Tile, segment: Segment) -> tuple[int, int]:
         """Offset and length, in bytes, of what the state of ``tile`` holds of a segment's masters."""
-        itemsize = self._layout.master_itemsize
+        itemsize = self._layout.for_group(tile.group).master_itemsize
         return (segment.start - tile.start) * itemsize, segment.numel * itemsize
 
     def _store_master(self, tile: Tile, segment: Segment, values: Tensor) -> None:
         offset, nbytes = self._kept(tile, segment)
         raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._layout.store_master(values, raw)
+        self._layout.for_group(tile.group).store_master(values, raw)
         self._patch(tile.state, offset, raw)
 
     def _patch(self, home: Home, offset: int, values: Tensor) -> None:

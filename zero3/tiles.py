@@ -8,7 +8,7 @@ is its upper half and the state holds the lower one (see kernels.h); SGD without
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,10 @@ class StateLayout:
     @classmethod
     def of(cls, load: Workload, moment_format: StateFormat) -> StateLayout:
         return cls(load.master_itemsize, load.state_tensors, moment_format)
+
+    def for_group(self, group: ParamGroup) -> StateLayout:
+        """That of the tiles of ``group``: parameters that are kept in fp32 are the masters."""
+        return replace(self, master_itemsize=0) if group.in_fp32 else self
 
     @property
     def splits(self) -> bool:
@@ -111,8 +115,7 @@ def make_tiles(sub_groups: Iterable[SubGroup], groups: Sequence[ParamGroup], tie
         group = groups[planned.group]
         parts = tuple(segments(group.shard.pieces, planned.start, planned.end))
         names = tuple(segment.piece.name for segment in parts)
-        nbytes = planned.numel * tiers.plan.workload.state_itemsize
-        home = tiers.home(planned.tier, nbytes, "optimizer state", names)
+        home = tiers.home(planned.tier, tiers.plan.tile_state_bytes(planned), "optimizer state", names)
         indices = tuple(begins[s.piece.index] + s.first for s in parts)
         made.append(Tile(group, planned.start, planned.end, home, parts, indices, planned.visits))
     return made

@@ -15,6 +15,7 @@ from tiering.plan import GroupSizes, Workload
 from tiering.workload import StateKept, make_workload, settle_dtypes
 from zero3.exchange import can_exchange
 from zero3.groups import GroupMembers, form_groups, leaf_modules
+from zero3.kept_in_fp32 import kept_in_fp32
 from zero3.optimizer_choice import OptimizerChoice
 from zero3.partition import FlatLayout, lay_out
 from zero3.precision import COMPUTE_DTYPES
@@ -34,6 +35,7 @@ class SizedModel:
     grad_dtype: torch.dtype
     reduce_dtype: torch.dtype
     workload: Workload
+    kept: frozenset[nn.Parameter]  # in fp32
 
 
 def size_up(
@@ -48,12 +50,13 @@ def size_up(
         COMPUTE_DTYPES[name] for name in settle_dtypes(config, whole_groups=whole_groups)
     )
     leaves = leaf_modules(model, config.zero.leaf_module)
-    members = form_groups(model, config.zero.persistence_threshold, leaves)
+    kept = kept_in_fp32(model, config)
+    members = form_groups(model, config.zero.persistence_threshold, leaves, kept)
     trained = chosen.trained
     layouts = [
         lay_out(
             [(i, name, tuple(p.shape), p in trained) for i, name, p in group.params],
-            compute.itemsize,
+            _dtype_of(group, compute).itemsize,
             world_size,
         )
         for group in members
@@ -63,12 +66,13 @@ def size_up(
         (
             GroupSizes(
                 name=group.name,
-                param_bytes=layout.numel * compute.itemsize,
+                param_bytes=layout.numel * _dtype_of(group, compute).itemsize,
                 trainable_numel=layout.trainable_numel,
                 parent=group.parent,
                 persistent=group.persistent,
                 uses=len(group.entries),
                 largest_trained=max((p.numel for p in layout.pieces if p.trainable), default=0),
+                fp32=group.in_fp32,
             )
             for group, layout in zip(members, layouts, strict=True)
         ),
@@ -77,7 +81,11 @@ def size_up(
         world_size=world_size,
         fetch_by_copy=on_gpu or not can_exchange(),
     )
-    return SizedModel(members, layouts, compute, grad, reduce, workload)
+    return SizedModel(members, layouts, compute, grad, reduce, workload, kept)
+
+
+def _dtype_of(group: GroupMembers, compute: torch.dtype) -> torch.dtype:
+    return torch.float32 if group.in_fp32 else compute
 
 
 def nvme_paths(config: TieringConfig) -> NvmePaths:

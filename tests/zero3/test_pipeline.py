@@ -95,6 +95,7 @@ class Group:
     index: int
     shard_home: Home
     dtype: torch.dtype = torch.bfloat16
+    in_fp32: bool = False
 
 
 class Alone:
@@ -125,7 +126,7 @@ class Alone:
         homes = [self._home(f"grads {group.index}", 2 * PAGE, swapped=grads) for group in groups]
         gradients: Any = SimpleNamespace(
             homes=homes,
-            dtype=torch.bfloat16,
+            dtype_of=lambda group: torch.bfloat16,
             address=lambda group: self.windows.get(group) or homes[group.index].address,
         )
         timeline = Timeline()

@@ -32,6 +32,7 @@ class Group:
     numel: int
     parent: int | None = None
     persistent: bool = False
+    in_fp32: bool = False
     param: nn.Parameter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,15 +99,25 @@ def reducer(groups: list[Group], stage: int, itemsize: int, *, tight: bool) -> t
     except PlacementError:  # there is no more than the least, or nothing at all
         room = make_plan(load, Budgets(most, 0, 0)).reduction
     arenas = {name: Arena.map(getattr(room, name), name) for name in ("opened", "collected", "exchanged")}
-    local = [torch.empty(group.numel, dtype=torch.bfloat16) for group in groups] if stage <= 1 else None
+    kept = [torch.float32 if group.in_fp32 else torch.bfloat16 for group in groups]
+    local = [torch.empty(g.numel, dtype=dtype) for g, dtype in zip(groups, kept, strict=True)]
     tiers = SimpleNamespace(reduction=arenas, device=torch.device("cpu"), device_is_host=True)
     ranks = Ranks()
-    return GradientReducer(groups, Store(), ranks, tiers, DTYPES[itemsize], local, stage), ranks  # type: ignore[arg-type]
+    return GradientReducer(
+        groups, Store(), ranks, tiers, DTYPES[itemsize], local if stage <= 1 else None, stage
+    ), ranks  # type: ignore[arg-type]
 
 
 def load_of(groups: list[Group], stage: int, itemsize: int) -> Workload:
     sizes = tuple(
-        GroupSizes(group.name, 2 * group.numel, group.numel, group.parent, group.persistent)
+        GroupSizes(
+            group.name,
+            (4 if group.in_fp32 else 2) * group.numel,
+            group.numel,
+            group.parent,
+            group.persistent,
+            fp32=group.in_fp32,
+        )
         for group in groups
     )
     load = example(groups=sizes, offload_param=Tier.DEVICE, offload_optimizer=Tier.DEVICE)
@@ -124,7 +135,8 @@ def models(draw: st.DrawFn) -> list[Group]:
     for index in range(draw(st.integers(1, 6))):
         parent = draw(st.none() | st.integers(0, index - 1)) if index else None
         tiles = draw(st.integers(0, 10))
-        made.append(Group(index, RANKS * tiles * SMALLEST_TILE, parent, draw(st.integers(0, 5)) == 0))
+        persistent, in_fp32 = draw(st.integers(0, 5)) == 0, draw(st.integers(0, 3)) == 0
+        made.append(Group(index, RANKS * tiles * SMALLEST_TILE, parent, persistent, in_fp32))
     return made
 
 

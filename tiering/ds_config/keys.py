@@ -316,7 +316,10 @@ _FILE: Tree = {
         "param_dtype": mapped("precision", read=dtype_among("fp32", "bf16", "fp16"), off=(None,)),
         "buffer_dtype": mapped("buffer_dtype", read=dtype_among("fp32", "bf16", "fp16"), off=(None,)),
         "keep_in_fp32_modules": refused(
-            "call .float() on these modules' buffers before initialize", "auto", [], None
+            "name parameters in tiering.keep_fp32, and call .float() on buffers before initialize",
+            "auto",
+            [],
+            None,
         ),
     },
     "activation_checkpointing": no_effect(

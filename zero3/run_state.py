@@ -7,6 +7,7 @@ All of it is plain (see plain.py). What ranks share is taken from rank 0 when it
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from tiering import logs
+from tiering.checkpoint.manifest import MOST
 from tiering.errors import CheckpointError, ConfigError
+from tiering.strict_json import short
 from zero3 import plain, random_state
 from zero3.client_optimizer import ClientOptimizer
 from zero3.weights import STORED_NAMES
@@ -106,7 +109,9 @@ class RunState:
         if not optimizer:
             return
         counters = {"micro_steps": self._engine.micro_steps, **self._updates.state_dict()}
-        _check_like(self._counters(shared), counters, "engine")
+        saved_counters = self._counters(shared)
+        _check_like(saved_counters, counters, "engine")
+        _check_counters(saved_counters)
         saved, here = _part(shared, "param_groups"), self._engine.optimizer.param_groups
         _check_like(saved, [], "param_groups")
         as_saved = "make the optimizer as it was made for the run that saved, or load with load_optimizer_states=False"
@@ -302,6 +307,23 @@ def _check_like(saved: Any, here: Any, where: str) -> None:
                     f"{where} of the checkpoint has no {key!r}: it is damaged; load another one (tag=)"
                 )
             _check_like(saved[key], value, f"{where}[{key!r}]")
+
+
+def _check_counters(saved: Mapping[str, Any]) -> None:
+    """CheckpointError for counters that no run can have come to."""
+    scale = saved["loss_scale"]
+    counts = {f"engine[{name!r}]": saved[name] for name in ("steps", "samples", "skipped", "micro_steps")}
+    counts |= {f"engine['loss_scale'][{name!r}]": scale[name] for name in ("clean", "overflows_left")}
+    for where, value in counts.items():
+        if type(value) is not int or not 0 <= value < MOST:
+            raise CheckpointError(
+                f"{where} of the checkpoint is {short.repr(value)}, not a count: it is damaged; load another one (tag=)"
+            )
+    if not 0 < scale["value"] < math.inf:
+        raise CheckpointError(
+            f"engine['loss_scale']['value'] of the checkpoint is {short.repr(scale['value'])}, not a loss scale: it is"
+            " damaged; load another one (tag=)"
+        )
 
 
 def _kind(value: Any) -> type:

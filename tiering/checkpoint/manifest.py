@@ -51,6 +51,7 @@ WEIGHTS = "weights"  # the kind that every parameter has
 FLOATS = ("F64", "F32", "BF16", "F16")
 
 _MOST_BYTES = 1 << 30  # of a JSON file
+MOST = 1 << 53  # counts are below this: every reader of JSON has them exactly, and kernels as floats
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -324,6 +325,6 @@ def _field(content: Mapping[str, Any], key: str, kind: type) -> Any:
 
 def _count(content: Mapping[str, Any], key: str) -> int:
     value = content.get(key)
-    if type(value) is not int or not 0 <= value < 1 << 62:
+    if type(value) is not int or not 0 <= value < MOST:
         raise FormatError(f"its {short.repr(key)} is {short.repr(value)}, no count")
     return value

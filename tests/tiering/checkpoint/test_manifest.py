@@ -74,6 +74,7 @@ def content_of(directory: Path) -> dict[str, Any]:
         ({"format": "another"}, "its format is 'another'"),
         ({"version": 3}, "is of version 3.*load it with the version of tiering that saved it"),
         ({"step": -1}, "its 'step' is -1"),
+        ({"step": 2**53}, "its 'step' is 9007199254740992, no count"),
         ({"tied": {"head": "none"}}, "it ties 'head' to 'none', which is not so"),
         ({"tied": {"head": ["a"]}}, r"it ties 'head' to \['a'\], which is not so"),
         ({"tied": {"a": "a"}}, "it ties 'a' to 'a'"),

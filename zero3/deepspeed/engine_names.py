@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,8 @@ class DeepSpeedNames:
                 return object.__getattribute__(self, name)
             if module is not None and not name.startswith("__") and hasattr(module, name):
                 found = getattr(module, name)
+                if name == "generate" and self._world.size > 1 and self.config.zero.stage == 3:
+                    return _on_all_ranks(found, module)
                 return self._with_itself(found) if name in _GIVE_THE_MODULE else found
             near = [] if name.startswith("_") else get_close_matches(name, dir(self), 1)
             meant = f"; did you mean {near[0]!r}?" if near else ""
@@ -376,3 +379,23 @@ class DeepSpeedNames:
     def destroy(self) -> None:
         """``close``."""
         self.close()
+
+
+def _on_all_ranks(generate: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """``generate`` of transformers, until the last rank has its tokens: each one is a forward, which all ranks make.
+
+    It does so by itself for those who shard parameters as far as it knows them. What a caller says counts.
+    """
+    methods = (
+        getattr(inner, "generate", None) for inner in module.modules()
+    )  # an adapter's hands its options on
+    if not any(callable(each) and "synced_gpus" in signature(each).parameters for each in methods):
+        return generate
+
+    @wraps(generate)
+    def together(*args: Any, **kwargs: Any) -> Any:
+        if "synced_gpus" not in signature(generate).bind_partial(*args, **kwargs).arguments:
+            kwargs.setdefault("synced_gpus", True)
+        return generate(*args, **kwargs)
+
+    return together

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from service.answers.status import EndedRun, last_words
+from service.ends import end_of, with_last_pages
 from service.health import reasons
 from service.view import RunState, RunView, View
 from service.words import plain
@@ -23,6 +24,7 @@ class Chronicle:
     def __init__(self) -> None:
         self._before: dict[str, RunView] = {}
         self._said: dict[str, RunState] = {}  # the state that the log has a run in
+        self._left: set[str] = set()  # runs of which nothing but last pages is here, and that were told
         self._ended: deque[EndedRun] = deque(maxlen=MOST)
 
     @property
@@ -53,18 +55,30 @@ class Chronicle:
                 self._said[run.id] = run.state
                 yield _change(run)
         for run_id in before.keys() - self._before.keys():
-            words = last_words(before[run_id])
-            self._ended.append(words)
+            run = with_last_pages(before[run_id], view.left)
+            self._ended.append(last_words(run))
             if self._said.pop(run_id) != "ended":  # else that was told when its last process went
-                yield logging.INFO, f"{_named(before[run_id])} has {words.how} at step {words.step}"
+                yield _end(run)
+        left = {run.id: run for run in view.left if run.id not in self._before}
+        for run_id in left.keys() - self._left - before.keys():  # too short to be seen before
+            self._ended.append(last_words(left[run_id]))
+            yield _end(left[run_id])
+        self._left = set(left)
 
 
 def _change(run: RunView) -> tuple[int, str]:
     if run.state == "degraded":
         return logging.WARNING, f"{_named(run)} is degraded: {'; '.join(_wrong(run))}"
     if run.state == "ended":
-        return logging.WARNING, f"{_named(run)} has died: {'; '.join(reasons(run))}"
+        return _end(run)
     return logging.INFO, f"{_named(run)} trains again with all its ranks"
+
+
+def _end(run: RunView) -> tuple[int, str]:
+    end = end_of(run)
+    level = logging.INFO if end.how in ("finished", "preempted") else logging.WARNING
+    step = max((said.step for said in run.snapshots), default=0)
+    return level, f"{_named(run)} {end.words(f' at step {step}')}"
 
 
 def _wrong(run: RunView) -> Iterator[str]:

@@ -70,7 +70,7 @@ def _wrong(rank: RankView) -> str:
     if rank.state == "live":
         return "has not published yet"
     if rank.state == "stale":
-        return f"is stale: {rank.reason}"
+        return rank.reason if rank.ended is not None else f"is stale: {rank.reason}"
     return f"has a page that cannot be read: {rank.reason}"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from tiering.telemetry import Description, Page, PageReading, Snapshot
+from tiering.telemetry import Description, EndStatus, Page, PageReading, Snapshot
 
 FRESH_SECONDS = 10.0  # ranks publish four times a second: one that has not for so long is held up
 
@@ -35,6 +35,16 @@ class RankView:
     snapshot: Snapshot | None = None
     description: Description | None = None
     published_at: float | None = None
+
+    @property
+    def ended(self) -> EndStatus | None:
+        """How its run ended, as the rank said last; None while it lives, and where it was killed."""
+        return None if self.snapshot is None or self.state != "stale" else self.snapshot.ended
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether it has finished, or stopped as it was asked."""
+        return self.ended is not None and self.ended.how != "failed"
 
     @property
     def fresh(self) -> bool:
@@ -90,6 +100,7 @@ class View:
     """``taken_at`` is Unix time; runs are in the order of their names, and then of their start.
 
     ``readings`` counts the readings of ``directory`` up to this one, and ``changes`` those that found something new.
+    ``left`` are pages of ranks that have finished, or stopped as they were asked: they are in no run any more.
     """
 
     taken_at: float
@@ -97,6 +108,7 @@ class View:
     directory: str = ""
     readings: int = 0
     changes: int = 0
+    left: tuple[RunView, ...] = ()
 
     def run(self, run_id: str) -> RunView | None:
         return next((run for run in self.runs if run.id == run_id), None)
@@ -152,15 +164,21 @@ def view_of(
         page.run_name: said.run_id for page, reading in found if (said := reading.snapshot) and said.run_id
     }
     ranks: dict[str, list[RankView]] = {}
+    left: dict[str, list[RankView]] = {}
     for page, reading in found:
         said = reading.snapshot
         run_id = (said.run_id if said is not None else ids.get(page.run_name, "")) or page.run_name
-        ranks.setdefault(run_id, []).append(_rank(page, reading, fresh_seconds))
+        rank = _rank(page, reading, fresh_seconds)
+        (left if rank.ended_well else ranks).setdefault(run_id, []).append(rank)
     runs = [_run(run_id, these) for run_id, these in ranks.items()]
     runs.sort(
         key=lambda run: (run.name, min((said.started_at for said in run.snapshots), default=0.0), run.id)
     )
-    return View(time.time() if taken_at is None else taken_at, tuple(runs))
+    return View(
+        time.time() if taken_at is None else taken_at,
+        tuple(runs),
+        left=tuple(_run(run_id, these) for run_id, these in left.items()),
+    )
 
 
 def _run(run_id: str, ranks: list[RankView]) -> RunView:

@@ -30,6 +30,7 @@ from zero3.checkpoint import Checkpoints
 from zero3.deepspeed.engine_names import DeepSpeedNames
 from zero3.description import describe
 from zero3.eager import eager
+from zero3.ending import Ending, error_under_way
 from zero3.loader import TrainingLoader
 from zero3.monitor import Monitor
 from zero3.named_state import NamedState
@@ -119,6 +120,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
             param_groups=parts.optimizer.param_groups,
             checkpoint=self._checkpoints.status,
             description=describe(parts, config, self._configuration),
+            ending=Ending(parts.world.rank, self._failure_began_with()),
         )
         self._publisher: Publisher | None = None
         self._handles = hooks.install(model, self._groups, self._schedule)
@@ -404,13 +406,15 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
     def _close(self, call: str) -> None:
         self._ready.tell_of_waiting(call)
         self._ready.ended_by = call
+        self._record.ending.settle(
+            error_under_way(), stopped_by=self._preemption.requested, broken=self._updates.broken
+        )
         if self._collectives is not None:
             self._collectives.settle()
         self._preemption.close()
         self._end_trace("close()")
         if self._publisher is not None:
-            self._publisher.publish_now()
-            self._publisher.close()
+            self._publisher.end()
         for handle in self._handles:
             handle.remove()
         with ExitStack() as closing:
@@ -433,6 +437,10 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._ready.closed:
+            self._record.ending.settle(
+                error, stopped_by=self._preemption.requested, broken=self._updates.broken
+            )
         ends_well = isinstance(error, SystemExit) and not error.code
         if error is not None:
             self._ready.drop_gradients()  # close() has nothing to say of them beside the error
@@ -445,6 +453,10 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         ):  # of a save in the background, and in the log: what ends the block counts more
             if error is None:
                 raise
+
+    def _failure_began_with(self) -> Callable[[], int | None]:
+        peers = None if self._collectives is None else self._collectives.peers
+        return lambda: None if peers is None else peers.failure_began_with
 
     def _name_run(self, given: str | None) -> tuple[str, str]:
         """(name, id) of this run. The id is rank 0's, and so is the name where the configuration has none."""

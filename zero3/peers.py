@@ -224,6 +224,12 @@ class Peers:
         """Whether the run is over, by a failure of this rank or of another one that this one knows of."""
         return self._heartbeat.failure is not None or self.failed_by is not None
 
+    @property
+    def failure_began_with(self) -> int | None:
+        """The rank that the failure which ended the run began with; None while there is none."""
+        failure = self._heartbeat.failure
+        return None if failure is None else failure.rank
+
     def fail(self, error: BaseException | str) -> None:
         """This rank gives up: the others are told why, unless there is a failure already."""
         if os.getpid() != self._pid or self._closed:

@@ -45,6 +45,7 @@ from tiering.telemetry import (
 )
 from zero3.activations import Activations
 from zero3.device_rates import saved_rates
+from zero3.ending import Ending
 from zero3.joining import ALONE, World
 from zero3.room import Room, Seldom
 from zero3.tiers import Tiers
@@ -98,10 +99,12 @@ class RunRecord:
         param_groups: Sequence[Mapping[str, object]] = (),
         checkpoint: Callable[[], CheckpointStatus] | None = None,
         description: Description | None = None,
+        ending: Ending | None = None,
     ) -> None:
         self.run_name = run_name
         self.run_id = run_id
         self.description = description
+        self.ending = Ending(world.rank) if ending is None else ending
         self.world = world
         self.loss: float | None = None
         self.step = 0
@@ -146,7 +149,9 @@ class RunRecord:
             return None
         streams = self._tiers.streams
         enter_thread = _nothing if streams is None else streams.enter_thread
-        publisher = Publisher(writer, _while_it_lives(self), enter_thread=enter_thread)
+        publisher = Publisher(
+            writer, _while_it_lives(self), enter_thread=enter_thread, last_words=self.ending.last_words
+        )
         try:
             publisher.start()
         except RuntimeError as error:  # no thread can be started
@@ -205,6 +210,7 @@ class RunRecord:
                 d2h_bytes=copied[1] - self._copied_before[1],
             )
         )
+        self._count()
         self._sent_before, self._copied_before = sent, copied
         self._step_began, self._moved_before, self._stalls_before = now, moved, stalls
         self._seconds_before = phases
@@ -214,6 +220,14 @@ class RunRecord:
                 "beside the tiers, activations of the first step took up to %s",
                 format_size(self._activations.peak),
             )
+
+    def _count(self) -> None:
+        """For the last words of a run whose engine is gone by then."""
+        totals, learning = self.ending.totals, self._learning
+        totals.step, totals.samples, totals.skipped_steps = self.step, self.samples, self.skipped
+        totals.loss = self.loss
+        totals.global_step = self.step if learning is None else learning.steps
+        self.ending.went_on()
 
     def moved(self) -> tuple[int, int]:
         """Bytes (read, written) over NVMe so far."""

@@ -17,10 +17,11 @@ from service.advice.waits import (
     stepping,
     typical,
 )
+from service.ends import end_of
 from service.view import RunView
 from service.words import seconds, share
 
-_LAST_WORDS = "its last words are in the log of the job, those of the out-of-memory killer in `dmesg`"
+_LAST_WORDS = "the log of the job has the traceback, and `dmesg` what the out-of-memory killer did"
 
 _OF_STATE: dict[str, tuple[Callable[..., Advice], str, str]] = {
     "silent": (
@@ -55,7 +56,10 @@ def states(run: RunView) -> Iterator[Advice]:
     """Ranks that died, are silent, cannot be read or are not there."""
     if run.ranks and run.over:
         step = max((max(said.step, said.global_step) for said in run.snapshots), default=0)
-        text = f"the run has ended after step {step} without closing its pages: it was killed, or crashed"
+        end = end_of(run)
+        text = f"the run has ended after step {step} without closing its pages: it was killed"
+        if end.how == "failed":
+            text = f"the run {end.words(f' after step {step}')}"
         yield error("run-ended", text, _LAST_WORDS)
         return
     for rank in run.ranks:

@@ -25,6 +25,7 @@ from tiering.telemetry import (
     Description,
     DeviceMemoryStatus,
     DirectionStatus,
+    EndStatus,
     IoEngineStatus,
     LatencyStatus,
     LinkStatus,
@@ -97,9 +98,10 @@ def example() -> View:
 
 
 def _before(view: View) -> RunView:
-    """The run before that one, which ended by itself."""
+    """The run before that one, which finished."""
     (run,) = view.runs
-    rank = replace(run.ranks[0], published_at=TAKEN_AT - 600)
+    said = replace(_snapshot(), ended=EndStatus("finished"))
+    rank = replace(run.ranks[0], state="stale", snapshot=said, published_at=TAKEN_AT - 600)
     return replace(run, id="gpt-1b-04c1d2e3", ranks=(rank,))
 
 

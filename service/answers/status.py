@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, PlainSerializer, WithJsonSchema
 
 from service.advice import Advice, advise
+from service.ends import How, end_of
 from service.history import Entry
 from service.recent import recent
 from service.view import RankView, RunState, RunView, State, View
@@ -125,8 +126,12 @@ class EndedRun(RunSummary):
     """The last words of a run that has no page any more; its warnings are those of the moment before."""
 
     ended_at: float | None = Field(description="Unix time at which it was last heard")
-    how: Literal["closed", "died"] = Field(
-        description="closed: it ended by itself; died: it left a page behind, as a process does that is killed"
+    how: How = Field(
+        description="finished; failed: by an error; preempted: a signal asked it to stop; died: it was killed;"
+        " unknown: its pages were removed before they said it"
+    )
+    why: str = Field(
+        description="of a failure the error and the rank that it began with; the signal; the ranks that died"
     )
 
 
@@ -181,8 +186,8 @@ def last_words(run: RunView) -> EndedRun:
     """Of a run as it was last seen."""
     said = _summary(run, _ranks(run)) | {"state": "ended", "ranks_live": 0}
     heard = [rank.published_at for rank in run.ranks if rank.published_at is not None]
-    died = any(rank.state == "stale" for rank in run.ranks)
-    return EndedRun(**said, ended_at=max(heard, default=None), how="died" if died else "closed")
+    end = end_of(run)
+    return EndedRun(**said, ended_at=max(heard, default=None), how=end.how, why=end.why)
 
 
 def run_status(run: RunView, latest: Latest = nothing_yet) -> RunStatus:

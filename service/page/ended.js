@@ -3,7 +3,13 @@
 import {clock, count, plain, seconds, UNKNOWN} from "./figures.js";
 import {h, marked, table} from "./patch.js";
 
-const HOW = {closed: ["ended by itself", "over"], died: ["died", "bad"]};
+const HOW = {
+  finished: ["finished", "over"],
+  preempted: ["stopped", "over"],
+  failed: ["failed", "bad"],
+  died: ["died", "bad"],
+  unknown: ["unknown", "note"],
+};
 
 export function ended(all) {
   return table(
@@ -16,7 +22,7 @@ export function ended(all) {
         "tr",
         {key: run.id},
         h("th", {scope: "row"}, run.name),
-        h("td", {class: "left"}, marked(HOW[run.how] || [run.how, "note"])),
+        h("td", {class: "left", title: run.why}, marked(HOW[run.how] || [run.how, "note"])),
         h("td", {}, clock(run.ended_at)),
         h("td", {}, run.started_at && run.ended_at ? seconds(run.ended_at - run.started_at) : UNKNOWN),
         h("td", {}, count(run.step)),

@@ -22,7 +22,7 @@ from tiering.telemetry import TelemetryError
 
 
 def once(view: View, *, run: str | None = None, json: bool = False) -> int:
-    """Print what the runs do now: 0, or 1 if one of them is degraded or has ended by itself.
+    """Print what the runs do now: 0, or 1 if one of them is degraded, has failed or was killed.
 
     Of ``run`` alone, an id or a name; 2 where nothing here has it.
     """

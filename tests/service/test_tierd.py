@@ -18,6 +18,7 @@ from fastapi.testclient import TestClient
 
 from service.app import create_app
 from service.watch import Watch
+from tiering.telemetry import find_pages
 
 from .processes import Sidecar, tierd, train, until
 
@@ -102,7 +103,7 @@ def test_it_follows_an_engine_that_is_stopped_goes_on_and_is_killed(tmp_path: Pa
         _, log = sidecar.process.communicate(timeout=30)
         assert re.fullmatch(
             f"tierd: run small-gpt \\({run['id']}\\) is here: 1 of its 1 ranks on this node\n"
-            f"tierd: run small-gpt \\({run['id']}\\) has died.*\n",
+            f"tierd: run small-gpt \\({run['id']}\\) has died at step \\d+: rank 0 is stale: the writer is gone\n",
             log,
         )
 
@@ -124,4 +125,4 @@ def test_training_gives_the_same_with_a_sidecar_that_is_killed_as_without(tmp_pa
     assert common > 10
     assert watched.losses[:common] == alone.losses[:common]
     assert len(set(alone.losses)) == 60, "each step is one of its own"
-    assert list(pages.iterdir()) == []
+    assert [page.read().state for page in find_pages(pages)] == ["stale"], "its last words"

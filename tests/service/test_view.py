@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from service.answers.status import status
 from service.aside import Aside
 from service.chronicle import Chronicle
 from service.health import Identity, ready
@@ -21,6 +22,7 @@ from tiering.telemetry import (
     CollectiveStatus,
     CopyStatus,
     DirectionStatus,
+    EndStatus,
     LinkStatus,
     Page,
     PageReading,
@@ -173,6 +175,81 @@ def test_what_takes_long_is_made_aside_once_for_all_who_wait(directory: Path) ->
     asyncio.run(scene())
 
 
+def ended(
+    reading: tuple[Page, PageReading], how: str, *figures: str, rank: int = 0, step: int = 12
+) -> tuple[Page, PageReading]:
+    """The same page, whose rank has said how its run ended."""
+    where, said = lost(reading)
+    assert said.snapshot is not None
+    end = EndStatus(how, *figures, rank=rank)  # type: ignore[arg-type]
+    return where, replace(said, snapshot=replace(said.snapshot, ended=end, step=step), reason=end.words)
+
+
+LOST = ("TIER-RANK-LOST", "rank 1 failed in forward")
+ENDS = {
+    "finished": (
+        [ended(live(0, local=2), "finished"), ended(live(1, local=2), "finished")],
+        ("finished", ""),
+        "has finished at step 12",
+    ),
+    "preempted": (
+        [ended(live(0, local=2), "preempted", "SIGTERM"), ended(live(1, local=2), "finished")],
+        ("preempted", "SIGTERM"),
+        "has been stopped at step 12: SIGTERM",
+    ),
+    "the innocent rank is not blamed": (
+        [
+            ended(live(0, local=2), "failed", *LOST, rank=1),
+            ended(live(1, local=2), "failed", "KeyError", "'x'", rank=1),
+        ],
+        ("failed", "rank 1: KeyError: 'x'"),
+        "has failed at step 12: rank 1: KeyError: 'x'",
+    ),
+    "a rank that torchrun ended is not blamed": (
+        [lost(live(0, local=2)), ended(live(1, local=2), "failed", "KeyError", "'x'", rank=1)],
+        ("failed", "rank 1: KeyError: 'x'"),
+        "has failed at step 12: rank 1: KeyError: 'x'",
+    ),
+    "a rank that was killed": (
+        [ended(live(0, local=2), "failed", *LOST, rank=1), lost(live(1, local=2))],
+        ("failed", "rank 1: TIER-RANK-LOST: rank 1 failed in forward"),
+        "has failed at step 12: rank 1: TIER-RANK-LOST: rank 1 failed in forward",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_the_end_of_a_run_is_what_its_pages_say(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    pages, told, line = ENDS[case]
+    caplog.set_level("INFO", "service")
+    chronicle = Chronicle()
+    chronicle.add(view(live(0, local=2), live(1, local=2)))
+    for readings in (pages, pages, []):  # pages stay for a while
+        chronicle.add(view(*readings))
+    (run,) = chronicle.ended
+    assert (run.how, run.why, run.step) == (*told, 12)
+    assert caplog.messages[1:] == [f"run gpt (gpt-1) {line}"]
+    assert (caplog.records[1].levelname == "WARNING") is (run.how == "failed")
+
+
+def test_a_run_that_has_finished_is_no_run_any_more_and_one_that_failed_stays_for_a_while() -> None:
+    (left,) = view(ended(live(), "finished")).left
+    assert left.id == "gpt-1" and view(ended(live(), "finished")).runs == ()
+    (failed,) = view(ended(live(), "failed", "TIER-IO", "EIO")).runs
+    assert failed.state == "ended"
+    (advice,) = status(view(ended(live(), "failed", "TIER-IO", "EIO"))).runs[0].warnings
+    assert (advice.severity, advice.code) == ("error", "run-ended")
+    assert advice.text == "the run has failed after step 12: rank 0: TIER-IO: EIO"
+
+
+def test_a_run_that_was_too_short_to_be_seen_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "service")
+    chronicle = Chronicle()
+    for _ in range(3):
+        chronicle.add(view(*(ended(live(run_id=f"gpt-{number}"), "finished") for number in range(12))))
+    assert len(caplog.messages) == 12 and len(chronicle.ended) == 10
+
+
 def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "service")
     chronicle = Chronicle()
@@ -184,15 +261,17 @@ def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytes
         "run gpt (gpt-1) is here: 1 of its 2 ranks on this node",
         "run gpt (gpt-1) is degraded: rank 1 is stale: it is stale",
         "run gpt (gpt-1) trains again with all its ranks",
-        "run gpt (gpt-1) has died: rank 1 is stale: it is stale; rank 0 is stale: it is stale",
+        "run gpt (gpt-1) has died at step 0: rank 1 is stale: it is stale; rank 0 is stale: it is stale",
     ]
     caplog.clear()
     for number in range(11):
         chronicle.add(view(live(name="\x1b[31mred", run_id=f"red-{number}", at=NOW + number)))
     chronicle.add(view())
-    assert caplog.messages[-1] == "run ?[31mred (red-10) has closed at step 0"
+    assert caplog.messages[-1] == (
+        "run ?[31mred (red-10) has ended at step 0: its pages were removed before they said how"
+    )
     assert [(run.id, run.state, run.how) for run in chronicle.ended] == [
-        (f"red-{number}", "ended", "closed") for number in range(10, 0, -1)
+        (f"red-{number}", "ended", "unknown") for number in range(10, 0, -1)
     ], "the last ten, the latest first"
     assert chronicle.ended[0].ended_at == NOW + 10 - 0.1
     chronicle.add(view(live(run_id="red-10")))

@@ -20,6 +20,7 @@ from optim_cpu.formats import split
 from tiering import arena
 from tiering.errors import EngineStateError, ResidencyError
 from tiering.plan import Tier
+from tiering.telemetry import EndStatus, find_pages
 from zero3.param_group import Residency
 
 from .mixture import Mixture, mixture, train_mixture
@@ -395,11 +396,14 @@ def test_an_engine_that_nobody_closes_is_collected(tmp_path: Path) -> None:
 
     tiers = forget()
     end = time.monotonic() + 20
-    while (tiers() is not None or list((tmp_path / "run").iterdir())) and time.monotonic() < end:
+    (page,) = find_pages(tmp_path / "run")
+    while (tiers() is not None or page.read().state == "live") and time.monotonic() < end:
         gc.collect()  # again: the publisher may be telling of it just now
         time.sleep(0.05)
     assert tiers() is None
-    assert list((tmp_path / "run").iterdir()) == []
+    last = page.read().snapshot
+    assert last is not None
+    assert (last.ended, last.step) == (EndStatus("finished"), 1)
 
 
 def test_two_engines_share_a_directory(start: Callable[..., Any], train: Callable[..., Any],
@@ -416,8 +420,6 @@ def test_two_engines_share_a_directory(start: Callable[..., Any], train: Callabl
 
 
 def test_telemetry_shows_the_run(start: Callable[..., Any], micro_batches: Any, tmp_path: Path) -> None:
-    from tiering.telemetry import find_pages
-
     pages = tmp_path / "run"
     pages.mkdir(mode=0o700)
     engine = start(run_name="seen", telemetry={"enabled": True, "dir": str(pages)}, **STREAMED)
@@ -433,7 +435,9 @@ def test_telemetry_shows_the_run(start: Callable[..., Any], micro_batches: Any, 
     assert reading.snapshot.io[0].written.bytes > 0
     assert reading.snapshot.loss is not None
     engine.close()
-    assert find_pages(pages) == []
+    last = page.read()
+    assert last.state == "stale" and last.snapshot is not None
+    assert (last.snapshot.ended, last.snapshot.step) == (EndStatus("finished"), 2)
 
 
 def test_a_forward_whose_graph_is_dropped_leaves_no_activations(start: Callable[..., Any]) -> None:

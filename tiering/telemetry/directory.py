@@ -19,6 +19,7 @@ from tiering.telemetry.page import Page, as_text, locked_by_another, open_page
 
 SUFFIX = ".page"
 UNFINISHED = ".new"
+KEPT_SECONDS = 30.0  # that the page of a run that has ended can still be read
 _WRITERS_NAME = re.compile(r".+\.[0-9]+\.[0-9]+-[0-9a-f]+", re.DOTALL)
 
 

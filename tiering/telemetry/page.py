@@ -100,7 +100,8 @@ class PageReading:
     """What a page said when it was read.
 
     live            the writer holds its lock and the content is whole
-    stale           the writer is gone; ``snapshot`` is the last thing it said, or None
+    stale           the writer is gone; ``snapshot`` is the last thing it said, or None. One that was not killed has
+                    said how the run ended: ``snapshot.ended``
     newer-version   the format is newer than this reader
     torn            a writer that still lives did not finish an update (stopped in the middle of one?)
     unreadable      not a page, truncated, damaged, or not ours
@@ -159,6 +160,8 @@ def _read(fd: int) -> PageReading:
         time.sleep(0.001)
     if reading.state in ("live", "torn") and not locked_by_another(fd):
         reason = "the writer is gone" if reading.state == "live" else "the writer died during an update"
+        if reading.snapshot is not None and reading.snapshot.ended is not None:
+            reason = reading.snapshot.ended.words
         return replace(reading, state="stale", reason=reason)
     return reading
 

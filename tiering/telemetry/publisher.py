@@ -19,9 +19,10 @@ log = logging.getLogger(__name__)
 class Publisher:
     """Publishes what ``source`` returns, every ``interval`` seconds, from a daemon thread. Owns ``writer``.
 
-    None in place of a snapshot says that what was told of is gone: then the page goes, too.
+    None in place of a snapshot says that what was told of is gone: that ends it, as ``end`` does.
     Watching must never stop training: whatever ``source`` or the page raises is logged once and then ignored.
-    ``enter_thread`` is called first in the thread.
+    ``enter_thread`` is called first in the thread. ``last_words`` makes the last snapshot of the newest one, and says
+    how the run ended; without it the page goes with the publisher.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Publisher:
         interval: float = 0.25,
         *,
         enter_thread: Callable[[], None] = lambda: None,
+        last_words: Callable[[Snapshot], Snapshot] | None = None,
     ) -> None:
         if interval <= 0:
             raise ValueError(f"interval must be positive seconds, not {interval}")
@@ -38,6 +40,7 @@ class Publisher:
         self._source = source
         self._interval = interval
         self._enter_thread = enter_thread
+        self._last_words = last_words
         self._lock = threading.Lock()
         self._baseline: Snapshot | None = None
         self._baseline_at = 0.0
@@ -53,7 +56,7 @@ class Publisher:
         self.publish_now()
         self._thread = threading.Thread(target=self._run, name="tiering-telemetry", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        atexit.register(self.end)
 
     def publish_now(self) -> None:
         """Publish at once, from the calling thread. Never raises."""
@@ -64,7 +67,7 @@ class Publisher:
             taken_at = time.monotonic()
             raw = self._source()
             if raw is None:
-                self.close()
+                self.end()
                 return
             with self._lock:
                 if not self._closing.is_set():
@@ -99,15 +102,33 @@ class Publisher:
         while not self._closing.wait(self._interval):
             self.publish_now()
 
+    def end(self) -> None:
+        """Stop the thread, publish the last words and leave the page for readers. Never raises. Idempotent."""
+        if os.getpid() != self._pid or self._closing.is_set():
+            return
+        self._stop()
+        try:
+            newest = self._source() or self._baseline
+            if newest is not None and self._last_words is not None:
+                with self._lock:
+                    self._writer.publish(self._last_words(with_rates(newest, self._baseline, None)))
+                    self._writer.leave()
+        except Exception as error:
+            log.debug("the last words of %s could not be published: %s", self._writer.path, error)
+        self.close()
+
     def close(self) -> None:
-        """Stop the thread and remove the page. Idempotent, and safe from ``source`` itself."""
+        """Stop the thread and remove a page that was not left. Idempotent, and safe from ``source`` itself."""
         if os.getpid() != self._pid:
             return
+        self._stop()
+        with self._lock:
+            self._writer.close()
+        atexit.unregister(self.end)
+
+    def _stop(self) -> None:
         self._closing.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             # A source that waits for a lock of the caller's must not hang the exit; the thread is a daemon.
             thread.join(timeout=2.0)
-        with self._lock:
-            self._writer.close()
-        atexit.unregister(self.close)

@@ -213,6 +213,37 @@ class CheckpointStatus:
 
 
 @dataclass(frozen=True)
+class EndStatus:
+    """How the run of a rank has ended.
+
+    finished   its program closed the engine, or came to its end
+    failed     by an error: ``code`` is that of our errors ("TIER-IO"), or the type of another one ("KeyError"), and
+               ``text`` its message
+    preempted  it was asked to stop: ``code`` is the name of the signal
+
+    ``rank`` is the one that the failure began with, which may be another one.
+    """
+
+    how: Literal["finished", "failed", "preempted"]
+    code: str = ""
+    text: str = ""
+    rank: Integer = 0
+
+    @property
+    def reason(self) -> str:
+        """Code and text: "TIER-IO: swap_in of ... failed", "SIGTERM"; empty where it has finished."""
+        return ": ".join(filter(None, (self.code, self.text)))
+
+    @property
+    def words(self) -> str:
+        """It in a sentence about a rank: "has failed: TIER-IO: swap_in of ... failed"."""
+        verb = {"failed": "has failed: ", "preempted": "has been stopped: ", "finished": "has finished"}[
+            self.how
+        ]
+        return verb + self.reason
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """What a rank publishes again and again. Counters are cumulative; ``started_at`` is Unix time in seconds.
 
@@ -226,7 +257,7 @@ class Snapshot:
     which the wait began. Compute is the CPU's, or where a GPU is the device, the GPU's: then they are seconds in which
     it stood still, whatever the CPU did meanwhile. ``steps`` holds the most recent 32, oldest first. ``activations``
     are counted in the first backward alone where no group moves. ``device_memory`` and ``link`` are None where the
-    device is the CPU.
+    device is the CPU. ``ended`` is None until the run of the rank is over: then it is in the last snapshot of its page.
     """
 
     run_name: str
@@ -260,6 +291,7 @@ class Snapshot:
     stalls: dict[str, float] = field(default_factory=dict)
     stalls_by_phase: dict[str, dict[str, float]] = field(default_factory=dict)
     checkpoint: CheckpointStatus | None = None
+    ended: EndStatus | None = None
     steps: list[StepRecord] = field(default_factory=list)
 
     # A diverged loss is worth seeing: NaN travels as NaN, not as null. Anywhere else it is damage.

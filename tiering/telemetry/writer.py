@@ -17,6 +17,7 @@ from pathlib import Path
 from tiering.errors import TelemetryError
 from tiering.telemetry.description import Description
 from tiering.telemetry.directory import (
+    KEPT_SECONDS,
     SUFFIX,
     UNFINISHED,
     plain_name,
@@ -44,7 +45,7 @@ _forking = threading.RLock()  # held while a page is made: no child gets a lock 
 
 
 class PageWriter:
-    """One rank's page. Creating it sweeps the pages of dead writers; closing it removes its own.
+    """One rank's page. Creating it sweeps the old pages of dead writers; closing it removes its own.
 
     ``publish`` may be called from any thread. In a forked child the writer is closed and publishes nothing.
     A ``description`` that takes more than a page may loses settings. With ``owns_directory`` the last page of the
@@ -67,7 +68,7 @@ class PageWriter:
             raise ValueError(f"rank {rank} is outside a world of {world_size}")
         directory = private_directory(run_directory() if directory is None else Path(directory))
         with suppress(OSError):  # whether there can be a page shows when it is made
-            sweep(directory)
+            sweep(directory, KEPT_SECONDS)
         self._description = b"" if description is None else description.fitted(LARGEST_DESCRIPTION).encode()
         if len(self._description) > LARGEST_DESCRIPTION:
             raise TelemetryError(
@@ -147,12 +148,20 @@ class PageWriter:
 
     def close(self) -> None:
         """Remove the page and let go of its lock. Idempotent."""
+        self._end(keep=False)
+
+    def leave(self) -> None:
+        """Let go of the lock. The page stays readable until it is swept; in a directory of its own it is removed."""
+        self._end(keep=not self._owns_directory)
+
+    def _end(self, *, keep: bool) -> None:
         with self._lock:
             if self._fd < 0:
                 return
             # Training must not fail for its page at the end; what stays has no lock, and is swept.
             with suppress(OSError):
-                self.path.unlink()
+                if not keep:
+                    self.path.unlink()
                 if self._owns_directory:
                     self.path.parent.rmdir()
             # A child forked between these two finds no descriptor to close; closing first, it would find another's.

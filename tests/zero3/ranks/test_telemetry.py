@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from tiering.telemetry import Snapshot, find_pages
+from tiering.errors import RankLostError
+from tiering.telemetry import EndStatus, Snapshot, find_pages
 
 from .pool import Pool
 from .training import start, tokens
 
 Ranks = Callable[[int], Pool]
+
+
+def mine(rank: int, pages: Path, state: str) -> Snapshot:
+    """What the page of this rank says that is in ``state``."""
+    readings = [page.read() for page in find_pages(pages) if page.rank == rank]
+    (reading,) = (one for one in readings if one.state == state)
+    assert reading.snapshot is not None
+    return reading.snapshot
+
+
+def raising(rank: int, nvme: Path, pages: Path) -> EndStatus | None:
+    """How the run ended, of which rank 1 raises."""
+    with suppress(KeyError, RankLostError), start(nvme, telemetry={"dir": str(pages)}) as engine:
+        for shares in tokens(3, 2):
+            engine.backward(engine(*shares[rank]))
+            engine.step()
+            if rank == 1:
+                raise KeyError("x")
+    return mine(rank, pages, "stale").ended
+
+
+def test_the_rank_that_failed_is_named_by_all(doomed: Ranks, nvme: Path, tmp_path: Path) -> None:
+    first, other = doomed(2).run(raising, nvme, tmp_path / "pages")
+    assert other == EndStatus("failed", "KeyError", "'x'", rank=1)
+    assert first is not None
+    assert (first.how, first.code, first.rank) == ("failed", "TIER-RANK-LOST", 1)
+    assert "KeyError: 'x'" in first.text
 
 
 def published(rank: int, nvme: Path, pages: Path) -> list[Snapshot]:
@@ -22,8 +51,7 @@ def published(rank: int, nvme: Path, pages: Path) -> list[Snapshot]:
                 engine.backward(engine(*shares[rank]))
                 engine.step()
             engine._publisher.publish_now()
-            (page,) = (page for page in find_pages(pages) if page.rank == rank)
-            said.append(page.read().snapshot)
+            said.append(mine(rank, pages, "live"))
             engine._collectives.agree("read the page")  # before it goes
     return said
 

@@ -1,12 +1,13 @@
 """Signals at a moment that suits.
 
-Ctrl-C waits where it must not cut in: half an update is no state that anybody could use, and a transfer that was begun
-but not noted would go on in memory that its owner has given back. SIGTERM and SIGUSR1, by which batch systems announce
-the end, can be taken as a request that training answers after its step.
+A signal whose handler raises waits where it must not cut in: half an update is no state that anybody could use.
+Transfers and leases need no such care (see storage.py and arena.py). SIGTERM and SIGUSR1, by which batch systems
+announce the end, can be taken as a request that training answers after its step.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import signal
@@ -17,7 +18,7 @@ from _signal import getsignal as _get_handler  # type: ignore[import-not-found]
 from _signal import signal as _set_handler
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from tiering.errors import ConfigError, EngineStateError
 
@@ -28,36 +29,116 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class deferred_interrupts:  # noqa: N801 # read as a function
-    """Within the block the first SIGINT is held back; a second one goes through at once.
+HELD = tuple(
+    signal.Signals[name].value
+    for name in ("SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+)
+"""Signals by which a process is told to end, or that its time is up: their handlers raise."""
 
-    Only where Python handles signals (the main thread) and a Python handler is set; elsewhere this does nothing.
+GRACE_SECONDS = 30.0
+"""So long a signal other than SIGINT is held back at most: it may come from a watchdog, because the block hangs."""
+
+_Handler = Callable[[int, FrameType | None], Any]
+
+
+class deferred_interrupts:  # noqa: N801 # read as a function
+    """Within the block the first of each of HELD is held back; a second one goes through at once.
+
+    Only where Python handles signals (the main thread) and a Python handler is set; elsewhere this does nothing. A
+    handler that was installed in C, past Python, stays as it is.
     """
 
-    __slots__ = ("_handler", "_held")
+    __slots__ = ("_frames", "_handlers", "_timers")
+
+    _outermost: ClassVar[deferred_interrupts | None] = None
 
     def __enter__(self) -> None:
-        self._handler: Callable[[int, FrameType | None], Any] | None = None
-        self._held: list[tuple[int, FrameType | None]] = []
+        self._handlers: dict[int, _Handler] = {}
         # By number: to a thread that Python has not made, as autograd's, current_thread() gives an object that stays.
-        if threading.get_ident() == threading.main_thread().ident:
-            handler = _get_handler(signal.SIGINT)
-            if callable(handler):
-                self._handler = handler
-                _set_handler(signal.SIGINT, self._hold)
+        if (
+            deferred_interrupts._outermost is not None
+            or threading.get_ident() != threading.main_thread().ident
+        ):
+            return
+        self._frames: dict[int, FrameType | None] = {}
+        self._timers: list[threading.Timer] = []
+        try:
+            for number in HELD:
+                handler = _get_handler(number)
+                if callable(handler) and _raises(number, handler):
+                    self._handlers[number] = handler
+                    _set_handler(number, self._hold)
+            deferred_interrupts._outermost = self
+        except BaseException:  # by the handler of one that is not held yet
+            self._restore()
+            raise
 
     def __exit__(self, *error: object) -> None:
-        if self._handler is not None:
-            _set_handler(signal.SIGINT, self._handler)
-            if self._held:
-                self._handler(*self._held[0])
+        if self._handlers:
+            self._restore()
+
+    def _restore(self) -> None:
+        """Put all handlers back and call those whose signals were held. Raises what the last one raised."""
+        raised: BaseException | None = None
+        while True:
+            try:
+                deferred_interrupts._outermost = None
+                for number, handler in self._handlers.items():
+                    _set_handler(number, handler)
+                for timer in self._timers:
+                    timer.cancel()
+                while self._frames:
+                    number = next(iter(self._frames))
+                    self._handlers[number](number, self._frames.pop(number))
+                break
+            except (
+                BaseException
+            ) as error:  # by a held one, or by one that arrives now: the rest is still to be done
+                raised = error
+        if raised is not None:
+            raise raised
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
-        self._held.append((number, frame))
-        if len(self._held) > 1:
-            self._held.clear()
-            assert self._handler is not None
-            self._handler(number, frame)
+        if number in self._frames:
+            del self._frames[number]
+            self._handlers[number](number, frame)
+            return
+        self._frames[number] = frame
+        if number != signal.SIGINT:
+            timer = threading.Timer(GRACE_SECONDS, os.kill, (os.getpid(), number))
+            timer.daemon = True
+            self._timers.append(timer)
+            timer.start()
+
+
+def _raises(number: int, handler: _Handler) -> bool:
+    """Whether it may: not if it only takes note, and not if the system does not call Python for the signal.
+
+    A library may have put a handler in C in its place since. Python would replace that, and could not put it back.
+    """
+    return _installed(number) == _python_handler() and not isinstance(
+        getattr(handler, "__self__", None), StopRequest
+    )
+
+
+@functools.cache
+def _python_handler() -> int | None:
+    """The address that Python installs for every signal, looked up where nothing is installed."""
+    for number in range(signal.SIGRTMAX, signal.SIGRTMIN, -1):
+        default = _get_handler(number)
+        if _installed(number) is None and default == signal.SIG_DFL:
+            _set_handler(number, signal.default_int_handler)
+            try:
+                return _installed(number)
+            finally:
+                _set_handler(number, default)
+    return None
+
+
+# The address of a signal's handler, as the system has it; None for the default action.
+_installed: Callable[[int], int | None] = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(
+    ("PyOS_getsig", ctypes.pythonapi)
+)
 
 
 def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:

@@ -50,8 +50,14 @@ ROOT = Path(tiering.__file__).parent.parent
 OURS = (str(ROOT / "zero3"), str(ROOT / "tiering"))
 
 
-def interrupted(call: Callable[[], Any], moment: int, met: list[str]) -> bool:
-    """Call ``call`` with Ctrl-C at the ``moment``-th point in our own code where Python looks for signals.
+def time_out(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError("the user's own")
+
+
+def interrupted(
+    call: Callable[[], Any], moment: int, met: list[str], number: int = signal.SIGINT, times: int = 1
+) -> bool:
+    """Call ``call`` with signal ``number`` at the ``moment``-th point in our own code where Python looks for signals.
 
     That is where a function of ours is entered, and where one returns that is not in Python. ``met`` gets the point's
     name, if there are as many. Returns whether the interrupt ended the call.
@@ -71,12 +77,13 @@ def interrupted(call: Callable[[], Any], moment: int, met: list[str]) -> bool:
         passed += 1
         if passed == moment:
             met.append(f"{Path(code.co_filename).name}:{frame.f_lineno}, {code.co_name} ({event})")
-            signal.raise_signal(signal.SIGINT)
+            for _ in range(times):
+                signal.raise_signal(number)
 
     sys.setprofile(look)
     try:
         call()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, TimeoutError):
         return True
     finally:
         sys.setprofile(None)
@@ -86,8 +93,17 @@ def interrupted(call: Callable[[], Any], moment: int, met: list[str]) -> bool:
 MOMENTS = {"forward": 600, "backward": 950, "step": 2000}  # about as many as there are
 
 
+@pytest.fixture
+def alarms() -> Iterator[None]:
+    """The handler of SIGALRM raises, as that of a watchdog."""
+    before = signal.signal(signal.SIGALRM, time_out)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
 @pytest.mark.parametrize("during", MOMENTS)
-def test_an_interrupt_at_any_moment(start: Start, during: str) -> None:
+def test_an_interrupt_at_any_moment(start: Start, during: str, number: int, alarms: None) -> None:
     """What it ended is done again; a step that has begun is not ended by it. The bits are those of a calm run."""
     moments = random.Random(during).sample(range(1, MOMENTS[during]), 40)
     met: list[str] = []
@@ -96,15 +112,15 @@ def test_an_interrupt_at_any_moment(start: Start, during: str) -> None:
         losses = []
         for x, moment in zip(inputs(len(moments)), moments, strict=True):
             if during == "forward":
-                interrupted(partial(engine, x), moment, met)
+                interrupted(partial(engine, x), moment, met, number)
             loss = engine(x)
             losses.append(loss.item())
-            ended = during == "backward" and interrupted(partial(engine.backward, loss), moment, met)
+            ended = during == "backward" and interrupted(partial(engine.backward, loss), moment, met, number)
             if during != "backward" or ended:
                 engine.backward(engine(x) if ended else loss)
             steps = engine.global_steps
             if during == "step":
-                interrupted(engine.step, moment, met)
+                interrupted(engine.step, moment, met, number)
             if engine.global_steps == steps:
                 engine.step()
             assert engine.global_steps == steps + 1, met[-1]
@@ -116,6 +132,25 @@ def test_an_interrupt_at_any_moment(start: Start, during: str) -> None:
     assert train(disturbed, during) == expected, met
     assert differing(disturbed.master_state_dict(), calm.master_state_dict()) == [], met
     assert len(met) > len(moments) // 2, "most moments were never reached"
+
+
+def test_a_second_signal_in_a_step_leaves_an_engine_that_can_be_closed(start: Start, alarms: None) -> None:
+    """It does not wait, so parameters may be of two steps: the engine says so, or the step was done."""
+    refusals: list[str] = []
+    for moment in random.Random(9).sample(range(100, MOMENTS["step"] // 2), 12):
+        engine = start(tower(), **TIGHT)
+        (x,) = inputs(1)
+        engine.backward(engine(x))
+        met: list[str] = []
+        interrupted(engine.step, moment, met, signal.SIGALRM, times=2)
+        try:
+            engine.backward(engine(x))
+        except EngineStateError as error:
+            refusals.append(str(error))
+        engine.close()
+    assert len(refusals) > 3
+    assert all("step 1 was ended by TimeoutError" in refusal for refusal in refusals), refusals
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def fail(kind: str) -> None:

@@ -307,8 +307,7 @@ def _put_gradient(param: nn.Parameter, gradient: Tensor | None) -> None:
 
 def put_gradient(param: nn.Parameter, gradient: Tensor) -> None:
     """Put ``gradient`` where autograd would, for ``take_gradient``."""
-    with torch._C.DisableTorchFunctionSubclass():
-        _GRAD.__set__(param, gradient)
+    _put_gradient(param, gradient)
 
 
 def _gradient_asked_for(param: nn.Parameter) -> None:

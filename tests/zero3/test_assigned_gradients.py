@@ -135,6 +135,22 @@ def test_a_step_uses_what_was_assigned(start: Start, recipe: Recipe) -> None:
         assert differing(run.masters, reference.masters) == []
 
 
+def test_an_optimizer_that_steps_by_itself_uses_what_was_assigned(start: Start) -> None:
+    torch.manual_seed(5)
+    model, plain = Tower(), Tower()
+    plain.load_state_dict(model.state_dict())
+    ours, theirs = (torch.optim.RMSprop(each.parameters(), lr=1e-3) for each in (model, plain))
+    engine = start(model, client=ours, rule=None, precision="fp32", accumulation=1, clip=0.0)
+    for x in inputs(3):
+        ask_autograd(engine, x)
+        engine.step()
+        loop = TorchLoop(plain)
+        ask_autograd(loop, x)
+        theirs.step()
+    for name, param in plain.named_parameters():
+        assert torch.allclose(engine.get_fp32_parameter(name), param.detach(), atol=1e-6), name
+
+
 @pytest.mark.parametrize("recipe", [ask_autograd, assign_before_backward])
 def test_with_steps_in_backward_what_is_assigned_before_counts(start: Start, recipe: Recipe) -> None:
     """Behind the backward the gradients are used, and cannot be replaced."""

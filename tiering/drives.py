@@ -136,6 +136,20 @@ class Drive:
             return (self,)
         return tuple({disk.name: disk for member in self.members for disk in member.disks}.values())
 
+    @property
+    def poses(self) -> str | None:
+        """What it is where it only looks like a disk; None for a disk. Its rates are those of memory."""
+        if self.layer == "loop":
+            return "a file posing as a disk"
+        return "memory posing as a disk" if self.name.startswith(("zram", "ram")) else None
+
+    @property
+    def stack(self) -> Iterator[Drive]:
+        """It, and all that it lies on."""
+        yield self
+        for member in self.members:
+            yield from member.stack
+
     def __str__(self) -> str:
         parts = [self.name, self.layer, self.model, self.firmware and f"firmware {self.firmware}"]
         if self.nbytes is not None:
@@ -167,6 +181,16 @@ class Backing:
     def disks(self) -> tuple[Drive, ...]:
         """What lies at the bottom, once each."""
         return tuple({disk.name: disk for drive in self.drives for disk in drive.disks}.values())
+
+
+def posing(backing: Backing) -> list[str]:
+    """Of what ``backing`` lies on, what only looks like a disk, each in words: "loop0 is a file posing as a disk"."""
+    return [
+        f"{drive.name} is {drive.poses}"
+        for top in backing.drives
+        for drive in top.stack
+        if drive.poses is not None
+    ]
 
 
 def behind(directory: Path, sysfs: Path = SYSFS, mountinfo: Path = MOUNTINFO) -> Backing:

@@ -137,6 +137,17 @@ def test_more_memory_than_there_is_is_refused(tmp_path: Path, monkeypatch: pytes
         bench.run(dataclasses.replace(usual, numjobs=3))
 
 
+def test_what_poses_as_a_disk_has_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    below = Drive("vda", transport="virtio")
+    loop = Drive("dm-0", layer="crypt", members=(Drive("loop0", layer="loop", members=(below,)),))
+    real = drives.behind(tmp_path)
+    monkeypatch.setattr(drives, "behind", lambda *_: dataclasses.replace(real, drives=(loop,)))
+    found = bench.run(asked(tmp_path, rws=("read", "write")))
+    assert found.rows and (found.verdict, found.config) == (None, {})
+    assert f"{tmp_path}: loop0 is a file posing as a disk: figures are of memory and" in "".join(found.notes)
+    assert "no verdict for training" in found.notes[-1]
+
+
 def test_buffered_figures_have_no_verdict(tmp_path: Path) -> None:
     result = bench.run(asked(tmp_path, direct=False, rws=("read", "write")))
     assert (result.verdict, result.config) == (None, {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 
 import pytest
@@ -176,13 +175,25 @@ def test_a_swing_that_a_window_shares_with_its_references_changes_nothing(
     )
 
 
-def test_readings_during_which_the_drive_changed_count_only_if_there_are_no_others() -> None:
+def test_readings_during_which_the_drive_changed_never_count() -> None:
     cell = Cell("libaio", M, 16, registered=True)
     disturbed = reading(3e9, before=1e9, after=2e9)
     told = Sweep(GRID, {cell: [reading(1e9), disturbed, disturbed]}, [reading(1e9)]).standings()[0]
     assert (told.ratio.point, told.readings) == (pytest.approx(1.0), 1)
-    told = Sweep(GRID, {cell: [disturbed]}, [reading(1e9)]).standings()[0]
-    assert told.ratio.point == pytest.approx(3 / math.sqrt(2))
+    sweep = Sweep(GRID, {cell: [disturbed]}, [reading(1e9)], rounds=1)
+    assert sweep.standings() == [] and sweep.unknown() == [cell]
+    assert cell in sweep.next_round(), "it is measured again"
+
+
+@pytest.mark.parametrize("references", [(1.0, 1e9), (1.0, 1.0), (4e7, 4e7)])
+def test_a_reference_that_moved_next_to_nothing_is_none(references: tuple[float, float]) -> None:
+    cell = Cell("libaio", 512 * K, 8, registered=True)
+    stalled = reading(0.9e9, *references)
+    told = Sweep(GRID, {cell: [stalled] * 5}, [reading(1e9)] * 4 + [reading(references[0])]).verdict()
+    assert told.kept and told.standings == (told.reference,)
+    told = Sweep(GRID, {cell: [stalled] * 5 + [reading(0.9e9)] * 3}, [reading(1e9)] * 4).verdict()
+    (standing,) = (each for each in told.standings if each.cell == cell)
+    assert (standing.ratio.point, standing.rate, standing.readings) == (pytest.approx(0.9), 0.9e9, 3)
 
 
 def test_a_reference_that_is_not_among_the_values_is_enough_to_begin() -> None:

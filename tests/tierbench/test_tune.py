@@ -18,7 +18,7 @@ from tiering.errors import ConfigError, SwapError
 from tiering.tierbench import cli
 from tiering.tierbench.load.windows import Load
 from tiering.tierbench.result import Machine, Row, Settings
-from tiering.tierbench.tuning import tune, tuned
+from tiering.tierbench.tuning import sweep, tune, tuned
 from tiering.tierbench.tuning.sweep import Sweep
 from tiering.tierbench.tuning.tuned import Tuned, show
 from tiering.tierbench.words import brief
@@ -41,6 +41,8 @@ def test_all_that_was_read_is_told_and_the_block_is_what_is_recommended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tune, "PREPARATION", 20.0)  # files are written whole, however busy the disk is
+    monkeypatch.setattr(sweep, "_DISTURBED", 100.0)  # and readings count
+    monkeypatch.setattr(sweep, "_STILL", 0.0)
     config = tmp_path / "ds.json"
     config.write_text('{\n  "train_batch_size": 16, // as before\n}\n')
     where = tmp_path / "swap"
@@ -140,7 +142,7 @@ def test_ctrl_c_prints_what_there_is_and_writes_no_configuration(
     assert cli.main([*arguments, "--write-config", str(config)]) == 130
     told = capsys.readouterr().out
     assert told.startswith("interrupted: this is what was measured until then")
-    assert "Keep the defaults" in told
+    assert "Nothing is recommended" in told and "to have this in a configuration" not in told
     assert config.read_text() == "{}"
     windows = 5  # at the first
     assert cli.main(arguments) == 130

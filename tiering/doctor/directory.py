@@ -228,10 +228,8 @@ def _objections(drive: Drive) -> list[tuple[str, str]]:
                 "cryptsetup refresh --perf-no_read_workqueue --perf-no_write_workqueue NAME",
             )
         )
-    if drive.layer == "loop":
-        found.append(("a file posing as a disk", _ANOTHER))
-    if drive.name.startswith(("zram", "ram")):
-        found.append(("memory posing as a disk", _ANOTHER))
+    if drive.poses is not None:
+        found.append((drive.poses, _ANOTHER))
     if drive.transport in _NETWORK_TRANSPORTS:
         found.append((f"a disk behind a network ({drive.transport})", _ANOTHER))
     if drive.rotational and not drive.members and drive.transport not in _VIRTUAL_TRANSPORTS:

@@ -296,6 +296,9 @@ class _Run:
         if not settings.direct:
             self._notes.append("buffered figures are of memory and drive together: no verdict for training")
             return None, {}
+        if any(map(drives.posing, self._backings)):
+            self._notes.append("figures of what only poses as a disk are no drive's: no verdict for training")
+            return None, {}
         from tiering.tierbench import verdict
 
         rates = verdict.rates_of(self._rows, self._sustained, rwmixread=settings.rwmixread)

@@ -134,6 +134,9 @@ def warnings(directory: Path, backing: Backing) -> list[str]:
             found.append(
                 f"{disk.name} is linked by {disk.link}, although it can {disk.best_link}: another slot?"
             )
+    found += [
+        f"{posing}: figures are of memory and of the file system below" for posing in drives.posing(backing)
+    ]
     return [f"{directory}: {each}" for each in found]
 
 

@@ -2,8 +2,9 @@
 
 Disks swing twofold within minutes, so no setting is judged by its rate: each is measured between two windows of the
 reference, the engine's defaults, and what counts is the ratio to them. Where those two differ by much the drive has
-changed meanwhile, and the reading does not count unless there are no others. A setting's interval comes from the
-scatter of all ratios around their settings' medians: three readings of one alone would say little.
+changed meanwhile, and where one of them moved next to nothing the drive stood still: such a reading never counts, and
+its setting is measured again. A setting's interval comes from the scatter of all ratios around their settings' medians:
+three readings of one alone would say little.
 
 Where to look: a coarse grid first, then in rounds the better half of what may still be best, measured again, and the
 neighbours of the leader. It is over when nothing left could matter.
@@ -28,6 +29,8 @@ FEWEST_IF_NOISY = 5
 MOST = 16  # readings of a setting: more would show little
 MOST_IN_FLIGHT = 64 << 20  # bytes: rate times latency, so enough for 10 GB/s at 6 ms
 _DISTURBED = 1.3  # ratio of the references around a reading
+_AGAIN = 3  # windows of a setting of which none counts
+_STILL = 0.05  # of the median reference: one below that is none, for the drive stood still
 _DEVIATIONS = 1.96  # 95 %
 _SURE = 3.0  # deviations: of thirty settings that are all the same, one is beyond two by luck
 _OF_MEDIANS = 1.25  # sqrt(pi / 2): how much more medians scatter than means
@@ -137,11 +140,12 @@ def _steps(values: Sequence[int], one: int, other: int) -> int:
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known of a setting: medians of its readings. ``ratio`` is to the reference's rate."""
+    """What is known of a setting: medians of its readings that count. ``ratio`` is to the reference's rate."""
 
     cell: Cell
     readings: int
     ratio: Estimate
+    rate: float
     cpu_per_gb: float
     p99: float
 
@@ -234,7 +238,22 @@ class Sweep:
         contenders.sort(key=lambda each: -each.ratio.high)
         survivors = [each.cell for each in contenders[: max(_LEAST_SURVIVORS, -(-len(contenders) // 2))]]
         known = {self.grid.reference, *self.readings, *self.left_out}
-        return survivors + [cell for cell in self.grid.neighbours(leader.cell) if cell not in known]
+        again = [cell for cell in self.unknown() if len(self.readings[cell]) < _AGAIN]
+        neighbours = [cell for cell in self.grid.neighbours(leader.cell) if cell not in known]
+        return survivors + again + neighbours
+
+    def counted(self, cell: Cell) -> list[Reading]:
+        """The readings of a setting that count: the drive neither changed nor stood still meanwhile."""
+        return [each for each in self._moving(cell) if not each.disturbed]
+
+    def _moving(self, cell: Cell) -> list[Reading]:
+        """Those beside which the drive did not stand still."""
+        still = _STILL * statistics.median(each.rate for each in self.reference)
+        return [each for each in self.readings[cell] if min(each.before, each.after) >= still]
+
+    def unknown(self) -> list[Cell]:
+        """Settings of which no reading counts."""
+        return [cell for cell in self.readings if not self.counted(cell)]
 
     def _matters(self, standing: Standing, leader: Standing) -> bool:
         """Whether more readings could change what is recommended: it may be the best, and better than the defaults."""
@@ -249,8 +268,8 @@ class Sweep:
             self.reference, self.reference[1:], self.reference[2:], strict=False
         ):  # as if it were a setting
             scatter.append(math.log(rate.rate / math.sqrt(before.rate * after.rate)))
-        for readings in self.readings.values():
-            logs = [math.log(each.ratio) for each in _counted(readings)]
+        for cell in self.readings:
+            logs = [math.log(each.ratio) for each in self.counted(cell) or self._moving(cell)]
             if len(logs) > 1:
                 widened = math.sqrt(len(logs) / (len(logs) - 1))  # the median lies amid them
                 scatter += [(each - statistics.median(logs)) * widened for each in logs]
@@ -260,7 +279,8 @@ class Sweep:
     def standings(self) -> list[Standing]:
         """Best first, without the reference."""
         noise = self.noise()
-        found = [_standing(cell, _counted(readings), noise) for cell, readings in self.readings.items()]
+        counted = {cell: self.counted(cell) for cell in self.readings}
+        found = [_standing(cell, readings, noise) for cell, readings in counted.items() if readings]
         return sorted(found, key=lambda each: -each.ratio.point)
 
     def home(self) -> Standing:
@@ -269,6 +289,7 @@ class Sweep:
             self.grid.reference,
             readings=len(self.reference),
             ratio=Estimate(1.0, 1.0, 1.0),
+            rate=statistics.median(each.rate for each in self.reference),
             cpu_per_gb=statistics.median(each.cpu_per_gb for each in self.reference),
             p99=statistics.median(each.p99 for each in self.reference),
         )
@@ -297,10 +318,6 @@ class Sweep:
         return Verdict(standings, home, chosen, why, noise)
 
 
-def _counted(readings: Sequence[Reading]) -> Sequence[Reading]:
-    return [each for each in readings if not each.disturbed] or readings
-
-
 def _standing(cell: Cell, readings: Sequence[Reading], noise: float) -> Standing:
     middle = statistics.median(math.log(each.ratio) for each in readings)
     half = _DEVIATIONS * noise * (_OF_MEDIANS if len(readings) > 2 else 1.0) / math.sqrt(len(readings))
@@ -308,6 +325,7 @@ def _standing(cell: Cell, readings: Sequence[Reading], noise: float) -> Standing
         cell,
         readings=len(readings),
         ratio=Estimate(math.exp(middle), math.exp(middle - half), math.exp(middle + half)),
+        rate=statistics.median(each.rate for each in readings),
         cpu_per_gb=statistics.median(each.cpu_per_gb for each in readings),
         p99=statistics.median(each.p99 for each in readings),
     )

@@ -42,9 +42,7 @@ class Tried(Record):
     registered: bool
     in_flight: int = Field(description="Bytes, per directory.")
     ratio: Ratio
-    rate: float = Field(
-        description="Bytes per second: the ratio by the median rate of the defaults, so that rates compare."
-    )
+    rate: float = Field(description="Bytes per second: the median of the readings that count.")
     cpu_per_gb: float = Field(description="CPU seconds per 10^9 bytes.")
     p99: float = Field(description="Seconds: the median of the readings'.")
     readings: tuple[Reading, ...]
@@ -96,7 +94,6 @@ class Tuned(Run):
 def found(sweep: Sweep, left_out: dict[str, str], **told: Any) -> Tuned:
     """What ``sweep`` comes to, with what it does not know."""
     verdict = sweep.verdict()
-    rate = sorted(each.rate for each in sweep.reference)[len(sweep.reference) // 2]
 
     def tried(standing: Standing) -> Tried:
         cell = standing.cell
@@ -105,7 +102,7 @@ def found(sweep: Sweep, left_out: dict[str, str], **told: Any) -> Tuned:
             **cell._asdict(),
             in_flight=cell.in_flight,
             ratio=Ratio(point=standing.ratio.point, low=standing.ratio.low, high=standing.ratio.high),
-            rate=rate * standing.ratio.point,
+            rate=standing.rate,
             cpu_per_gb=standing.cpu_per_gb,
             p99=standing.p99,
             readings=tuple(sweep.reference if of_defaults else sweep.readings[cell]),
@@ -123,7 +120,11 @@ def found(sweep: Sweep, left_out: dict[str, str], **told: Any) -> Tuned:
         flat_iodepth=verdict.flat("iodepth"),
         front=tuple(place for place, each in enumerate(verdict.standings) if each in front),
         noise=verdict.noise,
-        left_out=left_out | {str(cell): why for cell, why in sweep.left_out.items()},
+        left_out=left_out
+        | {str(cell): why for cell, why in sweep.left_out.items()}
+        | dict.fromkeys(
+            map(str, sweep.unknown()), "the drive changed, or stood still, in each of their windows"
+        ),
         **told,
     )
 
@@ -144,6 +145,8 @@ def show(tuned: Tuned, console: Console) -> None:
     console.print()
     for sentence in _sentences(tuned):
         say(sentence)
+    if tuned.interrupted:
+        return
     console.print()
     say("to have this in a configuration:")
     console.print(block(tuned.config, console.width), soft_wrap=True, markup=False, highlight=False)
@@ -196,7 +199,9 @@ def _sentences(tuned: Tuned) -> Iterator[str]:
             " more CPU and memory, or that were measured once or twice: --json has them."
         )
     chosen, defaults = tuned.recommended, tuned.defaults
-    if chosen is defaults:
+    if tuned.interrupted and chosen is defaults:
+        yield f"Nothing is recommended: {len(tuned.tried) - 1} settings were measured before it was interrupted."
+    elif chosen is defaults:
         yield f"Keep the defaults, {defaults.cell}: {tuned.why}."
     else:
         yield (

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tiering import swap_file
 from tiering.aio import ENGINES, AioContext
 from tiering.errors import SwapError
 
@@ -33,6 +34,12 @@ def ctrl_c_is_heard() -> None:
     """A shell lets what it runs in the background ignore Ctrl-C; whatever is started here would ignore it, too."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def nobody_waits_for_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process that held swap space has just ended, unless a test has ended it."""
+    monkeypatch.setattr(swap_file, "PATIENCE_SECONDS", 0.0)
 
 
 # What is imported stays, and no collection need look through it: a million objects, half a second each time.

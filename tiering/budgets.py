@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tiering import cgroups
 from tiering.config import TiersConfig
+from tiering.errors import PlacementError
 from tiering.kernel_files import number, said
-from tiering.plan import Budgets
-from tiering.swap_file import check_directory, free_by_file_system
+from tiering.placement import AMPLE, make_plan
+from tiering.plan import Budgets, Plan, Workload
+from tiering.swap_file import check_directory, free_by_file_system, wait_for_space
 
 AUTO_SHARE = 0.8  # of the memory limit, less what is in use
 NVME_SHARE = 0.95  # of the free space, so that the file system is not filled to the brim
@@ -70,8 +73,45 @@ def resolve_budgets(
     if nvme == "auto":
         allowed = config.io.allow_memory_file_system
         usable = [check_directory(path, allow_memory_file_system=allowed) for path in nvme_paths]
-        nvme = int(sum(free_by_file_system(usable).values()) * NVME_SHARE)
+        nvme = int(_free(usable) * NVME_SHARE)
     return Budgets(int(device) // ranks_on_node, int(host) // ranks_on_node, int(nvme) // ranks_on_node)
+
+
+def plan_within(
+    load: Workload,
+    budgets: Budgets,
+    config: TiersConfig,
+    nvme_paths: Sequence[Path],
+    resolve_anew: Callable[[], Budgets],
+) -> Plan:
+    """The plan for ``load``. Where free space is the budget, and too little, what comes free in a moment counts, too.
+
+    Ranks have one set of budgets, so all of them come to ``resolve_anew``, or none.
+    """
+    try:
+        return make_plan(load, budgets)
+    except PlacementError:
+        if config.nvme_budget != "auto" or not nvme_paths or not _fits(load, replace(budgets, nvme=AMPLE)):
+            raise
+    free = max(1, _free(nvme_paths))
+
+    def fits_now() -> bool:
+        return _fits(load, replace(budgets, nvme=budgets.nvme * _free(nvme_paths) // free))
+
+    wait_for_space(nvme_paths, fits_now)
+    return make_plan(load, resolve_anew())
+
+
+def _fits(load: Workload, budgets: Budgets) -> bool:
+    try:
+        make_plan(load, budgets)
+    except PlacementError:
+        return False
+    return True
+
+
+def _free(directories: Iterable[Path]) -> int:
+    return sum(free_by_file_system(directories).values())
 
 
 def least_of(ranks: Iterable[Budgets]) -> Budgets:

@@ -1,10 +1,10 @@
 """Swap files: nameless, private, their space reserved; and what to do where a file system cannot give all of that.
 
 The file is made with ``O_TMPFILE``: it has no name, so two jobs in one directory cannot meet, and the kernel frees it
-when the last descriptor closes, also after ``kill -9``. Its blocks are reserved by ``fallocate(2)`` before the first
-step, so a full disk is found at start and not in the middle of a run. It is opened with ``O_DIRECT``, so that swapping
-takes no memory beyond the budgets. Forked children close their copy of the descriptor at once, or a data worker would
-keep the space alive.
+when the last descriptor closes, also after ``kill -9``. That may take the kernel a moment, so who is started again at
+once waits for the space. Its blocks are reserved by ``fallocate(2)`` before the first step, so a full disk is found at
+start and not in the middle of a run. It is opened with ``O_DIRECT``, so that swapping takes no memory beyond the
+budgets. Forked children close their copy of the descriptor at once, or a data worker would keep the space alive.
 
 Not every file system has all three (NFS, vfat, 9p, FUSE). Each is replaced by the next best, and one warning per path
 names what is lost. Memory posing as a disk (tmpfs) is refused, unless it is allowed for tests and demonstrations.
@@ -22,8 +22,9 @@ import os
 import resource
 import secrets
 import stat
+import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tiering._aio import lib
@@ -39,6 +40,11 @@ _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "h
 
 IN_TRAINING = "name another nvme_path, or raise host_budget so that less is swapped"
 """What else there is to do where space is short."""
+
+PATIENCE_SECONDS = 2.0
+"""Where space is short: so long it may take to grow, and then to grow further, before that is an error."""
+
+LONGEST_WAIT_SECONDS = 30.0
 
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOSYS)  # EISDIR: a kernel that does not know the flag
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS)
@@ -91,9 +97,9 @@ class SwapFile:
         self.nbytes = nbytes
 
     def _grow(self, nbytes: int) -> None:
-        available = free_bytes(self.directory)
-        if nbytes - self.nbytes > available:
-            raise too_full(self.directory, nbytes - self.nbytes, available)
+        needed = nbytes - self.nbytes
+        if not wait_for_space([self.directory], lambda: needed <= free_bytes(self.directory)):
+            raise too_full(self.directory, needed, free_bytes(self.directory))
         code = _fallocate(self.fd, nbytes) if self._reserves else errno.EOPNOTSUPP
         if code in _NO_FALLOCATE:
             self._reserves = False
@@ -154,6 +160,28 @@ def free_bytes(directory: Path) -> int:
 def free_by_file_system(directories: Iterable[Path]) -> dict[int, int]:
     """Free bytes of each file system that holds one of ``directories``, once each, by its device number."""
     return {directory.stat().st_dev: free_bytes(directory) for directory in directories}
+
+
+def wait_for_space(directories: Sequence[Path], enough: Callable[[], bool]) -> bool:
+    """Whether there is ``enough`` free space in ``directories``; waits for a moment if not, and while it grows."""
+    if enough():
+        return True
+    began = grown = time.monotonic()
+    free = sum(free_by_file_system(directories).values())
+    where = ", ".join(map(str, directories))
+    log.info(
+        "%d bytes are free in %s, which is too little: waiting, as a process that has just ended may hold more",
+        free,
+        where,
+    )
+    while not enough():
+        now = time.monotonic()
+        if now > min(grown + PATIENCE_SECONDS, began + LONGEST_WAIT_SECONDS):
+            return False
+        time.sleep(0.02)
+        before, free = free, sum(free_by_file_system(directories).values())
+        grown = now if free > before else grown
+    return True
 
 
 def size_by_file_system(directories: Iterable[Path]) -> dict[int, int]:

@@ -30,7 +30,7 @@ from tiering.config import format_size
 from tiering.errors import SwapError, SwapSpaceError
 from tiering.storage import Extent, SlabFile, shorten
 from tiering.striping import Need, Piece, StripeMap, apportion, shares_of
-from tiering.swap_file import check_directory, disk_of, free_by_file_system, too_full
+from tiering.swap_file import check_directory, disk_of, free_by_file_system, too_full, wait_for_space
 from tiering.tickets import StripedTicket, Transfer
 
 log = logging.getLogger(__name__)
@@ -239,6 +239,15 @@ class SwapSpace:
     def _make_slabs(self, needs: Mapping[str, Need]) -> list[dict[int, int]]:
         """Open the slabs, measure those that share a section, give each its size. Returns bytes per need and path."""
         disks = [directory.stat().st_dev for directory in self.directories]
+        wait_for_space(
+            self.directories,
+            lambda: (
+                apportion(
+                    list(needs.values()), [1] * len(disks), disks, free_by_file_system(self.directories)
+                )
+                is not None
+            ),
+        )
         room = free_by_file_system(self.directories)
         striped = sorted({path for need in needs.values() if len(need.paths) > 1 for path in need.paths})
         even = self._apportion(needs, [1] * len(disks), disks, room)

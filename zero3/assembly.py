@@ -15,10 +15,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from tiering import logs, topology
 from tiering.arena import round_up
-from tiering.budgets import least_of, resolve_budgets
+from tiering.budgets import least_of, plan_within, resolve_budgets
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
-from tiering.placement import make_plan
 from tiering.plan import Budgets, Plan, Tier
 from tiering.weights.files import open_weights
 from zero3.client_optimizer import ClientOptimizer
@@ -149,7 +148,9 @@ def _assemble(
     if streams is not None and config.tiering.update_on_device == "auto":
         ranks = world.local_size
         load = settle_update_share(load, budgets, device, local_ranks=ranks, collectives=collectives)
-    plan = make_plan(load, budgets)
+    plan = plan_within(
+        load, budgets, config.tiering, nvme.all, lambda: _budgets(config, device, nvme, world, collectives)
+    )
     if collectives is not None:
         collectives.check_same("plan", (f"{key} {value}" for key, value in vars(load).items()))
     log.log(logs.once(logging.INFO), "%s", plan)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tiering import swap_file
 from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.arena import PAGE, Arena
 from tiering.errors import SwapError
@@ -165,8 +166,9 @@ def is_alive(pid: int) -> bool:
 
 
 def test_kill_9_in_mid_write_frees_the_space_while_workers_live(
-    engine: str, small_disk: Callable[[int], Path]
+    engine: str, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(swap_file, "PATIENCE_SECONDS", 10.0)
     size = 48 * MIB
     disk = small_disk(64 * MIB)
     before = os.statvfs(disk).f_bfree
@@ -181,6 +183,8 @@ def test_kill_9_in_mid_write_frees_the_space_while_workers_live(
             assert os.statvfs(disk).f_bfree <= before - size // os.statvfs(disk).f_frsize
             holder.kill()
             assert holder.wait() == -signal.SIGKILL
+            with AioContext(engine=engine) as aio:  # at once
+                SlabFile(disk, size, aio).close()
             assert until(lambda: os.statvfs(disk).f_bfree == before, 15)
             assert [is_alive(worker) for worker in workers] == [True, True]
             assert [path.name for path in disk.iterdir()] == ["lost+found"]

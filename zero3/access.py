@@ -258,12 +258,17 @@ class Access:
         """Say once that it is not there, if the engine has it: clipping by hand would do nothing, in silence."""
         group, position = self._places[param]
         piece = group.layout.pieces[position]
-        if self._schedule.in_backward or not self._state.has_gradient(piece):
+        if self._schedule.in_backward or not self._state.holds_gradient(piece):
             return
-        stepping = _optimizer_that_steps()
-        if stepping is not None:
+        call, caller = _reader()
+        if call == "zero_grad":
+            self.gradient_assigned(param, None)
+            return
+        if not self._state.has_gradient(piece):
+            return
+        if call == "step":
             raise EngineStateError(
-                f"{type(stepping).__name__}.step() was called on {piece.name!r}, whose gradient the engine has: it"
+                f"{type(caller).__name__}.step() was called on {piece.name!r}, whose gradient the engine has: it"
                 " would update nothing. Give that optimizer to tiering.initialize(optimizer=...), and call"
                 " engine.step()"
             )
@@ -421,15 +426,21 @@ class Access:
         group.note_versions()
 
 
-def _optimizer_that_steps() -> torch.optim.Optimizer | None:
-    """The optimizer whose ``step`` is reading a gradient now, if one is: a script's own, for ours read none."""
+def _reader() -> tuple[str, nn.Module | torch.optim.Optimizer | None]:
+    """Which method of torch's is reading a gradient now, "step" or "zero_grad", and whose; ours read none.
+
+    Both leave a gradient alone that they find to be None.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if isinstance(caller, torch.optim.Optimizer):
-            return caller
+        call = frame.f_code.co_name
+        caller = frame.f_locals.get("self") if call in ("step", "zero_grad") else None
+        if isinstance(caller, torch.optim.Optimizer) or (
+            call == "zero_grad" and isinstance(caller, nn.Module)
+        ):
+            return call, caller
         frame = frame.f_back
-    return None
+    return "", None
 
 
 class _BeginSaving(OurHook):

@@ -83,6 +83,18 @@ def drop_before_a_second_backward(loop: Loop, x: Tensor) -> None:
     loop.backward(loop(-x))
 
 
+def zero_by_the_module(loop: Loop, x: Tensor) -> None:
+    loop.backward(loop(-x))
+    loop.module.zero_grad()
+    loop.backward(loop(x))
+
+
+def zero_by_another_optimizer(loop: Loop, x: Tensor) -> None:
+    loop.backward(loop(-x))
+    torch.optim.SGD([loop.module.get_parameter(WEIGHT)]).zero_grad()
+    loop.backward(loop(x))
+
+
 def assign_before_backward(loop: Loop, x: Tensor) -> None:
     for p in list(loop.module.parameters())[::2]:
         p.grad = torch.full(p.shape, 0.02)
@@ -102,6 +114,8 @@ RECIPES: list[Recipe] = [
     replace_with_zeros,
     drop_some,
     drop_before_a_second_backward,
+    zero_by_the_module,
+    zero_by_another_optimizer,
     assign_before_backward,
     assign_twice,
 ]

@@ -23,7 +23,7 @@ STAGES: list[tuple[int, dict[str, Any]]] = [(0, {}), (1, {}), (2, {}), (3, {}), 
 
 def steps(model: nn.Module, backward: Callable[[Tensor], None], step: Callable[[], None]) -> None:
     """Of each kind: replaced and dropped after backward, assigned before it, twice without, and as usual."""
-    params, batches = list(model.parameters()), inputs(4)
+    params, batches = list(model.parameters()), inputs(3)
     backward(next(batches))
     for p in params[::3]:
         p.grad = torch.full(p.shape, 0.01)
@@ -37,9 +37,12 @@ def steps(model: nn.Module, backward: Callable[[Tensor], None], step: Callable[[
         p.grad = torch.full(p.shape, 100.0)
         p.grad = torch.full(p.shape, -0.03)
     step()
-    backward(next(batches))
+    last = next(batches)
+    backward(-last)
+    model.zero_grad()
+    backward(-last)
     model.get_parameter(WEIGHT).grad = None
-    backward(next(batches))
+    backward(last)
     step()
 
 

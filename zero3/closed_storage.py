@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tiering.errors import ResidencyError
 from zero3.exchange import can_exchange, exchange_pointers
@@ -46,6 +48,38 @@ def close_storage(tensor: Tensor, name: str) -> None:
         _close(tensor, refusal(name))
 
 
+class Placeholder:
+    """What the parameters of a group hold while their bytes are elsewhere: a NaN that has their shapes, and is closed.
+
+    It is open while it is put in a parameter's place, or taken from there: torch's profiler looks at the memory of both
+    in that moment. ``name`` is what an error calls a parameter that is read.
+    """
+
+    def __init__(
+        self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, device: torch.device, name: str
+    ) -> None:
+        nan, self._other = (torch.full((), torch.nan, dtype=dtype, device=device) for _ in range(2))
+        self.views = [nan.expand(tuple(shape)) for shape in shapes]
+        self._nan = nan
+        self._closes = can_close()
+        self._closed = False
+        if self._closes:
+            _close(nan, refusal(name))  # the words stay, the mark goes to and fro
+            exchange_pointers(nan, self._other)
+
+    def open(self) -> None:
+        """Let torch look at it."""
+        if self._closed:
+            exchange_pointers(self._nan, self._other)
+            self._closed = False
+
+    def close(self) -> None:
+        """Refuse reads."""
+        if self._closes and not self._closed:
+            exchange_pointers(self._nan, self._other)
+            self._closed = True
+
+
 def explain(error: BaseException) -> None:
     """Add ``refusal`` as a note to an error about a closed storage that has torch's own message."""
     if isinstance(error, RuntimeError) and TORCH_MESSAGE in str(error):
@@ -55,7 +89,8 @@ def explain(error: BaseException) -> None:
 @cache
 def can_close() -> bool:
     """Whether this torch can close a storage, and exchanges the mark with the memory."""
-    works = can_exchange() and _closes() and _exchanges_the_mark()
+    with _disable_current_modes():  # a mode that looks at the memory of operands would fail
+        works = can_exchange() and _closes() and _exchanges_the_mark()
     if not works:
         log.debug(
             "torch %s cannot refuse reads of a storage: what is elsewhere reads as NaN", torch.__version__
@@ -88,7 +123,7 @@ def _place_of_mark() -> int | None:
     """Where in a storage's object the mark is; None if it is not behind the two of a storage that nobody may write."""
     if not hasattr(torch._C, "_set_throw_on_mutable_data_ptr"):
         return None
-    probe = torch.zeros(1)
+    probe = torch.zeros(1, device="cpu")
     address = probe.untyped_storage()._cdata
     before = ctypes.string_at(address, _FIRST_BYTES)
     torch._C._set_throw_on_mutable_data_ptr(probe)
@@ -106,7 +141,7 @@ def _place_of_mark() -> int | None:
 
 
 def _exchanges_the_mark() -> bool:
-    closed, other = torch.arange(2.0), torch.full((2,), 7.0)
+    closed, other = torch.zeros(2, device="cpu"), torch.ones(2, device="cpu")
     view = closed[1:]
     _close(closed, TORCH_MESSAGE)
     if not _refuses(view):

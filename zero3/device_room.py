@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tiering.arena import Lease
+from zero3.closed_storage import close_storage
 from zero3.exchange import exchange_pointers
 from zero3.slab import DeviceSlab
 from zero3.streams import Event
@@ -29,8 +30,8 @@ class DeviceRoom(ABC):
     flat: Tensor
 
     @abstractmethod
-    def take_bytes(self) -> None:
-        """Let the tensor be without memory until ``attach``."""
+    def take_bytes(self, name: str) -> None:
+        """Let the tensor be without memory until ``attach``; ``name`` is what an error about a read calls it."""
 
     @abstractmethod
     def take(self, *, at: int | None, wait: bool) -> bool:
@@ -65,8 +66,9 @@ class SlabRoom(DeviceRoom):
         self._bytes: Tensor | None = None  # of the lease; while attached, it has what the flat tensor had
         self._attached = False
 
-    def take_bytes(self) -> None:
+    def take_bytes(self, name: str) -> None:
         exchange_pointers(self.flat, torch.empty(0, dtype=torch.uint8, device=self.flat.device))
+        close_storage(self.flat, name)
 
     def take(self, *, at: int | None, wait: bool) -> bool:
         # Room comes free when compute gives it back, which is waiting here: waiting would be for nothing.
@@ -116,7 +118,7 @@ class AllocatedRoom(DeviceRoom):
         self._alone = alone
         self._entry: Entry | None = None
 
-    def take_bytes(self) -> None:
+    def take_bytes(self, name: str) -> None:
         self.flat.untyped_storage().resize_(0)
 
     def take(self, *, at: int | None, wait: bool) -> bool:

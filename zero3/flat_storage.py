@@ -3,8 +3,8 @@
 Note [One storage, bytes that come and go]
     A group's parameters are views into one flat tensor. Tensors that autograd saved in forward alias its storage, so
     it is enough to refill that storage before backward: nothing in the graph needs to know. Resharding takes the bytes
-    away, unsharding brings them back, and the views never change. Without its bytes a storage on a CPU shows NaN: see
-    nowhere.py.
+    away, unsharding brings them back, and the views never change. Without its bytes a storage refuses to be read: see
+    closed_storage.py. Where torch cannot do that, it shows NaN on a CPU: see nowhere.py.
 
     The storage takes its bytes from a lease by exchanging data pointers (0.1 us). On a CPU that is a lease of an arena,
     in which NVMe reads land directly; on a GPU one of a slab of its memory, which a copy fills. Where torch lacks the
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tiering.arena import Arena, Lease
 from tiering.tickets import Transfer
+from zero3.closed_storage import close_storage
 from zero3.device_room import room_for
 from zero3.exchange import exchange_pointers
 from zero3.streams import Event
@@ -33,9 +34,9 @@ class FlatStorage(ABC):
 
     flat: Tensor
 
-    def take_bytes(self) -> None:
-        """The views are made: from now on the storage has no bytes of its own."""
-        self.flat.untyped_storage().resize_(0)
+    @abstractmethod
+    def take_bytes(self, name: str) -> None:
+        """The views are made: from now on the storage has no bytes of its own; ``name`` is what an error calls it."""
 
     @abstractmethod
     def start(self, *, at: int | None, wait: bool) -> bool:
@@ -69,9 +70,10 @@ class ArenaStorage(FlatStorage):
         self._lease: Lease | None = None
         self._bytes: Tensor | None = None  # the lease as a tensor; while attached, it holds the empty pointer
 
-    def take_bytes(self) -> None:
+    def take_bytes(self, name: str) -> None:
         if self._tiers.nowhere is None:
-            super().take_bytes()
+            self.flat.untyped_storage().resize_(0)
+        close_storage(self.flat, name)
 
     def _take_room(self, *, at: int | None, wait: bool) -> bool:
         """Lease room for the bytes; False if there is none."""
@@ -184,8 +186,8 @@ class CopiedStorage(FlatStorage):
         self._lease = lease
         return True
 
-    def take_bytes(self) -> None:
-        self._room.take_bytes()
+    def take_bytes(self, name: str) -> None:
+        self._room.take_bytes(name)
 
     def advance(self) -> None:
         if self._ticket is not None and self._ticket.done():

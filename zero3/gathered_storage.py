@@ -181,8 +181,8 @@ class DeviceGatheredStorage(ShardedStorage):
         self._ticket: Transfer | None = None
         self._copied: Event | None = None  # the shard, to its place
 
-    def take_bytes(self) -> None:
-        self._room.take_bytes()
+    def take_bytes(self, name: str) -> None:
+        self._room.take_bytes(name)
 
     def start(self, *, at: int | None, wait: bool) -> bool:
         if not self._room.take(at=at, wait=wait):

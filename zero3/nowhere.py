@@ -1,4 +1,4 @@
-"""Memory of NaN: what a group's storage shows while the group's bytes are elsewhere.
+"""Memory of NaN: what a group's storage shows while the group's bytes are elsewhere, if torch cannot refuse its reads.
 
 A view of a parameter may outlive its group's stay (a user's hook keeps ``weight.detach()``). Reading it afterwards must
 not end the process, nor give zeros that pass for values. So the storage always has an address: one small block of NaN,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tiering.errors import EngineStateError
 from tiering.storage import shorten
 from zero3 import resharded
+from zero3.closed_storage import Placeholder
 from zero3.collectives import Collectives
 from zero3.flat_storage import CopiedStorage, ExchangedStorage, FlatStorage
 from zero3.gathered_storage import (
@@ -107,8 +108,8 @@ class ParamGroup:
         self._waits_apart = self.sharded or by_copy  # the storage says itself where it waits
         self.storage_key: int = flat.untyped_storage()._cdata  # the same whether or not the storage has bytes
         self._views = [flat[p.start : p.end].view(p.shape) for p in layout.pieces]
-        nan = torch.full((), torch.nan, dtype=dtype, device=tiers.device)
-        self._absent = [nan.expand(p.shape) for p in layout.pieces]
+        described = f"a parameter of group {name!r}"
+        self._absent = Placeholder((p.shape for p in layout.pieces), dtype, tiers.device, described)
         self._plain = [resharded.plain_form(type(param)) for param in params]
         self._versions: list[int] = []  # of the parameters, as far as the engine knows
         self._aliased: set[int] = (
@@ -121,7 +122,7 @@ class ParamGroup:
         self._before: dict[int, Tensor] = {}  # what these held when their .data was handed out
         self.on_edit: Callable[[ParamGroup, list[int]], None] = _nobody_edits
         if self._storage is not None:
-            self._storage.take_bytes()
+            self._storage.take_bytes(described)
 
     def adopt_parameters(self) -> None:
         """Point the parameters at this group, once its bytes are at home."""
@@ -139,6 +140,7 @@ class ParamGroup:
         if not self._shown:
             self._check_unchanged()
             self._shown = True
+            self._absent.open()  # until the parameters hold it again
             for position, view in enumerate(self._views):
                 if position not in self._lent:
                     self._point(position, view)
@@ -166,7 +168,10 @@ class ParamGroup:
 
     def lend(self, position: int, copy: Tensor, *, modify: bool) -> None:
         """Let the parameter at ``position`` show ``copy``, whatever the group does, until ``take_back``."""
+        self._absent.open()
         self._point(position, copy)
+        if not self._shown:
+            self._absent.close()
         if not modify:
             self._only_read.add(position)
         self._lent[position] = self.params[position]._version, copy.data_ptr()
@@ -191,7 +196,9 @@ class ParamGroup:
         if self._shown:
             self._point(position, self._views[position])
         else:
+            self._absent.open()
             self._hide(position)
+            self._absent.close()
         self._versions[position] = self.params[position]._version
 
     @property
@@ -326,9 +333,11 @@ class ParamGroup:
     def _point_nowhere(self) -> None:
         self._shown = False
         self._aliased.clear()
+        self._absent.open()
         for position in range(len(self.params)):
             if position not in self._lent:
                 self._hide(position)
+        self._absent.close()
 
     def _point(self, position: int, values: Tensor) -> None:
         param = self.params[position]
@@ -336,7 +345,7 @@ class ParamGroup:
         resharded.set_data(param, values)
 
     def _hide(self, position: int) -> None:
-        self._point(position, self._absent[position])
+        self._point(position, self._absent.views[position])
         self.params[position].__class__ = resharded.resharded_form(self._plain[position])
 
 

@@ -7,7 +7,7 @@ import logging
 from tiering.config import TieringConfig
 from tiering.errors import EngineStateError
 from tiering.telemetry import Phase
-from zero3 import hooks, out_of_memory
+from zero3 import closed_storage, hooks, out_of_memory
 from zero3.access import Access
 from zero3.assembly import Assembly
 from zero3.schedule import PassSchedule
@@ -168,7 +168,8 @@ class Readiness:
             )
 
     def explain(self, error: BaseException, phase: Phase) -> None:
-        """``phase`` was ended by ``error``: if the device had no memory left, say in it what is left of the engine."""
+        """``phase`` was ended by ``error``: say in it what is left of the engine after one that means memory."""
+        closed_storage.explain(error)
         out_of_memory.explain(error, self._tiers, self._left_by(phase))
 
     def _left_by(self, phase: Phase) -> str:

@@ -2,11 +2,11 @@
 
 Note [A resharded parameter points nowhere]
     Reading freed memory through a parameter would end the process, so while its group is resharded it holds one NaN
-    expanded to its shape. NaN would spread in silence, so it also changes its class, to one that sees every torch
-    operation on it (``__torch_function__``). Shape, dtype, gradient and hooks are there as always. What needs the
-    values unshards the group while a forward or backward is running (a module read another's weight without calling
-    it); while none is, it raises ResidencyError with the remedy. Copies are given where a copy is what was asked for:
-    a module's ``state_dict``, ``copy.deepcopy``, pickling.
+    expanded to its shape, in a storage that torch refuses to read (closed_storage.py). It also changes its class, to
+    one that sees the operations of torch on it (``__torch_function__``), but for code that bypasses classes. Shape,
+    dtype, gradient and hooks are there as always. What needs the values unshards the group while a forward or backward
+    is running (a module read another's weight without calling it); while none is, it raises ResidencyError with the
+    remedy. Copies are given where a copy is what was asked for: a module's ``state_dict``, ``copy.deepcopy``, pickling.
 
     A parameter that shows its bytes is a plain one for torch. Only ``.data`` and ``.grad`` are properties of ours then:
     what is changed through .data no version tells, so its owner compares. A gradient is at its owner from the moment

@@ -25,9 +25,9 @@ from tiering.config import TiersConfig
 from tiering.errors import ArenaError
 from tiering.plan import Plan, Tier
 from tiering.swap_space import Section, StripedExtent, SwapSpace
+from zero3 import closed_storage, nowhere
 from zero3.copies import Copies
 from zero3.exchange import can_exchange
-from zero3.nowhere import map_nan
 from zero3.slab import DeviceSlab
 from zero3.streams import Streams
 from zero3.timeline import StallClock, Timeline
@@ -188,10 +188,10 @@ class Tiers:
         for name in ("opened", "collected", "exchanged"):
             nbytes, kind = getattr(plan.reduction, name), "gradient reduction"
             self.reduction[name] = Ledger(nbytes, kind) if on_gpu else self.device_arena.split(nbytes, kind)
-        # What storages show that have no bytes now.
+        # What storages show that have no bytes now, where torch cannot refuse to read them.
         self.nowhere: memoryview | None = None
-        if not by_copy and plan.working_bytes:
-            self.nowhere = map_nan(max(group.param_bytes for group in plan.workload.groups))
+        if not by_copy and plan.working_bytes and not closed_storage.can_close():
+            self.nowhere = nowhere.map_nan(max(group.param_bytes for group in plan.workload.groups))
         self._on_host = (self.staging, self.grad_window, self.fetch_window, self.offload_window)
         self._on_device = (self.working, *self.reduction.values())
         windows = (self.host, self.device_arena, *self._on_host, *self._on_device)

@@ -37,7 +37,7 @@ from optim_cpu import kernels
 from tiering.arena import Arena
 
 from .fake.host import Kernels, watch_threads, watch_transfers
-from .fake.memory import Kind, Region, Regions
+from .fake.memory import Kind, Region, Regions, address_of
 from .fake.operations import CROSSING, WAITING, Shape, place, shape_of, span_of, tensors_in, touched
 from .fake.order import Access, Agent, Clock, History, Place, knows, merge
 from .fake.streams import Answers, FakeStreams, at_once
@@ -196,7 +196,7 @@ class FakeDevice:
         with self.lock:
             self._bury()
             known = {tensor.untyped_storage()._cdata for tensor, _ in given}
-            regions = [self._regions.at(tensor.data_ptr()) for tensor, _ in given]
+            regions = [self._regions.at(address_of(tensor)) for tensor, _ in given]
             there = self._runs_there(shape, regions, kwargs)
             if there and shape.accesses and not self._crosses(shape, regions, args, kwargs):
                 self._check_operands(shape, given, regions)
@@ -312,7 +312,7 @@ class FakeDevice:
     def _is_there(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is the device's, also while it has no memory."""
         with torch._C.DisableTorchFunctionSubclass():  # of a resharded parameter nobody else may ask that
-            return self._has(tensor.data_ptr(), tensor.untyped_storage()._cdata)
+            return self._has(address_of(tensor), tensor.untyped_storage()._cdata)
 
     def _has(self, address: int, key: int) -> bool:
         if not address:
@@ -383,7 +383,7 @@ class FakeDevice:
             with self.lock:
                 self._bury()
                 both = storage, other
-                there = any(self._has(each.data_ptr(), each._cdata) for each in both)
+                there = any(self._has(address_of(each), each._cdata) for each in both)
                 had = [self._storages.pop(each._cdata, None) for each in both]
                 exchange(storage, other)
                 for each, region in zip(both, reversed(had), strict=True):

@@ -6,6 +6,8 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
+
 from .order import Agent, Clock
 
 
@@ -30,6 +32,14 @@ class Region:
     owner: Agent | None = None
     movable: bool = False
     kept: Clock = field(default_factory=dict)
+
+
+def address_of(memory: torch.Tensor | torch.UntypedStorage) -> int:
+    """Where it begins; 0 if its storage is closed (zero3/closed_storage.py): then no operation reads it."""
+    try:
+        return memory.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 class Regions:

@@ -92,8 +92,10 @@ def _write_rank(
         for kind, (specs, _) in files.items():
             for spec in specs:
                 numel = spec.nbytes // 4
-                elements = np.full(numel, number) if values is None else values.standard_normal(numel)
-                writer.append(kind, elements.astype("<f4"))
+                if values is None:
+                    writer.append(kind, np.full(numel, number, dtype="<f4"))
+                else:
+                    writer.append(kind, values.standard_normal(numel, dtype=np.float32))
         return writer.finish({"number": number, "buffers": ["buffer"]})
 
 

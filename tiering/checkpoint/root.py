@@ -8,6 +8,7 @@ with the one that has its own sums.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,8 +80,10 @@ class Root:
 
     def _errors(self, sums: dict[Path, Sums]) -> Iterator[CheckpointError | WeightsError]:
         """What is wrong, in an order in which nothing is done by what was not checked; fills ``sums``."""
-        wrong = list(self._wrong_names()) or [damaged(*each) for each in self.wrong_sizes()]
-        yield from wrong
+        wrong = False
+        for error in itertools.chain(self._wrong_names(), (damaged(*each) for each in self.wrong_sizes())):
+            wrong = True
+            yield error
         if wrong:
             return
         for rank in range(self._manifest.world_size):
@@ -101,17 +104,15 @@ class Root:
 
     def _wrong_names(self) -> Iterator[CheckpointError]:
         """Each file that there has to be, and checkpoint.json does not name."""
-        manifest = self._manifest
+        manifest, names = self._manifest, set[str]()
         for rank in range(manifest.world_size):
-            vouched = [self._file("checksums", rank), self._file("rank", rank, "json")]
-            tensors = [self._file(kind, rank) for kind in (WEIGHTS, *manifest.kinds, "rank")]
-            if manifest.save is None:
-                lacking = {*tensors, vouched[0]} - {self._path / name for name in manifest.files}
-            else:
-                lacking = {*tensors, *vouched} - {self._path / name for name in manifest.files}
-                lacking |= {*vouched} - {self._path / name for name in manifest.digests}
-            for file in sorted(lacking):
-                yield damaged(self._path / MANIFEST, f"it does not name {file.name}")
+            vouched = [self._file("checksums", rank).name, self._file("rank", rank, "json").name]
+            names.update(self._file(kind, rank).name for kind in (WEIGHTS, *manifest.kinds, "rank"))
+            names.update(vouched if manifest.save is not None else vouched[:1])
+            if manifest.save is not None and not manifest.digests.keys() >= {*vouched}:
+                yield damaged(self._path / MANIFEST, f"it has no digests of the files of rank {rank}")
+        for name in sorted(names - manifest.files.keys()):
+            yield damaged(self._path / MANIFEST, f"it does not name {name}")
 
     def _sums(self, rank: int) -> dict[Path, Sums]:
         """The sums of each file of ``rank``, which are what was saved."""

@@ -119,7 +119,7 @@ class RunLock:
         """Whether the file that ``fd`` has open is the one that others would open."""
         try:
             return os.path.samestat(os.fstat(fd), (self.directory / LOCK).lstat())
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:
             return False
 
     def _take_over(self, holder: str) -> None:

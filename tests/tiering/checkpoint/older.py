@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -22,7 +21,7 @@ def as_version_1(source: Path, into: Path) -> Path:
     for file in sorted(into.glob("rank-*.json")):
         rank = read_sealed(file)
         del rank["save"]
-        _rewrite_json(file, rank)
+        rewrite_json(file, rank)
     for sums in sorted(into.glob("checksums-*.safetensors")):
         ending = sums.name.removeprefix("checksums")
         kinds = ("weights", *content["kinds"], "rank")
@@ -34,21 +33,12 @@ def as_version_1(source: Path, into: Path) -> Path:
     del content["save"], content["digests"]
     content["version"] = 1
     content["files"] = {file.name: file.stat().st_size for file in into.iterdir() if file.name != MANIFEST}
-    _rewrite_json(into / MANIFEST, content)
+    rewrite_json(into / MANIFEST, content)
     return into
 
 
-def reseal(path: Path, name: str, content: dict[str, Any]) -> None:
-    """Give a JSON file of the checkpoint ``path`` another content, as a stranger would who knows the format."""
-    record = content if name == MANIFEST else read_sealed(path / MANIFEST)
-    if name != MANIFEST:
-        _rewrite_json(path / name, content)
-        record["files"][name] = (path / name).stat().st_size
-        record["digests"][name] = hashlib.sha256((path / name).read_bytes()).hexdigest()
-    _rewrite_json(path / MANIFEST, record)
-
-
-def _rewrite_json(file: Path, content: dict[str, Any]) -> None:
+def rewrite_json(file: Path, content: dict[str, Any]) -> None:
+    """Give a JSON file another content, sealed."""
     file.unlink()
     write_sealed(file, content)
 

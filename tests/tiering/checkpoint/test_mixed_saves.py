@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiering.checkpoint.older import as_version_1
+from tests.tiering.checkpoint.older import as_version_1, rewrite_json
 from tests.tiering.checkpoint.saving import number_of, write_checkpoint
 from tiering import cli
 from tiering.checkpoint.inspection import inspect
-from tiering.checkpoint.manifest import MANIFEST, file_name
+from tiering.checkpoint.manifest import MANIFEST, file_name, read_sealed
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.checkpoint.writer import Output
 from tiering.config import IoConfig
@@ -114,6 +114,18 @@ def test_any_mixture(saves: tuple[Path, Path], tmp_path: Path) -> None:
         assert not inspect(path).whole
     assert number_of(mixed(saves, tmp_path / "mixed", set(names))) == 200
     assert number_of(mixed(saves, tmp_path / "mixed", set())) == 100
+
+
+@pytest.mark.parametrize("kind", ["digests", "files"])
+def test_a_record_that_does_not_vouch_for_a_file(saves: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
+    path, name = mixed(saves, tmp_path / "mixed", set()), file_name("rank", 1, RANKS, "json")
+    content = read_sealed(path / MANIFEST)
+    del content[kind][name]
+    rewrite_json(path / MANIFEST, content)
+    lacking = "it has no digests of the files of rank 1" if kind == "digests" else f"it does not name {name}"
+    with pytest.raises(CheckpointError, match=f"checkpoint.json: it is damaged: {lacking}"):
+        open_checkpoint(path)
+    assert not inspect(path).whole
 
 
 def test_a_checkpoint_of_version_1_is_taken_with_a_note(

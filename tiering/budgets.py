@@ -11,10 +11,11 @@ from tiering.config import TiersConfig
 from tiering.errors import PlacementError
 from tiering.kernel_files import number, said
 from tiering.placement import AMPLE, make_plan
-from tiering.plan import Budgets, Plan, Workload
+from tiering.plan import Budgets, Plan, Tier, Workload
 from tiering.swap_file import check_directory, free_by_file_system, wait_for_space
 
 AUTO_SHARE = 0.8  # of the memory limit, less what is in use
+_OF_MEMORY = f"of {AUTO_SHARE:.0%} of the host's memory what is not in use"
 NVME_SHARE = 0.95  # of the free space, so that the file system is not filled to the brim
 
 
@@ -58,6 +59,7 @@ def resolve_budgets(
     what is left of it is halved between those that are ``"auto"``. Half of a GPU is left to activations. Directories in
     one file system share its free space.
     """
+    nvme_paths = [Path(path).absolute() for path in nvme_paths]
     limit, in_use = host_memory()
     spare = max(0, int(limit * AUTO_SHARE) - in_use)
     device, host, nvme = config.device_budget, config.host_budget, config.nvme_budget
@@ -74,7 +76,19 @@ def resolve_budgets(
         allowed = config.io.allow_memory_file_system
         usable = [check_directory(path, allow_memory_file_system=allowed) for path in nvme_paths]
         nvme = int(_free(usable) * NVME_SHARE)
-    return Budgets(int(device) // ranks_on_node, int(host) // ranks_on_node, int(nvme) // ranks_on_node)
+    sources = {
+        Tier.DEVICE: _OF_MEMORY if device_memory is None else "half of what the GPU has free",
+        Tier.HOST: _OF_MEMORY,
+    }
+    if nvme_paths:
+        sources[Tier.NVME] = f"{NVME_SHARE:.0%} of what is free in {', '.join(map(str, nvme_paths))}"
+    given = {Tier.DEVICE: config.device_budget, Tier.HOST: config.host_budget, Tier.NVME: config.nvme_budget}
+    return Budgets(
+        int(device) // ranks_on_node,
+        int(host) // ranks_on_node,
+        int(nvme) // ranks_on_node,
+        {tier: source for tier, source in sources.items() if given[tier] == "auto"},
+    )
 
 
 def plan_within(
@@ -120,8 +134,9 @@ def least_of(ranks: Iterable[Budgets]) -> Budgets:
     Ranks must tell each other before the first of them allocates. Then none has counted another's tiers as in use, and
     the last to look has seen the models of all: what it found to be spare is the least, and its share is right for all.
     """
-    device, host, nvme = zip(*((each.device, each.host, each.nvme) for each in ranks), strict=True)
-    return Budgets(min(device), min(host), min(nvme))
+    found = list(ranks)
+    device, host, nvme = zip(*((each.device, each.host, each.nvme) for each in found), strict=True)
+    return Budgets(min(device), min(host), min(nvme), found[0].sources)
 
 
 def _cached(stat: Path, key: str) -> int:

@@ -103,7 +103,12 @@ def _add_inspect(commands: Any) -> None:
     inspect.add_argument(
         "--quick", action="store_true", help="look at sizes and headers, and read nothing else"
     )
-    inspect.add_argument("--gpu", metavar="SIZE", help="memory of the GPU to load it on (default: no GPU)")
+    inspect.add_argument(
+        "--gpu",
+        type=command.memory_size,
+        metavar="SIZE",
+        help="memory of the GPU to load it on (default: no GPU)",
+    )
     inspect.add_argument("--json", action="store_true", help="print JSON: bytes, and seconds since the epoch")
     inspect.set_defaults(run=_inspect)
 

@@ -72,6 +72,13 @@ def place(load: Workload, budgets: Budgets) -> Plan:
         raise
 
 
+def _room(budgets: Budgets, tier: Tier, other: str = "") -> str:
+    """The remedy for a budget that is too small. One that is all that is free cannot be raised."""
+    if tier is Tier.NVME and tier in budgets.sources:
+        return "free space there, or name another directory, or several, in nvme_path"
+    return f"raise {tier.value}_budget" + (f", or {other}" if other else "")
+
+
 def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
     fixed, param_tiers, grad_tiers = _mandatory(load, budgets)
     if keep:
@@ -125,7 +132,7 @@ def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
         if plan.total(tier) > budgets.of(tier):
             raise PlacementError(
                 f"{tier.value} needs {format_need(plan.total(tier))} but its budget is"
-                f" {format_size(budgets.of(tier))}: {_listed(plan.contents(tier))}; raise {tier.value}_budget"
+                f" {budgets.told(tier)}: {_listed(plan.contents(tier))}; {_room(budgets, tier)}"
             )
     return plan
 
@@ -238,8 +245,7 @@ class _Room:
                 }[tier]
                 raise PlacementError(
                     f"{tier.value} needs at least {format_need(sum(self.taken[tier].values()))} but its budget is"
-                    f" {format_size(self.budgets.of(tier))} ({_listed(self.taken[tier])});"
-                    f" raise {tier.value}_budget, or {slower}"
+                    f" {self.budgets.told(tier)} ({_listed(self.taken[tier])}); {_room(self.budgets, tier, slower)}"
                 )
 
 

@@ -268,11 +268,24 @@ class Workload:
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes per tier that the engine may own."""
+    """Bytes per tier that the engine may own. ``sources`` say where those come from that nobody has set."""
 
     device: int
     host: int
     nvme: int
+    sources: Mapping[Tier, str] = field(default_factory=dict, compare=False, hash=False)
+
+    def having(self, tier: Tier, nbytes: int) -> Budgets:
+        """The same with another one of ``tier``, which is set then."""
+        device, host, nvme = (nbytes if each is tier else self.of(each) for each in Tier)
+        return Budgets(
+            device, host, nvme, {each: said for each, said in self.sources.items() if each is not tier}
+        )
+
+    def told(self, tier: Tier) -> str:
+        """One in words: "17.02 MiB", and where it comes from unless it was set."""
+        source = self.sources.get(tier)
+        return format_size(self.of(tier)) + (f" (auto: {source})" if source else "")
 
     def of(self, tier: Tier) -> int:
         return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.NVME: self.nvme}[tier]

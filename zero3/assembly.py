@@ -331,7 +331,8 @@ def _budgets(
     if collectives is None:
         return mine
     row = torch.tensor([mine.device, mine.host, mine.nvme], dtype=torch.int64, device="cpu")
-    return least_of(Budgets(*each) for each in collectives.table(row, "compare budgets").tolist())
+    told = collectives.table(row, "compare budgets").tolist()
+    return least_of(Budgets(device, host, nvme_bytes, mine.sources) for device, host, nvme_bytes in told)
 
 
 def _stepper(

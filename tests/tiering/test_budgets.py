@@ -12,7 +12,7 @@ from tiering import budgets, swap_file
 from tiering.budgets import available_memory, host_memory, least_of, resolve_budgets
 from tiering.config import TiersConfig
 from tiering.errors import SwapSpaceError
-from tiering.plan import Budgets
+from tiering.plan import Budgets, Tier
 from tiering.swap_file import memory_file_system
 
 GIB = 1 << 30
@@ -220,3 +220,13 @@ def test_a_file_system_is_counted_once(spare: int, tmp_path: Path, free: list[Pa
     if memory_file_system(shm):
         with pytest.raises(SwapSpaceError, match="lives in RAM"):
             resolve_budgets(TiersConfig(), device_memory=None, nvme_paths=[*paths, shm])
+
+
+def test_a_budget_that_nobody_set_says_where_it_comes_from(spare: int, tmp_path: Path) -> None:
+    auto = resolve_budgets(TiersConfig(), device_memory=None, nvme_paths=[tmp_path]).sources
+    assert auto[Tier.NVME] == f"95% of what is free in {tmp_path}"
+    assert auto[Tier.HOST] == auto[Tier.DEVICE] == "of 80% of the host's memory what is not in use"
+    given = TiersConfig(host_budget=1 << 30, nvme_budget=1 << 30)
+    on_gpu = resolve_budgets(given, device_memory=1 << 30, nvme_paths=[tmp_path])
+    assert on_gpu.sources == {Tier.DEVICE: "half of what the GPU has free"}
+    assert least_of([on_gpu, on_gpu]).sources == on_gpu.sources

@@ -366,3 +366,15 @@ def test_checksums_are_part_of_the_host_budget(files: int) -> None:
     assert plain.checksum_bytes == 0 and "checksums" not in plain.contents(HOST)
     kept = make_plan(replace(load, verified_files=files, cache_in_host=True), Budgets(PLENTY, PLENTY, PLENTY))
     assert (kept.total(NVME), kept.checksum_bytes) == (0, 0)
+
+
+def test_a_budget_that_nobody_set_says_where_it_comes_from() -> None:
+    load = example()
+    free = {NVME: "95% of what is free in /mnt/nvme"}
+    with pytest.raises(PlacementError) as caught:
+        make_plan(load, Budgets(PLENTY, PLENTY, 4096, free))
+    message = str(caught.value)
+    assert "its budget is 4.00 KiB (auto: 95% of what is free in /mnt/nvme)" in message
+    assert "free space there, or name another directory" in message and "raise nvme_budget" not in message
+    with pytest.raises(PlacementError, match=r"its budget is 4\.00 KiB(:| \().*raise nvme_budget"):
+        make_plan(load, Budgets(PLENTY, PLENTY, 4096))

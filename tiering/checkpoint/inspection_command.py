@@ -22,7 +22,7 @@ from tiering.checkpoint.inspection import Inspection, Listing, Told, inspect, li
 from tiering.checkpoint.integrity import Damage
 from tiering.checkpoint.load_plan import configuration, plan_to_load
 from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest
-from tiering.config import format_size, parse_size
+from tiering.config import format_size
 from tiering.errors import CheckpointError, ConfigError, TieringError
 from tiering.planning.report import PlanReport
 from tiering.strict_json import short
@@ -36,7 +36,7 @@ _SHOWN = 20  # damages
 def run(options: argparse.Namespace) -> int:
     """Answer, and return the exit code."""
     try:
-        gpu_memory = None if options.gpu is None else _size(options.gpu)
+        gpu_memory = options.gpu
         listing, path = _find(options.path, options.tag)
     except (TieringError, OSError) as error:
         print(f"tiering inspect: {error}", file=sys.stderr)
@@ -249,10 +249,3 @@ def _progress(path: Path, *, quick: bool) -> Iterator[Told]:
     ) as progress:
         task = progress.add_task("", total=sum(file.stat().st_size for file in path.glob("*.safetensors")))
         yield lambda read: progress.advance(task, read)
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"--gpu: {error}") from None

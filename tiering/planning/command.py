@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tiering.planning.report import PlanReport
     from tiering.planning.setting import Setting
 
+LEAST_MEMORY = 1 << 20  # bytes
 FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 1, 2
 
 EPILOG = """\
@@ -87,7 +88,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--profile", metavar="NAME", help="a machine of docs/sizing.md, by its data sheets")
-    group.add_argument("--gpu", type=_size, metavar="SIZE", help="memory of each GPU (default: no GPU)")
+    group.add_argument("--gpu", type=memory_size, metavar="SIZE", help="memory of each GPU (default: no GPU)")
     group.add_argument(
         "--ranks", type=_positive, metavar="N", help="on all nodes (default: 1, or a profile's)"
     )
@@ -101,7 +102,7 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     for tier in ("device", "host", "nvme"):
         group.add_argument(
             f"--{tier}-budget",
-            type=_size,
+            type=memory_size,
             metavar="SIZE",
             help="(default: the profile's, the configuration's, or this machine's)",
         )
@@ -209,6 +210,11 @@ def _config(options: argparse.Namespace, profile: Profile | None, ranks: int) ->
 
     if options.config is None:
         directory = options.measure[0] if options.measure else Path()
+        if profile is None and options.nvme_budget is None and not options.measure:
+            print(
+                f"nvme budget: from what is free in {directory.absolute()}; for another machine give --nvme-budget",
+                file=sys.stderr,
+            )
         config = usual_config(directory, world_size=ranks)
     else:
         config, _ = ds_config.load(options.config, world_size=ranks)
@@ -309,6 +315,16 @@ def _size(text: str) -> int:
 
     size: int = _said(parse_size, text)
     return size
+
+
+def memory_size(text: str) -> int:
+    """``24GiB``. A number alone is bytes, and so few of them are a unit that was forgotten."""
+    nbytes = _size(text)
+    if 0 < nbytes < LEAST_MEMORY:
+        number = text.strip()
+        remedy = f"did you mean {number}GiB?" if number.isdigit() else "give at least 1MiB"
+        raise argparse.ArgumentTypeError(f"{number} is {nbytes} bytes; {remedy}")
+    return nbytes
 
 
 def _written(text: str) -> int:

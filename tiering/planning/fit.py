@@ -78,7 +78,7 @@ def least_budget(load: Workload, budgets: Budgets, tier: Tier) -> Budgets | None
     """
 
     def fit(nbytes: int) -> bool:
-        return fits(load, replace(budgets, **{tier.value: nbytes}))
+        return fits(load, budgets.having(tier, nbytes))
 
     if not fit(UNLIMITED):
         return None
@@ -89,7 +89,7 @@ def least_budget(load: Workload, budgets: Budgets, tier: Tier) -> Budgets | None
     while enough - too_small > max(PAGE, round_up(enough // FINEST)):
         middle = round_up((too_small + enough) // 2)
         too_small, enough = (too_small, middle) if fit(middle) else (middle, enough)
-    return replace(budgets, **{tier.value: enough})
+    return budgets.having(tier, enough)
 
 
 def of_ranks(load: Workload, ranks: int) -> Workload:
@@ -194,7 +194,7 @@ def _raised_together(load: Workload, budgets: Budgets, local_ranks: int) -> Iter
         least = least_budget(load, together, tier)
         if least is None:
             return
-        together = replace(together, **{tier.value: max(least.of(tier), budgets.of(tier))})
+        together = together.having(tier, max(least.of(tier), budgets.of(tier)))
     if len(_changed(budgets, together, local_ranks)) > 1:
         yield _raised(load, budgets, together, local_ranks)
 

@@ -283,7 +283,8 @@ def _phase(name: str, work: _Work, flops: float, rates: Rates, device_is_host: b
         value: float | None = getattr(rates, rate)
         if amount and value is None:
             raise ConfigError(
-                f"the forecast of {name} needs the rate {rate!r}: give it, measure it, or name a profile that has it"
+                f"the forecast of {name} needs the rate {rate!r}: give it (tiering plan --{rate.replace('_', '-')}),"
+                " measure it (--measure DIR), or name a profile that has it (--profile NAME)"
             )
         return amount / value if amount and value else 0.0
 

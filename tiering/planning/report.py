@@ -31,6 +31,12 @@ _SHOWN = 0.05  # parts of the machine that are busy for less than this share of 
 _TOO_LONG = 36_500  # days
 
 
+NOT_COUNTED = (
+    "Not counted: activations, which take memory beside these budgets. They grow with the tokens of a micro-batch, and"
+    " many tokens may not fit although this plan does."
+)
+
+
 @dataclass(frozen=True)
 class PlanReport:
     """A model's plan within the budgets of each rank, or, where there is none, the refusal and the remedies.
@@ -74,6 +80,7 @@ class PlanReport:
             "micro_batch_tokens": self.setting.tokens,
             "budgets": {tier.value: self.budgets.of(tier) for tier in Tier},
             "plan": None if self.plan is None else _plan_dict(self.plan),
+            "not_counted": ["activations"],
             "forecast": None if self.forecast is None else self._forecast_dict(self.forecast),
             "unforeseen": self.unforeseen or None,
             "rates": self.rates.as_dict(),
@@ -133,6 +140,7 @@ class PlanReport:
             return
         yield ""
         yield self.plan.table()
+        yield NOT_COUNTED
         yield ""
         if self.forecast is None:
             yield f"No step time: {self.unforeseen}"

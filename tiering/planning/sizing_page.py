@@ -44,15 +44,17 @@ tiering plan --params 70B --profile a100 --micro-batches 4 --json
 ```
 
 or in Python `tiering.plan_for(model=model, config=config)`, which makes the plan that `initialize` would make.
-[planning.md](planning.md) has the formulas of a step's time. A budget is what the engine may own: beside it a GPU holds
-activations, and the host Python, torch and data.
+[planning.md](planning.md) has the formulas of a step's time. The plan does not count activations, and says so: a
+micro-batch of many tokens may not fit where the plan does. Sizes below 1 MiB are refused: `--gpu 24` is 24 bytes. A
+budget is what the engine may own: beside it a GPU holds activations, and the host Python, torch and data.
 
 `--json` is in bytes and seconds. Of a rank: `budgets`, `plan.tiers` (what each holds, by kind), `plan.nvme_read` and
 `nvme_written` in a step, `micro_batch_tokens`, `forecast.seconds`, its `phases` with what bounds them, and
-`tokens_that_hide`, of a micro-batch. Of a node, all its ranks together: `forecast.tokens` of a step,
-`tokens_per_second`, `nvme_written_per_day`, `drive_life`, and the budgets in `remedies`, whose `change` is by keys of
-the configuration. `rates` are of a node or a rank as [planning.md](planning.md) says. `fits` tells whether there is a
-plan, `refusal` why not. `schema` goes up when a name goes or changes its meaning.
+`tokens_that_hide`, of a micro-batch; `not_counted` is what takes memory beside the budgets. Of a node, all its ranks
+together: `forecast.tokens` of a step, `tokens_per_second`, `nvme_written_per_day`, `drive_life`, and the budgets in
+`remedies`, whose `change` is by keys of the configuration. `rates` are of a node or a rank as
+[planning.md](planning.md) says. `fits` tells whether there is a plan, `refusal` why not. `schema` goes up when a name
+goes or changes its meaning.
 The exit code is 0 for what fits, 1 for what does not, 2 for a wrong question.
 """
 

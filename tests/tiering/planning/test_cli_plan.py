@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,32 @@ def test_json_is_in_bytes_and_seconds(plan: Plan) -> None:
     }
 
 
+def test_a_plan_says_that_it_counts_no_activations(plan: Plan) -> None:
+    assert answered(plan, *SMALL, *RATES, "--tokens=65536")["not_counted"] == ["activations"]
+    _, out, _ = plan(*SMALL, *RATES)
+    assert "Not counted: activations" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("size", "remedy"),
+    [("24", "24 is 24 bytes; did you mean 24GiB?"), ("4K", "4K is 4096 bytes; give at least 1MiB")],
+)
+def test_a_size_without_its_unit_is_refused(
+    plan: Plan, capsys: pytest.CaptureFixture[str], size: str, remedy: str
+) -> None:
+    for option in ("--gpu", "--host-budget"):
+        with pytest.raises(SystemExit) as refused:
+            plan(*SMALL, option, size)
+        assert refused.value.code == 2 and remedy in capsys.readouterr().err
+
+
+def test_a_rate_that_is_missing_is_named_as_its_option(plan: Plan) -> None:
+    told = answered(plan, *SMALL)["unforeseen"]
+    assert re.search(
+        r"needs the rate '(\w+)': give it \(tiering plan --[a-z-]+\), measure it \(--measure DIR\)", told
+    )
+
+
 def test_the_names_in_json_are_those_of_its_schema(plan: Plan) -> None:
     """Programs read them: one that goes, or changes its meaning, makes another schema."""
     told = answered(plan, *SMALL, *RATES)
@@ -106,6 +133,7 @@ def test_the_names_in_json_are_those_of_its_schema(plan: Plan) -> None:
         "micro_batch_tokens",
         "micro_batches",
         "model",
+        "not_counted",
         "parameters",
         "ranks",
         "ranks_per_node",

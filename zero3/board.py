@@ -19,7 +19,7 @@ import json
 import os
 import socket
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,16 +38,20 @@ MEMORY = 4096  # collectives, and questions, that can still be asked about; far 
 
 @dataclass(frozen=True)
 class Process:
-    """Where a rank runs; ``started`` (clock ticks since boot) tells it from a later process of the same number."""
+    """Where a rank runs; ``started`` (clock ticks since boot) tells it from a later process of the same number.
+
+    ``pids`` names the PID namespace of the running kernel in which ``pid`` is its number; empty if that is unknown.
+    """
 
     host: str
     pid: int
     started: int
+    pids: str = ""
 
     @classmethod
     def this(cls) -> Process:
         stat = _stat(os.getpid())
-        return cls(socket.gethostname(), os.getpid(), stat[1] if stat else 0)
+        return cls(socket.gethostname(), os.getpid(), stat[1] if stat else 0, _pid_namespace())
 
     def state(self) -> str | None:
         """The kernel's letter for it (R, S, D, T, Z, ...), or None where no such process can be seen from here."""
@@ -60,8 +64,20 @@ class Process:
         return stat[2] if stat and stat[1] == self.started else None
 
     def is_dead(self) -> bool:
-        """Only for a process that has been seen alive from here: it may live on another host, or behind a namespace."""
+        """Only for a process that can be seen from here: others may live on another host, or behind a namespace."""
         return self.state() in (None, "Z", "X")
+
+    def can_be_seen(self) -> bool:
+        """Whether it is, or was, in this process's PID namespace, or is seen alive now."""
+        return self.pids == _pid_namespace() != "" or not self.is_dead()
+
+
+def _pid_namespace() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
 
 
 def _stat(pid: int) -> tuple[str, int, int] | None:
@@ -83,7 +99,10 @@ class Beat:
     waits: tuple[str, int, str] | None  # for which collective: group, number, what it is
     said: dict[str, tuple[int, str]]  # by group of collectives: number of the last one, and what it is
     state: Literal["running", "failed", "closed"] = "running"
+    remark: str = ""  # what has happened on this rank that may explain a failure: "a forward that raised ..."
     computing: tuple[int, ...] = ()  # ranks of its host that give no beat, and spend CPU time
+    waits_elsewhere: tuple[str, int, str] | None = None  # as ``waits``, in a collective of another engine
+    said_elsewhere: dict[str, tuple[int, str]] = field(default_factory=dict)  # as ``said``, of other engines
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -92,22 +111,29 @@ class Beat:
     def decode(cls, text: bytes) -> Beat:
         fields: dict[str, Any] = json.loads(text)
         fields["process"] = Process(**fields["process"])
-        fields["waits"] = tuple(fields["waits"]) if fields["waits"] else None
+        for waits in ("waits", "waits_elsewhere"):
+            fields[waits] = tuple(fields[waits]) if fields[waits] else None
         fields["computing"] = tuple(fields["computing"])
-        fields["said"] = {group: (number, what) for group, (number, what) in fields["said"].items()}
+        for said in ("said", "said_elsewhere"):
+            fields[said] = {group: (number, what) for group, (number, what) in fields[said].items()}
         return cls(**fields)
 
     def reached(self, group: str) -> int:
-        """Number of its last collective in ``group``."""
-        return self.said.get(group, (0, ""))[0]
+        """Number of its last collective in ``group``, which may be another engine's."""
+        return (self.said.get(group) or self.said_elsewhere.get(group, (0, "")))[0]
+
+    @property
+    def waiting(self) -> tuple[str, int, str] | None:
+        """The collective that it waits for, of whichever engine."""
+        return self.waits or self.waits_elsewhere
 
     def position(self) -> str:
         if self.state == "closed":
             return self.doing
         if self.state == "failed":
             return "failed"
-        if self.waits is not None:
-            return "waiting to {2} ({0} {1})".format(*self.waits)
+        if self.waiting is not None:
+            return "waiting to {2} ({0} {1})".format(*self.waiting)
         last = [f"{group} {number}" for group, (number, _) in self.said.items()]
         return f"in {self.doing or 'code outside the engine'}" + (
             f", after {', '.join(last)}" if last else ""
@@ -138,6 +164,10 @@ class Board:
         self.served = f"the rendezvous store{address} (served by {server})"
         clone = getattr(store, "clone", None)  # torch 2.8; an older one shares its connection
         self._store = PrefixStore("peers", clone() if clone else store)
+
+    def leave(self) -> None:
+        """Nobody asks any more: give its connection up."""
+        del self._store
 
     def write(self, rank: int, beat: Beat) -> None:
         self._store.set(f"beat/{rank}", beat.encode())

@@ -70,6 +70,7 @@ T = TypeVar("T")
 
 LARGE = 256 << 10  # bytes of a shard that is worth an operation for each rank
 TITLE = 64  # bytes of a row that say what it is
+EXPLAINING = 10  # steps after which an exception that the program has caught explains no error any more
 FAREWELL = 10.0  # seconds in which other ranks may end what they still do with this one's memory
 _engines = itertools.count()  # of this process; as many as of any other rank
 
@@ -122,17 +123,21 @@ class Collectives:
         self._streams = streams
         self._failure: DistributedError | None = None
         self._raised: BaseException | None = None  # by the last forward
+        self._caught = ""  # by the program, of a forward: a remark for errors to come
+        self._steps_since = 0
         self.row_nbytes = 64  # what a row of a table has room for
         # Threads of the peers' refer to them: so they know nothing of this object, which would never be given up.
         self._groups = ProcessGroups()
+        name = f"engine {next(_engines)}"
         self.peers = Peers(
-            PrefixStore(f"tiering engine {next(_engines)}", dist.distributed_c10d._get_default_store()),
+            PrefixStore(f"tiering {name}", dist.distributed_c10d._get_default_store()),
             world.rank,
             world.size,
             timeout=config.timeout,
             silence=config.silence,
             on_lost=None if self._streams is None else self._groups.abort,
             unended=partial(_unended, self._groups, self._streams),
+            engine=name,
         )
         # An engine that nobody closes must not go on giving signs of life. At exit peers take their leave themselves.
         self._leave = weakref.finalize(self, _leave, self.peers, self._groups)
@@ -149,10 +154,9 @@ class Collectives:
         if device.type == "cuda":  # before NCCL looks; see Note [Collectives on a device]
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         transport = TRANSPORTS[device.type]
-        self._gathers, self._reductions, self._control = (
-            self._new_group(timeout, backend) for backend in (transport, transport, "gloo")
-        )
-        self._groups.take([self._gathers, self._reductions], self._control)
+        self._groups.take("gather", self._new_group(timeout, transport))
+        self._groups.take("reduction", self._new_group(timeout, transport))
+        self._groups.take("control", self._new_group(timeout, "gloo"))
         self.peers.agree("initialize")
         if device.type == "cuda":
             gpu = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
@@ -186,13 +190,13 @@ class Collectives:
         self._count("all-gather", shard.nbytes * (self.world.size - 1))
         pending = Pending([], what, "gather")
         if self._streams is not None:
-            collective = partial(all_gather, whole, shard, self._gathers, async_op=False)
+            collective = partial(all_gather, whole, shard, self._groups.of("gather"), async_op=False)
             return self._queue(pending, collective, self._streams.gather, after, whole.nbytes)
         direct = shard.nbytes >= LARGE
         pending.works = (
-            scatter_shards(as_bytes(whole), as_bytes(shard), self._gathers)
+            scatter_shards(as_bytes(whole), as_bytes(shard), self._groups.of("gather"))
             if direct
-            else [waited_for(all_gather(whole, shard, self._gathers))]
+            else [waited_for(all_gather(whole, shard, self._groups.of("gather")))]
         )
         return self._begun(pending, whole.nbytes)
 
@@ -210,7 +214,7 @@ class Collectives:
         self._count("reduce", sent.nbytes // self.world.size * (self.world.size - 1))
         self.peers.issued(what, group="reduction")
         pending = Pending([], what, "reduction")
-        exchange = partial(dist.all_to_all_single, received, sent, group=self._reductions)
+        exchange = partial(dist.all_to_all_single, received, sent, group=self._groups.of("reduction"))
         if self._streams is not None:
             pending.buffers = received, sent
             return self._queue(pending, exchange, self._streams.reduce, None, sent.nbytes)
@@ -256,7 +260,7 @@ class Collectives:
             told = ", ".join(f"rank {rank} in {each!r}" for rank, each in enumerate(titles))
             self._failure = RankOrderError(
                 f"ranks are at different points of the program: {told}. Call forward, backward and step equally often"
-                " on all ranks"
+                f" on all ranks.{self.peers.remarks()}"
             )
             raise self._failure
         return table.rows[:, TITLE : TITLE + table.nbytes].contiguous().view(table.dtype)
@@ -268,7 +272,7 @@ class Collectives:
         receivers = self.world.size - 1
         self._count("broadcast", values.nbytes if self.world.rank == source and receivers else 0)
         self.peers.issued(what, group="control")
-        work = dist.broadcast(as_bytes(values), source, group=self._control, async_op=True)
+        work = dist.broadcast(as_bytes(values), source, group=self._groups.of("control"), async_op=True)
         self._wait(work, what, "control")
 
     def of_node(self, mine: T) -> list[T]:
@@ -309,9 +313,17 @@ class Collectives:
         """
         if phase == "forward":
             self._raised = error
-            self.peers.note(f"the program, after a forward that raised {type(error).__name__}")
+            self._caught, self._steps_since = f"a forward that raised {type(error).__name__}: {error}", 0
+            self.peers.remark(self._caught)
         else:
             self.peers.fail(error)
+
+    def in_step(self) -> None:
+        """All ranks have ended the same step: the longer ago an exception is, the less it explains."""
+        if self._caught:
+            self._steps_since += 1
+            self._caught = self._caught if self._steps_since < EXPLAINING else ""
+            self.peers.remark(self._caught and f"{self._caught} ({self._steps_since} steps before)")
 
     def check_same(self, kind: str, described: Iterable[str]) -> None:
         """ConfigError, on every rank, if what ``described`` (a line each) says of ``kind`` differs between ranks."""
@@ -368,7 +380,7 @@ class Collectives:
     def _begin_rows(self, rows: Tensor, row: Tensor, what: str) -> dist.Work:
         self._count("control", row.numel() * (self.world.size - 1))
         self.peers.issued(what, group="control")
-        return waited_for(all_gather(rows.view(-1), row, self._control))
+        return waited_for(all_gather(rows.view(-1), row, self._groups.of("control")))
 
     def _finish_rows(self, work: dist.Work, what: str) -> None:
         with self._stalls.waiting_for("agreement"):

@@ -16,13 +16,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict, deque
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from zero3 import knots
 from zero3.board import MEMORY, Beat, Board, Failure, Process, spell
 from zero3.position import Position
+from zero3.questions import Answers, Question
 from zero3.seen import Seen
 
 log = logging.getLogger(__name__)
@@ -38,35 +39,11 @@ AT_ONCE = 64  # ranks whose beats are read in one look; more of them are looked 
 POLL = (2e-4, 2e-2)  # seconds between two counts of answers, from the first on, doubling
 
 
-@dataclass
-class Question:
-    """``agree`` in progress."""
-
-    group: str
-    number: int
-    what: str
-    asked: bool = False
-
-
-class Answers:
-    """What this rank has answered in one group of collectives."""
-
-    def __init__(self) -> None:
-        self.read = 0  # questions, by index
-        self.open: set[int] = set()  # numbers that others ask about and that this rank has not reached
-        self.given: dict[int, None] = {}  # numbers, the last ones
-        self.kept: deque[int] = deque(maxlen=16)  # of those, what may still be in the store
-
-    def give(self, number: int) -> None:
-        self.given[number] = None
-        self.given.pop(number - MEMORY, None)
-        self.kept.append(number)
-
-
 class Heartbeat:
     """Beats until the rank ends. Its thread is a daemon: it keeps no process alive; a forked child has none.
 
-    ``strict``: judge the others also while this rank waits for nothing that it knows of.
+    ``strict``: judge the others also while this rank waits for nothing that it knows of. ``elsewhere``: where this rank
+    is with other engines, by their names.
     """
 
     def __init__(
@@ -79,9 +56,11 @@ class Heartbeat:
         silence: float,
         beat: float,
         strict: bool,
+        elsewhere: Callable[[], Mapping[str, Position]] = dict,
     ) -> None:
         self.board = board
         self.position = Position()
+        self._elsewhere = elsewhere
         self.process = Process.this()
         self.seen: dict[int, Seen] = {}
         self.turns = 0  # how often the thread has come round: it does not while the store hangs
@@ -172,7 +151,7 @@ class Heartbeat:
 
     def beat(self) -> Beat:
         """Where this rank is now."""
-        here = self.position
+        here, elsewhere = self.position, self._elsewhere()
         return Beat(
             self._count,
             self.process,
@@ -180,7 +159,14 @@ class Heartbeat:
             here.waits,
             here.last(),
             self._state,
+            here.remark,
             self._computing,
+            next((position.waits_of(name) for name, position in elsewhere.items() if position.waits), None),
+            {
+                group: last
+                for name, position in elsewhere.items()
+                for group, last in position.last(name).items()
+            },
         )
 
     def who(self, rank: int) -> str:
@@ -188,6 +174,14 @@ class Heartbeat:
         seen = self.seen.get(rank)
         process = self.process if rank == self._rank else seen.beat.process if seen else None
         return f"rank {rank}" + (f" (host {process.host}, pid {process.pid})" if process else "")
+
+    def remarks(self) -> str:
+        """What ranks remark, in sentences; empty if there is nothing."""
+        said = {rank: seen.beat.remark for rank, seen in dict(self.seen).items()}
+        said[self._rank] = self.position.remark
+        return "".join(
+            f" {self.who(rank)} went on after {said[rank]}." for rank in sorted(said) if said[rank]
+        )
 
     def positions(self, ranks: list[int] | None = None) -> str:
         """Where ranks are, those in the same place together."""
@@ -245,6 +239,7 @@ class Heartbeat:
                 self._write()
             except RuntimeError as error:
                 self._lose(str(error).partition("\n")[0])
+        self.board.leave()
 
     def _lose(self, why: str) -> None:
         with self.changed:
@@ -357,11 +352,12 @@ class Heartbeat:
                 answers.kept.remove(earlier)
 
     def _disorder(self, group: str, number: int, rank: int, what: str, mine: str) -> Failure:
+        self._read([rank])  # the last beat may be of before what it remarks
         (one, this), (other, that) = sorted([(rank, what), (self._rank, mine)])
         return Failure(
             "order", other,
             f"{self.who(other)} is about to {that} where {self.who(one)} is about to {this} ({group} {number}): "
-            f"{ORDER}",
+            f"{ORDER}{self.remarks()}",
         )  # fmt: skip
 
     def _whom(self, now: float, kicked: bool) -> list[int]:
@@ -388,7 +384,7 @@ class Heartbeat:
                 seen.take(beat, self._clock)
                 self._hear_of_work(beat)
             seen.looked = self._clock
-            seen.here = seen.here or not beat.process.is_dead()
+            seen.here = seen.here or beat.process.can_be_seen()
 
     def _hear_of_work(self, beat: Beat) -> None:
         """See Note [A rank that computes and says nothing]."""
@@ -441,7 +437,7 @@ class Heartbeat:
         before, self._knot = self._knot, knots.find(self._rank, running | {self._rank: self.beat()})
         if knots.is_tied(before, self._knot):
             tied = sorted(self._knot)
-            words = f"{spell(tied)} wait for each other: {self.positions(tied)}: {ORDER}"
+            words = f"{spell(tied)} wait for each other: {self.positions(tied)}: {ORDER}{self.remarks()}"
             return self._settle(Failure("order", tied[0], words))
         silent = self._silent_ranks()
         if silent and (self._waiting or self._strict):
@@ -471,7 +467,7 @@ class Heartbeat:
             "lost", rank,
             f"{self.who(rank)} {beat.doing} after {group} {beat.reached(group)}, and "
             f"{self.who(self._rank)} is to {what} as {group} {number}: all ranks must run forward, backward and step "
-            "equally often; give every rank the same number of batches.",
+            f"equally often; give every rank the same number of batches.{self.remarks()}",
         )  # fmt: skip
 
     def _silent_ranks(self) -> list[int]:

@@ -1,7 +1,7 @@
 """Ranks that wait for each other: a knot that nobody can undo. Pure.
 
 Collectives of several groups have no order among each other, so a rank that waits in one and a rank that waits in
-another look like two that are early, until one sees that each waits for the other.
+another look like two that are early, until one sees that each waits for the other. The same of several engines.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def find(rank: int, beats: Mapping[int, Beat]) -> dict[int, Beat]:
     at: int | None = rank
     while at is not None and at not in path:
         path.append(at)
-        waits = beats[at].waits
+        waits = beats[at].waiting
         if waits is None:
             return {}
         group, number, _ = waits
-        blocking = (other for other, beat in beats.items() if beat.waits and beat.reached(group) < number)
+        blocking = (other for other, beat in beats.items() if beat.waiting and beat.reached(group) < number)
         at = next(blocking, None)
     return {} if at is None else {member: beats[member] for member in path[path.index(at) :]}
 
@@ -38,8 +38,11 @@ def is_tied(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> bool:
         bool(now)
         and before.keys() == now.keys()
         and all(
-            beat.count > before[rank].count
-            and (beat.waits, beat.said) == (before[rank].waits, before[rank].said)
+            beat.count > before[rank].count and _place(beat) == _place(before[rank])
             for rank, beat in now.items()
         )
     )
+
+
+def _place(beat: Beat) -> object:
+    return beat.waiting, beat.said, beat.said_elsewhere

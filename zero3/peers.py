@@ -24,6 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Literal, Self, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ from tiering.errors import DistributedError
 from zero3 import futures
 from zero3.board import Board, Failure, spell
 from zero3.heartbeat import SIGNS, Heartbeat
+from zero3.position import Position
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,12 @@ def newest() -> Peers | None:
     return _open.get(max(mine)) if mine else None
 
 
+def _of_other_engines(rank: int, engine: str) -> dict[str, Position]:
+    """Where this process is as ``rank`` with its other engines that are open."""
+    open_ = [peers for peers in list(_open.values()) if peers.of_this_process and peers.rank == rank]
+    return {peers.engine: peers.position for peers in open_ if peers.engine != engine}
+
+
 def ended(work: Work, within: float) -> bool:
     """Whether ``work`` has ended, after so many seconds at most; RuntimeError if it has failed."""
     try:
@@ -77,6 +85,7 @@ class Peers:
 
     ``on_lost`` is called once, on a thread of its own, with the message of what ended the run, unless this rank did. It
     is for collectives that a device waits for (NCCL); with it, silence counts also while this rank does not wait.
+    ``engine`` is a name that this process's engines have each for itself, the same on all ranks.
     ``unended`` says what the device was told and has not ended, if anything: that counts as a wait of this rank.
     """
 
@@ -92,8 +101,10 @@ class Peers:
         unended: Callable[[], str | None] = lambda: None,
         beat: float = 1.0,
         patience: float = 10.0,
+        engine: str = "",
     ) -> None:
         self.rank = rank
+        self.engine = engine
         self.timeout = timeout
         self.silence = silence
         self._beat = min(beat, silence / SIGNS)
@@ -110,6 +121,7 @@ class Peers:
             silence=silence,
             beat=self._beat,
             strict=on_lost is not None,
+            elsewhere=partial(_of_other_engines, rank, engine),
         )
         self._position = self._heartbeat.position
         self._age = next(_ages)
@@ -120,10 +132,26 @@ class Peers:
                 target=self._watch, args=(on_lost, unended), name="watch over ranks", daemon=True
             ).start()
 
+    @property
+    def position(self) -> Position:
+        """Where this rank is with this engine."""
+        return self._position
+
     def note(self, doing: str) -> None:
         """What this rank does now, for the others' messages: "backward of 'layers.3'"."""
         self._position.doing = doing
         self._position.changes += 1
+
+    def remark(self, what: str) -> None:
+        """Something has happened here that may explain a failure to come; empty: it no more does."""
+        self._position.remark = what[:QUOTED]
+
+    def remarks(self) -> str:
+        """What ranks have remarked, in sentences, once their last beats are here: for an error that is about to be."""
+        self._heartbeat.watch()
+        self._heartbeat.failed(2 * self._beat)
+        self._heartbeat.rest()
+        return self._heartbeat.remarks()
 
     def issued(self, what: str, *, group: str = COLLECTIVE) -> None:
         """The next collective of ``group`` is on its way without having been agreed on.
@@ -335,7 +363,7 @@ class Peers:
             "stuck", self.rank,
             f"no rank has moved for {self.timeout:.0f} s: {self._heartbeat.positions()}{waiting}. Stacks of the ranks "
             "that do not wait tell more (py-spy dump --pid PID); work that takes this long needs a longer "
-            "tiering.distributed.timeout.",
+            f"tiering.distributed.timeout.{self._heartbeat.remarks()}",
         )  # fmt: skip
 
     def _watch(self, on_lost: Callable[[str], None], unended: Callable[[], str | None]) -> None:

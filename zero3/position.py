@@ -13,6 +13,7 @@ class Position:
 
     def __init__(self) -> None:
         self.doing = ""
+        self.remark = ""  # see Beat
         self.waits: tuple[str, int, str] | None = None  # group, number, what
         self.changes = 0
         self._lock = threading.Lock()  # of what follows
@@ -41,7 +42,17 @@ class Position:
             said = self._said[group]
             return next((number for number in reversed(said) if said[number] == what), last)
 
-    def last(self) -> dict[str, tuple[int, str]]:
-        """By group: the last collective."""
+    def last(self, engine: str = "") -> dict[str, tuple[int, str]]:
+        """By group: the last collective. Groups are named after their ``engine``, if that is given."""
         with self._lock:
-            return {group: (number, self._said[group][number]) for group, number in self._last.items()}
+            last = self._last.items()
+            return {_full(engine, group): (number, self._said[group][number]) for group, number in last}
+
+    def waits_of(self, engine: str) -> tuple[str, int, str] | None:
+        """``waits``, its group named after its ``engine``."""
+        waits = self.waits
+        return None if waits is None else (_full(engine, waits[0]), *waits[1:])
+
+
+def _full(engine: str, group: str) -> str:
+    return f"{engine} {group}".lstrip()

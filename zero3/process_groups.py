@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import deque
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from zero3.peers import sever
 from zero3.streams import Event
 
 log = logging.getLogger(__name__)
+
+Kind = Literal["gather", "reduction", "control"]
 
 
 @dataclass
@@ -34,18 +37,25 @@ class Pending:
 
 
 class ProcessGroups:
-    """The process groups of one engine, and what a device has been told to do with those for ``transport``."""
+    """The process groups of one engine, by kind, and what a device has been told to do with those that move tensors."""
 
     def __init__(self) -> None:
-        self._transport: list[dist.ProcessGroup] = []
-        self._control: list[dist.ProcessGroup] = []
+        self._made: dict[Kind, dist.ProcessGroup] = {}
         self._queued: dict[str, deque[Pending]] = {"gather": deque(), "reduction": deque()}
         self._severing = threading.Lock()  # of what follows
         self._severed = False
 
-    def take(self, transport: list[dist.ProcessGroup], control: dist.ProcessGroup) -> None:
-        """These are the groups, once they are made."""
-        self._transport, self._control = transport, [control]
+    def take(self, kind: Kind, group: dist.ProcessGroup) -> None:
+        """This is the group for ``kind``. Nobody else keeps it: its threads and sockets end with ``leave``."""
+        self._made[kind] = group
+
+    def of(self, kind: Kind) -> dist.ProcessGroup:
+        """The group for ``kind``."""
+        return self._made[kind]
+
+    @property
+    def _transport(self) -> list[dist.ProcessGroup]:
+        return [group for kind, group in self._made.items() if kind != "control"]
 
     def queued(self, pending: Pending) -> None:
         """The device was told of it."""
@@ -72,21 +82,22 @@ class ProcessGroups:
         with self._severing:
             if not self._severed:
                 self._severed = True
-                sever([*self._transport, *self._control])
+                sever(self._made.values())
 
     def leave(self) -> None:
         """Let torch forget them."""
-        known = [*self._transport, *self._control]
         with self._severing:
-            if all(group.name() == "nccl" for group in self._transport):
+            transport, known = self._transport, list(self._made.values())
+            self._made.clear()
+            if transport and all(group.name() == "nccl" for group in transport):
                 if not self._severed:
                     # Not torch's way, which waits without a limit for all ranks of this node to do the same.
-                    sever(self._transport)
+                    sever(transport)
                 else:  # torch's own watch over them may be about to end this process, and would be waited for
-                    known = self._control
-        for group in known:
+                    known = [group for group in known if group not in transport]
+        while known:
             with contextlib.suppress(ValueError):  # the program has destroyed all of torch's groups
-                dist.destroy_process_group(group)
+                dist.destroy_process_group(known.pop())
 
 
 def _is_over(pending: Pending) -> bool:

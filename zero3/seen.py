@@ -27,7 +27,7 @@ class Seen:
     beat: Beat
     since: float  # when this beat was first seen
     looked: float  # when somebody looked last, which may be long ago
-    here: bool = False  # its process has been seen alive on this machine
+    here: bool = False  # its process can be seen from here, while it lives
     worked: float = float("-inf")  # when its process was last known to compute, after that beat
     _ticks: int | None = None  # of CPU time, when they were last counted
     _counted: float = 0.0

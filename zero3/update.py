@@ -261,6 +261,7 @@ class Update:
         if any(each.options != mine.options for each in told):
             of_all = self._collectives.say(options, "tell the hyperparameters")
             hyperparameters.check_same(of_all, self.steps + 1)
+        self._collectives.in_step()
         first = min((each.bad for each in told if each.bad >= 0), default=-1)
         average = None if loss is None else sum(each.loss for each in told) / len(told)
         asked = next((int(each.stop) for each in told if each.stop), 0)

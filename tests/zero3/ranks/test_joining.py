@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -152,3 +153,25 @@ def open_sockets() -> int:
 def test_as_many_sockets_are_open_as_room_is_made_for(doomed: Ranks, nvme: Path) -> None:
     for taken, room in doomed(4).run(sockets, nvme):
         assert 0 < taken <= room + 3
+
+
+def kept(rank: int, nvme: Path) -> list[tuple[int, int]]:
+    """Threads and sockets before an engine and when it is closed, which somebody keeps."""
+    start(nvme, models.Blocks).close()  # what torch and others open once
+    gc.collect()
+    gc.disable()
+    try:
+        found = [(len(list(Path("/proc/self/task").iterdir())), open_sockets())]
+        engine = start(nvme, models.Blocks, threshold=0)
+        for shares in models.vectors(1, 2):
+            engine.backward(engine(*shares[rank]))
+            engine.step()
+        engine.close()
+        return [*found, (len(list(Path("/proc/self/task").iterdir())), open_sockets())]
+    finally:
+        gc.enable()
+
+
+def test_a_closed_engine_keeps_no_threads_and_no_sockets(doomed: Ranks, nvme: Path) -> None:
+    for before, after in doomed(2).run(kept, nvme):
+        assert after == before

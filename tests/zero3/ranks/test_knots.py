@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
 from zero3 import knots
 from zero3.board import Beat, Process
+
+from . import models
+from .pool import Pool
+from .training import start
 
 HERE = Process("host", 1, 2)
 Waits = tuple[str, int]
@@ -57,3 +65,33 @@ def test_one_look_is_not_enough() -> None:
     assert not knots.is_tied(once, again | {1: beat(("control", 4), 9, gather=4)})  # it has moved on
     assert not knots.is_tied(once, again | {1: beat(("control", 3), 9, gather=5)})
     assert not knots.is_tied(once, {0: again[0]})
+
+
+def test_ranks_wait_for_each_other_with_two_engines() -> None:
+    one, other = beat(("gather", 5), gather=5, control=2), beat(None, gather=4)
+    one = replace(one, said_elsewhere={"engine 1 control": (6, "x")})
+    other = replace(
+        other, waits_elsewhere=("engine 1 control", 7, "x"), said_elsewhere={"engine 1 control": (7, "x")}
+    )
+    found = knots.find(0, {0: one, 1: other})
+    assert list(found) == [0, 1]
+    assert knots.is_tied(found, {rank: replace(each, count=each.count + 1) for rank, each in found.items()})
+    assert not knots.find(0, {0: one, 1: replace(other, said={"gather": (5, "x")})}), "it has come by now"
+
+
+def crossed(rank: int, nvme: Path) -> None:
+    """Two engines, whose steps rank 1 takes in the other order."""
+    options = {"threshold": 0, "stage": 2, "distributed": {"timeout": 60, "silence": 20}}
+    first, second = (start(nvme, models.Blocks, **options) for _ in range(2))
+    for number, shares in enumerate(models.vectors(3, 2)):
+        for engine in (second, first) if rank and number == 2 else (first, second):
+            engine.backward(engine(*shares[rank]))
+            engine.step()
+
+
+def test_two_engines_in_opposite_order_are_named_soon(doomed: Callable[..., Pool], nvme: Path) -> None:
+    for outcome in doomed(2).outcomes(crossed, nvme, limit=60):
+        assert outcome.error is not None and outcome.error.kind == "RankOrderError", outcome.report()
+        assert "ranks 0-1 wait for each other" in outcome.error.message
+        assert "engine" in outcome.error.message
+        assert outcome.seconds < 20

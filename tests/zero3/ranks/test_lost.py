@@ -327,3 +327,36 @@ def test_an_exception_in_forward_on_all_ranks_alike_is_survived(ranks: Ranks, nv
     first, second = ranks(2).run(go_on, nvme, **PLACES[place])
     assert first[0] == second[0] == 3
     assert all(value.equal(second[1][name]) for name, value in first[1].items())
+
+
+def go_on_after(rank: int, nvme: Path, **options: Any) -> None:
+    """Rank 1 catches what a block raises in its second forward, and takes the next batch; so do all in the first."""
+    with start(nvme, **options) as engine:
+        raising: list[BaseException] = []
+        engine.module.blocks[1].register_forward_hook(lambda *_: raise_last(raising))
+        for number, shares in enumerate(tokens(4, 2)):
+            raising[:] = [OwnError("of all")] * (number == 0) + [ValueError("a bad image")] * (
+                number == 2
+            ) * rank
+            try:
+                loss = engine(*shares[rank])
+            except (OwnError, ValueError):
+                continue
+            engine.backward(loss)
+            engine.step()
+
+
+def raise_last(errors: list[BaseException]) -> None:
+    if errors:
+        raise errors.pop()
+
+
+@pytest.mark.parametrize("place", ["stage 3", "stage 2"])
+def test_an_exception_that_one_rank_caught_is_named_where_ranks_part(
+    doomed: Ranks, nvme: Path, place: str
+) -> None:
+    first, second = doomed(2).outcomes(go_on_after, nvme, threshold=0, **WATCHFUL, **PLACES[place])
+    assert first.error is not None, first.report()
+    for outcome in (each for each in (first, second) if each.error is not None):
+        words = "went on after a forward that raised ValueError: a bad image"
+        assert words in outcome.error.message, outcome.report()

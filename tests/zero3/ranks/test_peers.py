@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,7 +49,7 @@ def test_the_error_of_one_rank_is_quoted_by_all_and_stays(together: Callable[...
                 again()
     with pytest.raises(RankLostError, match="ValueError: no such token"):
         them.ranks[1].agree("anything")
-    assert them.ranks[0]._heartbeat.board.failure().rank == 1
+    assert all(them.ranks[rank]._heartbeat.failure.rank == 1 for rank in (0, 2))
 
 
 def test_the_first_of_two_failures_is_the_one_that_all_name(together: Callable[..., Together]) -> None:
@@ -377,6 +378,8 @@ def test_a_process_of_the_same_number_is_another_one() -> None:
     process = Process(this.host, child.pid, started)
     eventually(lambda: process.state() == "Z")
     assert process.is_dead()
+    assert not process.can_be_seen(), "it may be on another machine"
+    assert replace(process, pids=this.pids).can_be_seen(), "it has ended here"
     child.wait()
 
 

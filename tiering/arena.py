@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import mmap
 import threading
@@ -155,8 +156,13 @@ class Arena:
         # Fault every page in now, so that the first step does not: a GiB in 0.05 s, where touching takes half a second.
         try:
             mapping.madvise(MADV_POPULATE_WRITE)
-        except OSError:  # a kernel before 5.14
-            memory[::PAGE] = bytes(len(memory) // PAGE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # touching the pages would end the process
+                raise ArenaError(
+                    f"the {name} arena needs {len(memory)} bytes of memory, which the system does not give:"
+                    f" {errno.errorcode.get(error.errno or 0, error.errno)}, {error.strerror}; lower the {name} budget"
+                ) from error
+            memory[::PAGE] = bytes(len(memory) // PAGE)  # a kernel before 5.14
         if pin is not None and nbytes:
             pin(address, len(memory))
         elif nbytes and not lock_memory(address, len(memory)):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import mmap
+import os
 import signal
 import subprocess
 import sys
@@ -402,6 +404,24 @@ def test_pages_are_touched_and_pinned_once(populates: bool, monkeypatch: pytest.
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.mincore(ctypes.c_void_p(arena.address), ctypes.c_size_t(6 * PAGE), resident) == 0
     assert [page & 1 for page in resident] == [1] * 6
+
+
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EFAULT])
+def test_memory_that_the_system_does_not_give_is_refused(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To touch it page by page, as under an old kernel, would end the process."""
+
+    class Refusing(mmap.mmap):
+        def madvise(self, advice: int, *rest: int) -> None:
+            if advice == arena_module.MADV_POPULATE_WRITE:
+                raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(arena_module.mmap, "mmap", Refusing)
+    with pytest.raises(ArenaError) as caught:
+        Arena.map(5 * PAGE, "host")
+    assert str(caught.value) == (
+        f"[TIER-ARENA] the host arena needs {5 * PAGE} bytes of memory, which the system does not give:"
+        f" {errno.errorcode[code]}, {os.strerror(code)}; lower the host budget"
+    )
 
 
 def mapped_at(address: int) -> bool:

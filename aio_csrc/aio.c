@@ -25,9 +25,12 @@ static const uint64_t MAX_REGION_SIZE = UINT64_C(1) << 30; /* io_uring's limit f
 
 int aio_thread_start(pthread_t *thread, void *(*run)(void *), void *argument)
 {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    static const int own_faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+    sigset_t others, before;
+    sigfillset(&others);
+    for (size_t i = 0; i < sizeof own_faults / sizeof own_faults[0]; i++)
+        sigdelset(&others, own_faults[i]);
+    pthread_sigmask(SIG_SETMASK, &others, &before);
     int error = pthread_create(thread, NULL, run, argument);
     if (!error)
         pthread_setname_np(*thread, "tiering-aio");
@@ -64,7 +67,8 @@ static int allocate_regions(aio_context *context)
     if (!context->registered || !context->backend.ops->register_buffer)
         return 0;
     context->regions = calloc(AIO_MAX_BUFFERS, sizeof context->regions[0]);
-    return context->regions ? 0 : -ENOMEM;
+    context->ready = calloc(AIO_MAX_BUFFERS, sizeof(void *));
+    return context->regions && context->ready ? 0 : -ENOMEM;
 }
 
 static int allocate_blocks(aio_context *context)
@@ -98,6 +102,7 @@ static void free_context(aio_context *context)
         free(context->files[i]);
     }
     free(context->regions);
+    free(context->ready);
     free(context->files);
     free(context->blocks);
     free(context->free_blocks);

@@ -132,7 +132,7 @@ int aio_add_file(aio_context *context, int fd, int direct);
  * each. It must stay mapped until aio_close: the kernel goes on using these pages, whatever is mapped at the
  * address later. Returns once that is done, which touches every page. All requests work without it, too.
  * -EOPNOTSUPP: this engine has no such thing, or options.registered is 0. -ENOMEM: RLIMIT_MEMLOCK. -ENOSPC:
- * more than a thousand buffers, counting each GiB as one. -EFAULT: not all of it is mapped. */
+ * more than 16384 buffers, counting each GiB as one. -EFAULT: not all of it is mapped. */
 int aio_register_buffer(aio_context *context, void *address, uint64_t nbytes);
 
 /* Queue one request and store its ticket (> 0) in *ticket. Any length is taken: it is split into blocks, and

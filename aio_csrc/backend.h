@@ -28,7 +28,7 @@ struct aio_op {
     struct aio_op *next; /* for the backend's lists, while it holds the operation */
 };
 
-enum { AIO_MAX_BUFFERS = 1024 };
+enum { AIO_MAX_BUFFERS = 1 << 14 }; /* io_uring's limit */
 
 /* The kernel plugs the block layer while it takes more than two operations in one call, and then joins those
  * that follow each other on disk. Small ones gain by it. Blocks of a useful size lose: sixteen of 1 MiB become
@@ -92,7 +92,8 @@ extern const struct aio_backend_ops aio_backend_threads;
 int aio_backend_add_faults(struct aio_backend *backend, const aio_fault *faults, unsigned n_faults,
                            unsigned capacity);
 
-/* A thread that receives no signal: SIGXFSZ (a write past RLIMIT_FSIZE) would otherwise end the process. */
+/* A thread that receives no signal: SIGXFSZ (a write past RLIMIT_FSIZE) would otherwise end the process. But its
+ * own faults: blocked, they would end it as well, and no handler would tell where. */
 int aio_thread_start(pthread_t *thread, void *(*run)(void *), void *argument);
 
 uint64_t aio_now_ns(void);

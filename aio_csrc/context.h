@@ -134,6 +134,8 @@ struct aio_context {
     uint64_t n_live;                  /* (lock) requests not yet done */
     struct region *regions;           /* (lock) AIO_MAX_BUFFERS of them, or NULL */
     unsigned n_regions, n_tried;      /* (lock) those below n_tried are no longer pending */
+    struct region **ready;            /* (lock) those in use, by address */
+    unsigned n_ready;                 /* (lock) */
 
     struct block *blocks;       /* capacity of them: on free_blocks (lock), or the driver's */
     struct block **free_blocks; /* (lock) */

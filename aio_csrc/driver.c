@@ -50,16 +50,39 @@ static void pop(struct request *request)
     request->state = REQUEST_ISSUED;
 }
 
-/* The number of the registered buffer that holds all of the range, or -1. */
+/* How many of the registered regions begin at `address` or before. */
+static unsigned count_up_to(const aio_context *context, const char *address)
+{
+    unsigned low = 0, high = context->n_ready;
+    while (low < high) {
+        unsigned middle = low + (high - low) / 2;
+        if (context->ready[middle]->address <= address)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* The number of the registered buffer that holds all of the range, or -1. Of regions that overlap, only the last
+ * one that begins before the range is looked at: the others' memory is transferred as if it were not registered. */
 static int find_buffer(const aio_context *context, const char *data, uint64_t nbytes)
 {
-    for (unsigned i = 0; i < context->n_tried; i++) {
-        const struct region *region = &context->regions[i];
-        if (region->state == REGION_READY && data >= region->address &&
-            (uint64_t)(data - region->address) + nbytes <= region->nbytes)
-            return (int)i;
-    }
-    return -1;
+    unsigned n = count_up_to(context, data);
+    if (n == 0)
+        return -1;
+    const struct region *region = context->ready[n - 1];
+    bool holds = (uint64_t)(data - region->address) + nbytes <= region->nbytes;
+    return holds ? (int)(region - context->regions) : -1;
+}
+
+static void add_ready(aio_context *context, struct region *region)
+{
+    unsigned place = count_up_to(context, region->address);
+    memmove(context->ready + place + 1, context->ready + place,
+            (context->n_ready - place) * sizeof context->ready[0]);
+    context->ready[place] = region;
+    context->n_ready++;
 }
 
 static struct block *carve(aio_context *context, struct request *request, uint64_t now)
@@ -382,10 +405,12 @@ static void register_buffers(aio_context *context)
         pthread_mutex_lock(&context->lock);
         region->state = error ? REGION_REFUSED : REGION_READY;
         region->error = error;
-        if (error)
+        if (error) {
             context->info.buffers_error = error;
-        else
+        } else {
             context->info.registered_bytes += region->nbytes;
+            add_ready(context, region);
+        }
         context->n_tried++;
         pthread_cond_broadcast(&context->any);
     }

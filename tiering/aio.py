@@ -8,6 +8,7 @@ the project uses. The GIL is never held while C waits, and C knows no Python obj
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 import threading
@@ -23,6 +24,8 @@ from tiering._aio import ffi, lib
 from tiering.errors import ConfigError, EngineStateError, NotDoneError, SwapError
 from tiering.io_stats import EngineInfo, FileStats, TransferRecord, engine_info, errno_text, file_stats
 from tiering.latencies import LatencyHistogram
+
+log = logging.getLogger(__name__)
 
 ALIGNMENT: int = lib.AIO_ALIGNMENT
 """Bytes: addresses and offsets on a file opened with O_DIRECT are multiples of it."""
@@ -40,8 +43,12 @@ _KIND_NAMES = {number: name for name, number in _KINDS.items()}
 
 _POINTER = ffi.typeof("void *")
 _TICKET = ffi.typeof("int64_t *")
+_FILE_STATS = ffi.typeof("aio_file_stats *")
 _RESULT = ffi.typeof("aio_result *")
 _FINE_COUNTS = ffi.typeof(f"uint64_t[{lib.AIO_FINE_BUCKETS}]")
+
+SILENT_SECONDS = 10.0
+"""A drive that ends nothing for so long while it is waited for is told of."""
 
 FEW_BEGUN = 4
 """A thread looks after transfers that it has dropped when it has begun so many more, or as many as are under way."""
@@ -118,6 +125,7 @@ class _Request:
     failed_at = 0
     submitted = 0  # when, while transfers are recorded
     kept: _Kept | None = None
+    silence: _Silence | None = None
     holder: Callable[[], Ticket | None]
     seen = False
     canceled = False
@@ -163,6 +171,31 @@ class _Kept:
     def __del__(self, release: Callable[[object, int], int] = lib.aio_release) -> None:
         if self._context.handle is not None:
             release(self._context.handle, self._id)
+
+
+class _Silence:
+    """How long no operation of a file has ended while a request of it is under way."""
+
+    def __init__(self) -> None:
+        self._ended = -1
+        self._since = self._looked = time.monotonic()
+        self._next = SILENT_SECONDS
+        self.seconds = 0.0
+
+    def is_due(self) -> bool:
+        """Whether it is long ago that somebody looked."""
+        return time.monotonic() > self._looked + SILENT_SECONDS / 10
+
+    def has_lasted(self, ended: int) -> bool:
+        """Whether it is time for a warning: after SILENT_SECONDS, then after six times as long, and so on."""
+        now = self._looked = time.monotonic()
+        if ended != self._ended:
+            self._ended, self._since, self._next = ended, now, SILENT_SECONDS
+        self.seconds = now - self._since
+        if self.seconds < self._next:
+            return False
+        self._next *= 6
+        return True
 
 
 class _Context:
@@ -684,21 +717,35 @@ class AioContext:
         )
 
     def _await(self, request: _Request, timeout: float | None) -> int:
-        result = None
         if not request.id:  # nothing is under way
             return 0
-        if timeout is None:
-            while result is None:
-                result = self._collect(request, _SLICE_NS)
-            return result
-        deadline = time.monotonic() + timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             left = deadline - time.monotonic()
             result = self._collect(request, int(max(0.0, min(left * 1e9, _SLICE_NS))))
             if result is not None:
                 return result
+            if request.silence is None:
+                request.silence = _Silence()
+            elif request.silence.is_due() and request.silence.has_lasted(self._ended(request.file)):
+                self._warn_of_silence(request, request.silence.seconds)
             if left <= 0:
                 raise NotDoneError(f"{self._describe(request)} is not done after {timeout} s")
+
+    def _ended(self, file: int) -> int:
+        """Operations of ``file`` that have ended."""
+        raw = ffi.new(_FILE_STATS)
+        lib.aio_stats(self._handle, file, raw)
+        return sum(raw.kind[kind].ops + raw.kind[kind].errors for kind in range(lib.AIO_KINDS))
+
+    def _warn_of_silence(self, request: _Request, seconds: float) -> None:
+        log.warning(
+            "%s is waited for, and no transfer of %s has ended for %.0f s: the drive, or the network behind it, may"
+            " hang; see dmesg",
+            self._describe(request),
+            self._files[request.file][0],
+            seconds,
+        )
 
     def _cancel(self, request: _Request) -> bool:
         if not request.id:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import gc
+import logging
+import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -13,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import cannot_start
+from tiering import aio as aio_module
 from tiering.aio import FEW_BEGUN, AioContext, Fault, FaultPlan
 from tiering.errors import SwapError
 
@@ -94,6 +100,7 @@ def test_the_cause_of_a_long_chain_is_found_in_its_length(
 FORKED_IN_CLOSE = """
 import os, sys, threading, time, warnings
 from child import Memory
+from tiering import aio as aio_module
 from tiering.aio import FEW_BEGUN, AioContext, Fault, FaultPlan
 warnings.simplefilter("ignore", DeprecationWarning)  # newer interpreters dislike a fork beside threads
 fd = os.open(sys.argv[1], os.O_RDWR | os.O_TMPFILE | os.O_DIRECT)
@@ -184,3 +191,68 @@ def test_writes_that_are_cancelled_use_nothing_up(engine: str, swap_file: Any, m
                 slots.add(write._request.id & 0xFFFFF)
                 cancelled += 1
         assert len(slots) < 16 < cancelled
+
+
+def test_a_drive_that_hangs_is_told_of(
+    engine: str,
+    swap_file: Any,
+    memory: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(aio_module, "SILENT_SECONDS", 0.3)
+    hang, slow = Fault("read", first=1, count=1, delay=1.2), Fault("write", count=0, delay=0.15)
+    with AioContext(engine=engine, block_size=PAGE, queue_depth=1, fault=FaultPlan((hang, slow))) as context:
+        file = context.add_file(swap_file(8 * PAGE), direct=True, name="the drive")
+        with caplog.at_level(logging.WARNING, "tiering.aio"):
+            context.write(file, memory(6 * PAGE), 0, 6 * PAGE).wait()  # slow, but it goes on
+            assert caplog.messages == []
+            assert context.read(file, memory(PAGE), 0, PAGE, names=("w",)).wait() == PAGE
+    (message,) = caplog.messages
+    assert message.startswith(
+        "read of 'w' (4096 bytes) at offset 0 GiB of the drive is waited for, and no transfer"
+    )
+    assert "the drive, or the network behind it, may hang; see dmesg" in message
+
+
+def test_more_than_a_thousand_buffers_are_registered(swap_file: Any, memory: Any) -> None:
+    """A terabyte, each GiB of which counts as one."""
+    why = cannot_start("io_uring")
+    if why:
+        pytest.skip(why)
+    with AioContext(engine="io_uring") as context:
+        file = context.add_file(swap_file(PAGE), direct=True, name="swap")
+        buffers = [memory(PAGE) for _ in range(1500)]
+        if not context.register(buffers[0]):
+            pytest.skip(f"no buffer is registered here: {context.info}")
+        assert all(context.register(buffer) for buffer in buffers[1:])
+        assert context.info.registered_bytes == 1500 * PAGE
+        buffers[7].fill(b"7" * PAGE)
+        context.write(file, buffers[7], 0, PAGE).wait()
+        for buffer in (buffers[0], buffers[700], buffers[-1]):
+            context.read(file, buffer, 0, PAGE).wait()
+            assert buffer.bytes() == b"7" * PAGE
+
+
+CRASHES = """
+import ctypes, faulthandler, mmap, os, sys
+from types import SimpleNamespace
+from tiering.aio import AioContext
+faulthandler.enable()
+content = os.open(sys.argv[1], os.O_TMPFILE | os.O_RDWR, 0o600)
+os.ftruncate(content, 4096)
+mapping = mmap.mmap(content, 4096)
+memory = SimpleNamespace(address=ctypes.addressof(ctypes.c_char.from_buffer(mapping)), nbytes=4096)
+os.ftruncate(content, 0)  # who reads the memory meets a bus error; here that is the thread that sums what is written
+context = AioContext(engine="threads", verify=True)
+file = context.add_file(os.open(sys.argv[1], os.O_TMPFILE | os.O_RDWR, 0o600), direct=False, name="swap")
+context.write(file, memory, 0, 4096).wait()
+"""
+
+
+def test_a_crash_in_a_thread_of_ours_is_told(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", CRASHES, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == -signal.SIGBUS
+    assert "Fatal Python error: Bus error" in ran.stderr

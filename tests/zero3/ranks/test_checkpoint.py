@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -324,6 +325,40 @@ def test_what_one_rank_cannot_load_is_told_to_all(
             and spoilt.kind == ("CheckpointError", "RuntimeError")[rank]
         )
         assert end == [True, 2]
+
+
+def disturbed(rank: int, nvme: Path, directory: Path) -> tuple[list[str], int]:
+    """A load of files of two saves, and one whose checkpoint is pruned when rank 1 opens it."""
+    refusals = []
+    with start(nvme) as engine:
+        for number in range(3):
+            train(engine, rank, range(number, number + 1))
+            engine.save_checkpoint(directory, save_latest=number < 2)
+        if rank == 0:
+            for file in (directory / "global_step1").glob("*-00002-of-*"):
+                shutil.copyfile(file, directory / "global_step3" / file.name)
+        try:
+            engine.load_checkpoint(directory, "global_step3")
+        except CheckpointError as error:
+            refusals.append(str(error))
+
+        def pruned(path: Path) -> Any:
+            if path.exists() and path.name == "global_step2":
+                (directory / "latest").write_text("global_step1")
+                shutil.rmtree(path)
+            return open_checkpoint(path)
+
+        with patched(zero3.opening, "open_checkpoint", pruned) if rank == 1 else given():
+            engine.load_checkpoint(directory)
+        return refusals, engine.global_steps
+
+
+def test_ranks_refuse_a_mixture_and_look_again_together(ranks: Ranks, nvme: Path, tmp_path: Path) -> None:
+    for refusals, steps in ranks(2).run(disturbed, nvme, tmp_path / "saved"):
+        [message] = refusals
+        assert "-00002-of-00002." in message and ": it is damaged: it is of save" in message
+        assert "files of two saves are mixed in this directory" in message
+        assert steps == 1
 
 
 def resumed_by_nobody(rank: int, nvme: Path, directory: Path) -> tuple[Any, int]:

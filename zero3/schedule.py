@@ -206,7 +206,7 @@ class PassSchedule:
             return True
         if in_backward_pass():
             self.begin_backward()
-            self._hold_for_backward(group)
+            self._make_room_and_hold(group)
             group.show()
             if torch.is_grad_enabled() and not self._recomputes_itself(group):
                 # By a function recomputed outside of every module: nothing will tell when its graph is done.
@@ -441,6 +441,18 @@ class PassSchedule:
                 group.show()
             if self._timeline.recording:
                 self._timeline.begin("compute", f"backward {group.name}")
+
+    def _make_room_and_hold(self, group: ParamGroup) -> None:
+        """Hold ``group``, and let go of what its reader does not need only if there is no room beside it.
+
+        The function that reads may keep views of that by itself, of which nothing tells.
+        """
+        try:
+            self._hold_for_backward(group)
+        except ResidencyError:
+            self._live.remove(group)
+            self._finish_unrelated(group)
+            self._hold_for_backward(group)
 
     def _hide_in_backward(self, group: ParamGroup) -> None:
         """``group`` is held for backward, which works on saved tensors.

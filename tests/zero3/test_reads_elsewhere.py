@@ -18,6 +18,7 @@ from .plain import (
     STREAMED,
     WIDTH,
     Loop,
+    Tower,
     assert_nothing_held,
     assert_same_everywhere,
     differing,
@@ -293,6 +294,37 @@ def test_hooks_of_the_user_read_parameters(start: Start) -> None:
         return losses + seen
 
     assert_same_everywhere(start, Penalised, script, precision="bf16", roomy=True)
+
+
+READERS: dict[str, Callable[[nn.Module, Callable[..., None]], Any]] = {
+    "before a block": lambda block, read: block.register_full_backward_pre_hook(read),
+    "after a block": lambda block, read: block.register_full_backward_hook(read),
+    "at its output": lambda block, read: block.register_forward_hook(
+        lambda module, _, output: output.register_hook(lambda gradient: read(module)) and None
+    ),
+    "at its weight": lambda block, read: block.get_parameter("3.weight").register_hook(
+        lambda gradient: read(block)
+    ),
+}
+
+
+@pytest.mark.parametrize("where", READERS)
+def test_hooks_of_backward_read_the_weight_of_their_block(start: Start, where: str) -> None:
+    """With the smallest budgets, too: the block that backward has left makes room."""
+
+    def script(loop: Loop) -> list[float]:
+        seen: list[float] = []
+
+        def read(module: nn.Module, *_: Any) -> None:
+            seen.append(float(module.get_parameter("3.weight").detach().double().norm()))
+
+        for number in range(3):
+            READERS[where](loop.module.get_submodule(f"blocks.{number}"), read)
+        losses = [update(loop, x.requires_grad_()) for x in inputs(3)]
+        assert len(seen) == 9
+        return losses + seen
+
+    assert_same_everywhere(start, Tower, script, trains=False)
 
 
 def test_too_little_room_for_what_is_borrowed_says_so(start: Start) -> None:

@@ -154,6 +154,8 @@ def _assemble(
     if collectives is not None:
         collectives.check_same("plan", (f"{key} {value}" for key, value in vars(load).items()))
     log.log(logs.once(logging.INFO), "%s", plan)
+    if sized.kept:
+        log.log(logs.once(logging.INFO), "%d parameters stay fp32 (tiering.keep_fp32)", len(sized.kept))
 
     build_on_meta(model, loaded)
     tiers = Tiers(plan, device, config.tiering, nvme, stalls, node.numa_node, streams)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import tiering
+from tiering import ds_config
 from tiering.errors import ConfigError
 from zero3.kept_in_fp32 import kept_in_fp32
 
@@ -227,19 +228,23 @@ def test_release_gives_both_dtypes_back(start: Start) -> None:
 )
 def test_patterns(patterns: list[str], names: set[str], nvme: Path) -> None:
     model = Routed()
-    settings, _ = tiering.ds_config.load(config(nvme, keep_fp32=patterns), world_size=1)
+    settings, _ = ds_config.load(config(nvme, keep_fp32=patterns), world_size=1)
     kept = kept_in_fp32(model, settings)
     of_one_layer = {n for n, p in model.named_parameters() if p in kept and ".1." not in n and ".2." not in n}
     assert of_one_layer == names
-    in_fp32, _ = tiering.ds_config.load(config(nvme, keep_fp32=patterns, precision="fp32"), world_size=1)
+    in_fp32, _ = ds_config.load(config(nvme, keep_fp32=patterns, precision="fp32"), world_size=1)
     assert kept_in_fp32(model, in_fp32) == frozenset()
 
 
 def test_a_pattern_without_a_match_is_told_once(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         start(built(), keep_fp32=["norm", "nrom"])
-    (message,) = [r.getMessage() for r in caplog.records if "keep_fp32" in r.getMessage()]
-    assert message.endswith("no parameter of the model matches 'nrom'")
+        start(built())
+    messages = [r.getMessage() for r in caplog.records if "keep_fp32" in r.getMessage()]
+    assert messages == [
+        "tiering.keep_fp32: no parameter of the model matches 'nrom'",
+        "8 parameters stay fp32 (tiering.keep_fp32)",
+    ]
     with pytest.raises(ConfigError, match="keep_fp32"):
         start(built(), keep_fp32=5)
 

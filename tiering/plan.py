@@ -48,6 +48,7 @@ class GroupSizes:
     # Parameters, gradients and what is sent of them are fp32, whatever those of other groups are.
     fp32: bool = False
     largest_trained: int = 0  # elements of its largest trainable parameter, without padding
+    parts: int = 1  # times that a backward of one process brings gradients: each use of a tied parameter
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,8 @@ class Workload:
 
         What is stepped in backward takes the last micro-batch's gradients from the window in which they accumulate.
         """
-        arrivals = 1 if self.grads_stay_local else self.micro_batches
+        parts = group.parts if self.world_size == 1 else 1
+        arrivals = 1 if self.grads_stay_local else self.micro_batches * parts
         written = arrivals - (1 if self.step_in_backward and group.uses == 1 else 0)
         return written * self.grad_numel(group) * self.of(group).grad_itemsize
 

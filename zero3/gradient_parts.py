@@ -39,18 +39,24 @@ class Events(Protocol):
     def gradient_part(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None: ...
 
 
+def tied_in(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that several modules of ``model`` have for their own."""
+    owners = Counter(
+        param for module in model.modules() for param in {*module._parameters.values()} if param is not None
+    )
+    return {param for param, count in owners.items() if count > 1}
+
+
 def tied_parameters(
     model: nn.Module, groups: Iterable[ParamGroup], events: Events
 ) -> Iterator[tuple[nn.Module, TiedParameters]]:
     """The modules of ``model`` with trained parameters of their own that are others' own, too."""
-    owners = Counter(
-        param for module in model.modules() for param in {*module._parameters.values()} if param is not None
-    )
+    shared = tied_in(model)
     places = {
         param: (group, piece)
         for group in groups
         for piece, param in zip(group.layout.pieces, group.params, strict=True)
-        if piece.trainable and owners[param] > 1
+        if piece.trainable and param in shared
     }
     for module in model.modules():
         tied = [(param, *places[param]) for param in module._parameters.values() if param in places]

@@ -14,6 +14,7 @@ from tiering.config import TieringConfig
 from tiering.plan import GroupSizes, Workload
 from tiering.workload import StateKept, make_workload, settle_dtypes
 from zero3.exchange import can_exchange
+from zero3.gradient_parts import tied_in
 from zero3.groups import GroupMembers, form_groups, leaf_modules
 from zero3.kept_in_fp32 import kept_in_fp32
 from zero3.optimizer_choice import OptimizerChoice
@@ -61,6 +62,7 @@ def size_up(
         )
         for group in members
     ]
+    tied = {param for param in tied_in(model) if param in trained}
     workload = make_workload(
         config,
         (
@@ -72,6 +74,7 @@ def size_up(
                 persistent=group.persistent,
                 uses=len(group.entries),
                 largest_trained=max((p.numel for p in layout.pieces if p.trainable), default=0),
+                parts=len(group.entries) if any(p in tied for _, _, p in group.params) else 1,
                 fp32=group.in_fp32,
             )
             for group, layout in zip(members, layouts, strict=True)

@@ -40,7 +40,11 @@ OLD = {
     "zero_optimization.offload_optimizer.buffer_size": "taken for offload_param's by many files",
     "zero_optimization.offload_optimizer.pipeline": "made of pipeline_read and pipeline_write there",
 }
-NEW = {"zero_optimization.stage3_partition_stream_chunk_size": "of versions after 0.19.8"}
+NEW = {
+    "zero_optimization.stage3_partition_stream_chunk_size": "of versions after 0.19.8",
+    "bf16.auto_cast": "as fp16.auto_cast, which DeepSpeed has for fp16 alone",
+    "bfloat16.auto_cast": "the older name of the section",
+}
 INSIDE_ZERO = "zero_optimization."  # where aio is put by mistake
 
 # Where our default is another one. Of all others a file that says nothing trains alike.

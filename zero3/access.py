@@ -190,7 +190,7 @@ class Access:
             self._told_of_names = True
             log.warning(
                 "modules were moved after initialize: %r is another parameter now. Checkpoints keep the names of"
-                " initialize, so the run that loads one has to load it into the model in its order of then, and move"
+                " initialize, so the run that loads one has to initialize the model in its order of then, and to move"
                 " modules after that; state_dict() and exports have the names of now",
                 renamed,
             )

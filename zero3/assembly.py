@@ -30,6 +30,7 @@ from zero3.groups import GroupMembers
 from zero3.init import check_apart
 from zero3.joining import ALONE, World, join
 from zero3.meta import build_on_meta
+from zero3.model_names import ModelNames
 from zero3.monitor import check_monitors
 from zero3.optimizer import TieredOptimizer
 from zero3.optimizer_choice import (
@@ -59,7 +60,8 @@ class Assembly:
 
     ``sink`` takes gradients from autograd: ``gradients`` itself, or what reduces them over ranks first. ``replicas``
     are the parameters that every rank keeps whole though each steps a shard. ``fill`` has filled the tiers. ``frozen``
-    are the parameters that required a gradient before, and were frozen because nothing trains them.
+    are the parameters that required a gradient before, and were frozen because nothing trains them. ``names`` are those
+    of checkpoints.
     """
 
     world: World
@@ -76,6 +78,7 @@ class Assembly:
     replicas: Replicas | None
     fill: Fill
     frozen: list[nn.Parameter]
+    names: ModelNames
 
 
 class Weights(NamedTuple):
@@ -203,6 +206,7 @@ def _assemble(
         replicas=replicas,
         fill=fill,
         frozen=untrained,
+        names=ModelNames(model),
     )
 
 

@@ -59,7 +59,7 @@ class Checkpoints:
         self._parts = parts
         self._updates = updates
         self._collectives = parts.collectives
-        self._run = RunState(engine, updates, parts.world.rank)
+        self._run = RunState(engine, updates, parts.names, parts.world.rank)
         self._run_id = new_run()  # until it goes on from a checkpoint; rank 0's counts
         self._io = engine.config.tiering.io
         self._directory: CheckpointDirectory | None = None
@@ -423,9 +423,9 @@ class Checkpoints:
                     piece.trainable,
                     optimizer.steps.get(piece.index, 0) if piece.trainable else 0,
                 )
-        module = self._engine.module
-        first = {param: name for name, param in module.named_parameters()}
-        names = {name: first[param] for name, param in module.named_parameters(remove_duplicate=False)}
+        modules = self._parts.names
+        first = {param: name for name, param in modules.parameters()}
+        names = {name: first[param] for name, param in modules.parameters(remove_duplicate=False)}
         return Manifest(
             run=self._run_id,
             step=self._updates.steps,

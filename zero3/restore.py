@@ -58,7 +58,7 @@ class Restore:
         excluded = checkpoint.manifest.excluded
         try:
             files = checkpoint.with_buffers(parts.world.rank)
-            self._matched = match(model, files, strict=strict, excluded=excluded)
+            self._matched = match(model, files, names=parts.names, strict=strict, excluded=excluded)
         except WeightsError as error:
             remedy = "build the model that was saved"
             if strict:
@@ -67,7 +67,7 @@ class Restore:
                 f"checkpoint {checkpoint.path} is of another model: {error.what}; {remedy}"
             ) from error
         self.filled = frozenset(self._matched.sources)
-        self._kept = {name: param for name, param in model.named_parameters() if param not in self.filled}
+        self._kept = {name: param for name, param in parts.names.parameters() if param not in self.filled}
         for name, param in self._kept.items():
             if name in excluded and excluded[name].shape != tuple(param.shape):
                 raise CheckpointError(

@@ -20,6 +20,7 @@ from tiering.errors import CheckpointError, ConfigError
 from tiering.strict_json import short
 from zero3 import plain, random_state
 from zero3.client_optimizer import ClientOptimizer
+from zero3.model_names import ModelNames
 from zero3.weights import STORED_NAMES
 
 if TYPE_CHECKING:
@@ -52,10 +53,11 @@ class RankState:
 
 
 class RunState:
-    """Collects and restores what ``engine`` is beside its tensors, on this ``rank``."""
+    """Collects and restores what ``engine`` is beside its tensors, on this ``rank``; modules go by ``names``."""
 
-    def __init__(self, engine: Engine, updates: Update, rank: int) -> None:
+    def __init__(self, engine: Engine, updates: Update, names: ModelNames, rank: int) -> None:
         self._engine = engine
+        self._model_names = names
         self._rank = rank
         self._updates = updates
         self._name_of: dict[nn.Parameter, str] = {}
@@ -257,20 +259,20 @@ class RunState:
 
     def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules that give their ``state_dict`` more than parameters and buffers."""
-        for name, module in self._engine.module.named_modules():
+        for name, module in self._model_names.modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 yield name, module
 
     def _names(self, group: Mapping[str, Any]) -> list[str]:
         """Of a param group's parameters."""
         if not self._name_of:
-            self._name_of = {param: name for name, param in self._engine.module.named_parameters()}
+            self._name_of = {param: name for name, param in self._model_names.parameters()}
         return [self._name_of[param] for param in group["params"] if param in self._name_of]
 
     def _buffers(self) -> list[tuple[str, Tensor]]:
         """Persistent buffers, by the first name under which each is that. ConfigError for a dtype that files lack."""
         found: dict[Tensor, str] = {}
-        for prefix, module in self._engine.module.named_modules():
+        for prefix, module in self._model_names.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     found.setdefault(buffer, f"{prefix}.{name}" if prefix else name)

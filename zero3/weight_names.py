@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tiering.errors import WeightsError
 from tiering.weights.files import StoredTensor, WeightFiles
+from zero3.model_names import ModelNames
 
 
 @dataclass(eq=False)
@@ -52,9 +53,9 @@ Partners = dict[Target, list[Values]]
 """What each target could take, its own first name first."""
 
 
-def _targets(model: nn.Module) -> list[Target]:
+def _targets(modules: Iterable[tuple[str, nn.Module]]) -> list[Target]:
     found: dict[Tensor, Target] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for prefix, module in modules:
         persistent = {
             name: buffer
             for name, buffer in module._buffers.items()
@@ -76,9 +77,10 @@ class Pairs(NamedTuple):
     unexpected: list[str]
 
 
-def pair(model: nn.Module, files: WeightFiles) -> Pairs:
+def pair(model: nn.Module, files: WeightFiles, names: ModelNames) -> Pairs:
     """Find the targets' tensors by name. Raises WeightsError for what would have to be computed."""
-    known = {name: target for target in _targets(model) for name in target.names}
+    targets = _targets(names.modules(remove_duplicate=False))
+    known = {name: target for target in targets for name in target.names}
     naming, prefix = _Naming.of(model), getattr(model, "base_model_prefix", "")
     found: dict[str, list[Values]] = defaultdict(list)  # by the model's name
     stacks: dict[str, dict[str, list[StoredTensor]]] = defaultdict(lambda: defaultdict(list))

@@ -19,6 +19,7 @@ from tiering.config import IoConfig
 from tiering.errors import EngineStateError, WeightsError
 from tiering.weights.files import StoredTensor, WeightFiles, same_bytes
 from tiering.weights.reader import Wanted, WeightReader
+from zero3.model_names import ModelNames
 from zero3.weight_names import Partners, Values, pair
 
 log = logging.getLogger(__name__)
@@ -146,15 +147,20 @@ class Matched:
 
 
 def match(
-    model: nn.Module, files: WeightFiles, *, strict: bool = True, excluded: Collection[str] = ()
+    model: nn.Module,
+    files: WeightFiles,
+    *,
+    names: ModelNames | None = None,
+    strict: bool = True,
+    excluded: Collection[str] = (),
 ) -> Matched:
-    """Find each parameter's and persistent buffer's tensor in ``files``. No tensor is read, but those stored twice.
+    """Find by ``names`` (None: those of now) each parameter's and persistent buffer's tensor in ``files``.
 
-    Raises WeightsError for shapes and dtypes that do not agree and, if ``strict``, for names without a partner, which
-    are logged otherwise; that those ``excluded`` are missing is known. F64, F32, BF16 and F16 serve every
-    floating-point parameter; other dtypes only themselves.
+    No tensor is read, but those stored twice. Raises WeightsError for shapes and dtypes that do not agree and, if
+    ``strict``, for names without a partner, which are logged otherwise; that those ``excluded`` are missing is known.
+    F64, F32, BF16 and F16 serve every floating-point parameter; other dtypes only themselves.
     """
-    partners, absent, unknown = pair(model, files)
+    partners, absent, unknown = pair(model, files, names or ModelNames(model))
     _check_shapes(files, partners)
     _check_dtypes(files, partners)
     _warn_of_doubles(partners)

@@ -169,3 +169,44 @@ def test_names_are_those_of_state_dict_after_modules_have_moved(
     engine.save_checkpoint(tmp_path / "saved")
     engine.save_checkpoint(tmp_path / "saved", tag="again")
     assert caplog.text.count("modules were moved") == 1
+
+
+def marked() -> Tower:
+    """Blocks with a buffer each, which tells them apart."""
+    torch.manual_seed(5)
+    model = Tower()
+    for number, block in enumerate(model.blocks):
+        block.register_buffer("mark", torch.tensor([float(number)]))
+    return model
+
+
+def move_blocks(model: Any) -> None:
+    model.blocks[0], model.blocks[2] = model.blocks[2], model.blocks[0]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_checkpoint_of_moved_modules_brings_each_its_own_tensors(
+    start: Start, placement: dict[str, Any], tmp_path: Path
+) -> None:
+    engine = start(marked(), **OPTIONS, **placement)
+    move_blocks(engine.module)
+    update(engine, next(inputs(1)))
+    saved, masters = engine.state_dict(), engine.master_state_dict()
+    assert [float(block.mark) for block in engine.module.blocks] == [2, 1, 0]
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.module.blocks[0].mark.fill_(7)
+    update(engine, next(inputs(1)))
+    assert differing(engine.master_state_dict(), masters) == sorted(masters)
+    engine.load_checkpoint(tmp_path / "saved")
+    assert differing(engine.state_dict(), saved) == []
+    assert differing(engine.master_state_dict(), masters) == []
+
+    for moved_first in (True, False):
+        other = start(marked(), **OPTIONS, **placement)
+        if moved_first:
+            move_blocks(other.module)
+        other.load_checkpoint(tmp_path / "saved")
+        if not moved_first:
+            move_blocks(other.module)
+        assert differing(other.state_dict(), saved) == []
+        assert differing(other.master_state_dict(), masters) == []

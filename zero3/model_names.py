@@ -1,0 +1,43 @@
+"""What checkpoints call the parameters and buffers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+class ModelNames:
+    """The names that modules of ``model`` have now, kept when they are moved.
+
+    A run that loads a checkpoint builds the model as it was at ``initialize``, and moves modules after that, before or
+    behind the load. So what moved, or left the model, keeps its name in checkpoints. Modules that come later have the
+    name that they have then, unless it is taken.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._first = dict(model.named_modules(remove_duplicate=False))
+
+    def modules(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+        """As ``named_modules``."""
+        known = {id(module) for module in self._first.values()}
+        later = {
+            name: module
+            for name, module in self._model.named_modules(remove_duplicate=False)
+            if id(module) not in known and name not in self._first
+        }
+        seen: set[int] = set()
+        for name, module in (*self._first.items(), *later.items()):
+            if not remove_duplicate or id(module) not in seen:
+                seen.add(id(module))
+                yield name, module
+
+    def parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """As ``named_parameters``."""
+        seen: set[nn.Parameter] = set()
+        for prefix, module in self.modules(remove_duplicate=remove_duplicate):
+            for name, param in module._parameters.items():
+                if param is not None and not (remove_duplicate and param in seen):
+                    seen.add(param)
+                    yield f"{prefix}.{name}" if prefix else name, param

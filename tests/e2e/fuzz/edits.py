@@ -144,10 +144,10 @@ def reorder(run: Run, rng: random.Random) -> None:
 @action(Effect.WEIGHTS, plain=False)
 def exchange_blocks(run: Run, rng: random.Random) -> None:
     """Put two blocks into each other's place in the model."""
-    blocks = run.model.blocks
-    one, other = rng.randrange(len(blocks)), rng.randrange(len(blocks))
-    blocks[one], blocks[other] = blocks[other], blocks[one]
-    run.name_parameters()
+    count = len(run.model.blocks)
+    places = rng.randrange(count), rng.randrange(count)
+    run.exchange(*places)
+    run.exchanged.append(places)
     run.window(rng)
 
 

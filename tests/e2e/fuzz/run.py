@@ -51,6 +51,7 @@ class Run:
         self.action = 0
         self.handles: list[Any] = []  # hooks that actions have registered
         self.scheduler: Any = None
+        self.exchanged: list[tuple[int, int]] = []  # blocks that have taken each other's place
         self.average: dict[str, Tensor] = {}  # moving averages of the weights
         self.kept: Tensor | None = None  # a loss whose graph is alive
         self.has_checkpoint = False
@@ -93,6 +94,12 @@ class Run:
         self.params = dict(self.model.named_parameters())
         self.trained = [name for name, param in self.params.items() if id(param) in self.to_train]
 
+    def exchange(self, one: int, other: int) -> None:
+        """Put two blocks into each other's place."""
+        blocks = self.model.blocks
+        blocks[one], blocks[other] = blocks[other], blocks[one]
+        self.name_parameters()
+
     def begin_anew(self, placement: Placement | None) -> None:
         """Close, and build model and engine again, perhaps elsewhere."""
         ways, training = self.model.ways, self.model.training
@@ -104,6 +111,8 @@ class Run:
         self.loop = self._start()
         if plain is not None:
             self.loop.take_over(plain)
+        for places in self.exchanged:
+            self.exchange(*places)
         self.model.ways = ways
         self.loop.train(training)
         self.by_hand = 0

@@ -54,7 +54,7 @@ def _read(file: Path) -> bytes:
         if status.st_uid not in (os.geteuid(), 0) or status.st_mode & forbidden:
             raise TokenError(
                 f"token file {file} (mode {stat.S_IMODE(status.st_mode):04o}, of user {status.st_uid}) is not ours"
-                f" alone: chmod 600 it, as user {os.geteuid()}"
+                f" alone; {HOW_TO_MAKE_ONE}"
             )
         return os.read(descriptor, LONGEST + 2)
     finally:

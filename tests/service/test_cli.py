@@ -102,7 +102,7 @@ def test_what_is_no_token_or_no_secret_is_refused(tmp_path: Path, refused: Calla
     for odd in (b"sixteen letters and a space", "sixteen létters".encode() * 2, b"sixteen letters\0" * 2):
         assert "no header can carry" in refusal(odd)
     assert "(mode 0640, of user" in refusal(b"x" * 32, 0o640)
-    assert "is not ours alone: chmod 600 it" in refusal(b"x" * 32, 0o604)
+    assert "is not ours alone; make one" in refusal(b"x" * 32, 0o604)
     if os.geteuid() == 0:
         assert "of user 12345) is not ours alone" in refusal(b"x" * 32, 0o600, 12345)
     file.unlink()

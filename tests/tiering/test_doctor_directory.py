@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from tiering.doctor.directory import Trial, judge_trial, try_swap_file
 from tiering.doctor.finding import Finding, Verdict, problem
 from tiering.doctor.nameless import Holder
 from tiering.drives import Backing, Drive, FileSystem, Link
+from tiering.telemetry import PageWriter, Snapshot
 
 from .machines import CGROUP, NODE, STATUS, V1, machine
 
 OK, NOTE, PROBLEM = Verdict.OK, Verdict.NOTE, Verdict.PROBLEM
 GIB = 1 << 30
+MIB = 1 << 20
 NVIDIA = {
     "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue",
     "proc/driver/nvidia/gpus/0000:17:00.0/information": "Model: \t NVIDIA H200\nGPU UUID: \t GPU-8a7c",
@@ -233,3 +236,19 @@ def test_a_file_of_several_processes_counts_once() -> None:
     assert "python (process 10) 4.00 GiB, python (process 11) 1.00 GiB" in finding.found
     assert finding.found.endswith("2 more")
     assert nameless.judge([Holder(30, "empty", 1, 9, 0)]) == Finding("none")
+
+
+def test_swap_space_of_a_run_that_trains_is_as_it_should_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERING_RUN_DIR", str(tmp_path / "run"))
+    own, other = Holder(os.getpid(), "python", 1, 8, 4 * MIB), Holder(30, "stuck", 1, 9, MIB)
+    assert nameless.judge([own]).verdict is NOTE
+    with closing(PageWriter("gpt")) as writer:
+        writer.publish(Snapshot("gpt", 0, 1, os.getpid(), 1.0, global_step=12))
+        assert nameless.judge([own]) == Finding("swap space of run gpt, step 12")
+        found = nameless.judge([own, other])
+        assert found.verdict is NOTE and found.found.startswith("1.00 MiB in 1 file without")
+        assert "stuck (process 30)" in found.found and "python" not in found.found
+        assert found.remedy.endswith("ps -fp 30") and "kill" not in found.remedy
+    assert nameless.judge([own]).verdict is NOTE, "its page is gone"

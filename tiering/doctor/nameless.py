@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import stat
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tiering.doctor.finding import Finding, note
+from tiering.doctor.finding import Finding, Verdict, note
 from tiering.fields import format_size
 from tiering.kernel_files import listed, said
+from tiering.telemetry import TelemetryError, find_pages
 
 _NOT_ON_DISK = ("/memfd:", "/dev/", "/SYSV", "/[", "/anon_hugepage", "/proc/")
 _SHOWN = 5  # processes
@@ -51,8 +52,38 @@ def holders(root: Path = Path("/")) -> list[Holder]:
     return found
 
 
-def judge(held: Iterable[Holder]) -> Finding:
-    """Each file counts once in the sum, however many processes have it open."""
+def live_runs() -> dict[int, str]:
+    """Runs of this user that publish now, by the process: "run gpt, in backward at step 12"."""
+    try:
+        readings = [page.read() for page in find_pages()]
+    except TelemetryError:  # a directory that cannot be read has no page for us
+        return {}
+    said = [reading.snapshot for reading in readings if reading.state == "live"]
+    return {one.pid: f"run {one.run_name}, step {one.global_step}" for one in said if one is not None}
+
+
+def judge(held: Iterable[Holder], runs: Mapping[int, str] | None = None) -> Finding:
+    """Each file counts once in the sum, however many processes have it open. Swap space of ``runs`` is as it should be.
+
+    Without ``runs`` they are those that publish now.
+    """
+    held = list(held)
+    runs = live_runs() if runs is None and held else runs or {}
+    training = {runs[holder.process] for holder in held if holder.process in runs}
+    expected = {(holder.device, holder.inode) for holder in held if holder.process in runs}
+    held = [holder for holder in held if (holder.device, holder.inode) not in expected]
+    finding = _judge_others(held)
+    if not training:
+        return finding
+    swap = f"swap space of {'; '.join(sorted(training))}"
+    return (
+        Finding(swap)
+        if finding.verdict is Verdict.OK
+        else replace(finding, found=f"{finding.found}; besides, {swap}")
+    )
+
+
+def _judge_others(held: Iterable[Holder]) -> Finding:
     files: dict[tuple[int, int], int] = {}
     processes: defaultdict[tuple[int, str], int] = defaultdict(int)
     for holder in held:
@@ -67,8 +98,10 @@ def judge(held: Iterable[Holder]) -> Finding:
         for (process, command), nbytes in order[:_SHOWN]
     ]
     more = [f"{len(order) - _SHOWN} more"] if len(order) > _SHOWN else []
+    several = "files" if len(files) > 1 else "file"
+    pids = ",".join(str(process) for (process, _), _ in order)
     return note(
-        f"{format_size(sum(files.values()))} in {len(files)} files without a name, which df counts and ls does not"
+        f"{format_size(sum(files.values()))} in {len(files)} {several} without a name, which df counts and ls does not"
         f" show: {', '.join(shown + more)}",
-        "the space returns when those processes end; kill the ones that should not be there",
+        f"the space returns when those processes end; look at them: ps -fp {pids}",
     )

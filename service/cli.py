@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import signal
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from io import TextIOWrapper
 from pathlib import Path
+from typing import NoReturn
 
 from service.http import DEFAULT_HOST, DEFAULT_PORT
 from tiering.telemetry import TelemetryError, run_directory
@@ -36,12 +41,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command in PRINTED:
         from service.metrics import shipped
 
-        return shipped.main(options.command)
+        try:
+            code = shipped.main(options.command)
+            print(end="", flush=True)
+        except OSError as error:
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # what is left to flush goes nowhere
+            if isinstance(error, BrokenPipeError):  # who reads has seen enough, as `head` does
+                return 128 + signal.SIGPIPE
+            print(f"tierd: standard output cannot be written: {error.strerror}", file=sys.stderr)
+            return 2
+        return code
+    if options.dir is not None and (absent := _absent(options)):
+        print(f"tierd: --dir {options.dir}: {absent}", file=sys.stderr)
+        return 2
     try:
         return _show(options, options.dir or run_directory())
     except TelemetryError as error:
         print(f"tierd: {error}", file=sys.stderr)
         return 2
+
+
+def _absent(options: argparse.Namespace) -> str:
+    """What is not there of a run directory that was named; an engine makes the directory, and nothing above it."""
+    directory: Path = options.dir
+    if options.command == "once" and not directory.exists():
+        return "there is no such directory, so nothing publishes there"
+    return "" if directory.absolute().parent.is_dir() else "the directory above it does not exist: create it"
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
@@ -69,7 +96,7 @@ def _show(options: argparse.Namespace, directory: Path) -> int:
 
 def _with_command(given: Sequence[str]) -> list[str]:
     """What ``given`` says by leaving the command out."""
-    if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
+    if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help", "--version")):
         if "--once" in given:
             return ["once", *(one for one in given if one != "--once")]
         return ["serve", *given]
@@ -87,16 +114,17 @@ def _contradiction(options: argparse.Namespace) -> str | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tierd",
         description="Show tiers, bandwidth and stalls of running engines: page, JSON and metrics over HTTP.",
         epilog=SHORTHANDS,
     )
-    directory = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    directory = _Parser(add_help=False)
     directory.add_argument(
         "--dir", type=Path, metavar="RUN_DIR", help="run directory (default: TIERING_RUN_DIR, else per user)"
     )
-    runs = argparse.ArgumentParser(add_help=False, parents=[directory])
+    runs = _Parser(add_help=False, parents=[directory])
     runs.add_argument("--run", metavar="RUN", help="only the run of this id, or those of this name")
 
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -153,6 +181,25 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="niceness, 0 to 19, so that training comes first (default: %(default)s)",
     )
+
+
+class _Parser(argparse.ArgumentParser):
+    """One that says which command was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2."""
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if wrong and (meant := get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), 1)):
+            message += f"; did you mean {meant[0]}?"
+        super().error(message)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from service.version import own_version
+
+        print(f"tierd {own_version()}")
+        parser.exit()
 
 
 def seconds(given: str) -> float:

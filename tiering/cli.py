@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tiering import check_command
+from tiering.command_line import Parser, Version, printing
 from tiering.doctor import command as doctor_command
 from tiering.planning import command
 
@@ -19,26 +18,21 @@ from tiering.planning import command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code."""
     options = _parser().parse_args(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not have every character that a file has
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code: int = options.run(options)
-        print(end="", flush=True)
-    except BrokenPipeError:  # who reads has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush goes nowhere
-        return _PIPE_CLOSED
+        return printing("tiering", lambda: int(options.run(options)), failed=_UNPRINTED)
     except KeyboardInterrupt:
         print("tiering: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    return code
 
 
-_PIPE_CLOSED, _INTERRUPTED = 128 + signal.SIGPIPE, 128 + signal.SIGINT
+_INTERRUPTED = 128 + signal.SIGINT
 """As the shell says of commands that end so."""
+_UNPRINTED = 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tiering", description="Memory tiering for PyTorch training.")
+    parser = Parser(prog="tiering", description="Memory tiering for PyTorch training.")
+    parser.add_argument("--version", action=Version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train a small GPT with its state on NVMe and check the result")

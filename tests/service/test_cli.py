@@ -163,6 +163,7 @@ def test_it_prints_what_ships_with_it(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_looking_once_loads_no_server(tmp_path: Path) -> None:
     """Scripts ask often, and half of their waiting would be for that."""
+    (tmp_path / "run").mkdir(mode=0o700)
     asked = f"import sys, service.cli; service.cli.main(['--once', '--dir', {str(tmp_path / 'run')!r}])"
     done = subprocess.run(
         [sys.executable, "-c", f"{asked}; print(*sys.modules)"], capture_output=True, text=True, check=True

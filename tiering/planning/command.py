@@ -145,7 +145,10 @@ def run(options: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        report.print(Console())
+        console = Console()
+        with console.capture() as text:  # rich has an exit code of its own for a closed pipe
+            report.print(console)
+        print(text.get(), end="")
     return FITS if report.fits else DOES_NOT_FIT
 
 

@@ -6,18 +6,15 @@ Data goes to stdout, progress and messages to stderr.
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
-import io
 import logging
-import os
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tiering.command_line import Version, printing, suggestion
 from tiering.tierbench import words
 from tiering.tierbench.exits import BELOW, FAILED, INTERRUPTED, OK
 
@@ -25,9 +22,6 @@ if TYPE_CHECKING:
     from tiering.tierbench.bench import Asked
     from tiering.tierbench.result import Result
     from tiering.tierbench.words import ReadWrite
-
-# What writing to stdout ends with.
-_UNPRINTABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 COMMANDS = {
     "tune": "find the I/O engine, block size and depth that suit the drive",
@@ -54,27 +48,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("tiering").addHandler(logging.NullHandler())  # what matters of it is told as notes
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not have every character that is printed
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = _command(given[0], given[1:]) if given and given[0] in COMMANDS else _bench(given)
-        print(end="", flush=True)
-    except BrokenPipeError:  # who reads has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush goes nowhere
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        if error.filename is not None or error.errno not in _UNPRINTABLE:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(
-            f"tierbench: what is to be printed cannot be written: {error.strerror}; make room, or print it elsewhere",
-            file=sys.stderr,
-        )
-        return FAILED
+        return printing("tierbench", lambda: _run(given), failed=FAILED)
     except KeyboardInterrupt:
         print("tierbench: interrupted before anything was measured", file=sys.stderr)
         return INTERRUPTED
-    return code
+
+
+def _run(given: list[str]) -> int:
+    if given and given[0] in COMMANDS:
+        return _command(given[0], given[1:])
+    if given and not Path(given[0]).exists() and (meant := suggestion(given[0], COMMANDS)):
+        _parser().error(f"there is no command and no directory {given[0]}; did you mean {meant}?")
+    return _bench(given)
 
 
 def _command(name: str, arguments: list[str]) -> int:
@@ -107,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=Version)
     parser.add_argument(
         "directories",
         type=words.directory,
@@ -178,12 +165,13 @@ def _add_checks(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+    formats = group.add_mutually_exclusive_group()
+    formats.add_argument(
         "--format", "--output-format", choices=("table", "json", "csv", "prom"), default="table",
         help="(default: table); prom is Prometheus's text format",
     )  # fmt: skip
     for name in ("json", "csv"):
-        group.add_argument(
+        formats.add_argument(
             f"--{name}", dest="format", action="store_const", const=name, help=f"--format {name}"
         )
     group.add_argument("--plot", type=Path, metavar="FILE", help="bandwidth over time as a PNG")

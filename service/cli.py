@@ -45,9 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = shipped.main(options.command)
             print(end="", flush=True)
         except OSError as error:
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # what is left to flush goes nowhere
+            # What is left to flush goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if isinstance(error, BrokenPipeError):  # who reads has seen enough, as `head` does
                 return 128 + signal.SIGPIPE
             print(f"tierd: standard output cannot be written: {error.strerror}", file=sys.stderr)

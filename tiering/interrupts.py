@@ -91,9 +91,8 @@ class deferred_interrupts:  # noqa: N801 # read as a function
                     number = next(iter(self._frames))
                     self._handlers[number](number, self._frames.pop(number))
                 break
-            except (
-                BaseException
-            ) as error:  # by a held one, or by one that arrives now: the rest is still to be done
+            except BaseException as error:
+                # Of a handler that was held, or of one that a signal calls now: the rest is still to be done.
                 raised = error
         if raised is not None:
             raise raised

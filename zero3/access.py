@@ -146,9 +146,8 @@ class Access:
         self._saving = 0  # state_dict calls, nested, that are running
         self._saved: dict[nn.Parameter, Tensor] = {}  # by them
         self._told_of_gradients = False
-        self._read_as_none: set[nn.Parameter] = (
-            set()
-        )  # whose .grad was, since the last update, in place of one
+        # Whose .grad was read as None since the last update, while the engine had the gradient.
+        self._read_as_none: set[nn.Parameter] = set()
         # Called with what was assigned to .grad between passes, or None.
         self.on_gradient: Callable[[ParamGroup, Piece, Tensor | None], None] = lambda *_: None
         resharded.adopt(self._places, self)

@@ -23,17 +23,14 @@ from zero3.board import spell
 PATIENCE = 5.0  # seconds beyond a limit of torch's, which should have ended a call
 GRACE = 60.0  # seconds by which torch's limits are longer than ours: our message comes first
 POLL = 0.05  # seconds between two looks at the store
-SOCKETS = (
-    6  # of one engine and of torch's group, for each other rank: measured, on rank 0, which has the store
-)
+SOCKETS = 6
+"""Sockets of one engine and of torch's group for each other rank: measured on rank 0, which has the store."""
 OTHER_FILES = 1000  # descriptors for what else a training process opens
 BROKEN = ("onnect", "got 0 bytes", "roken pipe")  # gloo's words, whose errors have no kind of their own
 FROM_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-BACKENDS = {
-    "cpu": "gloo",
-    "cuda": "cpu:gloo,cuda:nccl",
-}  # of a world that we make: the program may use it, too
+# Of a process group that the engine makes, which the program may use, too.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class _Graded:
             owner is not None and isinstance(values, Tensor | None) and owner.gradient_assigned(self, values)
         )
         if not taken:
-            _put_gradient(self, values)
+            put_gradient(self, values)
 
     @grad.deleter
     def grad(self) -> None:
@@ -285,7 +285,7 @@ def take_gradient(param: nn.Parameter) -> Tensor | None:
     """What autograd has accumulated on ``param``, which has none then."""
     gradient = _gradient_on(param)
     if gradient is not None:
-        _put_gradient(param, None)
+        put_gradient(param, None)
     return gradient
 
 
@@ -300,14 +300,10 @@ def _gradient_on(param: nn.Parameter) -> Tensor | None:
     return gradient
 
 
-def _put_gradient(param: nn.Parameter, gradient: Tensor | None) -> None:
+def put_gradient(param: nn.Parameter, gradient: Tensor | None) -> None:
+    """Put ``gradient`` where autograd would, for ``take_gradient``; None drops the one that is there."""
     with torch._C.DisableTorchFunctionSubclass():
         _GRAD.__set__(param, gradient)
-
-
-def put_gradient(param: nn.Parameter, gradient: Tensor) -> None:
-    """Put ``gradient`` where autograd would, for ``take_gradient``."""
-    _put_gradient(param, gradient)
 
 
 def _gradient_asked_for(param: nn.Parameter) -> None:

@@ -31,9 +31,8 @@ def ending(small_disk: Callable[[int], Path]) -> Iterator[Ending]:
 
     def fill(*seconds: float) -> Path:
         disk = small_disk(64 * MIB)
-        metadata = (
-            4 * MIB if len(seconds) > 1 else 0
-        )  # what ext4 takes for the second file, and those after it
+        # What ext4 takes for the second file, and those after it.
+        metadata = 4 * MIB if len(seconds) > 1 else 0
         share = (free_bytes(disk) - metadata) // len(seconds) // PAGE * PAGE
         for delay in seconds:
             held.append(SwapFile(disk, share))

@@ -386,9 +386,8 @@ def _on_all_ranks(generate: Callable[..., Any], module: nn.Module) -> Callable[.
 
     It does so by itself for those who shard parameters as far as it knows them. What a caller says counts.
     """
-    methods = (
-        getattr(inner, "generate", None) for inner in module.modules()
-    )  # an adapter's hands its options on
+    # An adapter's generate() hands its options on to the model's.
+    methods = (getattr(inner, "generate", None) for inner in module.modules())
     if not any(callable(each) and "synced_gpus" in signature(each).parameters for each in methods):
         return generate
 

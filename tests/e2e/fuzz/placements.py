@@ -32,9 +32,8 @@ class Placement:
     threshold: int = 100
     prefetch: int = 10**6
     sub_group_size: int = 10**9
-    device_share: float = (
-        1.0  # of what lies between the least budget and that for everything; 1 is without limit
-    )
+    # Shares of what lies between the least budget and that for everything; 1 is without limit.
+    device_share: float = 1.0
     host_share: float = 1.0
     split: bool = False
     verify: bool = False

@@ -333,9 +333,14 @@ def _mark_left_out(extent: StripedExtent, pieces: Sequence[Piece]) -> None:
         offset=first.extent.offset + pieces[0].offset,
         names=extent.names,
     )
+    # Those of one path lie one behind the other there: a range for each, of which every submission takes the beginning.
+    ranges: dict[int, tuple[int, int]] = {}
     for piece in pieces:
-        part = extent.parts[piece.path]
-        part.slab.spoil(part.extent, piece.offset, piece.nbytes, error)
+        start, _ = ranges.get(piece.path, (piece.offset, 0))
+        ranges[piece.path] = start, piece.offset + piece.nbytes
+    for path, (start, end) in ranges.items():
+        part = extent.parts[path]
+        part.slab.spoil(part.extent, start, end - start, error)
 
 
 def _directories(sections: Mapping[str, Section], allow_memory_file_system: bool) -> tuple[Path, ...]:

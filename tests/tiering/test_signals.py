@@ -13,6 +13,8 @@ from tests.signals import Striker, striking
 from tiering import striping, swap_space
 from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.arena import PAGE, Arena, Lease
+from tiering.checkpoint import writer
+from tiering.checkpoint.writer import TensorFileWriter, TensorSpec
 from tiering.errors import SwapError
 from tiering.swap_space import Section, StripedExtent, SwapSpace
 
@@ -165,3 +167,34 @@ def test_a_write_that_a_signal_ends_is_whole_or_told(swap: Swap, instants: int) 
             there = found[0]
 
         until(striker, instants, write)
+
+
+@strikes(20)
+def test_a_file_whose_writing_a_signal_ends_is_given_up_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instants: int
+) -> None:
+    """No window is written after its file is closed, whose number may be another's by then."""
+    monkeypatch.setattr(writer, "WINDOW", 4 * PAGE)
+    tensors, content = [TensorSpec("w", "U8", (64 * PAGE,))], bytes(64 * PAGE)
+    with writer.Output() as output, striking(4) as striker:
+
+        def write(turn: int) -> None:
+            path = tmp_path / str(turn)
+            made: list[TensorFileWriter] = []
+
+            def save() -> None:
+                made.append(TensorFileWriter(path, tensors, output=output))
+                made[0].append(content)
+
+            striker.during(save, 4e-3)
+            for file in made:
+                file.abandon()
+            assert (output.windows.used, output.aio.stats()[-1].write.in_flight if made else 0) == (0, 0)
+            path.unlink(missing_ok=True)
+
+        until(striker, instants, write)
+
+
+def test_what_a_signal_handler_raises_is_no_error_of_a_file(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match="the user's own"), writer.naming(tmp_path / "file"):
+        raise TimeoutError("the user's own")

@@ -167,7 +167,7 @@ class TensorFileWriter:
         if self._window is not None:
             self._window.release()
             self._window = None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(SwapError):  # no other: while a window is under way, the file stays open
             self._output.windows.drain()
         self._give_up_file()
 
@@ -211,7 +211,8 @@ class naming:  # noqa: N801 # read as a function
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, OSError):
+        # The system's errors have a number, what a signal handler raises has none.
+        if not isinstance(error, OSError) or error.errno is None:
             return
         code = error.errno or errno.EIO
         path = Path(error.filename) if isinstance(error, SwapError) and error.filename else self._path

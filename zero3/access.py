@@ -13,7 +13,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -357,8 +357,11 @@ class Access:
             group.take_back(position)
 
     def saving_copies(self) -> AbstractContextManager[Any]:
-        """What autograd saves of lent parameters keeps their copies: the parameters show something else by then."""
-        return self._schedule.saving()
+        """What autograd saves of lent parameters keeps their copies: those that move show nothing by then.
+
+        Where none does there are no hooks, which torch.func would refuse.
+        """
+        return self._schedule.saving() if any(group.moves for group in self._groups) else nullcontext()
 
     def store_edits_of_residents(self, only: ParamGroup | None = None) -> None:
         """Let the masters follow parameters that are always on the device and were edited in place."""

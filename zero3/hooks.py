@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from tiering.errors import EngineStateError
+from zero3.closed_storage import can_close
 from zero3.compiled import Around, called_by_compiled_code, is_compiled
 from zero3.eager import eager
 from zero3.gradient_parts import TiedParameters, tied_parameters
@@ -127,7 +128,7 @@ def _looked_at(module: nn.Module, groups: Iterable[ParamGroup]) -> list[ParamGro
 def watch_backward(outputs: Any, on_first_gradient: Callable[[], None]) -> None:
     """Call ``on_first_gradient`` once per backward pass, when a gradient first reaches a tensor in ``outputs``."""
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if tensors and torch.is_grad_enabled():
+    if tensors and torch.is_grad_enabled() and not in_transform():
         torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: on_first_gradient(), mode="any")
 
 
@@ -185,6 +186,25 @@ def graph_task() -> int:
 def in_backward_pass() -> bool:
     """Whether this thread is inside autograd's backward (a recomputation under checkpointing is)."""
     return graph_task() != -1
+
+
+def in_transform() -> bool:
+    """Whether this runs in a transform of torch.func that differentiates: it allows no hooks for saved tensors.
+
+    A model that is called with copies of its parameters needs none. Whatever else it saves of a group cannot be read
+    when that has gone, if storages are closed then.
+    """
+    return can_close() and torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+
+
+def check_transform(group: ParamGroup) -> None:
+    """EngineStateError in a transform that would differentiate through parameters of ``group``, which come and go."""
+    if group.moves and in_transform():
+        raise EngineStateError(
+            f"torch.func differentiates through group {group.name!r}, whose parameters are offloaded, and allows no"
+            " hooks that would bring them back for that. Call the model with copies of its parameters:"
+            " torch.func.functional_call(model, copies, args), with copies = engine.state_dict()"
+        )
 
 
 class OurHook:
@@ -297,6 +317,11 @@ class _BeforeGroup(_Before):
         self.group = group
 
     def run(self, module: nn.Module, args: Any) -> None:
+        if in_transform() and not {id(param) for param in self.group.params}.isdisjoint(
+            id(param)
+            for param in module.parameters()  # others, if it is called with copies
+        ):
+            check_transform(self.group)
         self.events.pre_forward(self.group)
         self.told()
 

@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero3.activations import Activations
 from zero3.eager import eager
-from zero3.hooks import graph_task
+from zero3.hooks import graph_task, in_transform
 from zero3.param_group import ParamGroup
 
 
@@ -60,7 +60,7 @@ class SavedTensors:
     def enter(self) -> None:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         around = getattr(outer[0], "__self__", None) if outer is not None else None
-        if not self.owners or (isinstance(around, _Hooks) and around.saved is self):
+        if not self.owners or (isinstance(around, _Hooks) and around.saved is self) or in_transform():
             self._entered.append((None, _stack()))
             return
         hooks = self.hooks()

@@ -35,7 +35,7 @@ from tiering.interrupts import deferred_interrupts, uninterrupted
 from zero3 import resharded
 from zero3.activations import Activations
 from zero3.compiled import in_compiled_autograd, is_compiled
-from zero3.hooks import call_at_end_of_backward, graph_task, in_backward_pass, next_node
+from zero3.hooks import call_at_end_of_backward, check_transform, graph_task, in_backward_pass, next_node
 from zero3.param_group import ParamGroup, Residency
 from zero3.partition import Piece
 from zero3.prefetch import Prefetcher
@@ -200,6 +200,7 @@ class PassSchedule:
         """
         if trained:
             self._check_not_stepped(group)
+        check_transform(group)
         if self._forwards:
             self._forwards[-1].borrowed.append(group)
             self._use(group)

@@ -120,6 +120,7 @@ class Fill:
             group.adopt_parameters()
             heap.trim()  # after each group, or the originals of all of them would stay resident
         self._tiers.staging.drain()
+        self._note("")
         for group in groups:
             forget(group.params)
 
@@ -131,10 +132,14 @@ class Fill:
         for group in groups:
             self._fill(group, given, keeps=True)
         self._tiers.staging.drain()
+        self._note("")
+
+    def _note(self, doing: str) -> None:
+        if self._collectives is not None:  # others that wait see that this rank moves
+            self._collectives.peers.note(doing)
 
     def _fill(self, group: ParamGroup, given: Mapping[nn.Parameter, Given], *, keeps: bool = False) -> None:
-        if self._collectives is not None:  # others that wait see that this rank moves
-            self._collectives.peers.note(f"filling {group.name!r}")
+        self._note(f"filling {group.name!r}")
         kept = group.shard if group.sharded else group.layout
         params = dict(zip((piece.index for piece in group.layout.pieces), group.params, strict=True))
         held = {piece.index for piece in group.layout.pieces if keeps and params[piece.index] not in given}

@@ -39,8 +39,9 @@ def refused(kind: type[Exception], within: timedelta = SECOND, **environment: st
     return str(caught.value)
 
 
-def one_rank(rank: int, only: int, kind: type[Exception], port: int) -> str:
+def one_rank(rank: int, only: int, kind: type[Exception], port: int, patience: float = 20.0) -> str:
     """One of two ranks comes, of those that no torchrun serves: rank 0 is to listen at ``port``."""
+    joining.PATIENCE = patience
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     return refused(kind) if rank == only else ""
 
@@ -61,7 +62,7 @@ def test_the_port_is_another_programs(doomed: Ranks) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         first = doomed(2).run(one_rank, 0, ConfigError, port)[0]
-        second = doomed(2).run(one_rank, 1, DistributedError, port, limit=30)[1]
+        second = doomed(2).run(one_rank, 1, DistributedError, port, patience=0.5, limit=30)[1]
     assert f"rank 0 cannot listen at 127.0.0.1:{port}" in first
     assert "MASTER_PORT" in first and "--standalone" in first
     assert f"what listens at 127.0.0.1:{port} has not answered within 1 seconds" in second

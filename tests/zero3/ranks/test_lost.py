@@ -360,3 +360,20 @@ def test_an_exception_that_one_rank_caught_is_named_where_ranks_part(
     for outcome in (each for each in (first, second) if each.error is not None):
         words = "went on after a forward that raised ValueError: a bad image"
         assert words in outcome.error.message, outcome.report()
+
+
+def slow_data(rank: int, nvme: Path, **options: Any) -> None:
+    with start(nvme, **options) as engine:
+        for number, shares in enumerate(tokens(2, 2)):
+            if rank == 1 and number == 1:
+                time.sleep(4)
+            engine.backward(engine(*shares[rank]))
+            engine.step()
+
+
+def test_a_rank_in_the_scripts_own_code_is_said_to_be_there(doomed: Ranks, nvme: Path) -> None:
+    given = {"distributed": {"timeout": 1.5, "silence": 20}, "threshold": 0}
+    first, _ = doomed(2).outcomes(slow_data, nvme, **given)
+    assert first.error is not None and "rank 1 in code outside the engine" in first.error.message, (
+        first.report()
+    )

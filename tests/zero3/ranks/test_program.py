@@ -25,7 +25,7 @@ from .together import Together, eventually
 from .training import start
 
 Ranks = Callable[..., Pool]
-SILENCE = 1.5
+SILENCE = 1.0
 WATCHFUL = {"distributed": {"timeout": 60, "silence": SILENCE}}
 
 
@@ -93,7 +93,7 @@ def lose(rank: int, nvme: Path, how: str, call: str) -> None:
             os.kill(os.getpid(), getattr(signal, how))
             time.sleep(600)
         if call == "torch":
-            threading.Thread(target=lambda: (time.sleep(4 * SILENCE), os._exit(7)), daemon=True).start()
+            threading.Thread(target=lambda: (time.sleep(3 * SILENCE), os._exit(7)), daemon=True).start()
             dist.all_reduce(torch.ones(1))
         elif call == "all_gather_object":
             comm.all_gather_object([None, None], rank)

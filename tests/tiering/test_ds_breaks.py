@@ -241,7 +241,8 @@ def test_the_directory_of_telemetry_may_be_at_home(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"_comment": "for the big node"}, "a remark is written behind // or #"),
+        ({"comment": "for the big node"}, "a remark is written behind // or #"),
+        ({"warmup": 8}, "remove it: neither DeepSpeed nor tiering has it"),
         ({"TRAIN_BATCH_SIZE": 8}, "did you mean train_batch_size?"),
         (adam(betas=[0.9]), r"a value is missing in [0.9]"),
     ],
@@ -249,6 +250,23 @@ def test_the_directory_of_telemetry_may_be_at_home(monkeypatch: pytest.MonkeyPat
 def test_what_people_write_is_told_with_the_remedy(changes: dict[str, Any], message: str) -> None:
     _, report = examine(given(**changes))
     assert [message in entry.note for entry in report.refused] == [True]
+
+
+def test_a_name_that_begins_with_an_underscore_is_a_remark() -> None:
+    config, report = load(
+        given(_comment="for the big node", zero_optimization={"_note": {"of": "ours"}, "stage": 2})
+    )
+    assert config.zero.stage == 2
+    remarks = {entry.key for entry in report.entries if entry.note == "a remark: its name begins with _"}
+    assert remarks == {"_comment", "zero_optimization._note"} and not report.refused
+
+
+def test_a_schedule_of_no_steps_has_no_effect_where_there_is_no_optimizer() -> None:
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 0, "warmup_num_steps": 0}}
+    config, report = load({"train_batch_size": 1, "scheduler": schedule})
+    assert config.scheduler is None and not report.refused
+    _, trained = examine(given(scheduler=schedule, **adam(lr=1e-3)))
+    assert [entry.key for entry in trained.refused] == ["scheduler.params.total_num_steps"]
 
 
 def test_parameters_that_a_stage_keeps_are_told_and_no_reason_to_fail() -> None:

@@ -67,6 +67,10 @@ def test_an_engine_stands_for_its_module(start: Callable[..., Any]) -> None:
         AttributeError, match="its SmallModel has an attribute 'get_global_grad_nrom'; did you mean"
     ):
         engine.get_global_grad_nrom()
+    for name in ("timers", "allreduce_gradients"):
+        with pytest.raises(AttributeError) as missing:
+            getattr(engine, name)
+        assert "did you mean '_" not in str(missing.value), "a private name is no help"
     with pytest.raises(AttributeError, match="'_blocks'"):
         engine._blocks  # noqa: B018 # is what is tried
     engine.module._no_split_modules = ["Block"]

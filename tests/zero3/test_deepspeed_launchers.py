@@ -92,7 +92,9 @@ def test_nothing_says_where_rank_0_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_one_process_without_a_launcher() -> None:
+def test_one_process_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "")
+    monkeypatch.delenv("LOCAL_RANK")  # and is put back so at the end
     comm = deepspeed.comm
     assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank(), comm.barrier()) == (0, 1, 0, None)
     with pytest.raises(ConfigError, match=r"dist_init_required=False.*has none"):
@@ -102,6 +104,7 @@ def test_one_process_without_a_launcher() -> None:
     )  # which a machine without a GPU has not
     deepspeed.init_distributed()
     deepspeed.init_distributed(dist_init_required=False)
+    assert os.environ["LOCAL_RANK"] == "0", "scripts read it"
     value = torch.tensor([2.0])
     comm.all_reduce(value)  # torch.distributed's
     comm.barrier()

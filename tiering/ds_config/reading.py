@@ -52,6 +52,8 @@ class Reading:
             key = f"{prefix}{dotted((str(name),))}"
             if key in KEYS:
                 self._take(key, value, KEYS[key])
+            elif str(name).startswith("_"):
+                self._note(key, value, Verdict.NO_EFFECT, "a remark: its name begins with _", off=True)
             elif key not in SECTIONS:
                 known = {path.removeprefix(prefix) for path in (*KEYS, *SECTIONS) if path.startswith(prefix)}
                 self._note(key, value, Verdict.REFUSED, f"unknown key; {suggestion(key, known)}")
@@ -206,6 +208,12 @@ class Reading:
 
     def _settle_scheduler(self) -> None:
         schedule = self._settle_type("scheduler", "for example 'WarmupLR'")
+        without_optimizer = "optimizer.type" not in self.entries and "optimizer" not in self.known.replaced
+        if (
+            without_optimizer and self._value("scheduler.params.total_num_steps") == 0
+        ):  # to evaluate, as trainers fill in
+            self._leave_out("scheduler.", "there is no optimizer whose rate it could set")
+            return
         if schedule in PARAMS:
             for name, info in PARAMS[schedule].model_fields.items():
                 if info.is_required() and f"scheduler.params.{name}" not in self.entries:

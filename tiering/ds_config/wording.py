@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 AUTO = "'auto' is for a trainer to fill in; give a value"
 
 
+_ALIKE = 0.7  # of difflib's measure: "warmup" is not a mistyped "amp"
+
+
 def no_rule(name: str) -> str:
     """Why there is no optimizer of ``name``, which may be that of a class."""
     bare = name.rpartition(".")[2]
@@ -51,7 +54,7 @@ def suggestion(key: str, known: Iterable[str]) -> str:
     if "comment" in name.lower():
         return "a remark is written behind // or #"
     siblings = {path.partition(".")[0] for path in known}
-    similar = get_close_matches(name.lower(), sorted(siblings), n=1)
+    similar = get_close_matches(name.lower(), sorted(siblings), n=1, cutoff=_ALIKE)
     if similar:
         return f"did you mean {similar[0]}?"
     if name in TRAINERS_NAMES:

@@ -71,6 +71,7 @@ def init_distributed(
         meet(backend, timeout, init_method or "env://", rank, world_size)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        os.environ.setdefault("LOCAL_RANK", "0")  # which a launcher sets, and scripts read
     if verbose:
         log.info("joined as rank %d of %d, backend %s", *standing(), backend)
 

@@ -62,7 +62,8 @@ class DeepSpeedNames:
                 if name == "generate" and self._world.size > 1 and self.config.zero.stage == 3:
                     return _on_all_ranks(found, module)
                 return self._with_itself(found) if name in _GIVE_THE_MODULE else found
-            near = [] if name.startswith("_") else get_close_matches(name, dir(self), 1)
+            public = [known for known in dir(self) if not known.startswith("_")]
+            near = [] if name.startswith("_") else get_close_matches(name, public, 1, 0.7)
             meant = f"; did you mean {near[0]!r}?" if near else ""
             raise AttributeError(
                 f"neither the engine nor its {type(module).__name__} has an attribute {name!r}{meant}",

@@ -56,8 +56,9 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     taken: list[tuple[int, ...]] = []
     put = resharded.put_gradient
 
-    def counted(param: nn.Parameter, gradient: Tensor) -> None:
-        taken.append(tuple(gradient.shape))
+    def counted(param: nn.Parameter, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            taken.append(tuple(gradient.shape))
         put(param, gradient)
 
     monkeypatch.setattr(resharded, "put_gradient", counted)

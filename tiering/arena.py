@@ -22,6 +22,7 @@ import ctypes
 import errno
 import logging
 import mmap
+import os
 import threading
 import weakref
 from collections import Counter, deque
@@ -165,8 +166,9 @@ class Arena:
             memory[::PAGE] = bytes(len(memory) // PAGE)  # a kernel before 5.14
         if pin is not None and nbytes:
             pin(address, len(memory))
-        elif nbytes and not lock_memory(address, len(memory)):
-            log.debug("%s arena: not locked into RAM, RLIMIT_MEMLOCK is too low", name)
+        elif nbytes and (code := lock_memory(address, len(memory))):
+            limit = "; ulimit -l may be too low" if code in (errno.ENOMEM, errno.EPERM) else ""
+            log.debug("%s arena: not locked into RAM: %s%s", name, os.strerror(code), limit)
         return cls(memory, address, name)
 
     @property

@@ -18,9 +18,9 @@ def keeping(memory: memoryview, owner: object) -> memoryview:
     return memoryview(ffi.buffer(pointer, len(memory)))
 
 
-def lock_memory(address: int, nbytes: int) -> bool:
-    """Keep a range of memory in RAM (mlock), best effort: False if RLIMIT_MEMLOCK or the system says no."""
-    return bool(lib.aio_lock_memory(ffi.cast("void *", address), nbytes) == 0)
+def lock_memory(address: int, nbytes: int) -> int:
+    """Keep a range of memory in RAM (mlock), best effort: 0, or the errno of the refusal (ENOMEM: RLIMIT_MEMLOCK)."""
+    return -int(lib.aio_lock_memory(ffi.cast("void *", address), nbytes))
 
 
 def withhold(mapping: mmap.mmap, address: int) -> None:

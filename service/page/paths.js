@@ -88,7 +88,7 @@ export function paths(all, ranks) {
           engine.registered_bytes ? `, ${bytes(engine.registered_bytes)} registered` : "",
           ".",
           missing.length ? ` Not to be had: ${missing.join("; ")}.` : "",
-          " “While moving” is the average over the time with transfers in flight, the peak is of a quarter of a second.",
+          " “While moving” is the average over the time with transfers in flight, the peak is the most of it, or of a quarter of a second.",
         )
       : null,
   ];

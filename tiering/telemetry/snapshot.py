@@ -87,7 +87,7 @@ class DirectionStatus:
     busy_seconds: float = 0.0
     bytes_per_second: float = 0.0  # over the publisher's last window
     average_bytes_per_second: float = 0.0  # over the time with at least one transfer in flight
-    peak_bytes_per_second: float = 0.0  # of all the publisher's windows
+    peak_bytes_per_second: float = 0.0  # the most of a window, or of the average so far
     errors_by_errno: dict[str, Integer] = field(default_factory=dict)
     latency_buckets: list[Integer] = field(default_factory=list)
     latency_seconds: float = 0.0
@@ -124,7 +124,7 @@ class CopyStatus:
     busy_seconds: float = 0.0
     bytes_per_second: float = 0.0  # over the publisher's last window
     average_bytes_per_second: float = 0.0  # over the time with a copy under way
-    peak_bytes_per_second: float = 0.0  # of all the publisher's windows
+    peak_bytes_per_second: float = 0.0  # the most of a window, or of the average so far
 
 
 Moving = TypeVar("Moving", DirectionStatus, CopyStatus)
@@ -328,11 +328,13 @@ def with_rates(current: Snapshot, previous: Snapshot | None, seconds: float | No
 
     def rated(now: Moving, then: Moving | None) -> Moving:
         moving = rate(now.bytes, then.bytes, then.bytes_per_second) if then else 0.0
+        average = now.bytes / now.busy_seconds if now.busy_seconds > 0 else 0.0
         return replace(
             now,
             bytes_per_second=moving,
-            peak_bytes_per_second=max(moving, then.peak_bytes_per_second if then else 0.0),
-            average_bytes_per_second=now.bytes / now.busy_seconds if now.busy_seconds > 0 else 0.0,
+            # A window has idle time in it, the average has none: it was reached, too.
+            peak_bytes_per_second=max(moving, average, then.peak_bytes_per_second if then else 0.0),
+            average_bytes_per_second=average,
         )
 
     def path_rated(now: PathStatus) -> PathStatus:

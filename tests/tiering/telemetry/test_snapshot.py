@@ -90,9 +90,24 @@ def test_the_link_has_rates_each_way() -> None:
         CopyStatus(900, 3, 2.0, 2000.0, 450.0, 2000.0), CopyStatus(50, 1, 0.0, 40.0, 0.0, 70.0), 99
     )
     assert with_rates(sample(900, 50), snapshot(), 0.25).link == LinkStatus(
-        CopyStatus(900, 3, 2.0, 0.0, 450.0, 0.0), CopyStatus(50, 1), 99
+        CopyStatus(900, 3, 2.0, 0.0, 450.0, 450.0), CopyStatus(50, 1), 99
     )
     assert with_rates(snapshot(), sample(900, 50), 0.25).link is None
+
+
+@pytest.mark.parametrize("busy", [0.01, 0.2, 1.0])
+def test_no_average_is_above_the_peak(busy: float) -> None:
+    """A path that is busy for part of a window moves less in it than the average over its busy time says."""
+
+    def sample(windows: int) -> Snapshot:
+        moved = DirectionStatus(bytes=1000 * windows, busy_seconds=busy * windows)
+        return snapshot(io=[PathStatus("/nvme", "threads", True, moved)])
+
+    said = with_rates(sample(1), None, 0.0)
+    for windows in range(2, 6):
+        said = with_rates(sample(windows), said, 1.0)
+        read = said.io[0].read
+        assert read.peak_bytes_per_second >= read.average_bytes_per_second == pytest.approx(1000 / busy)
 
 
 def test_bytes_sent_have_a_rate_by_kind() -> None:

@@ -38,7 +38,7 @@ def refusal(name: str) -> str:
         f"[{ResidencyError.code}] {name} was read while its bytes are on another tier, and in a way that brings none:"
         " through a view that was kept beyond its block, in code that bypasses __torch_function__, or by an extension."
         " Keep a copy, as by weight.detach().clone(), or read the parameter itself inside `with"
-        " tiering.gathered(param):`"
+        " tiering.gathered(param):`. A view that was taken in the same forward had to make room: raise device_budget"
     )
 
 

@@ -205,6 +205,14 @@ class _Resharded(_Graded):
                 raise ResidencyError(_refusal(owner, param, func))
             if func == _DATA.__get__:
                 owner.data_asked_for(param)
+        for param in _resharded_among((args, kwargs)):
+            owner = owner_of(param)
+            assert owner is not None
+            raise ResidencyError(
+                f"{getattr(func, '__name__', func)} reads {owner.where(param)}, and others at once: there is no room on"
+                " the device for all of them. Raise device_budget, or stage3_prefetch_bucket_size if the budget has"
+                " room"
+            )
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:

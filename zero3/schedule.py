@@ -34,6 +34,7 @@ from tiering.errors import ArenaError, EngineStateError, ResidencyError
 from tiering.interrupts import deferred_interrupts, uninterrupted
 from zero3 import resharded
 from zero3.activations import Activations
+from zero3.closed_storage import can_close
 from zero3.compiled import in_compiled_autograd, is_compiled
 from zero3.hooks import call_at_end_of_backward, check_transform, graph_task, in_backward_pass, next_node
 from zero3.param_group import ParamGroup, Residency
@@ -393,12 +394,29 @@ class PassSchedule:
         try:
             self._prefetcher.acquire(group)
         except ArenaError as error:
+            if self._end_borrowing(but=group):
+                return self._acquire(group)
             held = [g.name for g in self._enclosing if g is not group and (g in self._live or self._calls[g])]
             raise ResidencyError(
                 f"no room on the device for group {group.name!r} beside {held}, which are in use. The plan has room for"
                 " a block and what encloses it; a module that reads another's parameters, or calls a block from inside"
                 " a block, needs more: raise device_budget, or stage3_prefetch_bucket_size if the budget has room"
             ) from error
+
+    def _end_borrowing(self, *, but: ParamGroup) -> bool:
+        """Let go of what running modules have borrowed, ``but`` one group; False if that is nothing.
+
+        Most who read a parameter are done with it, as a hook is that logs a norm. A view that is used again after all
+        cannot be read then: only where storages are closed.
+        """
+        ended = False
+        for forward in self._forwards if can_close() else ():
+            given_up = [group for group in forward.borrowed if group is not but]
+            forward.borrowed = [group for group in forward.borrowed if group is but]
+            for group in given_up:
+                self._stop_using(group, raised=False)
+            ended = ended or bool(given_up)
+        return ended
 
     def _stop_using(self, group: ParamGroup, *, raised: bool) -> None:
         if self._calls[group] == 0:

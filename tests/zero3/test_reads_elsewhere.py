@@ -296,6 +296,43 @@ def test_hooks_of_the_user_read_parameters(start: Start) -> None:
     assert_same_everywhere(start, Penalised, script, precision="bf16", roomy=True)
 
 
+def test_hooks_around_ours_read_the_weight_of_their_block(start: Start) -> None:
+    """Before the block is unsharded, and after it was resharded; with the smallest budgets, too."""
+
+    def script(loop: Loop) -> list[float]:
+        seen: list[float] = []
+
+        def read(module: nn.Module, *_: Any) -> None:
+            seen.append(float(module.get_parameter("3.weight").detach().double().norm()))
+
+        for number in range(3):
+            block = loop.module.get_submodule(f"blocks.{number}")
+            block.register_forward_pre_hook(read, prepend=True)
+            block.register_forward_hook(read)
+        losses = [update(loop, x.requires_grad_()) for x in inputs(3)]
+        assert len(seen) == 18
+        return losses + seen
+
+    assert_same_everywhere(start, Tower, script, trains=False)
+
+
+def test_a_borrowed_view_that_had_to_make_room_is_never_read_as_something_else(start: Start) -> None:
+    class Keeps(Tower):
+        def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
+            kept = self.get_parameter("blocks.0.3.weight").t()
+            return super().forward(x, skip) * kept.square().mean()
+
+    engine = start(Keeps(), precision="fp32", threshold=0, accumulation=1, prefetch=0, **STREAMED)
+    (x,) = inputs(1)
+    with pytest.raises(RuntimeError) as caught:
+        engine(x)
+    words = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    assert "[TIER-RESIDENT]" in words
+    roomy = start(Keeps(), precision="fp32", threshold=0, accumulation=1, **STREAMED)
+    assert update(roomy, x) > 0
+    assert_nothing_held(engine)
+
+
 READERS: dict[str, Callable[[nn.Module, Callable[..., None]], Any]] = {
     "before a block": lambda block, read: block.register_full_backward_pre_hook(read),
     "after a block": lambda block, read: block.register_full_backward_hook(read),
@@ -327,12 +364,28 @@ def test_hooks_of_backward_read_the_weight_of_their_block(start: Start, where: s
     assert_same_everywhere(start, Tower, script, trains=False)
 
 
-def test_too_little_room_for_what_is_borrowed_says_so(start: Start) -> None:
-    """A plan counts on one block at a time; a block that reads another's weights needs room for both."""
-    engine = start(Penalised(), threshold=0, accumulation=1, prefetch=0, **STREAMED)
-    with pytest.raises(ResidencyError, match=r"'blocks\.1' beside \['blocks\.0'\].*raise device_budget"):
+def test_what_was_borrowed_makes_room(start: Start) -> None:
+    """A plan counts on one block at a time: parameters that are read one after the other take turns."""
+
+    def script(loop: Loop) -> list[float]:
+        return [update(loop, x) for x in inputs(3)]
+
+    assert_same_everywhere(start, Penalised, script)
+
+
+class Stacked(Penalised):
+    """The root's forward reads the weights of all blocks in one operation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.stack([block.get_parameter("weight") for block in self.blocks])
+        return super().forward(x) + weights.float().square().mean()
+
+
+def test_too_little_room_for_one_operation_says_so(start: Start) -> None:
+    engine = start(Stacked(), threshold=0, accumulation=1, prefetch=0, **STREAMED)
+    with pytest.raises(ResidencyError, match=r"stack reads 'blocks\..*no room.*Raise device_budget"):
         engine(torch.ones(4, WIDTH, dtype=torch.bfloat16))
-    roomy = start(Penalised(), threshold=0, accumulation=1, prefetch=4 * 1152, **STREAMED)
+    roomy = start(Stacked(), threshold=0, accumulation=1, prefetch=4 * 1152, **STREAMED)
     update(roomy, torch.ones(4, WIDTH, dtype=torch.bfloat16))
     assert_nothing_held(engine)
 

@@ -33,7 +33,8 @@ def planned_group(param_group: Mapping[str, Any], planned: Container[Tensor]) ->
     given = param_group["params"]
     params = [given] if isinstance(given, Tensor) else list(given)
     params = [param[1] if isinstance(param, tuple) else param for param in params]  # of named_parameters()
-    unplanned = [tuple(param.shape) for param in params if param not in planned]
+    # A parameter without elements has no state, and so no place in the plan.
+    unplanned = [tuple(param.shape) for param in params if param not in planned and param.numel()]
     if unplanned:
         raise EngineStateError(
             f"a param group was added after initialize with {len(unplanned)} parameters (the first of shape"

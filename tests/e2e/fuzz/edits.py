@@ -14,7 +14,7 @@ from .run import Run
 from .table import Effect, Needs, action
 
 
-@action(Effect.WEIGHTS)
+@action(Effect.WEIGHTS, weight=2)
 def edit(run: Run, rng: random.Random) -> None:
     """Change parts of some weights in place."""
     params = [param for param in run.params.values() if rng.random() < 0.4] or [run.model.output_weight]

@@ -62,7 +62,7 @@ class Placement:
             sub_group_size=rng.choice((1, 500, 10**9)),
             device_share=rng.choice((0.0, 0.0, 0.1, 0.5, 1.0)),
             host_share=rng.choice((0.0, 0.0, 0.2, 0.6, 1.0)),
-            split=training.splits and rng.random() < 0.35,
+            split=training.splits and rng.random() < 0.5,
             verify=rng.random() < 0.15,
             in_backward=training.may_step_in_backward and rng.random() < 0.8,
             engine=rng.choice(("auto", "io_uring", "threads")),

@@ -390,11 +390,19 @@ def test_what_is_no_checkpoint(checkpoints: Path, inspect: Inspect, tmp_path: Pa
             [checkpoints / "global_step100", "--tag", "x"],
             f"is a checkpoint itself; leave --tag out, or name {checkpoints}",
         ),
-        ([checkpoints, "--gpu", "many"], "--gpu: "),
     ]:
         code, out, err = inspect(*arguments)
         assert (code, out) == (2, "")
         assert why in err
+
+
+@pytest.mark.parametrize(("size", "why"), [("many", "a size is a number"), ("24", "did you mean 24GiB?")])
+def test_a_gpu_of_no_size(
+    inspect: Inspect, checkpoints: Path, capsys: pytest.CaptureFixture[str], size: str, why: str
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        inspect(checkpoints, "--gpu", size)
+    assert refused.value.code == 2 and why in capsys.readouterr().err
 
 
 # What it takes to load it

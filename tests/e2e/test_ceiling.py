@@ -129,14 +129,14 @@ def workload(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], Wo
 
     asked: list[Workload] = []
 
-    def ask(load: Workload, budgets: Budgets) -> None:
+    def ask(load: Workload, *_: object) -> None:
         asked.append(load)
         raise PlacementError("nothing is planned: this only asks")
 
     def of(case: Case) -> Workload:
         model = case.build()
         with monkeypatch.context() as patch:
-            patch.setattr(assembly, "make_plan", ask)
+            patch.setattr(assembly, "plan_within", ask)
             with pytest.raises(PlacementError, match="only asks"):
                 tiering.initialize(model=model, config=case.config(nvme))
         return asked[-1]

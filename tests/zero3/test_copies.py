@@ -124,7 +124,7 @@ def test_a_storage_over_the_slab_never_has_memory_of_its_own(gpu: FakeDevice) ->
     room = room_for(PAGE, torch.bfloat16, tiers, alone=True)  # type: ignore[arg-type]
     flat, view = room.flat, room.flat[8:16].view(2, 4)
     assert flat.data_ptr() == slab.address
-    room.take_bytes()
+    room.take_bytes("blocks.0")
     assert flat.untyped_storage().nbytes() == 0
     assert room.take(at=None, wait=True)
     target, after = room.open()

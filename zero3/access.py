@@ -325,6 +325,7 @@ class Access:
             )
         self.store_edits_of_residents(group)
         group.lend(position, self.copy_of(param), modify=modify)
+        self._schedule.gathers(group)
 
     def take_back(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
         """End ``lend`` and keep the changes of ``rank``; returns what is wrong with those that cannot be kept."""

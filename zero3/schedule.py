@@ -10,10 +10,10 @@ Note [When is a gradient final]
     Autograd adds up all contributions to a parameter before it hands out the gradient, once per backward. So once every
     parameter of a group has its gradient, none is to come: to step the group early no order has to be trusted. Only
     reentrant checkpointing runs backwards inside of backwards, which each hand out gradients: a group that was called
-    more than once waits for the end. So does one with a parameter that gets no gradient. A value that is still needed
-    after all, by a graph that does not ask for its gradient, has another version then, which torch refuses to use; a
-    recomputation that reads it anew is refused here, where the group moves; where it does not, nobody sees that read.
-    What of the group is frozen may be read on.
+    more than once, or lent by gathered() to what autograd records, waits for the end. So does one with a parameter that
+    gets no gradient. A value that is still needed after all, by a graph that does not ask for its gradient, has another
+    version then, which torch refuses to use; a recomputation that reads it anew is refused here, where the group moves;
+    where it does not, nobody sees that read. What of the group is frozen may be read on.
 
 An event moves groups in several steps: Ctrl-C waits until they are consistent again.
 """
@@ -102,6 +102,7 @@ class PassSchedule:
         self._uses: Counter[ParamGroup] = Counter()  # forwards since the last backward
         # By forwards that backward can follow, in the order of their first use.
         self._used: dict[ParamGroup, None] = {}
+        self._gathered: set[ParamGroup] = set()  # lent to what autograd records, since the last backward
         self._graphs: Counter[ParamGroup] = Counter()  # of these, how many backward can enter
         self._entries: Counter[ParamGroup] = Counter()  # how many it has entered
         self._arrived: Counter[ParamGroup] = Counter()  # gradients in this backward
@@ -317,6 +318,11 @@ class PassSchedule:
         self._reset()
         self._prefetcher.forget()
 
+    def gathers(self, group: ParamGroup) -> None:
+        """Parameters of ``group`` are shown outside of its forwards: graphs that begin there bring gradients, too."""
+        if torch.is_grad_enabled() and not in_backward_pass():
+            self._gathered.add(group)
+
     def saving(self) -> AbstractContextManager[Any]:
         """Our hooks for saved tensors, outside of a pass."""
         return self._saved.hooks()
@@ -497,6 +503,7 @@ class PassSchedule:
     def _reset(self) -> None:
         self.in_backward = self.steps_in_backward = False
         self._uses.clear()
+        self._gathered.clear()
         self._used.clear()
         self._graphs.clear()
         self._entries.clear()
@@ -525,7 +532,7 @@ class PassSchedule:
         """Whether no gradient of ``group`` can come any more: see Note [When is a gradient final]."""
         whole = self._arrived[group] == self._expected[group]
         used = self._uses[group] > 1 or self._calls[group] > 0 or group in self._stepped
-        return whole and not used
+        return whole and not used and group not in self._gathered
 
     def _check_not_stepped(self, group: ParamGroup) -> None:
         if group in self._stepped and self._expected[group]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import tiering
 from optim_cpu.kernels import StepBatch
 from tests.crossed import crossed
 from tiering.errors import ConfigError, EngineStateError
@@ -199,6 +200,28 @@ def test_with_a_fixed_loss_scale(start: Start) -> None:
     after = run_engine(start, Tower, turns, **options, clip=0.0)
     for name, placement in WITH_EACH_MODEL.items():
         assert_same(run_engine(start, Tower, turns, **options, **IN_BACKWARD, **placement), after, name)
+
+
+def with_a_penalty(loop: Any) -> list[float]:
+    losses = []
+    for x in inputs(4):
+        with tiering.gathered(loop.module.blocks[1]) as params:
+            penalty = sum(param.float().square().sum() for param in params)
+        loss = loop(x) + 0.01 * penalty
+        losses.append(loss.item())
+        loop.backward(loss)
+        loop.step()
+    return losses
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_penalty_on_gathered_parameters_of_a_checkpointed_block(start: Start, reentrant: bool) -> None:
+    """A reentrant checkpoint hands out the block's gradients in a backward of its own, before those of the penalty."""
+    build = partial(Checkpointed, reentrant=reentrant)
+    after = run_engine(start, build, with_a_penalty, clip=0.0)
+    for name, placement in WITH_EACH_MODEL.items():
+        run = run_engine(start, build, with_a_penalty, **IN_BACKWARD, **placement)
+        assert_same(run, after, name)
 
 
 def by_its_own(loop: Any) -> list[float]:

@@ -296,9 +296,9 @@ def save_slowly(rank: int, nvme: Path, directory: Path, slow: int, delay: float,
 def load_slowly(rank: int, nvme: Path, directory: Path, slow: int) -> float:
     fill = Fill._fill
 
-    def slowly(*given: Any) -> None:
+    def slowly(*given: Any, **options: Any) -> None:
         time.sleep(0.7 if rank == slow else 0.0)
-        fill(*given)
+        fill(*given, **options)
 
     with start(nvme, **IMPATIENT, **SAVING) as engine, pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero3.peers, "SLICE", 0.2)  # so that it is known soon whether somebody has moved

@@ -31,10 +31,8 @@ from zero3.tiers import Tiers
 from zero3.tiles import FP32, StateLayout, Tile
 from zero3.trained import planned_group
 
-IN_PLACE_NUMEL = (
-    4 << 20
-)  # elements stepped in place between two looks at what has arrived: a few milliseconds
-
+IN_PLACE_NUMEL = 4 << 20
+"""Elements stepped in place between two looks at what has arrived: a few milliseconds."""
 ON_TIERS = "tiers"  # the key of a state_dict that tells which state belongs to it
 
 

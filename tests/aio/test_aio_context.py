@@ -159,9 +159,8 @@ def test_counters_show_what_is_in_flight(open_context: Any, swap_file: Any, memo
         ticket.wait()
     write = context.stats()[file].write
     assert (write.in_flight, write.ops) == (0, 5)
-    assert (
-        write.busy_ns >= 600_000_000
-    )  # two turns at depth 3, each begun 0.3 s late: no clock can make it less
+    # Two turns at depth 3, each begun 0.3 s late: no clock can make it less.
+    assert write.busy_ns >= 600_000_000
     assert sum(write.latency[28:]) == 5  # 0.27 s and more
 
 

@@ -393,9 +393,8 @@ def test_progress_is_not_starvation(arena: Arena, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("populates", [True, False], ids=["by the kernel", "by touch"])
 def test_pages_are_touched_and_pinned_once(populates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not populates:
-        monkeypatch.setattr(
-            arena_module, "MADV_POPULATE_WRITE", 0x7FFF
-        )  # as a kernel before 5.14: no such advice
+        # As a kernel before 5.14: no such advice.
+        monkeypatch.setattr(arena_module, "MADV_POPULATE_WRITE", 0x7FFF)
     pinned: list[tuple[int, int]] = []
     arena = Arena.map(5 * PAGE + 1, "host", pin=lambda address, nbytes: pinned.append((address, nbytes)))
     assert pinned == [(arena.address, 6 * PAGE)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tiering import swap_file
+from tiering import logs, swap_file
 from tiering.aio import ENGINES, AioContext
 from tiering.errors import SwapError
 
@@ -40,6 +41,19 @@ def ctrl_c_is_heard() -> None:
 def nobody_waits_for_space(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process that held swap space has just ended, unless a test has ended it."""
     monkeypatch.setattr(swap_file, "PATIENCE_SECONDS", 0.0)
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """What the test sets of our loggers, levels, handlers and record factory, ends with it."""
+    factory = logging.getLogRecordFactory()
+    loggers = [logging.getLogger(name) for name in (*logs.LOGGERS, logs.PROGRESS)]
+    before = [(logger.level, list(logger.handlers)) for logger in loggers]
+    yield
+    logging.setLogRecordFactory(factory)
+    for logger, (level, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers = handlers
 
 
 # What is imported stays, and no collection need look through it: a million objects, half a second each time.

@@ -37,7 +37,7 @@ PROGRAMS = (
 
 
 @pytest.fixture
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logging_as_before: None) -> Path:
     """An empty current directory with a home, a swap directory, and the commands of this source tree in PATH."""
     for name in ("bin", "home", "nvme"):
         (tmp_path / name).mkdir()

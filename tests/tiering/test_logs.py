@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterator
 
 import pytest
 from torch import nn
@@ -15,18 +14,11 @@ from tiering.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    factory = logging.getLogRecordFactory()
-    loggers = [logging.getLogger(name) for name in (*logs.LOGGERS, logs.PROGRESS)]
-    before = [(logger.level, list(logger.handlers)) for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.NOTSET)
-        logger.handlers = []
-    yield
-    logging.setLogRecordFactory(factory)
-    for logger, (level, handlers) in zip(loggers, before, strict=True):
-        logger.setLevel(level)
-        logger.handlers = handlers
+def nothing_is_set(logging_as_before: None) -> None:
+    """Our loggers are as in a program that has just started."""
+    for name in (*logs.LOGGERS, logs.PROGRESS):
+        logging.getLogger(name).setLevel(logging.NOTSET)
+        logging.getLogger(name).handlers = []
 
 
 def test_our_records_name_their_rank_and_others_do_not(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -339,16 +340,19 @@ def test_after_close_every_use_says_so(start: Start, micro_batches: Any, placeme
 def test_clipping_by_hand_is_told_that_it_does_nothing(
     start: Start, micro_batches: Any, caplog: pytest.LogCaptureFixture, placement: Any
 ) -> None:
+    def warnings() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if record.levelno >= logging.WARNING]
+
     engine = start(accumulation=1, **placement)
     for number, (tokens, targets) in enumerate(micro_batches(2)):
         engine.optimizer.zero_grad()
         engine.backward(engine(tokens, targets))
-        assert not caplog.records, "a loop that does nothing wrong is warned"
+        assert not warnings(), "a loop that does nothing wrong is warned"
         if number:
             nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)
             nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)
         engine.step()
-    (record,) = caplog.records
+    (record,) = warnings()
     assert "gradient_clipping" in record.getMessage() and ".grad was asked for" in record.getMessage()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import pty
 import re
@@ -201,6 +202,16 @@ def test_an_empty_name_is_no_directory(command: list[str], capsys: pytest.Captur
         cli.main([*command, ""])
     assert caught.value.code == exits.USAGE
     assert "an empty name is no directory" in capsys.readouterr().err
+
+
+def test_repeated_runs_in_a_process_add_no_log_handlers(logging_as_before: None, tmp_path: Path) -> None:
+    log = logging.getLogger("tiering")
+    log.handlers = []
+    counts = []
+    for _ in range(3):
+        assert cli.main([str(tmp_path / "missing"), "--quiet"]) == exits.USAGE
+        counts.append(len(log.handlers))
+    assert counts == [1, 1, 1]
 
 
 def test_what_was_not_measured_is_too_slow(

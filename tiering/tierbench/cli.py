@@ -42,12 +42,14 @@ sizes: 4K, 1M, 1G and 1MiB are 1024-based, 1MB is 10^6; times: 10, 500ms, 2m.
 exit code: 0 measured, 1 a transfer failed or --verify found wrong bytes, 2 the question was wrong, 3 refused as unsafe,
 4 slower than --fail-under, 130 interrupted (what was measured is printed; a second time ends it at once).
 """
+_SILENCE = logging.NullHandler()
+"""The engine's parts log nothing here: what matters of it is in the notes of a result. One, however often main runs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    logging.getLogger("tiering").addHandler(logging.NullHandler())  # what matters of it is told as notes
+    logging.getLogger("tiering").addHandler(_SILENCE)
     try:
         return printing("tierbench", lambda: _run(given), failed=FAILED)
     except KeyboardInterrupt:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
@@ -33,6 +33,7 @@ from service.events import Events, Subscription
 from service.health import Alive, Health, Identity, Readiness, ready
 from service.history import INTERVAL, History
 from service.http.guard import REFUSALS, Access, Detail, Guard
+from service.http.parameters import known_parameters
 from service.kept import Kept
 from service.metrics import OPENMETRICS, TEXT, prefers_openmetrics, render
 from service.page import File, read_files
@@ -44,9 +45,12 @@ Run = Annotated[str | None, Query(description="only the run of this id", max_len
 Rank = Annotated[int | None, Query(description="only this rank", ge=0, le=1 << 31)]
 Interval = Annotated[float, Query(description="seconds between events, at least", ge=0.25, le=60)]
 
+NOT_UNDERSTOOD: dict[int | str, dict[str, Any]] = {
+    422: {"model": Detail, "description": "A parameter is unknown, or is not what it should be"},
+}
 ASKED: dict[int | str, dict[str, Any]] = {
     404: {"model": Detail, "description": "What is asked for has no page on this node"},
-    422: {"model": Detail, "description": "A parameter is not what it should be"},
+    **NOT_UNDERSTOOD,
 }
 
 Answering = Callable[..., Awaitable[Response]]
@@ -118,8 +122,10 @@ def create_app(watch: Watch, *, expect_ranks: int | None = None, access: Access 
     app.add_middleware(Guard, access=access)
     with_examples(app)
     # /openapi.json lists the routes in this order.
-    _add_answers(app, watch, answers)
-    _add_events(app, watch, events)
+    api = APIRouter(prefix="/v1", dependencies=[Depends(known_parameters)])
+    _add_answers(api, watch, answers)
+    _add_events(api, watch, events)
+    app.include_router(api)
     _add_metrics(app, watch, events)
     _add_probes(app, watch, events, expect_ranks)
     _add_page(app)
@@ -129,23 +135,23 @@ def create_app(watch: Watch, *, expect_ranks: int | None = None, access: Access 
     return app
 
 
-def _add_answers(app: FastAPI, watch: Watch, answers: Answers) -> None:
+def _add_answers(api: APIRouter, watch: Watch, answers: Answers) -> None:
     """The routes that answer of the View of the moment, in JSON."""
 
-    @app.get("/v1/status", response_model=Status, responses=ASKED)
+    @api.get("/status", response_model=Status, responses=ASKED)
     async def get_status(run: Run = None) -> Response:
         """Everything at a glance."""
         view = await watch.now()
         view.select(run)
         return _json(answers.status_of(view, run))
 
-    @app.get("/v1/runs", response_model=Runs)
+    @api.get("/runs", response_model=Runs, responses=NOT_UNDERSTOOD)
     async def get_runs() -> Response:
         """All runs of this node, in short, and the last of those that ended."""
         view = await watch.now()
         return answers.json(view, "runs", lambda: runs(answers.told(view), answers.chronicle.ended))
 
-    @app.get("/v1/runs/{run_id}", response_model=RunStatus, responses=ASKED)
+    @api.get("/runs/{run_id}", response_model=RunStatus, responses=ASKED)
     async def get_run(run_id: str) -> Response:
         """One run with all its ranks on this node."""
         view = await watch.now()
@@ -160,8 +166,8 @@ def _add_answers(app: FastAPI, watch: Watch, answers: Answers) -> None:
         return answered
 
     for noun, (model, of, description) in OF_RANKS.items():
-        app.add_api_route(
-            f"/v1/{noun}",
+        api.add_api_route(
+            f"/{noun}",
             by_rank(noun, of),
             name=f"get_{noun}",
             description=description,
@@ -169,18 +175,18 @@ def _add_answers(app: FastAPI, watch: Watch, answers: Answers) -> None:
             responses=ASKED,
         )
 
-    @app.get("/v1/history", response_model=Histories, responses=ASKED)
+    @api.get("/history", response_model=Histories, responses=ASKED)
     async def get_history(run: Run = None) -> Response:
         """Bandwidth, stalls and occupancy of the last ten minutes, an entry per second."""
         view = await watch.now()
         return answers.json(view, ("history", run), lambda: history(view, run, answers.past.of))
 
 
-def _add_events(app: FastAPI, watch: Watch, events: Events) -> None:
+def _add_events(api: APIRouter, watch: Watch, events: Events) -> None:
     """The status for who would rather be told than ask."""
 
-    @app.get(
-        "/v1/events",
+    @api.get(
+        "/events",
         status_code=200,
         response_class=Subscription,
         responses=ASKED | {200: {"description": "`event: status`; its data is that of /v1/status"}},

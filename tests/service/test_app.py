@@ -173,6 +173,13 @@ def test_what_is_not_here_or_not_understood_is_refused_in_words(client: TestClie
         ("/v1/plan?rank=-1", 422, "rank: Input should be greater than or equal to 0"),
         ("/v1/events?interval=0", 422, "interval: Input should be greater than or equal to 0.25"),
         ("/v1/events?interval=nan", 422, "interval: Input should be"),
+        ("/v1/status?rank=99", 422, "rank: unknown parameter; /v1/status takes run"),
+        ("/v1/steps?run=nothing&rnak=1", 422, "rnak: unknown parameter; /v1/steps takes run, rank"),
+        ("/v1/runs?run=nothing", 422, "run: unknown parameter; /v1/runs takes none"),
+        (f"/v1/runs/{SAID.run_id}?rank=", 422, "rank: unknown parameter; /v1/runs/{run_id} takes none"),
+        ("/v1/events?RUN=nothing", 422, "RUN: unknown parameter; /v1/events takes run, interval"),
+        ("/v1/plan?%ff%0a=1", 422, "unknown parameter; /v1/plan takes run, rank"),
+        (f"/v1/tiers?{'x' * 1500}", 422, "xxx: unknown parameter; /v1/tiers takes run, rank"),
         (f"/v1/plan?run={'x' * 1500}", 422, "run: String should have at most 200 characters"),
     ):
         answer = client.get(path)

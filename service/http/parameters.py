@@ -1,0 +1,24 @@
+"""Query parameters that a route does not know: they are refused, since an answer without them misleads."""
+
+from __future__ import annotations
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+
+from tiering.telemetry import as_text
+
+LONGEST_SHOWN = 40
+"""Characters of an unknown name that an answer repeats."""
+
+
+async def known_parameters(request: Request) -> None:
+    """A dependency of routes. Raises RequestValidationError for a query parameter that the route does not take."""
+    route = request.scope["route"]
+    assert isinstance(route, APIRoute)
+    known = [field.alias for field in route.dependant.query_params]
+    unknown = next((name for name in request.query_params if name not in known), None)
+    if unknown is not None:
+        message = f"unknown parameter; {route.path} takes {', '.join(known) or 'none'}"
+        where = ("query", as_text(unknown[:LONGEST_SHOWN]))
+        raise RequestValidationError([{"loc": where, "msg": message, "type": "extra_forbidden"}])

@@ -57,10 +57,11 @@ def states(run: RunView) -> Iterator[Advice]:
     if run.ranks and run.over:
         step = max((max(said.step, said.global_step) for said in run.snapshots), default=0)
         end = end_of(run)
-        text = f"the run has ended after step {step} without closing its pages: it was killed"
         if end.how == "failed":
-            text = f"the run {end.words(f' after step {step}')}"
-        yield error("run-ended", text, _LAST_WORDS)
+            yield error("run-ended", f"the run {end.words(f' after step {step}')}", _LAST_WORDS)
+        elif end.how == "died":
+            text = f"the run has ended after step {step} without closing its pages: it was killed"
+            yield error("run-ended", text, _LAST_WORDS)
         return
     for rank in run.ranks:
         if rank.state in _OF_STATE and rank.rank not in run.fresh:

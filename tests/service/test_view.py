@@ -228,6 +228,7 @@ def test_the_end_of_a_run_is_what_its_pages_say(case: str, caplog: pytest.LogCap
         chronicle.add(view(*readings))
     (run,) = chronicle.ended
     assert (run.how, run.why, run.step) == (*told, 12)
+    assert [advice.code for advice in run.warnings] == ["run-ended"] * (run.how in ("failed", "died"))
     assert caplog.messages[1:] == [f"run gpt (gpt-1) {line}"]
     assert (caplog.records[1].levelname == "WARNING") is (run.how == "failed")
 

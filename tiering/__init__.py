@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tiering import lazy
+from tiering.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tiering import accelerator, checkpointing, comm, ops, runtime, utils, zero
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from zero3.initialize import EngineParts, initialize
     from zero3.planning import measure_rates, plan_for
     from zero3.saving import Saving
-
-__version__ = "0.1.0"
 
 __getattr__, __dir__ = lazy.names(
     __name__,

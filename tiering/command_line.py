@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from tiering.version import __version__
+
 PIPE_CLOSED = 128 + signal.SIGPIPE
 """As the shell says of a command whose reader has seen enough, as `head` does."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -30,15 +32,13 @@ class Parser(argparse.ArgumentParser):
 
 
 class Version(argparse.Action):
-    """``--version``, which is looked up when somebody asks."""
+    """``--version``."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="print the version and exit")
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        import tiering
-
-        print(f"{parser.prog} {tiering.__version__}")
+        print(f"{parser.prog} {__version__}")
         parser.exit()
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
-import tiering
 from tiering.config import TieringConfig
 from tiering.plan import Tier
 from tiering.telemetry import ConfigurationStatus, Description, SettingStatus
+from tiering.version import __version__
 from tiering.workload import settle_dtypes
 from zero3.assembly import Assembly
 
@@ -28,7 +28,7 @@ def describe(
     return Description(
         device=_device(parts.device),
         versions={
-            "tiering": tiering.__version__,
+            "tiering": __version__,
             "torch": str(torch.__version__),
             "python": platform.python_version(),
             "linux": platform.release(),

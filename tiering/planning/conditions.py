@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import tiering
 from optim_cpu import kernels
 from tiering import cgroups, drives
 from tiering.config import IoConfig
 from tiering.fields import parse_size
 from tiering.machine import cpu_identity, memory_bytes
 from tiering.topology import SYSFS, format_cpus
+from tiering.version import __version__
 
 Conditions = dict[str, object]
 
@@ -37,7 +37,7 @@ def machine() -> Conditions:
         "io_limits": sorted({" ".join(limit) for limit in cgroups.io_limits()}),
         "memory": memory_bytes(),
         "kernel": platform.release(),
-        "version": tiering.__version__,
+        "version": __version__,
     }
 
 

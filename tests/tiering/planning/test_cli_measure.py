@@ -171,7 +171,7 @@ def test_rates_of_other_io_are_not_taken(plan: Plan, measured: list[str], tmp_pa
         ("tiering.cgroups.io_limits", lambda: [IoLimit("io.max", "259:0", "wbps=1048576")]),
         ("tiering.planning.conditions.machine_id", lambda: "another"),
         ("tiering.planning.conditions.cpu_identity", lambda: "another"),
-        ("tiering.__version__", "0.0.1"),
+        ("tiering.planning.conditions.__version__", "0.0.1"),
     ],
     ids=lambda pair: pair[0],
 )

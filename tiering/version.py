@@ -1,0 +1,5 @@
+"""The version of the package, for modules that must not import the whole facade."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

@@ -70,6 +70,14 @@ def saved_rates(load: Workload, device: torch.device, *, local_ranks: int) -> Ra
     return rates
 
 
+def saved_link_rate(load: Workload, device: torch.device, *, local_ranks: int) -> int | None:
+    """Bytes per second each way over the link of a GPU, if ``tiering plan --measure`` has measured it."""
+    if device.type != "cuda":
+        return None
+    rate = saved_rates(load, device, local_ranks=local_ranks).device_link
+    return None if rate is None else round(rate)
+
+
 def settle_update_share(
     load: Workload,
     budgets: Budgets,

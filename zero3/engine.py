@@ -29,6 +29,7 @@ from zero3.assembly import Assembly, Weights, assemble
 from zero3.checkpoint import Checkpoints
 from zero3.deepspeed.engine_names import DeepSpeedNames
 from zero3.description import describe
+from zero3.device_rates import saved_link_rate
 from zero3.eager import eager
 from zero3.ending import Ending, error_under_way
 from zero3.loader import TrainingLoader
@@ -121,6 +122,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
             checkpoint=self._checkpoints.status,
             description=describe(parts, config, self._configuration),
             ending=Ending(parts.world.rank, self._failure_began_with()),
+            link_rate=saved_link_rate(parts.plan.workload, parts.device, local_ranks=parts.world.local_size),
         )
         self._publisher: Publisher | None = None
         self._handles = hooks.install(model, self._groups, self._schedule)

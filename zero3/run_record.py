@@ -44,7 +44,6 @@ from tiering.telemetry import (
     open_writer,
 )
 from zero3.activations import Activations
-from zero3.device_rates import saved_rates
 from zero3.ending import Ending
 from zero3.joining import ALONE, World
 from zero3.room import Room, Seldom
@@ -100,6 +99,7 @@ class RunRecord:
         checkpoint: Callable[[], CheckpointStatus] | None = None,
         description: Description | None = None,
         ending: Ending | None = None,
+        link_rate: int | None = None,
     ) -> None:
         self.run_name = run_name
         self.run_id = run_id
@@ -118,7 +118,7 @@ class RunRecord:
         self._param_groups = param_groups
         self._checkpoint = checkpoint
         self._node = socket.gethostname()
-        self._link_can_do = _measured(tiers, world)
+        self._link_rate = link_rate
         self._started_at = time.time()
         self._phases = PhaseClock(tiers.streams)
         self._seconds_before: dict[str, float] = {}
@@ -337,7 +337,7 @@ class RunRecord:
             return None
         told = copies.stats()
         h2d, d2h = (CopyStatus(one.bytes, one.copies, one.busy_seconds) for one in (told["h2d"], told["d2h"]))
-        return LinkStatus(h2d, d2h, self._link_can_do)
+        return LinkStatus(h2d, d2h, self._link_rate)
 
     def _collectives(self) -> list[CollectiveStatus]:
         if self._traffic is None:
@@ -394,14 +394,6 @@ def _percentiles(aio: AioContext, file: int, kind: Kind) -> LatencyStatus:
 
 def _last_used(buckets: Sequence[int]) -> int:
     return max((index for index, count in enumerate(buckets) if count), default=-1)
-
-
-def _measured(tiers: Tiers, world: World) -> int | None:
-    """Bytes per second each way over the link of a GPU, if it was measured here before."""
-    if tiers.device.type != "cuda":
-        return None
-    rate = saved_rates(tiers.plan.workload, tiers.device, local_ranks=world.local_size).device_link
-    return None if rate is None else round(rate)
 
 
 def _capacities(tiers: Tiers) -> dict[Tier, int]:

@@ -24,7 +24,6 @@ from tiering.aio import AioContext
 from tiering.config import TelemetryConfig
 from tiering.errors import CheckpointError, TelemetryError
 from tiering.plan import Tier
-from tiering.planning.rates import Rates
 from tiering.telemetry import (
     CheckpointStatus,
     CopyStatus,
@@ -457,7 +456,7 @@ def test_what_goes_over_the_link_is_told_by_step(
     stats = {"h2d": LinkStats(1000, 1, 0.5), "d2h": LinkStats()}  # building the engine is no step
     linked = copy.copy(engine._tiers)
     linked.streams, linked.copies = device, SimpleNamespace(stats=lambda: dict(stats))
-    record = RunRecord("linked", linked, engine._schedule.activations)
+    record = RunRecord("linked", linked, engine._schedule.activations, link_rate=52_500_000_000)
     stats |= {"h2d": LinkStats(1700, 3, 0.75)}
     with record.phase("forward"):
         device.works(2)
@@ -470,23 +469,7 @@ def test_what_goes_over_the_link_is_told_by_step(
         (700, 0, 2.0),
         (100, 30, 0.0),
     ]
-    assert snapshot.link == LinkStatus(h2d=CopyStatus(1800, 4, 1.0), d2h=CopyStatus(30, 2, 0.25))
-
-
-def test_a_link_that_was_measured_is_told_beside(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def saved(load: Any, device: torch.device, *, local_ranks: int) -> Rates:
-        asked.append((load, device, local_ranks))
-        return Rates(device_link=5.25e10, device_link_both=8e10) if len(asked) == 1 else Rates()
-
-    plan = start().plan
-    monkeypatch.setattr(run_record, "saved_rates", saved)
-    gpu = SimpleNamespace(plan=plan, device=torch.device("cuda", 1))
-    told = [run_record._measured(gpu, World(size=4, local_size=2)) for _ in range(2)]
-    assert (told, asked[0]) == ([52_500_000_000, None], (plan.workload, gpu.device, 2))
+    assert snapshot.link == LinkStatus(CopyStatus(1800, 4, 1.0), CopyStatus(30, 2, 0.25), 52_500_000_000)
 
 
 def test_an_engine_on_a_device_tells_its_copies_and_waits(

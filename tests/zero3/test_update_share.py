@@ -15,7 +15,7 @@ from tiering.planning.measure import of_cpu
 from tiering.planning.rates import Rates
 from tiering.planning.saved_rates import Record, SavedRates
 from zero3 import device_rates
-from zero3.device_rates import settle_update_share
+from zero3.device_rates import saved_link_rate, settle_update_share
 
 DEVICE = torch.device("cpu")  # stands in for a GPU: what it depends on is fewer things
 AMPLE = Budgets(PLENTY, PLENTY, PLENTY)
@@ -80,6 +80,21 @@ def test_what_is_not_known_now_is_not_guessed(kept: dict[str, Any], caplog: pyte
     with caplog.at_level("INFO"):
         assert settled() == 0.0
     assert "tiering plan --measure" in caplog.text
+
+
+def test_the_link_rate_that_was_measured_is_that_of_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def saved(load: Workload, device: torch.device, *, local_ranks: int) -> Rates:
+        calls.append((load, device, local_ranks))
+        return Rates(device_link=5.25e10, device_link_both=8e10) if len(calls) == 1 else Rates()
+
+    monkeypatch.setattr(device_rates, "saved_rates", saved)
+    gpu, workload = torch.device("cuda", 1), load()
+    rates = [saved_link_rate(workload, gpu, local_ranks=2) for _ in range(2)]
+    assert (rates, calls[0]) == ([52_500_000_000, None], (workload, gpu, 2))
+    assert saved_link_rate(workload, DEVICE, local_ranks=2) is None  # the CPU has no link
+    assert len(calls) == 2
 
 
 def test_ranks_take_the_least_share() -> None:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from tiering import logs
 from tiering.arena import Arena
-from tiering.demo.model import Block
 from tiering.plan import Budgets, Tier, Workload
 from tiering.planning import conditions
 from tiering.planning.measure import SECONDS, Leg, Measurement, Tell, of_cpu, quietly, repeated
@@ -146,6 +146,29 @@ def measure(
     assert rates.flops is not None
     tell(Leg("flops", rates.flops))
     return rates if device.type == "cpu" else rates.updated(_memory_rates(device, seconds / 4, tell))
+
+
+class Block(nn.Module):
+    """The measured model: a transformer block with 12 * width * width elements in its matrices."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """``stream`` and the result: [batch, sequence, width]."""
+        qkv = self.qkv(self.attention_norm(stream)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, width of a head]
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        stream = stream + self.projection(mixed.transpose(1, 2).flatten(2))
+        result: Tensor = stream + self.mlp(stream)
+        return result
 
 
 def _flops(device: torch.device, dtype: torch.dtype, tokens: int, width: int, seconds: float) -> float:

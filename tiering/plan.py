@@ -514,19 +514,15 @@ class Plan:
 
     def table(self) -> Table:
         """The plan as people read it."""
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
+        from tiering.figures_table import FiguresTable
 
         read, written = self.nvme_traffic()
         moved = f"read {format_size(read)}\nwrite {format_size(written)}" if read or written else "-"
         ranks = self.workload.world_size
         each = f", each of {ranks} ranks (stage {self.workload.stage})" if ranks > 1 else ""
-        table = Table(title=f"Placement plan{each}", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
-        table.pad_edge, table.collapse_padding = False, True  # 80 columns hold any plan
-        table.caption, table.caption_justify = (
-            "\n".join(filter(None, (self._formats(), self._updates(), self.workload.beside_budgets()))),
-            "left",
-        )
+        beside = filter(None, (self._formats(), self._updates(), self.workload.beside_budgets()))
+        # 80 columns hold any plan.
+        table = FiguresTable.plain(title=f"Placement plan{each}", caption="\n".join(beside))
         for heading in ("tier", "budget", "planned", "what lives there", "per step"):
             right = heading in ("budget", "planned")
             table.add_column(heading, justify="right" if right else "left", no_wrap=True)

@@ -12,10 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.inspection import Inspection, Listing, Told, inspect, list_checkpoints
@@ -24,6 +22,7 @@ from tiering.checkpoint.load_plan import configuration, plan_to_load
 from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest
 from tiering.config import format_size
 from tiering.errors import CheckpointError, ConfigError, TieringError
+from tiering.figures_table import FiguresTable
 from tiering.planning.report import PlanReport
 from tiering.strict_json import short
 
@@ -181,7 +180,7 @@ def _inspected(inspection: Inspection) -> Iterator[RenderableType]:
         yield _printable(inspection.caveat)
 
 
-def _contents(inspection: Inspection, manifest: Manifest) -> Table:
+def _contents(inspection: Inspection, manifest: Manifest) -> FiguresTable:
     table = _table("kind", "tensors", "elements", "size")
     parameters = manifest.parameters.values()
     elements = sum(each.numel for each in parameters)
@@ -216,9 +215,8 @@ def _loaded(loading: Loading) -> Iterator[RenderableType]:
     yield json.dumps(loading.config, indent=1)
 
 
-def _table(*headings: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False)
-    table.pad_edge, table.collapse_padding = False, True
+def _table(*headings: str) -> FiguresTable:
+    table = FiguresTable.plain()
     for heading in headings:
         right = heading in ("step", "size", "elements")
         table.add_column(heading, justify="right" if right else "left", no_wrap=True)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from tiering.config import format_size
 from tiering.demo.settings import Way
+from tiering.figures_table import FiguresTable
 
 Results = Mapping[Way, Mapping[str, Any]]
 
@@ -51,10 +51,12 @@ def judge(results: Results, *, sidecar_saw_it: bool) -> Verdict:
     )
 
 
-def verdict_table(results: Results, verdict: Verdict) -> Table:
+def verdict_table(results: Results, verdict: Verdict) -> FiguresTable:
     """Both digests side by side, what moved, what the loss did."""
     nvme, memory = results[Way.NVME], results[Way.MEMORY]
-    table = Table("", "on NVMe", "in memory", "verdict", title="Does placement change the result?")
+    table = FiguresTable("", title="Does placement change the result?")
+    for heading in ("on NVMe", "in memory", "verdict"):
+        table.add_column(heading, no_wrap=True)
     for what, left in nvme["digests"].items():
         right = memory["digests"].get(what, "")
         table.add_row(f"{what}, SHA-256", left[:16], right[:16], _mark(left == right, "equal", "DIFFERENT"))
@@ -75,11 +77,10 @@ def _mark(good: bool, yes: str, no: str) -> Text:
     return Text(yes, "green") if good else Text(no, "bold red")
 
 
-def memory_table(results: Results) -> Table:
+def memory_table(results: Results) -> FiguresTable:
     """Resident memory per way, net of what an interpreter with torch needs anyway."""
-    table = Table("memory", *(f"{way}" for way in results), title="What it took", title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = FiguresTable("memory", title="What it took", title_justify="left")
+    table.add_figures(*(f"{way}" for way in results))
     rows: dict[str, Callable[[Mapping[str, Any]], int | None]] = {
         "baseline RSS: interpreter, torch": lambda result: result["baseline"],
         "peak RSS": lambda result: result["peak"],
@@ -112,12 +113,11 @@ def _budgeted(result: Mapping[str, Any]) -> int | None:
     return sum(tier["budget"] for tier in _in_memory(result)) if "tiers" in result else None
 
 
-def status_table(rank: Mapping[str, Any], url: str) -> Table:
+def status_table(rank: Mapping[str, Any], url: str) -> FiguresTable:
     """What the sidecar answered while the run was under way."""
     title = f"{url}v1/status, step {rank['step']}, phase {rank['phase']}"
-    table = Table("tier", "used", "budget", "read", "write", title=title, title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = FiguresTable("tier", title=title, title_justify="left")
+    table.add_figures("used", "budget", "read", "write")
     for tier in rank["tiers"]:
         paths = rank["io"] if tier["name"] == "nvme" else []
         speeds = [sum(path[way]["bytes_per_second"] for path in paths) for way in ("read", "written")]

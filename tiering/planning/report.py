@@ -270,11 +270,9 @@ def _needs(load: Workload) -> str:
 
 
 def _phases(told: Forecast) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from tiering.figures_table import FiguresTable
 
-    table = Table(title="Predicted step", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
-    table.pad_edge, table.collapse_padding = False, True
+    table = FiguresTable.plain(title="Predicted step")
     table.add_column("phase", no_wrap=True)
     table.add_column("seconds", justify="right", no_wrap=True)
     table.add_column("bounded by", no_wrap=True)

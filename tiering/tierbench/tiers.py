@@ -445,14 +445,12 @@ def _show(options: argparse.Namespace, directories: Sequence[Path], found: _Foun
 
 
 def _table(found: _Found) -> Table:
-    from rich.table import Table
-
+    from tiering.figures_table import FiguresTable
     from tiering.tierbench.display import figures
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table = FiguresTable(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("leg", no_wrap=True)
-    for name in ("GB/s", "GiB/s", "", "threads"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table.add_figures("GB/s", "GiB/s", "", "threads")
     table.add_column("in a step")
     in_unit: dict[Unit, Callable[[float], tuple[str, str, str]]] = {
         "bytes": lambda rate: (figures.gb(rate), figures.gib(rate), ""),

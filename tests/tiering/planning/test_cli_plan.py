@@ -44,6 +44,21 @@ def test_a_size_is_planned_and_foreseen_without_torch() -> None:
         assert any(told in line for line in lines), told
 
 
+@pytest.mark.parametrize("columns", [79, 60, 40, 24])
+def test_a_narrow_terminal_cuts_no_figure(plan: Plan, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def words(out: str) -> set[str]:
+        return set(re.findall(r"[\w.,%+]*\d[\w.,%+]*|read|write|device|host|nvme|staging", out))
+
+    _, wide, _ = plan(*SMALL, *RATES, "--tbw", "600")
+    assert {"planned", "100.00", "300.00", "2.00"} < set(wide.split())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, narrow, _ = plan(*SMALL, *RATES, "--tbw", "600")
+    assert code == 0
+    assert max(map(len, narrow.splitlines())) <= columns
+    assert "…" not in narrow
+    assert words(narrow) == words(wide)
+
+
 def test_json_is_in_bytes_and_seconds(plan: Plan) -> None:
     told = answered(plan, *SMALL, *RATES, "--tokens", "1000", "--tbw", "600")
     assert (told["schema"], told["fits"], told["refusal"], told["remedies"]) == (1, True, None, [])

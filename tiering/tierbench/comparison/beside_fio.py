@@ -264,7 +264,7 @@ def _window(rw: ReadWrite, command: str, pairs: list[Pair]) -> Window:
 
 def show(found: BesideFio, console: Console) -> None:
     """Print it."""
-    from rich.table import Table
+    from tiering.figures_table import FiguresTable
 
     def put(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -283,7 +283,7 @@ def show(found: BesideFio, console: Console) -> None:
         f"load       bs {format_size(settings.bs)} ({settings.bs} bytes), depth {settings.iodepth}, O_DIRECT,"
         f" {jobs} of {format_size(settings.size)}, runs of {settings.runtime:g} s\n"
     )
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table = FiguresTable(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in ("", "median of", "fio", "ours", "ours / fio (95 %)", "pairs"):
         table.add_column(
             column, justify="right" if column in ("fio", "ours", "pairs") else "left", no_wrap=True

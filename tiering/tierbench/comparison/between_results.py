@@ -204,7 +204,7 @@ def _latency_ratios(latency: Latencies | None, base: Latencies | None) -> Latenc
 
 def show(found: Between, console: Console) -> None:
     """Print it."""
-    from rich.table import Table
+    from tiering.figures_table import FiguresTable
 
     def put(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -212,7 +212,7 @@ def show(found: Between, console: Console) -> None:
     for file in found.files:
         put(f"{file.label}  {figures.legible(file.path)}, {file.date}")
         put(f"   {figures.legible(file.command)}")
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table = FiguresTable(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in ("", "", "GB/s", "GiB/s", "ratio (95 %)", "p50", "p99", "CPU s/GB"):
         table.add_column(column, justify="left" if column in ("", "ratio (95 %)") else "right", no_wrap=True)
     for window in found.windows:

@@ -199,11 +199,9 @@ def show(found: Profile, console: Console) -> None:
 
 
 def _table(found: Profile) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from tiering.figures_table import FiguresTable
 
-    table = Table(box=SIMPLE_HEAD, show_edge=False)
-    table.pad_edge, table.collapse_padding = False, True
+    table = FiguresTable.plain()
     kernels = ["stalled"] if found.kernels else []
     for heading in (
         "phase",

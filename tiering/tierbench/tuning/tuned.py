@@ -165,13 +165,11 @@ def shown(tuned: Tuned) -> list[Tried]:
 
 
 def _table(tuned: Tuned, width: int) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from tiering.figures_table import FiguresTable
 
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1) if width >= WIDE else 0)
+    table = FiguresTable.plain(collapse_padding=False, padding=(0, 1) if width >= WIDE else 0)
     table.add_column("engine", no_wrap=True)
-    for name in ("block", "depth", "GB/s", "to the defaults", "CPU s/GB", "p99", "in flight"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table.add_figures("block", "depth", "GB/s", "to the defaults", "CPU s/GB", "p99", "in flight")
     for each in shown(tuned):
         ratio = each.ratio
         table.add_row(

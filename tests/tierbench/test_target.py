@@ -43,15 +43,39 @@ def test_a_block_device_is_refused_with_what_it_would_destroy() -> None:
         target.check(disks[0])
 
 
-def test_a_file_a_pipe_and_a_link_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("precious")
-    os.mkfifo(tmp_path / "pipe")
+def test_a_link_to_a_directory_is_followed(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "second").symlink_to("link")
+    (tmp_path / "below").symlink_to(tmp_path)
+    for name in ("link", "second", "below/link"):
+        assert target.check(tmp_path / name) == tmp_path / "real"
+    with pytest.raises(SwapSpaceError, match="real is named twice"):
+        target.check_all([tmp_path / "link", tmp_path / "real"])
+
+
+def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    (tmp_path / "one").symlink_to("other")
+    (tmp_path / "other").symlink_to("one")
+    for name, words in (
+        ("dangling", rf"dangling cannot be reached: No such file or directory; .*mkdir -p {tmp_path}/gone\)"),
+        ("one", "one cannot be reached: Too many levels of symbolic links; remove the symbolic links"),
+    ):
+        with pytest.raises(SwapSpaceError, match=words):
+            target.check(tmp_path / name)
+
+
+def test_a_file_and_a_pipe_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "device").symlink_to("/dev/null")
     for name, words in (
         ("file", "is a file; name a directory"),
         ("pipe", "is a pipe"),
-        ("link", f"is a symbolic link to {tmp_path / 'real'}; name that directory itself"),
+        ("link", "link is a file; name a directory"),
+        ("device", "device is a device; name a directory"),
     ):
         with pytest.raises(UnsafeTargetError, match=words):
             target.check(tmp_path / name)

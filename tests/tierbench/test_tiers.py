@@ -282,10 +282,7 @@ def test_after_ctrl_c_what_there_is_is_told_and_nothing_is_saved(
 def test_what_is_unsafe_or_wrong_is_refused_before_anything_is_measured(
     run: Run, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(disk)
     for arguments, code, words in (
-        ([link], 3, "is a symbolic link"),
         ([Path("/dev/null")], 3, "is a device"),
         ([tmp_path / "nowhere"], 2, "cannot be reached"),
         ([disk, disk], 2, "named twice"),

@@ -1,8 +1,8 @@
 """Which directories may be measured, and how much of them: what is refused, what is warned of, one run at a time.
 
 Nothing that exists is ever written to: the load has nameless files of its own. What is refused here is what would
-still do harm or mislead: devices and files, which somebody may have taken for the thing to measure, a symbolic link,
-which may point elsewhere tomorrow, memory posing as a disk, and a file system that the run would fill.
+still do harm or mislead: devices and files, which somebody may have taken for the thing to measure, memory posing as a
+disk, and a file system that the run would fill. A symbolic link is followed once, before all of that.
 """
 
 from __future__ import annotations
@@ -37,26 +37,21 @@ _REFUSED_KINDS = {
 
 
 def check(directory: Path) -> Path:
-    """``directory``, absolute, if files may be made and measured there.
+    """``directory``, absolute and without symbolic links, if files may be made and measured there.
 
     Raises UnsafeTargetError or SwapSpaceError.
     """
     try:
-        mode = directory.lstat().st_mode
+        found = directory.resolve(strict=True)
+        mode = found.stat().st_mode
     except OSError as error:
-        remedy = f"create it (mkdir -p {directory})" if error.errno == errno.ENOENT else "change its mode"
-        raise SwapSpaceError(
-            f"{directory} cannot be reached: {error.strerror}; {remedy}, or name another directory"
-        ) from None
-    if stat.S_ISLNK(mode):
-        raise UnsafeTargetError(
-            f"{directory} is a symbolic link to {directory.resolve()}; name that directory itself"
-        )
+        raise _unreachable(directory, error) from None
+    except RuntimeError:  # Python 3.11 and 3.12: links that lead to each other
+        raise _unreachable(directory, OSError(errno.ELOOP, os.strerror(errno.ELOOP))) from None
     if not stat.S_ISDIR(mode):
         raise UnsafeTargetError(
             f"{directory} is {_REFUSED_KINDS.get(stat.S_IFMT(mode), 'no directory; name one')}"
         )
-    found = directory.resolve()
     try:
         str(found).encode()
     except UnicodeEncodeError:
@@ -76,6 +71,20 @@ def check(directory: Path) -> Path:
             f"{directory} is not writable by this user; change its mode or name another directory"
         )
     return found
+
+
+def _unreachable(directory: Path, error: OSError) -> SwapSpaceError:
+    if error.errno == errno.ENOENT:
+        # mkdir does not follow a link to what is gone.
+        missing = directory.resolve() if directory.is_symlink() else directory
+        remedy = f"create it (mkdir -p {missing})"
+    elif error.errno == errno.ELOOP:
+        remedy = "remove the symbolic links that lead to each other"
+    else:
+        remedy = "change its mode"
+    return SwapSpaceError(
+        f"{directory} cannot be reached: {error.strerror}; {remedy}, or name another directory"
+    )
 
 
 def check_all(directories: Sequence[Path]) -> tuple[Path, ...]:

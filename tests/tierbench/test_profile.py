@@ -167,6 +167,54 @@ def test_no_more_is_written_than_may_be(tmp_path: Path, capsys: pytest.CaptureFi
     assert found.phases[0].replayed > 1
 
 
+def test_plain_files_leave_most_of_max_write_to_the_windows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    totals = []
+
+    class Noted(rounds.Ground):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            totals.append(self.total_bytes)
+
+    monkeypatch.setattr(rounds, "PLAIN_BYTES", 1 << 30)
+    monkeypatch.setattr(rounds, "Ground", Noted)
+    most = 256 << 20
+    profiled(capsys, tmp_path, "--pattern", "optimizer", "--steps", 1, "--max-write", most)
+    assert totals == [most // rounds.PLAIN_SHARE // rounds.FILES_SHARE]
+
+
+def test_plain_windows_that_max_write_cuts_short_make_no_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = rounds.Ground.may_write
+
+    def the_files_and_a_little_more(files: rounds.Ground, nbytes: int) -> bool:
+        if files.written_bytes and files.max_write is None:
+            files.max_write = files.written_bytes + 2 * nbytes
+        return may_write(files, nbytes)
+
+    monkeypatch.setattr(rounds.Ground, "may_write", the_files_and_a_little_more)
+    found = profiled(capsys, tmp_path, "--steps", 1)
+    assert [*found.plain] == ["nvme_read"]
+    assert any("share of --max-write was used up" in note for note in found.notes)
+    for phase in found.phases:
+        told = (phase.plain_seconds, phase.ratios, phase.bound)
+        assert told == (None, (), None) if phase.write_bytes else phase.plain_seconds
+
+
+def test_figures_beside_plain_windows_have_one_basis() -> None:
+    """Of the second round's windows the mix is missing: nothing of it is compared with reads and writes in turn."""
+    step = Turn("step", 1000, 1000)
+    taken = Taken(step, seconds=25.0, read=1000, written=1000, stalled=0.0, computed=0.0, complete=True)
+    known, unknown = Rates(nvme_read=100.0, nvme_write=100.0, nvme_mixed=100.0), Rates(100.0, 100.0)
+    (found,) = results([step], [Round((taken,), known), Round((taken,), unknown)], known)
+    assert found.plain_seconds == pytest.approx(20.0)
+    assert found.ratios == pytest.approx([20.0 / 25.0])
+    (found,) = results([step], [Round((taken,), unknown)], unknown)
+    assert (found.plain_seconds, found.ratios, found.bound) == (None, (), None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

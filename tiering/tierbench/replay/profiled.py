@@ -155,8 +155,14 @@ def _whole(of_phase: Sequence[Turn], taken: Sequence[Taken]) -> float | None:
 
 
 def _plain_seconds(read: int, written: int, plain: Rates) -> float | None:
-    needed = [rate for nbytes, rate in ((read, plain.nvme_read), (written, plain.nvme_write)) if nbytes]
-    return disk_seconds(read, written, plain) if None not in needed else None
+    """At the rates of plain windows; None if one is missing: those of reads and of writes do not tell the mix."""
+    needed = (
+        (read, plain.nvme_read),
+        (written, plain.nvme_write),
+        (min(read, written), plain.nvme_mixed),
+    )
+    missing = any(nbytes and rate is None for nbytes, rate in needed)
+    return None if missing else disk_seconds(read, written, plain)
 
 
 def _bound(

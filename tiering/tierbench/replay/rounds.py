@@ -38,6 +38,7 @@ RAMP = 0.2  # of several directories: drives that differ do not end a window at 
 PLAIN: tuple[ReadWrite, ...] = ("read", "write", "rw")
 PLAIN_BYTES = 1 << 30  # of the files of plain windows, at most
 PLAIN_SHARE = 4  # one part in so many of what may be written is for plain windows
+FILES_SHARE = 4  # and one in so many of that is for the files, the rest for the windows themselves
 BOUNDLESS = 1 << 60  # bytes of a budget that is not to bound anything
 
 
@@ -120,6 +121,7 @@ class _Run:
         self._windows: list[list[Row]] = []  # before the first round, and after each
         self._rounds: list[tuple[Taken, ...]] = []
         self._notes: list[str] = []
+        self._cut = False  # whether --max-write has ended a plain window
 
     def run(self, model: str, params: int) -> Profile:
         asked, load = self._asked, self._plan.workload
@@ -128,8 +130,8 @@ class _Run:
         for each in targets:
             self._notes += target.warnings(Path(each.directory), each.backing)
         size = target.file_size(self._directories, numjobs=1, bs=PAGE, asked=asked.size)
-        settings = self._settings(size)
         for_plain = None if asked.max_write is None else asked.max_write // PLAIN_SHARE
+        settings = self._settings(size, for_plain)
         with (
             Replay(
                 self._plan,
@@ -185,10 +187,11 @@ class _Run:
             interrupted=interrupted,
         )
 
-    def _settings(self, size: int) -> Settings:
-        """Those of the plain windows."""
+    def _settings(self, size: int, for_plain: int | None) -> Settings:
+        """Those of the plain windows, which may write ``for_plain`` bytes."""
         io = self._tiers.io
-        blocks = min(size, PLAIN_BYTES // len(self._directories)) // io.block_size
+        most = PLAIN_BYTES if for_plain is None else min(PLAIN_BYTES, for_plain // FILES_SHARE)
+        blocks = min(size, most // len(self._directories)) // io.block_size
         return Settings(
             bs=io.block_size,
             iodepth=io.queue_depth,
@@ -230,8 +233,12 @@ class _Run:
         watch = self._phase("plain windows", WINDOW * len(PLAIN))
         for rw in PLAIN:
             ramp = windows.settings.ramp_time
-            rows.append(windows.run(rw, seconds=WINDOW, ramp=ramp, watch=_since(watch, began)))
-            if not rows[-1].complete:
+            row = windows.run(rw, seconds=WINDOW, ramp=ramp, watch=_since(watch, began))
+            if windows.ground.full:  # no rate of what it was to be: some blocks, or reads alone of a mix
+                self._cut = True
+            else:
+                rows.append(row)
+            if not row.complete:
                 return False
         return True
 
@@ -281,6 +288,11 @@ class _Run:
         if replay.full:
             most = format_size(self._asked.max_write or 0)
             yield f"ended early: no more than --max-write {most} may be written"
+        if self._cut:
+            yield (
+                "the plain windows' share of --max-write was used up: those that it cut short do not count, and no"
+                " figure is made without them"
+            )
         if replay.fetches_alone:
             load = self._plan.workload
             remedy = (

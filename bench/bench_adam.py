@@ -44,22 +44,18 @@ could not be measured.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from adam import many, start, steps, tables
-from adam.peer import Peer, PeerError
+from adam.peer import Peer
 from adam.readings import Part, measure
-from figures import machine
-from figures.report import Report
+from frame import command
+from frame.report import Report
+from frame.side import SideError
 from rich.console import Console
 
 from optim_cpu import kernels
@@ -92,8 +88,7 @@ def parse_arguments() -> argparse.Namespace:
         "--as-allocated", action="store_true", help="start the large arrays where an allocator would"
     )
     parser.add_argument("--quick", action="store_true", help=f"under a minute, proves nothing: {QUICK}")
-    parser.add_argument("--json", type=Path, help="every reading, for later")
-    parser.add_argument("--markdown", type=Path, help="the report")
+    command.add_files(parser, save="")
     arguments = parser.parse_args()
     if arguments.quick:
         vars(arguments).update(QUICK)
@@ -185,13 +180,7 @@ def parts(options: argparse.Namespace, report: Report) -> Iterator[Part]:
 
 def main() -> int:
     options = parse_arguments()
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    facts = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", *sys.argv]),
-        **machine.describe("tiering", "torch", "numpy"),
-        "instruction sets": ", ".join(options.isa),
-    }
+    facts = command.facts("tiering", "torch", "numpy") | {"instruction sets": ", ".join(options.isa)}
     report = Report("bench_adam: our optimizer steps beside torch's and DeepSpeed's", facts)
     if options.peers is None:
         report.skipped.append(
@@ -199,28 +188,15 @@ def main() -> int:
         )
     done: list[Part] = []
     try:
-        with console.status("filling tensors") as status:
+        with Console().status("filling tensors") as status:
             for part in parts(options, report):
                 done.append(part)
                 status.update(f"done: {', '.join(part.name for part in done)}")
-    except PeerError as error:  # what was measured before it is worth a report
+    except SideError as error:  # what was measured before it is worth a report
         report.skipped.append(str(error))
     tables.fill(report, done)
-    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
-    report.show(console)
-    if options.json:
-        raw = {
-            "facts": report.facts,
-            "skipped": report.skipped,
-            "parts": [asdict(part) for part in done],
-            "goals": [asdict(verdict) for verdict in report.verdicts],
-        }
-        options.json.write_text(json.dumps(raw, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text(report.markdown())
-    if len(done) < len(asked_for(options)):
-        return 2
-    return 0 if all(verdict.holds for verdict in report.verdicts) else 1
+    command.finish(report, options, "optimizers", lambda: command.readings(report, parts=done))
+    return command.status(report, complete=len(done) == len(asked_for(options)))
 
 
 if __name__ == "__main__":

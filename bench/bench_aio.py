@@ -51,8 +51,8 @@ from pathlib import Path
 from aio import cells, tables
 from aio.cells import MIB, Cell
 from aio.ours import CannotStart, Ours
-from figures import machine
-from figures.report import Report
+from frame import machine
+from frame.report import Report
 from rich.console import Console
 
 from tiering.tierbench.comparison import fio

@@ -43,27 +43,19 @@ swing within minutes; only ratios of one run mean anything. Exit status: 0 when 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import shlex
-import signal
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from checkpoint import background, foreground
-from checkpoint.run import Run
 from checkpoint.scale import FULL, QUICK
-from figures import machine
-from figures.report import Report
-from ranks.side import Place
-from rich.console import Console
-from step.side import SideError
+from checkpoint.side import CheckpointRun, Side
+from frame import command
+from frame.report import Report
+from frame.side import Place
 
 CASES = {"foreground": foreground.case, "ranks": foreground.ranks, "background": background.case}
-RESULTS = Path(__file__).parent / "results"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -74,75 +66,31 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("dir", type=Path, help="a directory on the disk to measure")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, help=f"rounds that are kept, instead of {FULL.rounds}")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side")
-    parser.add_argument(
-        "--patience", type=float, default=600, help="seconds after which a side that says nothing is ended"
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model, proves nothing")
-    parser.add_argument("--save", action="store_true", help=f"the report, to {RESULTS}")
-    parser.add_argument("--json", type=Path, help="every reading, for later")
-    parser.add_argument("--markdown", type=Path, help="the report")
-    arguments = parser.parse_args()
-    if arguments.rounds is not None and arguments.rounds < 1:
-        parser.error("--rounds must be at least 1")
-    return arguments
+    command.add_sides(parser, patience=600)
+    command.add_files(parser)
+    options = parser.parse_args()
+    command.require_at_least(parser, options, rounds=1)
+    return options
 
 
-def prepared(options: argparse.Namespace, directory: Path) -> Run:
+def prepared(options: argparse.Namespace, directory: Path) -> CheckpointRun:
     scale = QUICK if options.quick else FULL
     if options.rounds:
         scale = replace(scale, rounds=options.rounds)
-    facts = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", *sys.argv]),
-        **machine.describe("tiering", "torch", directory=options.dir),
-        "threads": f"{options.threads} for each side",
-        "model": str(scale.work.model),
-    }
+    facts = command.facts("tiering", "torch", directory=options.dir)
+    facts |= {"threads": f"{options.threads} for each side", "model": str(scale.model)}
     report = Report("bench_checkpoint: saving and loading beside dd, torch.save and DCP", facts)
-    return Run(Place(directory, options.threads, options.patience, networks=False), scale, None, report)
-
-
-def keep(options: argparse.Namespace, run: Run) -> None:
-    """Write what was asked for."""
-    report = run.report
-    if options.json:
-        raw = {
-            "facts": report.facts,
-            "skipped": report.skipped,
-            "sides": [asdict(side) for side in run.sides],
-            "goals": [asdict(verdict) for verdict in report.verdicts],
-        }
-        options.json.write_text(json.dumps(raw, indent=1) + "\n")
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    for path in (options.markdown, RESULTS / f"{today}-checkpoint.md" if options.save else None):
-        if path is not None:
-            path.write_text(report.markdown())
+    return CheckpointRun(Place(directory, options.threads, options.patience), scale, report, Side)
 
 
 def main() -> int:
     options = parse_arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends sides and clears up, as Ctrl-C does
+    command.end_on_sigterm()
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_checkpoint.") as directory:
         run = prepared(options, Path(directory).resolve())
-        name = "none"
-        try:
-            for name in options.cases:
-                run.say(f"case {name}")
-                try:
-                    CASES[name](run)
-                except SideError as error:
-                    run.fail(name, error)
-        except KeyboardInterrupt:  # what was measured before it is worth a report
-            run.failed.append(name)
-            run.report.skipped.append(f"case {name}, and what comes after it: interrupted")
-    report = run.report
-    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
-    report.show(Console(width=None if sys.stdout.isatty() else 220))
-    keep(options, run)
-    if run.failed or not report.tables:
-        return 2
-    return 0 if all(verdict.holds for verdict in report.verdicts) else 1
+        command.run_cases(run, ((name, CASES[name]) for name in options.cases))
+    command.finish(run.report, options, "checkpoint", lambda: command.readings(run.report, sides=run.sides))
+    return command.status(run.report, complete=not run.failed and bool(run.report.tables))
 
 
 if __name__ == "__main__":

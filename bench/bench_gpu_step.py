@@ -55,8 +55,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from figures import machine
-from figures.report import Report
+from frame import machine
+from frame.report import Report
 from gpu_step import cases, sides, tables
 from gpu_step.cases import Setting
 from gpu_step.link import Link, LinkError, measure

@@ -44,8 +44,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from figures import machine
-from figures.report import Report
+from frame import machine
+from frame.report import Report
 from larger import picture, tables
 from larger.child import ANONYMOUS, Task
 from larger.shape import SMALLEST, Shape, of_size

@@ -34,14 +34,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from figures import machine
-from figures.report import Report
+from frame import machine
+from frame.reference_model import Model
+from frame.report import Report
+from frame.side import Place, SideError, Spec
 from plan import rows
 from rich.console import Console
 from step import sides
-from step.reference import Model
 from step.scale import FULL, QUICK, Scale
-from step.side import Place, SideError, Spec
 
 RESULTS = Path(__file__).parent / "results"
 HOSTS = ("3GiB", "1.5GiB", "1GiB")

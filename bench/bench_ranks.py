@@ -7,8 +7,8 @@ Everything it needs is in our own environment: torch is the peer. DIR is a direc
 file system in RAM is refused); the working directory if none is named.
 
 **Model.** The demo's GPT of 12 blocks, width 512, vocabulary 256 (38 M parameters), sequence 64, a batch of 4 for each
-rank; AdamW, gradients clipped to a norm of 1.0: one file for all sides (step/reference.py), the same tokens on the same
-rank, as many threads in each process, gloo over loopback.
+rank; AdamW, gradients clipped to a norm of 1.0: one file for all sides (frame/reference_model.py), the same tokens on
+the same rank, as many threads in each process, gloo over loopback.
 
 **Rounds.** Each side is as many processes as there are ranks; they build the model once and then train so many steps
 when told to, and sleep otherwise. Everyone has a turn per round, who goes first rotates, the first round is dropped.
@@ -48,28 +48,24 @@ something failed or nothing was measured.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from figures import machine
-from figures.report import Report
+from frame import command
+from frame.report import Report
+from frame.side import Place
 from ranks import replicated, sent, sharded
+from ranks.measured import RanksRun
 from ranks.network import Network, NetworkError
-from ranks.run import Run
 from ranks.scale import FULL, QUICK
-from ranks.side import Place
-from rich.console import Console
+from ranks.side import Ranks
 
 CASES = ["sent", *sharded.PRECISIONS, "replicated"]
-RESULTS = Path(__file__).parent / "results"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -80,55 +76,48 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("dir", type=Path, nargs="?", default=Path(), help="a directory for swap space")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--ranks", type=int, default=2, help="of the sides that are compared")
-    parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--rounds", type=int, help="rounds that are kept, instead of 7")
     parser.add_argument("--steps", type=int, help="steps in each round, instead of 3")
     parser.add_argument("--batch", type=int, help="sequences for each rank, instead of 4")
-    parser.add_argument(
-        "--patience", type=float, default=300, help="seconds after which a side that says nothing is ended"
-    )
     parser.add_argument("--traces", type=Path, help="a directory for traces of our sides' steps")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, proves nothing")
-    parser.add_argument("--save", action="store_true", help=f"the report, to {RESULTS}")
-    parser.add_argument("--json", type=Path, help="every reading, for later")
-    parser.add_argument("--markdown", type=Path, help="the report")
-    arguments = parser.parse_args()
-    for name, least in {"rounds": 1, "steps": 1, "batch": 1, "threads": 1, "ranks": 2}.items():
-        if getattr(arguments, name) is not None and getattr(arguments, name) < least:
-            parser.error(f"--{name} must be at least {least}")
-    return arguments
+    command.add_sides(parser, patience=300, threads=1)
+    command.add_files(parser)
+    options = parser.parse_args()
+    command.require_at_least(parser, options, rounds=1, steps=1, batch=1, threads=1, ranks=2)
+    return options
 
 
-def prepared(options: argparse.Namespace, directory: Path) -> Run:
+def has_networks(report: Report) -> bool:
+    """Whether a side's ranks can have a network to themselves; else the report says why not."""
+    try:
+        Network().close()
+    except NetworkError as refused:
+        report.skipped.append(f"bytes by the kernel: no network namespace can be made here ({refused})")
+        return False
+    return True
+
+
+def prepared(options: argparse.Namespace, directory: Path) -> RanksRun:
     scale = QUICK if options.quick else FULL
     given = {name: getattr(options, name) for name in ("rounds", "steps") if getattr(options, name)}
     if options.batch:
-        given["work"] = replace(scale.work, batch=options.batch)
+        given["model"] = replace(scale.model, batch=options.batch)
     scale = replace(scale, **given)
-    facts = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", *sys.argv]),
-        **machine.describe("tiering", "torch", directory=options.dir),
-        "ranks": f"{options.ranks} with {options.threads} thread(s) each, gloo over loopback",
-        "model": str(scale.work),
-    }
-    report = Report("bench_ranks: many ranks, beside FSDP2 and DDP", facts)
+    facts = command.facts("tiering", "torch", directory=options.dir)
+    facts["ranks"] = f"{options.ranks} with {options.threads} thread(s) each, gloo over loopback"
+    facts["model"] = f"{scale.model} for each rank"
     most = max(options.ranks, *scale.worlds) if "sent" in options.cases else options.ranks
     if most * options.threads > len(os.sched_getaffinity(0)):
         facts["shared CPUs"] = f"{most} ranks of {options.threads} thread(s) are more than the CPUs here"
-    try:
-        Network().close()
-        networks = True
-    except NetworkError as refused:
-        networks = False
-        report.skipped.append(f"bytes by the kernel: no network namespace can be made here ({refused})")
-    place = Place(directory, options.threads, options.patience, networks)
-    return Run(place, scale, None, report, options.traces, world_size=options.ranks)
+    report = Report("bench_ranks: many ranks, beside FSDP2 and DDP", facts)
+    start = partial(Ranks, networks=has_networks(report))
+    place = Place(directory, options.threads, options.patience)
+    return RanksRun(place, scale, report, start, traces=options.traces, world_size=options.ranks)
 
 
-def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Run], None]]]:
+def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[RanksRun], None]]]:
     """The cases that were asked for."""
-    cases: dict[str, Callable[[Run], None]] = {"sent": sent.case}
+    cases: dict[str, Callable[[RanksRun], None]] = {"sent": sent.case}
     for precision in sharded.PRECISIONS:
         cases[precision] = lambda run, precision=precision: sharded.case(run, precision)
     cases["replicated"] = replicated.case
@@ -137,39 +126,15 @@ def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Run], N
 
 def main() -> int:
     options = parse_arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends sides and clears up, as Ctrl-C does
-    console = Console(width=None if sys.stdout.isatty() else 220)
+    command.end_on_sigterm()
     if options.traces is not None:
         options.traces.mkdir(parents=True, exist_ok=True)
         options.traces = options.traces.resolve()
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_ranks.") as directory:
         run = prepared(options, Path(directory).resolve())
-        name = "none"
-        try:
-            for name, case in chosen(options):
-                run.say(f"case {name}")
-                case(run)
-        except KeyboardInterrupt:  # what was measured before it is worth a report
-            run.failed.append(name)
-            run.report.skipped.append(f"case {name}, and what comes after it: interrupted")
-    report = run.report
-    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
-    report.show(console)
-    if options.json:
-        raw = {
-            "facts": report.facts,
-            "skipped": report.skipped,
-            "sides": [asdict(side) for side in run.sides],
-            "goals": [asdict(verdict) for verdict in report.verdicts],
-        }
-        options.json.write_text(json.dumps(raw, indent=1) + "\n")
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    for path in (options.markdown, RESULTS / f"{today}-ranks.md" if options.save else None):
-        if path is not None:
-            path.write_text(report.markdown())
-    if run.failed or not report.tables:
-        return 2
-    return 0 if all(verdict.holds for verdict in report.verdicts) else 1
+        command.run_cases(run, chosen(options))
+    command.finish(run.report, options, "ranks", lambda: command.readings(run.report, sides=run.sides))
+    return command.status(run.report, complete=not run.failed and bool(run.report.tables))
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from figures import machine
-from figures.report import Report, Table, Verdict, middle
+from frame import machine
+from frame.report import Report, Table, Verdict, middle
 from rich.console import Console
 from sidecar.clients import Heard, ask
 from sidecar.processes import ProcessError, Sidecar, Trainer

@@ -13,17 +13,18 @@ compiler and libaio's headers:
 Without --peers, or without fio (`apt-get install fio`), their rows are left out, and the report says so.
 
 **Model.** The demo's GPT of 24 blocks, width 1024, vocabulary 256 (303 M parameters), batch 1, sequence 32, bf16,
-AdamW, gradients clipped to a norm of 1.0: one file for all sides (step/reference.py), the same tokens, as many threads.
+AdamW, gradients clipped to a norm of 1.0: one file for all sides (frame/reference_model.py), the same tokens, as many
+threads.
 
 **Rounds.** Each side is a process that builds the model once and then trains so many steps when told to. Everyone has a
 turn per round, who goes first rotates, and the first round is dropped. A round ends when nothing of its side is in
 flight any more, so that writing back behind the last step, and what is fetched for the next one, are paid for in the
 round that caused them. Only sides that are compared run beside each other. At least seven steps of each are kept.
 
-**Sides.** Plain PyTorch is the loop in step/plain.py; ours is the engine by a configuration; DeepSpeed is stage 3 with
-cpu or NVMe offload. Of four NVMe configurations (defaults, or buffers and sub-groups that fit the model, each pipelined
-or not), each is tried alone for three steps, and the fastest is what the goals are about. Nobody's page cache is
-dropped: DeepSpeed may gain by it, we read and write past it.
+**Sides.** Plain PyTorch is the loop in frame/plain_loop.py; ours is the engine by a configuration; DeepSpeed is stage 3
+with cpu or NVMe offload. Of four NVMe configurations (defaults, or buffers and sub-groups that fit the model, each
+pipelined or not), each is tried alone for three steps, and the fastest is what the goals are about. Nobody's page cache
+is dropped: DeepSpeed may gain by it, we read and write past it.
 
 **Memory.** Peak RSS is VmHWM of the whole process, shown for building and for training; goals are about the larger.
 
@@ -50,27 +51,20 @@ measured.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-from figures import machine
-from figures.report import Report
-from rich.console import Console
+from frame import command
+from frame.report import Report
+from frame.side import PEER_RECIPE, Place, Side
 from step import curve, depth, disk, formats, nvme, ram, start
+from step.measured import Measured, StepRun
 from step.scale import FULL, QUICK
-from step.side import PEER_RECIPE, Place
-from step.turns import Measured, Run
 
 CASES = ["ram", nvme.SMALL, nvme.LARGE, "formats", "disk", "start", "depth", "curve"]
-RESULTS = Path(__file__).parent / "results"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -83,46 +77,30 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--rounds", type=int, help="rounds that are kept, instead of 7")
     parser.add_argument("--steps", type=int, help="steps of ours in each round, instead of 3")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side")
-    parser.add_argument(
-        "--patience", type=float, default=600, help="seconds after which a side that says nothing is ended"
-    )
     parser.add_argument("--traces", type=Path, help="a directory for traces of our sides' steps")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, proves nothing")
-    parser.add_argument("--save", action="store_true", help=f"the report and its picture, to {RESULTS}")
-    parser.add_argument("--json", type=Path, help="every reading, for later")
-    parser.add_argument("--markdown", type=Path, help="the report")
-    arguments = parser.parse_args()
-    for name in ("rounds", "steps"):
-        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    return arguments
+    command.add_sides(parser, patience=600)
+    command.add_files(parser, save="the report and its picture")
+    options = parser.parse_args()
+    command.require_at_least(parser, options, rounds=1, steps=1)
+    return options
 
 
-def described(options: argparse.Namespace) -> dict[str, str]:
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", *sys.argv]),
-        **machine.describe("tiering", "torch", directory=options.dir),
-        "threads": f"{options.threads} for each side",
-    }
-
-
-def prepared(options: argparse.Namespace, directory: Path) -> Run:
+def prepared(options: argparse.Namespace, directory: Path) -> StepRun:
     scale = QUICK if options.quick else FULL
     given = {name: getattr(options, name) for name in ("rounds", "steps") if getattr(options, name)}
     scale = replace(scale, **given)
-    report = Report("bench_step: the training step beside plain PyTorch and DeepSpeed", described(options))
-    report.facts["model"] = str(scale.model)
+    facts = command.facts("tiering", "torch", directory=options.dir)
+    facts |= {"threads": f"{options.threads} for each side", "model": str(scale.model)}
+    report = Report("bench_step: the training step beside plain PyTorch and DeepSpeed", facts)
     if options.peers is None:
         report.skipped.append(f"DeepSpeed: --peers names no environment that has it; {PEER_RECIPE}")
     place = Place(directory, options.threads, options.patience)
-    return Run(place, scale, options.peers, report, options.traces)
+    return StepRun(place, scale, report, Side, peers=options.peers, traces=options.traces)
 
 
 def chosen(
     options: argparse.Namespace, points: dict[str, Measured]
-) -> Iterator[tuple[str, Callable[[Run], object]]]:
+) -> Iterator[tuple[str, Callable[[StepRun], object]]]:
     """The cases that were asked for; ``points`` gets those of the curve. Both host budgets meet DeepSpeed in one."""
     hosts = tuple(host for host in (nvme.SMALL, nvme.LARGE) if host in options.cases)
     others = {"formats": formats.case, "disk": disk.case, "start": start.case, "depth": depth.case}
@@ -137,7 +115,7 @@ def chosen(
         yield "curve", lambda run: points.update(curve.case(run))
 
 
-def picture(run: Run, points: dict[str, Measured], path: Path) -> None:
+def picture(run: StepRun, points: dict[str, Measured], path: Path) -> None:
     try:
         curve.draw(points, f"{run.scale.model}: parameters and state on NVMe", path)
     except ImportError as missing:
@@ -148,41 +126,17 @@ def picture(run: Run, points: dict[str, Measured], path: Path) -> None:
 
 def main() -> int:
     options = parse_arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends sides and clears up, as Ctrl-C does
-    console = Console(width=None if sys.stdout.isatty() else 220)
+    command.end_on_sigterm()
     points: dict[str, Measured] = {}
     if options.traces is not None:
         options.traces.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_step.") as directory:
         run = prepared(options, Path(directory).resolve())
-        name = "none"
-        try:
-            for name, case in chosen(options, points):
-                run.say(f"case {name}")
-                case(run)
-        except KeyboardInterrupt:  # what was measured before it is worth a report
-            run.failed.append(name)
-            run.report.skipped.append(f"case {name}, and what comes after it: interrupted")
-    report = run.report
-    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        command.run_cases(run, chosen(options, points))
     if options.save and points:
-        picture(run, points, RESULTS / f"{today}-step-curve.png")
-    report.show(console)
-    if options.json:
-        raw = {
-            "facts": report.facts,
-            "skipped": report.skipped,
-            "sides": [asdict(side) for side in run.sides],
-            "goals": [asdict(verdict) for verdict in report.verdicts],
-        }
-        options.json.write_text(json.dumps(raw, indent=1) + "\n")
-    for path in (options.markdown, RESULTS / f"{today}-step.md" if options.save else None):
-        if path is not None:
-            path.write_text(report.markdown())
-    if run.failed or not report.tables:
-        return 2
-    return 0 if all(verdict.holds for verdict in report.verdicts) else 1
+        picture(run, points, command.RESULTS / f"{command.today()}-step-curve.png")
+    command.finish(run.report, options, "step", lambda: command.readings(run.report, sides=run.sides))
+    return command.status(run.report, complete=not run.failed and bool(run.report.tables))
 
 
 if __name__ == "__main__":

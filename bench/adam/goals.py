@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from figures.report import Verdict
+from frame.report import Verdict
 
 from tiering.tierbench.ratios import compare
 from tiering.tierbench.spread import Estimate

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from .peer import RECIPE, PeerError, environment
+from frame.side import PEER_RECIPE, SideError, environment
+
 from .readings import Row
 
 OURS = "ours"
@@ -44,8 +45,8 @@ def first_step(python: Path, imports: str, variables: Mapping[str, str]) -> floa
     )
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise PeerError(
-            f"{python}: {imports!r} and a first step ended with {last[0]!r}; for a peer, {RECIPE}"
+        raise SideError(
+            f"{python}: {imports!r} and a first step ended with {last[0]!r}; for a peer, {PEER_RECIPE}"
         )
     return float(done.stdout.split()[-1])
 

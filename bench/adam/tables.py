@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from figures.report import Report, Table, middle
+from frame.report import Report, Table, middle
 
 from tiering.tierbench.ratios import compare
 

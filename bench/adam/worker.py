@@ -1,9 +1,8 @@
 """DeepSpeedCPUAdam in a process and an environment of its own: one flat parameter in shared memory, driven from stdin.
 
-Run by the peers' interpreter, so: the standard library, torch and deepspeed, nothing of ours. The first line of input
-says where the arrays are; each further one names a job and is answered by a line of JSON with the milliseconds
-that it took, measured here around the work only, and this process' CPU seconds when it was asked and when it was done:
-what lies between an answer and the next question was spent idle.
+Run by the peers' interpreter, so: the standard library, torch and deepspeed only. A job's result is the milliseconds
+that it took, measured here around the work only, and this process' CPU seconds when it was called and when it was done:
+what lies between a result and the next call was spent idle.
 
 The whole job is what ZeRO-Offload does around a step: the bf16 gradient is cast into an fp32 buffer, the step reads
 fp32 gradients, and the fp32 master is copied into the bf16 parameter. DeepSpeedCPUAdam 0.19 has no fused copy-out; with
@@ -12,11 +11,11 @@ bf16 parameters it would step them without a master, which is another algorithm.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from typing import Any
+
+from frame.child import serve
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -32,7 +31,7 @@ class Worker:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
         from deepspeed.ops.op_builder import CPUAdamBuilder
 
-        from adam import values
+        from . import values
 
         torch.set_num_threads(threads)
         pages = values.Pages(nbytes, descriptor)
@@ -50,6 +49,9 @@ class Worker:
         arithmetic = CPUAdamBuilder().simd_width().strip("-D_")
         self.about = f"DeepSpeedCPUAdam {deepspeed.__version__} ({arithmetic}, torch {torch.__version__})"
 
+    def facts(self) -> dict[str, Any]:
+        return {"about": self.about}
+
     def step(self) -> None:
         self.optimizer.step()
 
@@ -58,38 +60,22 @@ class Worker:
         self.optimizer.step()
         self.half_out.copy_(self.parameter.detach())
 
+    def run(self, job: str) -> dict[str, float]:
+        """Do ``job``, "step" or "whole"."""
+        work = {"step": self.step, "whole": self.whole}[job]
+        asked, began = time.process_time(), time.perf_counter()
+        work()
+        ended = time.perf_counter()
+        return {"ms": 1e3 * (ended - began), "asked": asked, "done": time.process_time()}
+
     def check(self) -> dict[str, Any]:
         state = self.optimizer.state[self.parameter]
         kept = (self.parameter, state["exp_avg"], state["exp_avg_sq"], self.half_out)
         return {"odd": sum(map(self.odd, kept)), "step": int(state["step"])}
 
-
-def timed(job: Any) -> dict[str, float]:
-    asked, began = time.process_time(), time.perf_counter()
-    job()
-    ended = time.perf_counter()
-    return {"ms": 1e3 * (ended - began), "asked": asked, "done": time.process_time()}
-
-
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not an answer
-
-    def answer(value: Any) -> None:
-        print(json.dumps(value), file=answers, flush=True)
-
-    lines = iter(sys.stdin)
-    try:
-        worker = Worker(**json.loads(next(lines)))
-    except Exception as error:  # whatever it was, the other side reports it
-        answer({"error": f"{type(error).__name__}: {error}"})
-        return
-    answer({"about": worker.about})
-    jobs = {"step": worker.step, "whole": worker.whole}
-    for line in lines:
-        job = json.loads(line)
-        answer(worker.check() if job == "check" else timed(jobs[job]))
+    def close(self) -> None:
+        """Its arrays are the benchmark's."""
 
 
 if __name__ == "__main__":
-    main()
+    serve(Worker)

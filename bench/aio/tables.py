@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from figures.report import Report, Table, Verdict, middle
+from frame.report import Report, Table, Verdict, middle
 
 from tiering.tierbench.comparison.fio import Reading
 from tiering.tierbench.ratios import Comparison, compare

@@ -1,8 +1,8 @@
-"""The parts of bench_checkpoint.py: sides, each a process of its own, and the cases in which they meet.
+"""The parts of bench_checkpoint.py: its sides and its cases.
 
-serve.py   what every side's process does when asked: ours.py, torch_save.py and torch_dcp.py are such
+saver.py   what every side's process does: ours.py, torch_save.py and torch_dcp.py are such
 state.py   the state of the latter two, in memory
-side.py    such a process, seen from the benchmark; run.py starts, alternates and ends them
+side.py    such a process, seen from the benchmark
 sides.py   the sides by name; scale.py  sizes, and how often
 watch.py   memory seen from outside, page cache included; files.py  out of the page cache, or gone
 dd.py      what the disk gives to dd

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from figures.report import Table, Verdict, middle
+from frame.report import Table, Verdict, middle
 
 from . import sides, tables
-from .run import Run
-from .side import Reading, Spec
+from .side import CheckpointRun, Reading, SavingSpec
 
 WITHOUT, BEHIND, DURING = "", "foreground", "background"
 MOST_OF_FOREGROUND = 1.0
@@ -32,9 +31,9 @@ class Trained:
         pairs = zip(self.rounds[save], self.rounds[WITHOUT], strict=True)
         return [one.seconds - other.seconds for one, other in pairs]
 
-    def told(self, what: str) -> list[float]:
+    def told(self, name: str) -> list[float]:
         """By saves in the background."""
-        return [one.told[what] for one in self.rounds[DURING]]
+        return [one.told[name] for one in self.rounds[DURING]]
 
     @property
     def share(self) -> float:
@@ -47,7 +46,7 @@ class Trained:
         return min(one.spare or 0 for rounds in self.rounds.values() for one in rounds)
 
 
-def trained(run: Run, spec: Spec, steps: int) -> Trained | None:
+def trained(run: CheckpointRun, spec: SavingSpec, steps: int) -> Trained | None:
     """None if it fails."""
     with run.started([spec]) as started:
         if not started:
@@ -64,7 +63,7 @@ def trained(run: Run, spec: Spec, steps: int) -> Trained | None:
     return made
 
 
-def case(run: Run) -> None:
+def case(run: CheckpointRun) -> None:
     scale, report = run.scale, run.report
     specs = [(sides.on_nvme(scale), scale.steps_on_nvme), (sides.in_memory(scale), scale.steps_in_ram)]
     found = [made for spec, steps in specs if (made := trained(run, spec, steps)) is not None]

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from step.side import SideError
+from frame.side import SideError
 
 from .files import removed_from
 

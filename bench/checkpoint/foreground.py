@@ -9,15 +9,14 @@ from tempfile import TemporaryDirectory
 
 from . import sides, tables
 from .dd import Disk
-from .run import Run
-from .side import Spec
+from .side import CheckpointRun, SavingSpec
 from .tables import COPY, READ, WRITE, Measured
 
 BYTES_PER_PARAMETER = 12
 FLUSHED = "dd, write with conv=fsync, once"
 
 
-def alternated(run: Run, specs: Sequence[Spec]) -> tuple[dict[str, Measured], tables.Disk]:
+def alternated(run: CheckpointRun, specs: Sequence[SavingSpec]) -> tuple[dict[str, Measured], tables.Disk]:
     """``specs`` and dd in turn: those that got through all rounds. Raises DdError."""
     with (
         TemporaryDirectory(dir=run.place.directory, prefix="dd.") as directory,
@@ -37,7 +36,7 @@ def alternated(run: Run, specs: Sequence[Spec]) -> tuple[dict[str, Measured], ta
     return made, {name: found[name] for name in dd if name in found}
 
 
-def case(run: Run) -> None:
+def case(run: CheckpointRun) -> None:
     scale, report = run.scale, run.report
     specs = [
         sides.on_nvme(scale),
@@ -56,7 +55,7 @@ def case(run: Run) -> None:
                 run.without(f"{ours} beside {peer}", *{ours, peer} - set(found))
 
 
-def ranks(run: Run) -> None:
+def ranks(run: CheckpointRun) -> None:
     """The same state in two halves: each rank saves its own, with half of the threads."""
     threads = max(1, run.place.threads // sides.RANKS)
     narrow = replace(run, place=replace(run.place, threads=threads))
@@ -64,7 +63,7 @@ def ranks(run: Run) -> None:
     show(run, f"save and load, {sides.RANKS} ranks of {threads} threads", found, disk)
 
 
-def show(run: Run, title: str, found: dict[str, Measured], disk: tables.Disk) -> None:
+def show(run: CheckpointRun, title: str, found: dict[str, Measured], disk: tables.Disk) -> None:
     """Tables, and the goals of ours beside dd and its own ceiling."""
     if not found or len(disk) < 3:
         run.without(title, "a side" if not found else "dd")

@@ -5,22 +5,22 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ranks.serve import Work
+from frame.reference_model import Model
 from step import ours
 
-from .serve import serve
+from .saver import Saver, serve_saver
 
 TAG = "saved"
 CONSTANT = 96 << 20
 """What a process may take beside budgets and activations (docs/memory.md)."""
 
 
-class Ours(ours.Ours):
+class Ours(ours.Ours, Saver):
     """The engine, which saves and loads by its own methods."""
 
-    def __init__(self, work: Work, settings: dict[str, Any]) -> None:
-        super().__init__(work.model, settings)
-        self._batches = work.tokens(0)
+    def __init__(self, model: Model, settings: dict[str, Any]) -> None:
+        super().__init__(model, settings)
+        self._batches = model.batches()
         self.change()
 
     def room(self) -> int:
@@ -82,4 +82,4 @@ class Ours(ours.Ours):
 
 
 if __name__ == "__main__":
-    serve(Ours)
+    serve_saver(Ours)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ranks.serve import Work
+from frame.reference_model import Model
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
     """``rounds`` are kept after a dropped first one. Steps are those behind which a background save is to be over."""
 
-    work: Work
+    model: Model
     rounds: int
     host: str  # budgets of sides that have everything on NVMe: of all ranks together
     device: int  # and of each, in bytes
@@ -20,7 +20,7 @@ class Scale:
 
 
 FULL = Scale(
-    work=Work(width=1024, layers=24, sequence=32, batch=1),
+    model=Model(width=1024, layers=24, sequence=32, batch=1),
     rounds=5,
     host="1GiB",
     device=128 << 20,
@@ -29,7 +29,7 @@ FULL = Scale(
 )
 
 QUICK = Scale(
-    work=Work(width=256, layers=3, sequence=32, batch=1),
+    model=Model(width=256, layers=3, sequence=32, batch=1),
     rounds=1,
     host="20MiB",
     device=8 << 20,

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ranks import side as ranks
-from step.side import SideError, free_port
+from frame import side
+from frame.rounds import Run
+from frame.side import SideError, Spec
 
 from .files import make_cold, removed_from
+from .scale import Scale
 from .watch import charged
-
-_BENCH = Path(__file__).resolve().parents[1]
 
 FROM_DISK = 0.9
 """Of a checkpoint's bytes that a load must have read from the disk: what was in the page cache proves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Spec(ranks.Spec):
+class SavingSpec(Spec):
     """``loads``: the ways in which what was saved is loaded, one after the other, by name."""
 
     loads: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"": {}})
@@ -37,7 +33,7 @@ class Reading:
 
     Memory in bytes: ``before`` is RSS, ``rise`` from there to the peak, each of the rank that has most; ``spare`` is
     what the peak leaves below the ceiling, None for who has none; ``charged`` the rise of all ranks together, with the
-    page cache. ``disk``: (read, written), as the kernel counts. ``told``: what rank 0 says.
+    page cache. ``disk``: (read, written), as the kernel counts. ``told``: figures of a save while training, of rank 0.
     """
 
     seconds: float
@@ -63,68 +59,51 @@ class Trip:
     loaded: dict[str, Reading]
 
 
-class Side(ranks.Ranks):
+class Side(side.Side):
     """Ranks that hold a state. Raises SideError."""
 
-    def __init__(self, spec: Spec, place: ranks.Place) -> None:
-        self._loads, self._place = spec.loads, place.directory
-        super().__init__(spec, place)
+    spec: SavingSpec
 
     def trip(self) -> Trip:
         """Save, forget what the page cache has of it, change the state, load. The checkpoint is removed."""
-        with tempfile.TemporaryDirectory(dir=self._place, prefix="saved.") as directory:
+        with tempfile.TemporaryDirectory(dir=self.place.directory, prefix="saved.") as directory:
             path = Path(directory) / "checkpoint"
-            saved = self._read({"save": str(path)}, path)
+            saved = self._read(path, "save", directory=str(path))
             loaded = {}
-            for name, how in self._loads.items():
-                self._ask({"change": True})
+            for name, how in self.spec.loads.items():
+                self.call("change")
                 make_cold(path)
-                loaded[name] = reading = self._read({"load": str(path), "how": dict(how)}, path)
+                loaded[name] = reading = self._read(path, "load", directory=str(path), how=dict(how))
                 if reading.disk[0] < FROM_DISK * reading.nbytes:
                     raise SideError(
                         f"{self.name} loaded {reading.nbytes:,} bytes, of which {reading.disk[0]:,} came from a disk:"
                         f" {path} is not on one, or the page cache kept them"
                     )
-        removed_from(self._place)
+        removed_from(self.place.directory)
         return Trip(saved, loaded)
 
     def train(self, steps: int, save: str = "") -> Reading:
         """``steps`` steps behind a save in the "foreground", during one in the "background", or without."""
-        with tempfile.TemporaryDirectory(dir=self._place, prefix="saved.") as directory:
+        with tempfile.TemporaryDirectory(dir=self.place.directory, prefix="saved.") as directory:
             path = Path(directory) / "checkpoint"
-            reading = self._read({"train": steps, "save": save, "directory": str(path)}, path)
-        removed_from(self._place)
+            reading = self._read(path, "train", steps=steps, save=save, directory=str(path))
+        removed_from(self.place.directory)
         return reading
 
-    def _read(self, question: dict[str, Any], path: Path) -> Reading:
-        with charged([process.pid for process in self._processes]) as charge:
-            told = self._ask(question)
-        ceilings = [one["ceiling"] - one["peak"] for one in told if one["ceiling"] is not None]
+    def _read(self, path: Path, method: str, **arguments: Any) -> Reading:
+        with charged(self.pids) as charge:
+            ranks = self.call(method, **arguments)
+        spare = [one["ceiling"] - one["peak"] for one in ranks if one["ceiling"] is not None]
         return Reading(
-            seconds=max(one["seconds"] for one in told),
+            seconds=max(one["seconds"] for one in ranks),
             nbytes=sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
-            before=max(one["before"] for one in told),
-            rise=max(one["peak"] - one["before"] for one in told),
-            spare=min(ceilings) if ceilings else None,
+            before=max(one["before"] for one in ranks),
+            rise=max(one["peak"] - one["before"] for one in ranks),
+            spare=min(spare) if spare else None,
             charged=charge.rise,
-            disk=(sum(one["disk"][0] for one in told), sum(one["disk"][1] for one in told)),
-            told=told[0]["told"],
+            disk=(sum(one["disk"][0] for one in ranks), sum(one["disk"][1] for one in ranks)),
+            told=ranks[0]["told"],
         )
 
-    def _start(self, spec: ranks.Spec, place: ranks.Place) -> None:
-        """As the ranks of bench_ranks.py; a rank that is alone has no process group."""
-        start = partial(
-            subprocess.Popen,
-            [sys.executable, "-m", f"checkpoint.{spec.module}"],
-            cwd=_BENCH,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        every = os.environ | {"OMP_NUM_THREADS": str(place.threads), "TIERING_DEVICE": "cpu"}
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        world = {"WORLD_SIZE": str(spec.world_size), "LOCAL_WORLD_SIZE": str(spec.world_size)}
-        for rank in range(spec.world_size):
-            here = {**group, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            variables = every | here if spec.world_size > 1 else every
-            self._processes.append(start(env=variables, stderr=self._said[rank]))
+
+CheckpointRun = Run[Scale, Side]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .scale import Scale
-from .side import Spec
+from .side import SavingSpec
 
 NVME = "ours, NVMe"
 RAM = "ours, in RAM"
@@ -13,21 +13,22 @@ MMAP = "mmap=True"
 RANKS = 2
 
 
-def on_nvme(scale: Scale, ranks: int = 1) -> Spec:
+def on_nvme(scale: Scale, ranks: int = 1) -> SavingSpec:
     """Parameters and optimizer state on NVMe, nothing of them cached."""
     budgets = {"cache_in_host": False, "host_budget": scale.host, "device_budget": ranks * scale.device}
     name = NVME if ranks == 1 else f"{NVME}, {ranks} ranks"
-    return Spec(name, "ours", scale.work, ranks, {"tiering": budgets})
+    settings = {"tiering": budgets}
+    return SavingSpec(name, "checkpoint.ours", scale.model, settings, on_disk=True, ranks=ranks)
 
 
-def in_memory(scale: Scale) -> Spec:
+def in_memory(scale: Scale) -> SavingSpec:
     """Everything on the device tier, which on a CPU is RAM; budgets are left to the engine."""
-    return Spec(RAM, "ours", scale.work, 1, {"directory": None, "tiering": {}})
+    return SavingSpec(RAM, "checkpoint.ours", scale.model, {"tiering": {}})
 
 
-def torch_save(scale: Scale) -> Spec:
-    return Spec(TORCH, "torch_save", scale.work, 1, loads={"": {}, MMAP: {"mmap": True}})
+def torch_save(scale: Scale) -> SavingSpec:
+    return SavingSpec(TORCH, "checkpoint.torch_save", scale.model, loads={"": {}, MMAP: {"mmap": True}})
 
 
-def torch_dcp(scale: Scale) -> Spec:
-    return Spec(DCP, "torch_dcp", scale.work, 1)
+def torch_dcp(scale: Scale) -> SavingSpec:
+    return SavingSpec(DCP, "checkpoint.torch_dcp", scale.model)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from step.reference import SEED, Model
+from frame.reference_model import SEED, Model
+
+from .saver import Saver
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +29,7 @@ def drawn(model: Model) -> State:
     }
 
 
-class InMemory:
+class InMemory(Saver):
     """A side that holds its state in memory, and promises nothing about what else it takes."""
 
     about: str
@@ -41,9 +43,6 @@ class InMemory:
             "parameters": sum(tensor.numel() for tensor in self.state["weights"].values()),
         }
 
-    def room(self) -> None:
-        return None
-
     def change(self) -> None:
         for tensors in self.state.values():
             for tensor in tensors.values():
@@ -51,9 +50,6 @@ class InMemory:
 
     def fingerprint(self) -> list[float]:
         return [float(tensors[max(tensors)].double().sum()) for tensors in self.state.values()]
-
-    def settle(self) -> float:
-        return 0.0
 
     def close(self) -> None:
         self.state.clear()

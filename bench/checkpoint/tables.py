@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from figures.report import Table, Verdict, middle
+from frame.report import Table, Verdict, middle
 
 from tiering.tierbench.ratios import compare
 

@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks.serve import Work
+from frame.reference_model import Model
 
-from .serve import serve
+from .saver import serve_saver
 from .state import InMemory
 
 
 class TorchDcp(InMemory):
     """It loads into the tensors that are there."""
 
-    def __init__(self, work: Work, settings: dict[str, Any]) -> None:
-        super().__init__(work.model)
+    def __init__(self, model: Model, settings: dict[str, Any]) -> None:
+        super().__init__(model)
         self.about = f"torch {torch.__version__}"
 
     def save(self, directory: str) -> None:
@@ -27,4 +27,4 @@ class TorchDcp(InMemory):
 
 
 if __name__ == "__main__":
-    serve(TorchDcp)
+    serve_saver(TorchDcp)

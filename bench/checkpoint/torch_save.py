@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks.serve import Work
+from frame.reference_model import Model
 
-from .serve import serve
+from .saver import serve_saver
 from .state import InMemory
 
 FILE = "state.pt"
@@ -18,8 +18,8 @@ FILE = "state.pt"
 class TorchSave(InMemory):
     """As most loops do it."""
 
-    def __init__(self, work: Work, settings: dict[str, Any]) -> None:
-        super().__init__(work.model)
+    def __init__(self, model: Model, settings: dict[str, Any]) -> None:
+        super().__init__(model)
         self.about = f"torch {torch.__version__}"
 
     def save(self, directory: str) -> None:
@@ -39,4 +39,4 @@ class TorchSave(InMemory):
 
 
 if __name__ == "__main__":
-    serve(TorchSave)
+    serve_saver(TorchSave)

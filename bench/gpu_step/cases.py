@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from figures.report import Report
+from frame.report import Report
 
 from . import sides, tables
 from .link import Link

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from step.serve import forget_peak, resident
+from frame.process import forget_peak, resident
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from figures.report import Report
-from step.side import SideError
+from frame.report import Report
+from frame.side import SideError
 
 from tiering.tierbench.ratios import in_turn
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from step.serve import age, resident
+from frame.process import age, resident
 
 from .meter import Meter, meter
 from .shape import Shape

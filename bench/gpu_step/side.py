@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from step.side import SideError, free_port
+from frame.side import SideError, free_port
 
 from .work import Work
 

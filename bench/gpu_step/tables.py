@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
-from figures.report import Report, Table, Verdict, middle
+from frame.report import Report, Table, Verdict, middle
 
 from tiering.tierbench.ratios import compare
 from tiering.tierbench.spread import Estimate

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from step.serve import disk_traffic, forget_peak, resident
+from frame.process import disk_traffic, forget_peak, resident
 
 from tiering.errors import PlacementError, TieringError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from figures.report import Report, Table, Verdict
+from frame.report import Report, Table, Verdict
 
 from tiering.machine import memory_bytes
 

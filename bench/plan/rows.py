@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from figures.report import Report, Table, Verdict, middle
-from step.side import Place, Round, Side, Spec
+from frame.report import Report, Table, Verdict, middle
+from frame.side import Place, Side, Spec
+from frame.training import Round
 
 from tiering.plan import Plan
 from tiering.planning.forecast import Forecast
@@ -63,7 +64,7 @@ def measure(
     say(f"starting {spec.name}")
     with Side(spec, place) as side:
         row = Row(spec.name, plan, dict(side.facts))
-        side.run(steps)
+        side.train(steps)
 
         def rate() -> None:
             row.rates.append(machine.measure())
@@ -71,7 +72,7 @@ def measure(
 
         rate()
         for _ in range(rounds):
-            row.rounds.append(side.run(steps))
+            row.rounds.append(side.train(steps))
             rate()
             say(f"{spec.name}: told {row.told[-1]:.3f} s, took {row.real[-1]:.3f} s")
     return row

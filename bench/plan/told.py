@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from frame.reference_model import Model
+from frame.side import SideError, Spec
 from step.ours import configuration
-from step.reference import Model
-from step.side import SideError, Spec
 
 import tiering
 from tiering import ds_config

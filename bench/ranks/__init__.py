@@ -1,8 +1,8 @@
-"""The parts of bench_ranks.py: sides, each of as many processes as there are ranks, and the cases in which they meet.
+"""The parts of bench_ranks.py: its sides, each of as many processes as there are ranks, and its cases.
 
-serve.py    what every rank does when asked: ours.py, fsdp.py and ddp.py build what it trains
-side.py     such ranks, seen from the benchmark; network.py  the network that they have to themselves
-run.py      starts, alternates and ends sides; sides.py  the sides by name; scale.py  sizes, and how often
-overlap.py  what a trace of a step says of the network; tables.py  what tables and verdicts share
+ours.py, fsdp.py, ddp.py  what a rank of each side trains; torch_loop.py  what the last two share
+side.py      such ranks, with a network to themselves (network.py); sides.py  the sides by name
+measured.py  a side after its turns, and the run that measures it; scale.py  sizes, and how often
+overlap.py   what a trace of a step says of the network; tables.py  tables and verdicts of the cases
 sent.py, sharded.py, replicated.py  one case each
 """

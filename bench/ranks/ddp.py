@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from .serve import Work, serve
-from .torch_side import FUSED_ADAMW, TorchSide
+from frame.reference_model import Model
+from frame.training import serve_training
+
+from .torch_loop import FUSED_ADAMW, TorchLoop
 
 
-def build(work: Work, settings: dict[str, Any]) -> TorchSide:
+def build(reference: Model, settings: dict[str, Any]) -> TorchLoop:
     import torch
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
-    module = work.model.build()
+    module = reference.build()
     numel = sum(parameter.numel() for parameter in module.parameters())
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     optimizer: torch.optim.Optimizer
@@ -21,8 +23,8 @@ def build(work: Work, settings: dict[str, Any]) -> TorchSide:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **FUSED_ADAMW)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **FUSED_ADAMW)
-    return TorchSide(model, optimizer, numel)
+    return TorchLoop(model, optimizer, numel)
 
 
 if __name__ == "__main__":
-    serve(build)
+    serve_training(build)

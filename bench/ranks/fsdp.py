@@ -10,17 +10,19 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from .serve import Work, serve
-from .torch_side import FUSED_ADAMW, TorchSide
+from frame.reference_model import Model
+from frame.training import serve_training
+
+from .torch_loop import FUSED_ADAMW, TorchLoop
 
 
-def build(work: Work, settings: dict[str, Any]) -> TorchSide:
+def build(reference: Model, settings: dict[str, Any]) -> TorchLoop:
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model: Any = work.model.build()
+    model: Any = reference.build()
     numel = sum(parameter.numel() for parameter in model.parameters())
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     compute, reduce = (dtypes[settings[name]] for name in ("precision", "reduce"))
@@ -32,7 +34,7 @@ def build(work: Work, settings: dict[str, Any]) -> TorchSide:
         fully_shard(module, mesh=mesh, mp_policy=policy, **keep)
     if settings["ahead"]:
         _look_ahead(model, blocks)
-    return TorchSide(model, torch.optim.AdamW(model.parameters(), **FUSED_ADAMW), numel)
+    return TorchLoop(model, torch.optim.AdamW(model.parameters(), **FUSED_ADAMW), numel)
 
 
 def _look_ahead(model: Any, blocks: list[Any]) -> None:
@@ -45,4 +47,4 @@ def _look_ahead(model: Any, blocks: list[Any]) -> None:
 
 
 if __name__ == "__main__":
-    serve(build)
+    serve_training(build)

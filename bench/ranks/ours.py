@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import nullcontext
 from typing import Any
 
-from step.reference import ADAMW, CLIP
-
-from .serve import Work, cpu_seconds, serve
+from frame.engine import EngineSide
+from frame.process import cpu_seconds
+from frame.reference_model import ADAMW, CLIP, Model
+from frame.training import serve_training
 
 LOOK = 0.0005
 """Seconds between two looks at what is under way."""
 
 
-def configuration(work: Work, settings: dict[str, Any]) -> dict[str, Any]:
+def configuration(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
     """As ``tiering.initialize`` takes it."""
     sections: dict[str, Any] = {
         section: {"device": device} | ({"nvme_path": settings["directory"]} if device == "nvme" else {})
@@ -29,7 +29,7 @@ def configuration(work: Work, settings: dict[str, Any]) -> dict[str, Any]:
     if "persistent" in settings:
         sections["stage3_param_persistence_threshold"] = settings["persistent"]
     return {
-        "train_micro_batch_size_per_gpu": work.batch,
+        "train_micro_batch_size_per_gpu": model.batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": CLIP,
         "bf16": {"enabled": settings["precision"] == "bf16"},
@@ -67,30 +67,15 @@ class Flights:
         return watched
 
 
-class Ours:
+class Ours(EngineSide):
     """The engine, and what it counts."""
 
-    def __init__(self, work: Work, settings: dict[str, Any]) -> None:
-        import tiering  # after the baseline was taken
-
-        config = configuration(work, settings)
-        with tiering.zero.Init(config=config) if settings["stage"] == 3 else nullcontext():
-            module = work.model.build()
-        self.parameters = sum(parameter.numel() for parameter in module.parameters())
-        self.engine = tiering.initialize(model=module, config=config).engine
+    def __init__(self, model: Model, settings: dict[str, Any]) -> None:
+        super().__init__(model.build, configuration(model, settings), partitioned=settings["stage"] == 3)
         self.flights = Flights(self.engine._collectives)
 
     def facts(self) -> dict[str, Any]:
-        return {"parameters": self.parameters, "planned": sum(self.engine.plan.sent_bytes().values())}
-
-    def forward(self, tokens: Any, targets: Any) -> Any:
-        return self.engine(tokens, targets)
-
-    def backward(self, loss: Any) -> None:
-        self.engine.backward(loss)
-
-    def update(self) -> None:
-        self.engine.step()
+        return {**super().facts(), "planned": sum(self.engine.plan.sent_bytes().values())}
 
     def settle(self) -> float:
         return self.flights.settle()
@@ -104,12 +89,6 @@ class Ours:
             **{f"stalled: {cause}": seconds for cause, seconds in now.stalls.items()},
         }
 
-    def trace(self, path: str) -> None:
-        self.engine.trace(path)
-
-    def close(self) -> None:
-        self.engine.close()
-
 
 if __name__ == "__main__":
-    serve(Ours)
+    serve_training(Ours)

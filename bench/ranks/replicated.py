@@ -4,15 +4,15 @@ keeps parameters gathered from forward to backward."""
 from __future__ import annotations
 
 from . import sides, tables
-from .run import Run
+from .measured import RanksRun
 
 
-def case(run: Run) -> None:
-    work, size = run.scale.work, run.world_size
+def case(run: RanksRun) -> None:
+    model, size = run.scale.model, run.world_size
     pairs = [
-        (sides.ours(work, size, 0, "fp32"), sides.ddp(work, size, sharded=False)),
-        (sides.ours(work, size, 1, "fp32"), sides.ddp(work, size, sharded=True)),
-        (sides.ours(work, size, 2, "fp32"), sides.stage_2_of_fsdp(work, size)),
+        (sides.ours(model, size, 0, "fp32"), sides.ddp(model, size, sharded=False)),
+        (sides.ours(model, size, 1, "fp32"), sides.ddp(model, size, sharded=True)),
+        (sides.ours(model, size, 2, "fp32"), sides.stage_2_of_fsdp(model, size)),
     ]
     found = run.measured([spec for pair in pairs for spec in pair])
     tables.show(run.report, f"stages 0, 1 and 2, fp32, {size} ranks", found)

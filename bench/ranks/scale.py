@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .serve import Work
+from frame.reference_model import Model
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
     """``rounds`` are kept after a dropped first one, of ``steps`` each. ``small`` is trained where only bytes count."""
 
-    work: Work
-    small: Work
+    model: Model
+    small: Model
     worlds: tuple[int, ...]  # numbers of ranks there
     rounds: int
     steps: int
@@ -20,8 +20,8 @@ class Scale:
 
 
 FULL = Scale(
-    work=Work(width=512, layers=12, sequence=64, batch=4),
-    small=Work(width=192, layers=3, sequence=16, batch=1),
+    model=Model(width=512, layers=12, sequence=64, batch=4),
+    small=Model(width=192, layers=3, sequence=16, batch=1),
     worlds=(2, 4),
     rounds=7,
     steps=3,
@@ -29,8 +29,8 @@ FULL = Scale(
 )
 
 QUICK = Scale(
-    work=Work(width=64, layers=2, sequence=8, batch=1),
-    small=Work(width=64, layers=2, sequence=8, batch=1),
+    model=Model(width=64, layers=2, sequence=8, batch=1),
+    small=Model(width=64, layers=2, sequence=8, batch=1),
     worlds=(2,),
     rounds=2,
     steps=2,

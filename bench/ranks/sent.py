@@ -8,28 +8,29 @@ planned.
 
 from __future__ import annotations
 
-from figures.report import Table, Verdict
-from step.side import SideError
+from frame.report import Table, Verdict
+from frame.side import SideError, Spec
 
 from . import sides
-from .run import Run
-from .side import Ranks, Spec
+from .measured import RanksRun
+from .side import Ranks
 
 WARM = 2
 
 
-def case(run: Run) -> None:
+def case(run: RanksRun) -> None:
     for world_size in run.scale.worlds:
         first = next(iter(sides.every_stage().values()))
-        with run.started([Spec("ours", "ours", run.scale.small, world_size, first)]) as started:
+        spec = Spec("ours", "ranks.ours", run.scale.small, first, on_disk=True, ranks=world_size)
+        with run.started([spec]) as started:
             for side in started.values():
                 _every_stage(run, side)
         if not started:
             run.without(f"bytes of {world_size} ranks", "ours")
 
 
-def _every_stage(run: Run, side: Ranks) -> None:
-    size = side.world_size
+def _every_stage(run: RanksRun, side: Ranks) -> None:
+    size = side.spec.ranks
     table = Table(
         f"bytes sent per step and rank, {size} ranks, bf16, {side.facts['parameters']:,} parameters",
         ("stage", "offload", "planned", "sent", "stayed", "agreements", "by the kernel / sent"),
@@ -38,9 +39,9 @@ def _every_stage(run: Run, side: Ranks) -> None:
     for (stage, offload), settings in sides.every_stage().items():
         run.say(f"bytes of stage {stage}, offload {offload}")
         try:
-            side.build(settings)
-            side.run(WARM)
-            turn = side.run(run.scale.steps)
+            side.rebuild(settings)
+            side.turn(WARM)
+            turn = side.turn(run.scale.steps)
         except SideError as error:
             run.fail(f"bytes of stage {stage}, offload {offload}, {size} ranks", error)
             wrong.append(f"stage {stage}, offload {offload}: not measured")

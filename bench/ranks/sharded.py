@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from . import sides, tables
-from .run import Run
+from .measured import RanksRun
 
 PRECISIONS = ("bf16", "fp32")
 
 
-def case(run: Run, precision: str) -> None:
-    work, size = run.scale.work, run.world_size
-    ours = sides.ours(work, size, 3, precision)
-    found = run.measured([ours, *sides.fsdp(work, size, precision)])
+def case(run: RanksRun, precision: str) -> None:
+    model, size = run.scale.model, run.world_size
+    ours = sides.ours(model, size, 3, precision)
+    found = run.measured([ours, *sides.fsdp(model, size, precision)])
     tables.show(run.report, f"stage 3 beside FSDP2, {precision}, {size} ranks", found)
     peers = {name: side for name, side in found.items() if name != ours.name}
     fastest = tables.fastest(peers)

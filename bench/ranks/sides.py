@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from .serve import Work
-from .side import Spec
+from frame.reference_model import Model
+from frame.side import Spec
 
 
-def ours(work: Work, world_size: int, stage: int, precision: str) -> Spec:
+def ours(model: Model, world_size: int, stage: int, precision: str) -> Spec:
     """Nothing offloaded; budgets are left to the engine."""
     settings = {"stage": stage, "precision": precision}
-    return Spec(f"ours, stage {stage}, {precision}", "ours", work, world_size, settings)
+    name = f"ours, stage {stage}, {precision}"
+    return Spec(name, "ranks.ours", model, settings, on_disk=True, ranks=world_size)
 
 
-def fsdp(work: Work, world_size: int, precision: str) -> list[Spec]:
+def fsdp(model: Model, world_size: int, precision: str) -> list[Spec]:
     """The configurations of which the fastest counts: as it comes, with gathers that do not block, and with parameters
     that stay gathered until backward, as ours do where there is room; in bf16 with gradients that travel in fp32, as
     its documentation advises, and in bf16, as ours do."""
@@ -30,18 +31,19 @@ def fsdp(work: Work, world_size: int, precision: str) -> list[Spec]:
         parts += ["gathers ahead"] if ahead else []
         parts += ["no reshard after forward"] if whole else []
         settings = {"precision": precision, "reduce": reduce, "ahead": ahead, "whole": whole}
-        specs.append(Spec(", ".join(parts), "fsdp", work, world_size, settings))
+        specs.append(Spec(", ".join(parts), "ranks.fsdp", model, settings, ranks=world_size))
     return specs
 
 
-def stage_2_of_fsdp(work: Work, world_size: int) -> Spec:
+def stage_2_of_fsdp(model: Model, world_size: int) -> Spec:
     settings = {"precision": "fp32", "reduce": "fp32", "ahead": True, "whole": True}
-    return Spec("FSDP2 without reshard after forward, fp32", "fsdp", work, world_size, settings)
+    name = "FSDP2 without reshard after forward, fp32"
+    return Spec(name, "ranks.fsdp", model, settings, ranks=world_size)
 
 
-def ddp(work: Work, world_size: int, *, sharded: bool) -> Spec:
+def ddp(model: Model, world_size: int, *, sharded: bool) -> Spec:
     name = "DDP with ZeroRedundancyOptimizer, fp32" if sharded else "DDP, fp32"
-    return Spec(name, "ddp", work, world_size, {"sharded": sharded})
+    return Spec(name, "ranks.ddp", model, {"sharded": sharded}, ranks=world_size)
 
 
 SPILL = {"cache_in_host": False}  # what offload names nvme lives there whole

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from figures.report import Report, Table, Verdict, middle
+from frame.report import Report, Table, Verdict, middle
 
 from tiering.tierbench.ratios import compare
 
-from .run import Measured
+from .measured import Measured
 
 MB = 1e6
 NOT_SLOWER = 1.0

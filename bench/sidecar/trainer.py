@@ -18,8 +18,8 @@ def main() -> None:
     os.sched_setaffinity(0, {given["core"]})  # before there are threads
 
     import torch
+    from frame.reference_model import Model
     from step.ours import configuration
-    from step.reference import Model
 
     import tiering
 
@@ -40,7 +40,7 @@ def main() -> None:
     engine = tiering.initialize(model=model.build(), config=config).engine
     print("ready", file=steps)
     with engine:
-        for tokens, targets in model.tokens():
+        for tokens, targets in model.batches():
             began = time.monotonic()
             engine.backward(engine(tokens, targets))
             engine.step()

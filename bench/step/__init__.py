@@ -1,8 +1,7 @@
-"""The parts of bench_step.py: sides, each a process of its own, and the cases in which they meet.
+"""The parts of bench_step.py: its sides and its cases.
 
-reference.py  the model, its tokens and hyperparameters
-serve.py      what every side's process does when asked: plain.py, ours.py and deepspeed.py are such
-side.py       such a process, seen from the benchmark; turns.py starts, alternates and ends them
-sides.py      the sides by name; fio_beside.py  fio at a plan's ratio; scale.py  sizes, and how often
-tables.py     what tables and verdicts share; ram, nvme, formats, disk, start, depth, curve: one case each
+plain.py, ours.py, deepspeed.py  the sides, each run in a process of its own
+sides.py          the sides by name; fio_beside.py  fio at a plan's ratio; scale.py  sizes, and how often
+measured.py       a side after its rounds, and the run that measures it; tables.py  tables and verdicts of the cases
+ram, nvme, formats, disk, start, depth, curve: one case each
 """

@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from figures.report import Table, middle
+from frame.report import Table, middle
 
 from tiering.config import parse_size
 
 from . import sides, tables
-from .turns import Measured, Run
+from .measured import Measured, StepRun
 
 AT_ONCE = 8 << 30
 """Budgets that run in turn: as many, smallest first, as come to this many bytes together."""
@@ -27,7 +27,7 @@ def batches(budgets: Sequence[str]) -> list[list[str]]:
     return cut
 
 
-def case(run: Run) -> dict[str, Measured]:
+def case(run: StepRun) -> dict[str, Measured]:
     """The points of the curve by their host budget, for ``draw``."""
     scale = run.scale
     points: dict[str, Measured] = {}

@@ -8,11 +8,11 @@ Its files are read and written as it likes, by the page cache where it does not 
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-from .reference import ADAMW, CLIP, Model
-from .serve import serve
+from frame.deepspeed_engine import DeepSpeedSide
+from frame.reference_model import ADAMW, CLIP, Model
+from frame.training import serve_training
 
 AIO = {"block_size": 1 << 20, "queue_depth": 16, "single_submit": False, "overlap_events": True}
 
@@ -38,49 +38,9 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class DeepSpeed:
-    """Its engine, built under its zero.Init."""
-
-    def __init__(self, model: Model, settings: dict[str, Any]) -> None:
-        import deepspeed
-
-        deepspeed.init_distributed(dist_backend="gloo")
-        config = configuration(settings)
-        with deepspeed.zero.Init(config_dict_or_path=config):
-            module = model.build()
-        self.about = f"DeepSpeed {deepspeed.__version__}"
-        self.engine, *_ = deepspeed.initialize(
-            model=module, model_parameters=module.parameters(), config=config
-        )
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "about": self.about,
-            "parameters": sum(parameter.ds_numel for parameter in self.engine.module.parameters()),
-        }
-
-    def forward(self, tokens: Any, targets: Any) -> Any:
-        return self.engine(tokens, targets)
-
-    def backward(self, loss: Any) -> None:
-        self.engine.backward(loss)
-
-    def update(self) -> None:
-        self.engine.step()
-
-    def settle(self) -> float:
-        """It tells of nothing to wait for: its steps are timed as they return."""
-        return time.perf_counter()
-
-    def counters(self) -> dict[str, float]:
-        return {}
-
-    def trace(self, path: str) -> None:
-        raise NotImplementedError("DeepSpeed has no trace of its transfers")
-
-    def close(self) -> None:
-        self.engine.destroy()
+def build(model: Model, settings: dict[str, Any]) -> DeepSpeedSide:
+    return DeepSpeedSide(model.build, configuration(settings))
 
 
 if __name__ == "__main__":
-    serve(DeepSpeed)
+    serve_training(build)

@@ -13,17 +13,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from figures.report import Table, Verdict, middle
+from frame.report import Table, Verdict, middle
 
 from tiering.tierbench.ratios import compare
 
 from . import sides
-from .turns import Measured, Run
+from .measured import Measured, StepRun
 
 WITHIN = 0.1
 
 
-def case(run: Run) -> None:
+def case(run: StepRun) -> None:
     shallow, deep = run.scale.depths
     report = run.report
     table = Table(
@@ -50,7 +50,7 @@ def case(run: Run) -> None:
 Pair = tuple[list[float], list[float]]
 
 
-def _times(run: Run) -> dict[str, Pair | None]:
+def _times(run: StepRun) -> dict[str, Pair | None]:
     scale = run.scale
     streamed = {"cache_in_host": False, "host_budget": scale.small_host, "device_budget": scale.device}
     models = [replace(scale.model, width=scale.depth_width, layers=layers) for layers in scale.depths]
@@ -63,7 +63,7 @@ def _times(run: Run) -> dict[str, Pair | None]:
     return pairs
 
 
-def _overheads(run: Run) -> dict[str, Pair | None]:
+def _overheads(run: StepRun) -> dict[str, Pair | None]:
     scale = run.scale
     streamed = {"cache_in_host": False, "host_budget": scale.small_host, "device_budget": scale.device}
     specs = []

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from figures.report import Verdict
+from frame.report import Verdict
 
 from tiering.tierbench.ratios import compare
 
 from . import sides, tables
 from .fio_beside import peer_disk
-from .turns import Run
+from .measured import StepRun
 
 MOST_OF_FIO = 1.1
 
 
-def case(run: Run) -> None:
+def case(run: StepRun) -> None:
     scale = run.scale
     name = "ours, NVMe, nothing cached"
     tiering = {"cache_in_host": False, "host_budget": scale.small_host, "device_budget": scale.device}

@@ -10,18 +10,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from aio.cells import warm_file
+from frame.side import Side
 
 from tiering.tierbench.comparison import fio
 from tiering.tierbench.comparison.fio import Job, Reading
 
-from .side import Side
-from .turns import Run
-
-Beside = Callable[[Mapping[str, Side]], dict[str, Callable[[], Reading]]]
+from .measured import Beside, StepRun
 
 
 @contextmanager
-def peer_disk(run: Run) -> Iterator[Beside]:
+def peer_disk(run: StepRun) -> Iterator[Beside]:
     """Makes a fio for each side that has a plan with bytes on NVMe; without fio for none, and the report says so.
 
     Direct, sequential, blocks of 1 MiB, 16 in flight, by the I/O engine that the side uses, on a file of its own.

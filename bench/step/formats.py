@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import statistics
 
-from figures.report import Table, Verdict
+from frame.report import Table, Verdict
 
 from tiering.tierbench.ratios import compare
 
 from . import sides, tables
-from .turns import Measured, Run
+from .measured import Measured, StepRun
 
 BYTES_PER_PARAMETER = {"fp32": 30, "split": 28, "bf16": 22, "split+bf16": 20}
 """Over NVMe per step, parameters and state there: the design's table."""
@@ -29,7 +29,7 @@ def per_parameter(side: Measured) -> float:
     return float(statistics.median(one.moved for one in side.rounds) / side.facts["parameters"])
 
 
-def streamed(run: Run, state: str) -> Measured | None:
+def streamed(run: StepRun, state: str) -> Measured | None:
     """One settled round with nothing cached: its bytes are exact, so it takes no more."""
     scale = run.scale
     tiering = {
@@ -42,7 +42,7 @@ def streamed(run: Run, state: str) -> Measured | None:
     return run.measured([sides.on_nvme(scale.model, name, tiering)], 1, 2).get(name)
 
 
-def case(run: Run) -> None:
+def case(run: StepRun) -> None:
     scale, report = run.scale, run.report
     table = Table(
         "state formats, nothing cached: bytes over NVMe per step and parameter",

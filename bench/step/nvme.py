@@ -6,12 +6,12 @@ is in the memory table.
 
 from __future__ import annotations
 
-from figures.report import Table, Verdict
+from frame.report import Table, Verdict
+from frame.side import SideError, Spec
 
 from . import sides, tables
 from .fio_beside import peer_disk
-from .side import SideError, Spec
-from .turns import Run
+from .measured import StepRun
 
 MOST_RESIDENT = 1.8e9  # with the small host budget
 MOST_OF_DEEPSPEED = {"small": 0.85, "large": 0.4}
@@ -25,7 +25,7 @@ PAGE_CACHE = (
 SMALL, LARGE = "nvme1", "nvme3"
 
 
-def fastest_deepspeed(run: Run) -> Spec | None:
+def fastest_deepspeed(run: StepRun) -> Spec | None:
     """Each configuration alone, one warm-up step and a short round; None if none of them trains."""
     assert run.peers is not None
     table = Table(
@@ -38,8 +38,8 @@ def fastest_deepspeed(run: Run) -> Spec | None:
         with run.started([spec]) as started:
             for side in started.values():
                 try:
-                    side.run(1)
-                    found = side.run(TRIAL_STEPS)
+                    side.train(1)
+                    found = side.train(TRIAL_STEPS)
                 except SideError as error:
                     run.fail(spec.name, error)
                     continue
@@ -55,7 +55,7 @@ def fastest_deepspeed(run: Run) -> Spec | None:
     return specs[min(times, key=lambda name: times[name])] if times else None
 
 
-def case(run: Run, hosts: tuple[str, ...] = (SMALL, LARGE)) -> None:
+def case(run: StepRun, hosts: tuple[str, ...] = (SMALL, LARGE)) -> None:
     scale, report = run.scale, run.report
     budgets = {SMALL: scale.small_host, LARGE: scale.large_host}
     names = {host: f"ours, NVMe, host budget {budgets[host]}" for host in hosts}

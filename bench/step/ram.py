@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from . import sides, tables
-from .turns import Run
+from .measured import StepRun
 
 MOST_OF_PLAIN = 0.8
 MOST_MEMORY_OF_PLAIN = 0.9
 MOST_OF_DEEPSPEED = 0.27
 
 
-def case(run: Run) -> None:
+def case(run: StepRun) -> None:
     scale, report = run.scale, run.report
     ours = sides.in_memory(scale.model)
     found = run.measured([sides.plain(scale.model), ours], scale.rounds, scale.steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .reference import Model
+from frame.reference_model import Model
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,29 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .reference import Model
-from .side import Spec
+from frame.reference_model import Model
+from frame.side import Spec
 
 PLAIN = "plain PyTorch"
 DEEPSPEED_CPU = "DeepSpeed, cpu offload"
 
 
 def plain(model: Model, name: str = PLAIN) -> Spec:
-    return Spec(name, "plain", model)
+    return Spec(name, "step.plain", model)
 
 
 def in_memory(model: Model, name: str = "ours, in RAM") -> Spec:
     """Everything on the device tier, which on a CPU is RAM; budgets are left to the engine."""
-    return Spec(name, "ours", model, {"tiering": {}})
+    return Spec(name, "step.ours", model, {"tiering": {}})
 
 
 def on_nvme(model: Model, name: str, tiering: dict[str, Any], **zero: Any) -> Spec:
     """Parameters and optimizer state may live on NVMe; ``tiering`` is that section of the configuration."""
-    return Spec(name, "ours", model, {"tiering": tiering, "zero": zero}, on_disk=True)
+    return Spec(name, "step.ours", model, {"tiering": tiering, "zero": zero}, on_disk=True)
 
 
 def deepspeed_cpu(model: Model, peers: Path) -> Spec:
-    return Spec(DEEPSPEED_CPU, "deepspeed", model, python=peers)
+    return Spec(DEEPSPEED_CPU, "step.deepspeed", model, python=peers, grouped=True)
 
 
 PIPELINED = {"pipeline_read": True, "pipeline_write": True}
@@ -56,6 +56,14 @@ def deepspeed_on_nvme(model: Model, peers: Path) -> list[Spec]:
         },
     }
     return [
-        Spec(f"DeepSpeed, NVMe, {way}", "deepspeed", model, {"zero": zero}, on_disk=True, python=peers)
+        Spec(
+            f"DeepSpeed, NVMe, {way}",
+            "step.deepspeed",
+            model,
+            {"zero": zero},
+            on_disk=True,
+            python=peers,
+            grouped=True,
+        )
         for way, zero in ways.items()
     ]

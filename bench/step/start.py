@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from functools import partial
 
-from figures.report import Table, Verdict, middle
+from frame.report import Table, Verdict, middle
+from frame.side import Side, Spec
 
 from tiering.tierbench.ratios import compare
 
 from . import sides
-from .side import Side, Spec
-from .turns import Run
+from .measured import StepRun
 
 MOST_OF_DEEPSPEED = 0.2
 
 
-def first_step(run: Run, spec: Spec) -> tuple[float, float]:
+def first_step(run: StepRun, spec: Spec) -> tuple[float, float]:
     """Age of a new process when it has torch, and when its first step is over."""
     with Side(spec, run.place) as side:
-        return side.facts["torch"], side.run(1).age
+        return side.facts["torch"], side.train(1).age
 
 
-def case(run: Run) -> None:
+def case(run: StepRun) -> None:
     scale, report = run.scale, run.report
     budgets = {"host_budget": scale.small_host, "device_budget": scale.device}
     specs = [sides.on_nvme(scale.model, "ours", budgets)]

@@ -6,11 +6,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from figures.report import Report, Table, Verdict, middle
+from frame.report import Report, Table, Verdict, middle
 
 from tiering.tierbench.ratios import compare
 
-from .turns import Measured
+from .measured import Measured
 
 GB = 1e9
 

@@ -238,5 +238,5 @@ NOT_RUN: dict[Key, str] = {
     (
         "sidecar.md",
         "python bench/bench_sidecar.py DIR",
-    ): "takes minutes; tests/test_bench_sidecar.py runs its parts",
+    ): "takes minutes; tests/bench/test_sidecar.py runs its parts",
 }

@@ -1,48 +1,34 @@
-"""What bench_checkpoint.py measures and concludes, that a load must have loaded, and that everything runs."""
+"""What bench_checkpoint.py measures and concludes, and that a load must have loaded."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-
-from checkpoint import background, dd, sides, tables, watch
+from checkpoint import background, dd, saver, sides, tables, watch
 from checkpoint.background import Trained
 from checkpoint.dd import DdError, Disk, Moved
 from checkpoint.files import make_cold
 from checkpoint.ours import CONSTANT, Ours
+from checkpoint.saver import Saver, Saving
 from checkpoint.scale import QUICK
-from checkpoint.serve import Answers
 from checkpoint.side import Reading, Side, Trip
 from checkpoint.state import InMemory
 from checkpoint.tables import COPY, READ, WRITE, Measured
 from checkpoint.torch_dcp import TorchDcp
 from checkpoint.torch_save import TorchSave
+from frame.reference_model import Model
+from frame.side import Place, SideError
 from larger.watch import Sample
-from ranks.serve import Work
-from ranks.side import Place
-from step.side import SideError
 
-BENCH = Path(__file__).parents[1] / "bench"
-GB, MB = 10**9, 10**6
-SMALL = Work(width=64, layers=1, sequence=8, batch=1)
+from .known import GB, MB
 
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    directory = tmp_path / "place"
-    directory.mkdir()
-    return Place(directory, threads=1, patience=60, networks=False)
+SMALL = Model(width=64, layers=1, sequence=8)
 
 
 def a_reading(seconds: float = 2.0, **changes: Any) -> Reading:
@@ -172,7 +158,7 @@ def test_what_is_cold_is_not_in_the_page_cache(tmp_path: Path) -> None:
 def test_peers_load_what_they_saved(kind: type[InMemory], how: dict[str, Any], tmp_path: Path) -> None:
     side: Any = kind(SMALL, {})  # type: ignore[call-arg]
     expected = {name: {key: value.clone() for key, value in of.items()} for name, of in side.state.items()}
-    parameters = sum(value.numel() for value in SMALL.model.build().parameters())
+    parameters = sum(value.numel() for value in SMALL.build().parameters())
     assert side.facts()["parameters"] == parameters
     assert sum(value.nbytes for of in side.state.values() for value in of.values()) == 12 * parameters
     side.save(str(tmp_path / "saved"))
@@ -184,10 +170,20 @@ def test_peers_load_what_they_saved(kind: type[InMemory], how: dict[str, Any], t
     )
 
 
+BASELINE = 100
+
+
+def saving(side: Saver) -> Saving:
+    """The worker that holds ``side``, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "baseline", lambda threads: BASELINE)
+        return Saving(lambda model, settings: side, 1, {"width": 64, "layers": 1, "sequence": 8}, {})
+
+
 class TestOurs:
     @pytest.fixture(params=["nvme", "ram"])
     def side(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ours]:
-        scale = replace(QUICK, work=SMALL)
+        scale = replace(QUICK, model=SMALL)
         spec = sides.on_nvme(scale) if request.param == "nvme" else sides.in_memory(scale)
         (tmp_path / "swap").mkdir()
         side = Ours(SMALL, {"directory": str(tmp_path / "swap"), **spec.settings})
@@ -195,16 +191,16 @@ class TestOurs:
         side.close()
 
     def test_it_goes_on_where_it_saved(self, side: Ours, tmp_path: Path) -> None:
-        answers = Answers(side, 0, SMALL.tokens(1))
-        saved = answers.answer({"save": str(tmp_path / "saved")})
-        assert saved["ceiling"] == side.room() > CONSTANT
-        answers.answer({"change": True})
+        worker = saving(side)
+        saved = worker.save(str(tmp_path / "saved"))
+        assert saved["ceiling"] == BASELINE + (side.room() or 0) > BASELINE + CONSTANT
+        worker.change()
         assert side.fingerprint()[0] == 2
-        answers.answer({"load": str(tmp_path / "saved"), "how": {}})
+        worker.load(str(tmp_path / "saved"), {})
         assert side.fingerprint()[0] == 1
 
     def test_trains_with_a_save(self, side: Ours, tmp_path: Path) -> None:
-        batches = SMALL.tokens(1)
+        batches = SMALL.batches(1)
         assert side.train(batches, 2, str(tmp_path / "none"), "") == {}
         behind = side.train(batches, 2, str(tmp_path / "behind"), "foreground")
         assert (behind["steps"], behind["meanwhile"]) == (0, 0)
@@ -214,16 +210,19 @@ class TestOurs:
         assert {path.name for path in tmp_path.iterdir()} == {"swap", "behind", "during"}
 
 
-class Known:
+class Known(Saver):
     """A side of one number; ``moves`` says what it does."""
 
     def __init__(self, *moves: str) -> None:
         self.value, self.moves, self.saved = 1.0, moves, 0.0
 
+    def facts(self) -> dict[str, Any]:
+        return {"about": "known"}
+
     def save(self, directory: str) -> None:
         self.saved = self.value
 
-    def load(self, directory: str) -> None:
+    def load(self, directory: str, **how: Any) -> None:
         if "load" in self.moves:
             self.value = self.saved
 
@@ -237,39 +236,31 @@ class Known:
     def room(self) -> int:
         return 7
 
-    def settle(self) -> float:
-        return 0.0
 
-
-class TestAnswers:
-    LOAD = {"load": "somewhere", "how": {}}  # noqa: RUF012 - nobody changes it
-
-    def answers(self, *moves: str) -> Answers:
-        side: Any = Known(*moves)
-        return Answers(side, 100, iter(()))
-
+class TestSaving:
     def test_a_round(self) -> None:
-        answers = self.answers("change", "load")
-        saved = answers.answer({"save": "somewhere"})
-        assert saved["ceiling"] == 107
+        worker = saving(Known("change", "load"))
+        assert worker.facts()["about"] == "known"
+        saved = worker.save("somewhere")
+        assert saved["ceiling"] == BASELINE + 7
         assert saved["peak"] >= saved["before"] > 0
-        assert answers.answer({"change": True}) == {}
-        assert answers.answer(self.LOAD).keys() == saved.keys()
+        worker.change()
+        assert worker.load("somewhere", {}).keys() == saved.keys()
 
     def test_a_load_that_does_nothing_is_seen(self) -> None:
-        answers = self.answers("change")
-        answers.answer({"save": "somewhere"})
-        answers.answer({"change": True})
+        worker = saving(Known("change"))
+        worker.save("somewhere")
+        worker.change()
         with pytest.raises(
             RuntimeError, match=r"what was loaded \(\[2\.0\]\) is not what was saved \(\[1\.0\]\)"
         ):
-            answers.answer(self.LOAD)
+            worker.load("somewhere", {})
 
     def test_a_state_that_does_not_change_is_seen(self) -> None:
-        answers = self.answers("load")
-        answers.answer({"save": "somewhere"})
+        worker = saving(Known("load"))
+        worker.save("somewhere")
         with pytest.raises(RuntimeError, match="did not change"):
-            answers.answer({"change": True})
+            worker.change()
 
 
 class TestSide:
@@ -279,23 +270,23 @@ class TestSide:
         common = {"before": 10, "ceiling": 30, "disk": [5, 5], "told": {}}
         said = [common | {"seconds": 1.0, "peak": 25}, common | {"seconds": 2.0, "peak": 22}]
 
-        def ask(self: Side, question: dict[str, Any]) -> list[dict[str, Any]]:
-            match question:
-                case {"train": _, "directory": path} | {"save": path}:
-                    (Path(path) / "folder").mkdir(parents=True)
-                    (Path(path) / "folder" / "file").write_bytes(bytes(10))
-                case {"load": path}:
-                    assert (Path(path) / "folder" / "file").exists()
-                case {"threads": _} | {"build": _}:
-                    return [{"baseline": 0, "peak": 0}] * 2
+        def call(self: Side, method: str, **arguments: Any) -> list[dict[str, Any]]:
+            path = Path(arguments.get("directory", ""))
+            match method:
+                case "train" | "save":
+                    (path / "folder").mkdir(parents=True)
+                    (path / "folder" / "file").write_bytes(bytes(10))
+                case "load":
+                    assert (path / "folder" / "file").exists()
             return said
 
         @contextmanager
         def charged(pids: object) -> Iterator[watch.Charge]:
             yield watch.Charge([100, 107, 103])
 
-        monkeypatch.setattr(Side, "_start", lambda self, spec, place: None)
-        monkeypatch.setattr(Side, "_ask", ask)
+        monkeypatch.setattr(Side, "_start", lambda self, prefix: None)
+        monkeypatch.setattr(Side, "built", lambda self, seconds: None)
+        monkeypatch.setattr(Side, "call", call)
         monkeypatch.setattr("checkpoint.side.charged", charged)
         return said
 
@@ -327,7 +318,7 @@ class TestSide:
 
     @pytest.mark.slow
     def test_a_peer_in_a_process_of_its_own(self, place: Place) -> None:
-        spec = replace(sides.torch_save(QUICK), work=SMALL)
+        spec = replace(sides.torch_save(QUICK), model=SMALL)
         with Side(spec, place) as side:
             trip = side.trip()
         nbytes = 12 * side.facts["parameters"]
@@ -432,19 +423,13 @@ class TestBackground:
 
 
 @pytest.mark.slow
-def test_everything_runs(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    files = ["--json", str(tmp_path / "all.json"), "--markdown", str(tmp_path / "all.md")]
-    command = [sys.executable, str(BENCH / "bench_checkpoint.py"), str(disk), "--quick", *files]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode in (0, 1), done.stderr
-    raw = json.loads((tmp_path / "all.json").read_text())
+def test_everything_runs(command: Callable[..., tuple[int, str, Any, str]]) -> None:
+    status, text, raw, _ = command("bench_checkpoint.py", "--quick")
+    assert status in (0, 1)
     assert raw["skipped"] == []
-    what = " / ".join(goal["what"] for goal in raw["goals"])
+    goals = " / ".join(goal["what"] for goal in raw["goals"])
     for expected in (COPY, "peak RSS", sides.TORCH, sides.DCP):
-        assert expected in what
-    assert what.count("peak RSS of saving and loading") == 3
-    assert what.count("peak RSS of training and saving") == 2
-    assert "save and load, 2 ranks" in (tmp_path / "all.md").read_text()
-    assert list(disk.iterdir()) == []
+        assert expected in goals
+    assert goals.count("peak RSS of saving and loading") == 3
+    assert goals.count("peak RSS of training and saving") == 2
+    assert "save and load, 2 ranks" in text

@@ -1,19 +1,18 @@
-"""The run as a whole: sides of several ranks started, run in turn and ended, and what becomes of those that fail."""
+"""A side of several ranks after its turns, and the run that measures such sides."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from step import turns
-from step.side import SideError
+from frame.rounds import Run
+from frame.side import SideError, Spec
 
 from .overlap import Overlap, read
 from .scale import Scale
-from .side import Place, Ranks, Spec, Turn
+from .side import Ranks, Turn
 
 
 @dataclass(slots=True)
@@ -42,52 +41,38 @@ class Measured:
 
 
 @dataclass(slots=True)
-class Run(turns.Run):
-    """As in bench_step.py, with sides that are several ranks. ``world_size`` is that of sides that are compared."""
+class RanksRun(Run[Scale, Ranks]):
+    """``world_size`` is that of sides that are compared; ``traces`` a directory for traces of ours, if wanted."""
 
-    place: Place
-    scale: Scale
+    traces: Path | None = None
     world_size: int = 2
-
-    @contextmanager
-    def started(self, specs: Sequence[Spec]) -> Iterator[dict[str, Ranks]]:
-        """The sides that start, by name; all are ended."""
-        with ExitStack() as stack:
-            sides = {}
-            for spec in specs:
-                self.say(f"starting {spec.name}: {spec.world_size} ranks")
-                try:
-                    sides[spec.name] = stack.enter_context(Ranks(spec, self.place))
-                except SideError as error:
-                    self.fail(spec.name, error)
-            yield sides
 
     def measured(self, specs: Sequence[Spec]) -> dict[str, Measured]:
         """``specs`` in turn."""
         with self.started(specs) as sides:
             steps = self.scale.steps
             found = self.alternate(
-                self.scale.rounds, {name: partial(side.run, steps) for name, side in sides.items()}
+                self.scale.rounds, {name: partial(side.turn, steps) for name, side in sides.items()}
             )
-            made = {
+            results = {
                 name: Measured(
                     name,
-                    side.module,
-                    side.world_size,
+                    side.spec.module.removeprefix("ranks."),
+                    side.spec.ranks,
                     side.facts["parameters"],
                     side.facts.get("planned", 0),
                     found[name],
                     side.baseline,
-                    side.built,
+                    side.peak,
                 )
                 for name, side in sides.items()
                 if name in found
             }
-            for name, one in made.items():
-                if one.module == "ours":
-                    one.overlaps = self._overlaps(sides[name])
-            self.sides += made.values()
-            return made
+            for name, result in results.items():
+                if result.module == "ours":
+                    result.overlaps = self._overlaps(sides[name])
+            self.sides += results.values()
+            return results
 
     def _overlaps(self, side: Ranks) -> list[Overlap]:
         """After the rounds, so that recording takes no part in them."""
@@ -96,8 +81,7 @@ class Run(turns.Run):
         overlaps = []
         try:
             for _ in range(self.scale.traced):
-                files = side.trace(path)
-                overlaps += [read(file) for file in files]
+                overlaps += [read(file) for file in side.traces(path)]
         except SideError as error:
             self.fail(f"traces of {side.name}", error)
         if self.traces is None:

@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import json
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-
 from adam import goals, many, readings, start, steps, tables, values, worker
 from adam.goals import Goal, judge, judged, narrower
-from adam.peer import Peer, PeerError
+from adam.peer import Peer
 from adam.readings import ROOF, Part, Readings, Row
-from figures.report import Report, Table
+from frame.report import Report, Table
+from frame.side import SideError
+from rich.console import Console
 
 from optim_cpu import formats, kernels
 
-BENCH = Path(__file__).parents[1] / "bench"
+Command = Callable[..., tuple[int, str, Any, str]]
 
 NUMEL = 1_000_000
-
-FAKE_DEEPSPEED = {
-    "__init__.py": "print('a banner on standard output'); __version__ = '0.0.1'",
-    "ops/__init__.py": "",
-    "ops/adam.py": (
-        "import torch\n"
-        "class DeepSpeedCPUAdam(torch.optim.AdamW):\n"
-        "    def __init__(self, parameters, adamw_mode, **options):\n"
-        "        assert adamw_mode\n"
-        "        super().__init__(parameters, fused=True, **options)\n"
-    ),
-    "ops/op_builder.py": "class CPUAdamBuilder:\n    def simd_width(self): return '-D__AVX512__'\n",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -52,17 +34,6 @@ def leave_kernels_as_they_were() -> Iterator[None]:
     kernels.set_instruction_set(isa)
     kernels.set_thread_count(threads)
     torch.set_num_threads(theirs)
-
-
-@pytest.fixture
-def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An interpreter with something that calls itself deepspeed."""
-    for name, text in FAKE_DEEPSPEED.items():
-        path = tmp_path / "site" / "deepspeed" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    return Path(sys.executable)
 
 
 def row(name: str, nbytes: int, *ms: float, isa: str = "") -> Readings:
@@ -364,13 +335,11 @@ class TestPeer:
             assert (said["step"], said["odd"]) == (3, 0)  # one of them makes the moments
             assert peer.busy > 0
             assert 0 <= peer.idle_cpu < 1
-            process = peer._process
-        assert process.returncode == 0
 
     def test_the_whole_job_is_cast_step_and_copy(
-        self, peers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, peers: Path, site: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.syspath_prepend(str(tmp_path / "site"))
+        monkeypatch.syspath_prepend(str(site))
         model = steps.Model(1000)
         one = worker.Worker(1, **model.for_peer())
         for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
@@ -400,31 +369,9 @@ class TestPeer:
         assert rows["DeepSpeedCPUAdam: whole job"].run() == 40.0
         assert rows["DeepSpeedCPUAdam: whole job"].nbytes == 40
 
-    def test_no_such_interpreter(self, tmp_path: Path) -> None:
-        with pytest.raises(
-            PeerError, match=r"nowhere cannot be run \(No such file.*pip install torch deepspeed"
-        ):
-            Peer(tmp_path / "nowhere", steps.Model(1000), 1)
-
-    def test_an_interpreter_without_it(self) -> None:
-        with pytest.raises(PeerError, match=r"No module named 'deepspeed'.*--peers DIR/bin/python"):
+    def test_an_interpreter_without_it_gets_the_recipe(self) -> None:
+        with pytest.raises(SideError, match=r"No module named 'deepspeed'.*pass --peers DIR/bin/python"):
             Peer(Path(sys.executable), steps.Model(1000), 1)
-
-    def test_something_that_is_no_interpreter(self) -> None:
-        with pytest.raises(PeerError, match="ended with status"):
-            Peer(Path("/bin/false"), steps.Model(1000), 1)
-
-    def test_an_end_in_mid_work_says_what_was_said(self, tmp_path: Path) -> None:
-        program = tmp_path / "python"
-        program.write_text(
-            '#!/bin/sh\nread model; echo \'{"about": "known"}\'\nread job; echo out of luck >&2; exit 1\n'
-        )
-        program.chmod(0o700)
-        with (
-            Peer(program, steps.Model(1000), 1) as peer,
-            pytest.raises(PeerError, match=r"status 1; .*out of luck"),
-        ):
-            peer.run("step")
 
 
 class TestMany:
@@ -481,12 +428,12 @@ class TestStart:
         assert 100 <= start.first_step(Path(sys.executable), stepping, without_torch) < 60_000
 
     def test_what_cannot_be_imported_is_an_error(self, without_torch: dict[str, str]) -> None:
-        with pytest.raises(PeerError, match=r"No module named 'deepspeed'.*pip install torch deepspeed"):
+        with pytest.raises(SideError, match=r"No module named 'deepspeed'.*pip install torch deepspeed"):
             start.first_step(Path(sys.executable), start.IMPORTS["DeepSpeedCPUAdam"], without_torch)
 
     def test_a_step_that_does_nothing_is_an_error(self, without_torch: dict[str, str]) -> None:
         idle = "class AdamW:\n    def __init__(self, *a, **k): pass\n    def step(self): pass"
-        with pytest.raises(PeerError, match="the step changed nothing"):
+        with pytest.raises(SideError, match="the step changed nothing"):
             start.first_step(Path(sys.executable), idle, without_torch)
 
     def test_sides(self, tmp_path: Path) -> None:
@@ -495,20 +442,12 @@ class TestStart:
 
 
 class TestCommand:
-    def run(self, tmp_path: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
-        files = ["--json", str(tmp_path / "all.json"), "--markdown", str(tmp_path / "all.md")]
-        sizes = ["--numel", "2000", "--rounds", "1", "--isa", kernels.instruction_set()]
-        command = [sys.executable, str(BENCH / "bench_adam.py"), *sizes, *files, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode in (0, 1, 2), done.stderr
-        return done.returncode, (tmp_path / "all.md").read_text(), json.loads(
-            (tmp_path / "all.json").read_text()
-        )  # fmt: skip
+    SIZES = ("--numel", "2000", "--rounds", "2", "--isa", kernels.instruction_set())
 
     @pytest.mark.slow
-    def test_both_parts_beside_a_peer(self, tmp_path: Path, peers: Path) -> None:
-        status, text, raw = self.run(
-            tmp_path, "--part", "step", "single", "--peers", str(peers), "--rounds", "2"
+    def test_both_parts_beside_a_peer(self, command: Command, peers: Path) -> None:
+        status, text, raw, _ = command(
+            "bench_adam.py", *self.SIZES, "--part", "step", "single", "--peers", str(peers), directory=False
         )
         assert status == (0 if all(goal["holds"] for goal in raw["goals"]) else 1)
         assert [(one["name"], one["threads"] == 1) for one in raw["parts"]] == [
@@ -518,27 +457,16 @@ class TestCommand:
         assert all(len(row["ms"]) == 2 for one in raw["parts"] for row in one["rows"])
         assert raw["skipped"] == []
         assert "- peer: DeepSpeedCPUAdam 0.0.1 (AVX512, torch" in text
-        assert (
-            "DeepSpeed, step 7: no odd values" in text
-        )  # one makes the moments; two in each of three rounds
+        # One step makes the moments; there are two in each of three rounds.
+        assert "DeepSpeed, step 7: no odd values" in text
         assert text.count("DeepSpeedCPUAdam: whole job |") >= 2
 
     @pytest.mark.slow
-    def test_without_a_peer_the_report_says_so(self, tmp_path: Path) -> None:
-        status, text, raw = self.run(tmp_path, "--part", "step")
-        assert status in (0, 1)
-        assert "--peers names no environment" in raw["skipped"][0]
-        assert "--peers names no environment" in text
-        assert not any("DeepSpeed" in goal["what"] for goal in raw["goals"])
-
-    @pytest.mark.slow
-    def test_a_peer_that_cannot_be_had_is_reported(self, tmp_path: Path) -> None:
-        status, _, raw = self.run(tmp_path, "--part", "step", "--peers", str(tmp_path / "nowhere"))
+    def test_a_peer_that_cannot_be_had_is_reported(self, command: Command, tmp_path: Path) -> None:
+        nowhere = str(tmp_path / "nowhere")
+        status, _, raw, _ = command(
+            "bench_adam.py", *self.SIZES, "--part", "step", "--peers", nowhere, directory=False
+        )
         assert status == 2
-        assert "pip install torch deepspeed" in raw["skipped"][0]
+        assert "nowhere cannot be run (No such file" in raw["skipped"][0]
         assert raw["parts"] == []
-
-
-def test_dataclasses_stay_plain_for_json() -> None:
-    known = part(row("fp32", 28, 1.0, isa="avx512"))
-    assert json.loads(json.dumps(dataclasses.asdict(known)))["rows"][0]["ms"] == [1.0]

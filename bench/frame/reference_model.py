@@ -1,7 +1,7 @@
-"""What every side trains, and how: one module, the same tokens, the same hyperparameters.
+"""What sides train, and how: one module, the same tokens, the same hyperparameters.
 
-Standard library and torch only: DeepSpeed's environment has nothing else. The model is the demo's, taken from its file,
-so that no side imports more than it needs.
+Standard library and torch only. The model is the demo's, taken from its file, so that no side imports more than it
+needs.
 """
 
 from __future__ import annotations
@@ -24,37 +24,40 @@ _MODEL = Path(__file__).resolve().parents[2] / "tiering" / "demo" / "model.py"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A GPT of ``layers`` blocks, trained with batch 1."""
+    """A GPT of ``layers`` blocks, trained with ``batch`` sequences per step and rank."""
 
     width: int
     layers: int
     sequence: int = 32
+    batch: int = 1
 
     def build(self) -> nn.Module:
         """The module, its weights drawn anew from the same seed each time."""
         import torch
 
         torch.manual_seed(SEED)
-        made: nn.Module = _gpt()(
+        module: nn.Module = _gpt()(
             width=self.width, layers=self.layers, heads=self.width // 64, sequence=self.sequence
         )
-        return made
+        return module
 
-    def tokens(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Random bytes and what follows each of them, without end."""
+    def batches(self, rank: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Random bytes and the byte that follows each of them, without end; different ones for each rank."""
         import torch
 
-        source = torch.Generator().manual_seed(SEED)
+        source = torch.Generator().manual_seed(SEED + rank)
         while True:
-            drawn = torch.randint(256, (1, self.sequence + 1), generator=source)
+            drawn = torch.randint(256, (self.batch, self.sequence + 1), generator=source)
             yield drawn[:, :-1], drawn[:, 1:]
 
     def __str__(self) -> str:
-        return f"GPT of {self.layers} blocks, width {self.width}, sequence {self.sequence}, batch 1"
+        return (
+            f"GPT of {self.layers} blocks, width {self.width}, sequence {self.sequence}, batch {self.batch}"
+        )
 
 
 def _gpt() -> Any:
-    spec = importlib.util.spec_from_file_location("reference_model", _MODEL)
+    spec = importlib.util.spec_from_file_location("reference_gpt", _MODEL)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -11,21 +11,18 @@ from types import TracebackType
 from typing import Any, Self
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-
-from figures.report import Report
+from frame.reference_model import Model
+from frame.report import Report
+from frame.side import BENCH, Place, SideError, Spec
+from frame.training import Round
 from plan import rows, told
 from step import sides
 from step.ours import configuration
-from step.reference import Model
-from step.side import Place, Round, SideError, Spec
 
 import tiering
 from tiering.plan import Plan, Tier
 from tiering.planning.rates import Rates
 
-BENCH = Path(__file__).parents[1] / "bench"
 SMALL = Model(width=128, layers=2)
 KNOWN = Rates(
     nvme_read=1e9, nvme_write=1e9, nvme_mixed=1e9, optimizer=1e9, gradients=1e9, flops=1e12, host_copy=1e9
@@ -110,7 +107,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def __init__(self, spec: Spec, place: Place) -> None:
             self._plan = told.plan_of(spec, place.directory)
 
-        def run(self, steps: int) -> Round:
+        def train(self, steps: int) -> Round:
             seen.append("run")
             return a_round(float(steps), self._plan, steps)
 

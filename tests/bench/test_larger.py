@@ -16,26 +16,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bench_larger_than_memory
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-
-import bench_larger_than_memory
-from figures.report import Report
+from frame.report import Report
+from frame.side import BENCH
 from larger import child, picture, room, shards, tables, watch
 from larger.child import Task
 from larger.shape import SMALLEST, Shape, of_size
 from larger.watch import ChildError, Sample, Seen
 from larger.words import WORD, Words
 from safetensors import safe_open
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tiering.demo.corpus import standard_library
 from tiering.errors import TieringError
 
-BENCH = Path(__file__).parents[1] / "bench"
 GB = 10**9
 LIKE_LLAMA_3B = Shape(8, 28)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
-from step.reference import ADAMW, CLIP
-
-from .serve import cpu_seconds
+from frame.process import cpu_seconds
+from frame.reference_model import ADAMW, CLIP
+from frame.training import Trainer
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 FUSED_ADAMW: dict[str, Any] = {**ADAMW, "betas": tuple(ADAMW["betas"]), "fused": True}
 
 
-class TorchSide:
+class TorchLoop(Trainer):
     """Trains ``model`` with ``optimizer``. ``numel`` counts the whole model's elements."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, numel: int) -> None:
@@ -31,9 +30,6 @@ class TorchSide:
         loss: Tensor = self.model(tokens, targets)
         return loss
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
     def update(self) -> None:
         import torch
 
@@ -41,14 +37,5 @@ class TorchSide:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def settle(self) -> float:
-        return time.perf_counter()
-
     def counters(self) -> dict[str, float]:
         return {"cpu": cpu_seconds()}
-
-    def trace(self, path: str) -> None:
-        raise NotImplementedError("PyTorch has no trace of its transfers that could be compared with ours")
-
-    def close(self) -> None:
-        pass

@@ -12,16 +12,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-
 import gpu_carry
 import gpu_copy
-from figures.report import Report
+import pytest
+import torch
+from frame.report import Report
+from frame.side import BENCH, SideError
 from gpu_step import cases, serve, sides, tables
 from gpu_step.cases import Setting
 from gpu_step.link import Link
@@ -35,7 +31,8 @@ from gpu_step.side import Place, Round, Side, Spec
 from gpu_step.sides import CONTEXT, PROCESS, SPARE, Sides
 from gpu_step.waves import Memory, packed
 from gpu_step.work import Work
-from step.side import SideError
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from tiering.plan import Tier
 from zero3 import tiers
@@ -45,8 +42,7 @@ from zero3.slab import DeviceSlab
 from zero3.streams import Event, Stream, Streams
 from zero3.timeline import StallClock, Timeline
 
-REPOSITORY = Path(__file__).parents[1]
-BENCH = REPOSITORY / "bench"
+REPOSITORY = BENCH.parent
 GIB = 1 << 30
 GB = 10**9
 MIB = 1 << 20
@@ -561,7 +557,7 @@ class TestWhole:
 
     @pytest.fixture
     def peers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        from .test_bench_step import FAKE_DEEPSPEED
+        from .conftest import FAKE_DEEPSPEED
 
         for name, text in FAKE_DEEPSPEED.items():
             path = tmp_path / "site" / "deepspeed" / name

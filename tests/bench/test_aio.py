@@ -5,23 +5,19 @@ from __future__ import annotations
 import dataclasses
 import io
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-
 from aio import cells, tables
 from aio.ours import CannotStart, Ours, request_blocks
 from aio.tables import as_fast
 from aio.worker import offsets
-from figures import machine
-from figures.report import Report
+from frame import machine
+from frame.report import Report
+from rich.console import Console
 
 from tiering.tierbench.comparison import fio
 from tiering.tierbench.comparison.fio import Job, Reading

@@ -1,60 +1,40 @@
-"""What bench_ranks.py concludes from turns and traces, that its sides train the same, and what failed ranks lead to."""
+"""What bench_ranks.py concludes from turns and traces, and that its sides train the same."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-
-from figures.report import Report
+from frame.report import Report
+from frame.side import Place, Spec
 from ranks import overlap, replicated, sharded, sides, tables
+from ranks.measured import Measured, RanksRun
 from ranks.network import Network, NetworkError
 from ranks.overlap import Overlap
-from ranks.run import Measured, Run
 from ranks.scale import QUICK
-from ranks.side import Place, Ranks, Spec, Turn
-from step.side import Round, SideError
+from ranks.side import Ranks, Turn
 
-BENCH = Path(__file__).parents[1] / "bench"
-MB = 10**6
+from .known import MB, a_round
 
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    return Place(directory, threads=1, patience=60, networks=False)
+Command = Callable[..., tuple[int, str, Any, str]]
 
 
 @pytest.fixture
-def run(place: Place) -> Run:
-    return Run(place, QUICK, None, Report("known", {}))
-
-
-def a_round(seconds: float, **counted: float) -> Round:
-    parts = {
-        "forward": 0.2 * seconds,
-        "backward": 0.5 * seconds,
-        "update": 0.2 * seconds,
-        "settled": 0.1 * seconds,
-    }
-    return Round(
-        steps=2, seconds=seconds, **parts, loss=5.0, peak=300 * MB, disk=(0, 0), counted=counted, age=10.0
-    )
+def run(place: Place) -> RanksRun:
+    return RanksRun(place, QUICK, Report("known", {}), partial(Ranks, networks=False))
 
 
 def a_turn(*seconds: float, wire: int | None = None) -> Turn:
     """Of as many ranks."""
-    return Turn(
-        [a_round(one, cpu=1.0, **{"sent: reduce": 8e6, "sent: control": 2e3}) for one in seconds], wire
-    )
+    counted = {"cpu": 1.0, "sent: reduce": 8e6, "sent: control": 2e3}
+    rounds = [a_round(one, backward=0.5 * one, loss=5.0, peak=300 * MB, counted=counted) for one in seconds]
+    return Turn(rounds, wire)
 
 
 def measured(name: str, module: str, *seconds: float) -> Measured:
@@ -110,19 +90,19 @@ class TestCases:
         """Sides of known speed, by the module or by a word of the name; the others have failed."""
         asked = []
 
-        def made(run: Run, specs: list[Spec]) -> dict[str, Measured]:
+        def made(run: RanksRun, specs: list[Spec]) -> dict[str, Measured]:
             asked.append(specs)
             found = {}
             for spec in specs:
                 speeds = [speed for word, speed in seconds.items() if word in f"{spec.module} {spec.name}"]
                 if speeds:
-                    found[spec.name] = measured(spec.name, spec.module, *speeds[-1])
+                    found[spec.name] = measured(spec.name, spec.module.removeprefix("ranks."), *speeds[-1])
             return found
 
-        monkeypatch.setattr(Run, "measured", made)
+        monkeypatch.setattr(RanksRun, "measured", made)
         return asked
 
-    def test_the_fastest_of_fsdp_counts(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_fastest_of_fsdp_counts(self, run: RanksRun, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = self.known(monkeypatch, ours=(2.0, 2.0, 2.2), fsdp=(4.0, 4.0, 4.0), ahead=(2.0, 1.9, 1.8))
         sharded.case(run, "fp32")
         (verdict,) = run.report.verdicts
@@ -130,28 +110,30 @@ class TestCases:
         assert verdict.found.startswith("1.053 ")  # the median of 1, 1.05 and 1.22
         assert not verdict.holds
         ((ours, *peers),) = asked
-        assert (ours.world_size, ours.settings["stage"]) == (2, 3)
+        assert (ours.ranks, ours.settings["stage"]) == (2, 3)
         ways = [(False, False), (True, False), (True, True)]
         assert [(peer.settings["ahead"], peer.settings["whole"]) for peer in peers] == ways
 
-    def test_bf16_meets_both_ways_to_send_gradients(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_bf16_meets_both_ways_to_send_gradients(
+        self, run: RanksRun, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         asked = self.known(monkeypatch, ours=(2.0,), fsdp=(2.1,))
         sharded.case(run, "bf16")
         assert [verdict.holds for verdict in run.report.verdicts] == [True]
         assert {spec.settings["reduce"] for spec in asked[0][1:]} == {"fp32", "bf16"}
 
-    def test_without_a_peer_there_is_no_verdict(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_a_peer_there_is_no_verdict(self, run: RanksRun, monkeypatch: pytest.MonkeyPatch) -> None:
         self.known(monkeypatch, ours=(2.0,))
         sharded.case(run, "fp32")
         assert run.report.verdicts == []
         assert run.report.skipped == ["stage 3 beside FSDP2, fp32: not measured without FSDP2"]
 
-    def test_replicated_pairs(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_replicated_pairs(self, run: RanksRun, monkeypatch: pytest.MonkeyPatch) -> None:
         self.known(monkeypatch, ours=(2.0,), ddp=(1.0,), ZeroRedundancyOptimizer=(3.0,), reshard=(2.0,))
         replicated.case(run)
         assert [verdict.holds for verdict in run.report.verdicts] == [False, True, True]
 
-    def test_tables(self, run: Run) -> None:
+    def test_tables(self, run: RanksRun) -> None:
         ours = measured("ours", "ours", 4.0, 8.0)
         ours.overlaps = [Overlap(1.0, 0.4, 0.1), Overlap(1.0, 0.2, 0.1), Overlap(1.0, 0.2, 0.0)]
         tables.show(run.report, "known", {"ours": ours, "peer": measured("peer", "fsdp", 5.0, 5.0)})
@@ -170,63 +152,22 @@ class TestCases:
         )
 
 
-class TestRanks:
-    def script(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-        """An interpreter that does something else."""
-        path = tmp_path / "python"
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o700)
-        monkeypatch.setattr(sys, "executable", str(path))
-
-    def spec(self) -> Spec:
-        return Spec("known", "ours", QUICK.work, 2)
-
-    def test_one_that_ends_is_named(
-        self, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.script(
-            tmp_path,
-            monkeypatch,
-            'test "$RANK" = 0 && exec sleep 600; echo no network >&2; read line; exit 3',
-        )
-        with pytest.raises(
-            SideError, match="rank 1 of known ended with status 3; the last it said: no network"
-        ):
-            Ranks(self.spec(), place)
-        assert list(place.directory.iterdir()) == []
-
-    def test_one_that_says_nothing_is_named_and_all_are_ended(
-        self, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        answers = (
-            'echo $$ >> pids; read line; test "$RANK" = 1 && echo "{}"; echo waiting >&2; exec sleep 600'
-        )
-        self.script(tmp_path, monkeypatch, answers.replace("pids", str(tmp_path / "pids")))
-        quick = Place(place.directory, threads=1, patience=1, networks=False)
-        with pytest.raises(
-            SideError, match="rank 0 of known gave no answer within 1 s; the last it said: waiting"
-        ):
-            Ranks(self.spec(), quick)
-        pids = (tmp_path / "pids").read_text().split()
-        assert len(pids) == 2
-        assert not any(Path("/proc", pid).exists() for pid in pids)
-
-    @pytest.mark.slow
-    def test_ours_and_fsdp_train_the_same(self, place: Place, tmp_path: Path) -> None:
-        ours, peer, *_ = sides.ours(QUICK.work, 2, 3, "fp32"), *sides.fsdp(QUICK.work, 2, "fp32")
-        losses = {}
-        for spec in (ours, peer):
-            with Ranks(spec, place) as side:
-                losses[spec.module] = [side.run(1).loss, side.run(2).loss]
-                if spec is ours:
-                    traces = [overlap.read(file) for file in side.trace(tmp_path / "trace")]
-                    counted = [side.turns[-1].counted(rank, "sent: ") for rank in range(2)]
-        assert losses["ours"] == pytest.approx(losses["fsdp"], rel=1e-5)
-        assert losses["ours"][0] != losses["ours"][1]
-        assert len(traces) == 2
-        assert all(0 < one.used < one.step and 0 <= one.share <= 1 for one in traces)
-        assert counted[0] == counted[1] > 0
-        assert list(place.directory.iterdir()) == []
+@pytest.mark.slow
+def test_ours_and_fsdp_train_the_same(place: Place, tmp_path: Path) -> None:
+    ours, peer = sides.ours(QUICK.model, 2, 3, "fp32"), sides.fsdp(QUICK.model, 2, "fp32")[0]
+    losses = {}
+    for spec in (ours, peer):
+        with Ranks(spec, place, networks=False) as side:
+            losses[spec.module] = [side.turn(1).loss, side.turn(2).loss]
+            if spec is ours:
+                traces = [overlap.read(file) for file in side.traces(tmp_path / "trace")]
+                counted = [side.turns[-1].counted(rank, "sent: ") for rank in range(2)]
+    assert losses[ours.module] == pytest.approx(losses[peer.module], rel=1e-5)
+    assert losses[ours.module][0] != losses[ours.module][1]
+    assert len(traces) == 2
+    assert all(0 < one.used < one.step and 0 <= one.share <= 1 for one in traces)
+    assert counted[0] == counted[1] > 0
+    assert list(place.directory.iterdir()) == []
 
 
 def test_the_kernel_counts_what_a_network_of_its_own_carries() -> None:
@@ -263,33 +204,12 @@ def test_without_a_network_of_their_own_the_reason_is_given(
         Network()
 
 
-class TestCommand:
-    def run(self, tmp_path: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
-        disk = tmp_path / "disk"
-        disk.mkdir()
-        files = ["--json", str(tmp_path / "all.json"), "--markdown", str(tmp_path / "all.md")]
-        command = [sys.executable, str(BENCH / "bench_ranks.py"), str(disk), "--quick", *files, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=dict(os.environ))
-        assert done.returncode in (0, 1, 2), done.stderr
-        assert list(disk.iterdir()) == []
-        return (
-            done.returncode,
-            (tmp_path / "all.md").read_text(),
-            json.loads((tmp_path / "all.json").read_text()),
-        )
-
-    @pytest.mark.slow  # the engine's promise is a fast test in zero3/ranks/test_sent.py
-    def test_every_stage_sends_what_is_planned(self, tmp_path: Path) -> None:
-        status, text, raw = self.run(tmp_path, "--cases", "sent")
-        (goal,) = raw["goals"]
-        assert goal["found"] == f"exact in {len(sides.every_stage())} of {len(sides.every_stage())}"
-        assert status == 0
-        assert "optimizer and param: nvme" in text
-
-    @pytest.mark.slow
-    def test_every_case(self, tmp_path: Path) -> None:
-        status, text, raw = self.run(tmp_path, "--traces", str(tmp_path / "traces"))
-        assert status == (0 if all(goal["holds"] for goal in raw["goals"]) else 1)
-        assert len(raw["goals"]) == 1 + len(sharded.PRECISIONS) + 3
-        assert "stages 0, 1 and 2, fp32, 2 ranks: overlap" in text
-        assert len(list((tmp_path / "traces").iterdir())) == 5 * 2
+@pytest.mark.slow
+def test_every_case(command: Command, tmp_path: Path) -> None:
+    status, text, raw, _ = command("bench_ranks.py", "--quick", "--traces", str(tmp_path / "traces"))
+    assert status == (0 if all(goal["holds"] for goal in raw["goals"]) else 1)
+    assert len(raw["goals"]) == 1 + len(sharded.PRECISIONS) + 3
+    assert raw["goals"][0]["found"] == f"exact in {len(sides.every_stage())} of {len(sides.every_stage())}"
+    assert "optimizer and param: nvme" in text
+    assert "stages 0, 1 and 2, fp32, 2 ranks: overlap" in text
+    assert len(list((tmp_path / "traces").iterdir())) == 5 * 2

@@ -1,134 +1,37 @@
-"""What bench_step.py concludes from rounds, that its sides train the same, and what becomes of one that fails."""
+"""What bench_step.py concludes from rounds, what its cases ask for, and that its sides train the same."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-
-from figures.report import Report
-from step import (
-    curve,
-    deepspeed,
-    depth,
-    disk,
-    fio_beside,
-    formats,
-    nvme,
-    plain,
-    ram,
-    sides,
-    start,
-    tables,
-    turns,
-)
-from step.reference import Model
+from frame.reference_model import Model
+from frame.report import Report
+from frame.side import BENCH, Place, Side, SideError, Spec
+from frame.training import Round
+from step import curve, deepspeed, depth, disk, fio_beside, formats, nvme, ram, sides, start, tables
+from step.measured import Measured, StepRun
 from step.scale import FULL, QUICK
-from step.serve import train
-from step.side import Place, Round, Side, SideError, Spec
-from step.turns import Measured, Run
 
 from tiering.demo.model import GPT
 from tiering.tierbench.comparison import fio
 from tiering.tierbench.comparison.fio import Job, Reading
 
-BENCH = Path(__file__).parents[1] / "bench"
+from .known import GB, a_round
+
 SMALL = Model(width=64, layers=1)
-GB = 10**9
-
-FAKE_DEEPSPEED = {
-    "__init__.py": """
-import contextlib, json, os, pathlib, torch
-print('a banner on standard output')
-__version__ = '0.0.1'
-from . import zero
-
-def init_distributed(dist_backend):
-    assert os.environ['WORLD_SIZE'] == '1' and os.environ['DS_ACCELERATOR'] == 'cpu'
-
-class Engine:
-    def __init__(self, model, config):
-        self.module, self.config = model, config
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.folder = config['zero_optimization']['offload_param'].get('nvme_path')
-        if self.folder:
-            pathlib.Path(self.folder, 'config.json').write_text(json.dumps(config))
-            assert not config['zero_optimization']['offload_optimizer'].get('pipeline_write'), 'cannot pipeline'
-        for parameter in model.parameters():
-            parameter.ds_numel = parameter.numel()
-    def __call__(self, *inputs): return self.module(*inputs)
-    def backward(self, loss): loss.backward()
-    def step(self):
-        torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config['gradient_clipping'])
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-    def destroy(self): pass
-
-def initialize(model, model_parameters, config):
-    return Engine(model, config), None, None, None
-""",
-    "zero.py": (
-        "import contextlib\n@contextlib.contextmanager\ndef Init(config_dict_or_path):\n"
-        "    assert config_dict_or_path['zero_optimization']['stage'] == 3\n    yield\n"
-    ),
-}
 
 
 @pytest.fixture
-def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An interpreter with something that calls itself deepspeed, and refuses to pipeline."""
-    for name, text in FAKE_DEEPSPEED.items():
-        path = tmp_path / "site" / "deepspeed" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    return Path(sys.executable)
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    return Place(directory, threads=2, patience=60)
-
-
-@pytest.fixture
-def run(place: Place) -> Run:
-    return Run(place, QUICK, None, Report("known", {}))
-
-
-def script(directory: Path, text: str) -> Path:
-    """An interpreter that does something else."""
-    path = directory / "python"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o700)
-    return path
-
-
-def a_round(seconds: float = 4.0, **changes: Any) -> Round:
-    known = Round(
-        steps=2,
-        seconds=seconds,
-        forward=0.5,
-        backward=1.0,
-        update=2.0,
-        settled=0.5,
-        loss=5.5,
-        peak=3 * GB,
-        disk=(2 * GB, GB),
-        counted={"read": 2 * GB, "written": GB, "stalled": 1.0},
-        age=9.0,
-    )
-    return dataclasses.replace(known, **changes)
+def run(place: Place) -> StepRun:
+    return StepRun(place, QUICK, Report("known", {}), Side)
 
 
 def measured(*rounds: Round, name: str = "ours", peaks: tuple[int, int] = (2 * GB, 3 * GB)) -> Measured:
@@ -136,16 +39,7 @@ def measured(*rounds: Round, name: str = "ours", peaks: tuple[int, int] = (2 * G
     return Measured(name, facts, list(rounds), peaks)
 
 
-class TestRounds:
-    def test_time_counts_until_the_side_is_idle(self) -> None:
-        assert a_round(4.0).per_step == 2.0
-        assert a_round(4.0).stall_share == 0.25
-
-    def test_bytes_are_the_sides_own_and_else_the_kernels(self) -> None:
-        assert a_round(disk=(7, 7)).moved == 1.5 * GB
-        assert a_round(counted={}).moved == 1.5 * GB
-        assert a_round(counted={}, disk=(6, 4)).moved == 5.0
-
+class TestMeasured:
     def test_a_plan_is_kept_to_the_byte_in_both_directions(self) -> None:
         assert measured(a_round(), a_round()).as_planned
         one_more = a_round(counted={"read": 2 * GB + 1, "written": GB})
@@ -252,35 +146,6 @@ class TestScale:
         assert zero[3]["offload_param"]["buffer_size"] >= 4 * 1024**2  # its largest parameter
 
 
-class TestPlain:
-    def test_a_step_is_that_of_fp32_masters(self) -> None:
-        side = plain.Plain(SMALL, {})
-        loop = plain.Plain(SMALL, {})
-        tokens, targets = next(SMALL.tokens())
-        side.backward(side.forward(tokens, targets))
-        side.update()
-
-        loop.model(tokens, targets).backward()
-        grads = [parameter.grad.float() for parameter in loop.parameters]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
-        assert norm > 1.0  # so that clipping is seen
-        for master, grad, stepped, parameter in zip(
-            loop.masters, grads, side.masters, side.parameters, strict=True
-        ):
-            # Adam's first step: lr * g / (|g| + eps), after decay.
-            clipped = grad / (norm + 1e-6)
-            expected = master * (1 - 1e-4 * 0.01) - 1e-4 * clipped / (clipped.abs() + 1e-8)
-            torch.testing.assert_close(stepped, expected, rtol=0, atol=2e-8)
-            assert torch.equal(parameter.detach(), stepped.bfloat16())
-
-    def test_a_round_trains_so_many_steps(self) -> None:
-        side = plain.Plain(SMALL, {})
-        told = train(side, SMALL.tokens(), 3)
-        assert {int(state["step"]) for state in side.optimizer.state.values()} == {3}
-        assert (told["steps"], told["counted"]) == (3, {})
-        assert told["seconds"] >= told["forward"] + told["backward"] + told["update"] > 0
-
-
 class TestSide:
     @pytest.mark.slow
     def test_ours_moves_what_its_plan_says_and_trains_as_the_plain_loop_does(self, place: Place) -> None:
@@ -289,8 +154,8 @@ class TestSide:
         found = {}
         for spec in specs:
             with Side(spec, place) as side:
-                side.run(1)
-                found[spec.name] = Measured(side.name, side.facts, [side.run(2), side.run(2)], (0, 0))
+                side.train(1)
+                found[spec.name] = Measured(side.name, side.facts, [side.train(2), side.train(2)], (0, 0))
         ours, loop = found["ours"], found[sides.PLAIN]
         assert ours.as_planned
         assert ours.facts["planned_read"] > ours.facts["planned_written"] > 0
@@ -299,62 +164,23 @@ class TestSide:
         assert list(place.directory.iterdir()) == []
 
     def test_deepspeed_is_configured_started_and_cleared_away(
-        self, place: Place, peers: Path, tmp_path: Path
+        self, place: Place, peers: Path, site: Path
     ) -> None:
-        (tmp_path / "site" / "tiering.py").write_text("raise ImportError('its environment has no tiering')")
+        (site / "tiering.py").write_text("raise ImportError('its environment has no tiering')")
         spec = sides.deepspeed_on_nvme(SMALL, peers)[2]
         with Side(spec, place) as side:
             (folder,) = place.directory.iterdir()
             config = json.loads((folder / "config.json").read_text())
             assert side.facts["about"] == "DeepSpeed 0.0.1"
-            assert side.run(2).steps == 2
+            assert side.train(2).steps == 2
         assert config["zero_optimization"]["offload_param"]["nvme_path"] == str(folder)
         assert config["gradient_clipping"] == 1.0
         assert config["aio"]["block_size"] == 1 << 20
         assert list(place.directory.iterdir()) == []
 
-    def test_one_that_does_not_start_says_why(self, place: Place, tmp_path: Path) -> None:
-        failing = script(tmp_path, "echo no compiler >&2; exit 3")
-        with pytest.raises(SideError, match=r"known ended with status 3; the last it said: no compiler"):
-            Side(Spec("known", "plain", SMALL, python=failing, on_disk=True), place)
-        assert list(place.directory.iterdir()) == []
 
-    def test_an_interpreter_that_is_not_there(self, place: Place, tmp_path: Path) -> None:
-        with pytest.raises(SideError, match="nowhere cannot be run"):
-            Side(sides.deepspeed_cpu(SMALL, tmp_path / "nowhere"), place)
-
-    def test_one_that_says_nothing_is_ended(self, place: Place, tmp_path: Path) -> None:
-        silent = script(tmp_path, "echo waiting for a lock >&2; exec sleep 600")
-        with pytest.raises(SideError, match=r"gave no answer within 1 s .*waiting for a lock"):
-            Side(
-                Spec("hung", "plain", SMALL, python=silent, on_disk=True),
-                dataclasses.replace(place, patience=1),
-            )
-        assert list(place.directory.iterdir()) == []
-
-
-class TestRun:
-    def test_a_side_that_fails_sits_out_and_the_others_go_on(self, run: Run) -> None:
-        calls = []
-
-        def good() -> int:
-            calls.append("good")
-            return len(calls)
-
-        def bad() -> int:
-            calls.append("bad")
-            if calls.count("bad") == 2:
-                raise SideError("bad ended with status 1")
-            return 0
-
-        assert run.alternate(3, {"good": good, "bad": bad}) == {"good": [3 + 1, 5, 6]}
-        assert calls.count("bad") == 2
-        assert run.failed == ["bad"]
-        assert run.report.skipped == ["bad ended with status 1"]
-
-    def test_the_fastest_configuration_that_trains_is_chosen(
-        self, run: Run, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+class TestPeers:
+    def test_the_fastest_configuration_that_trains_is_chosen(self, run: StepRun) -> None:
         seconds = {"defaults": 6.0, "fitted buffers": 4.0, "fitted buffers, pipelined": 3.0}
         closed = []
 
@@ -367,7 +193,7 @@ class TestRun:
                 if self.seconds is None:
                     raise SideError(f"{spec.name} does not start")
 
-            def run(self, steps: int) -> Round:
+            def train(self, steps: int) -> Round:
                 if self.seconds == 3.0 and self.rounds:
                     raise SideError(f"{self.name} ended")
                 self.rounds.append(a_round(self.seconds, steps=steps, peak=GB * (1 + len(self.rounds))))
@@ -379,7 +205,7 @@ class TestRun:
             def __exit__(self, *error: object) -> None:
                 closed.append(self.name)
 
-        monkeypatch.setattr(turns, "Side", Known)
+        run.start = Known  # type: ignore[assignment]
         run.peers = Path("python")
         chosen = nvme.fastest_deepspeed(run)
         assert chosen is not None
@@ -395,7 +221,7 @@ class TestRun:
         ]
         assert len(closed) == 3
 
-    def test_without_fio_the_report_says_so(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_fio_the_report_says_so(self, run: StepRun, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "")
         with fio_beside.peer_disk(run) as beside:
             assert beside({}) == {}
@@ -405,24 +231,25 @@ class TestRun:
 class TestCases:
     """Cases on known rounds: what they ask for, and what they conclude."""
 
-    def known(self, run: Run, monkeypatch: pytest.MonkeyPatch, **by_name: Measured) -> list[Any]:
+    def known(self, run: StepRun, monkeypatch: pytest.MonkeyPatch, **by_name: Measured) -> list[Any]:
         asked: list[Any] = []
 
         def measured(specs: Any, rounds: int, steps: Any, beside: Any = None) -> dict[str, Measured]:
             asked.append((specs, rounds, steps))
             made = {}
             for spec in specs:
-                if spec.module in by_name:
-                    made[spec.name] = dataclasses.replace(by_name[spec.module], name=spec.name)
+                module = spec.module.removeprefix("step.")
+                if module in by_name:
+                    made[spec.name] = dataclasses.replace(by_name[module], name=spec.name)
             return made
 
-        monkeypatch.setattr(Run, "measured", lambda self, *arguments: measured(*arguments))
+        monkeypatch.setattr(StepRun, "measured", lambda self, *arguments: measured(*arguments))
         return asked
 
-    def holds(self, run: Run) -> dict[str, bool]:
+    def holds(self, run: StepRun) -> dict[str, bool]:
         return {verdict.what: verdict.holds for verdict in run.report.verdicts}
 
-    def test_ram(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_ram(self, run: StepRun, monkeypatch: pytest.MonkeyPatch) -> None:
         run.peers = Path("python")
         self.known(
             run,
@@ -439,7 +266,7 @@ class TestCases:
         }
         assert run.report.skipped == []
 
-    def test_ram_without_its_peers(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_ram_without_its_peers(self, run: StepRun, monkeypatch: pytest.MonkeyPatch) -> None:
         self.known(run, monkeypatch, ours=measured(a_round()))
         ram.case(run)
         assert run.report.verdicts == []
@@ -448,7 +275,7 @@ class TestCases:
             "everything in RAM beside DeepSpeed: not measured without DeepSpeed",
         ]
 
-    def test_nvme(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nvme(self, run: StepRun, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "")  # without fio
         run.peers = Path("python")
         spec = sides.deepspeed_on_nvme(SMALL, Path("python"))[2]
@@ -471,7 +298,7 @@ class TestCases:
         assert [one.settings["tiering"]["host_budget"] for one in specs[:2]] == ["20MiB", "30MiB"]
         assert list(steps.values()) == [QUICK.steps, QUICK.steps, QUICK.peer_steps]
 
-    def test_disk(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_disk(self, run: StepRun, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "")
         ours = measured(a_round(2.2))
         ours.fio = [Reading(2 * GB, 1 * GB, seconds=2.0, cpu_seconds=0.1)]  # 1.5 GB in 1 s
@@ -481,7 +308,7 @@ class TestCases:
         assert {verdict.what: verdict.found for verdict in run.report.verdicts}[what] == "1.100 (1.100-1.100)"
         assert asked[0][0][0].settings["tiering"]["cache_in_host"] is False
 
-    def test_formats(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_formats(self, run: StepRun, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = self.known(run, monkeypatch, ours=measured(a_round()))
         formats.case(run)
         holds = self.holds(run)
@@ -491,16 +318,16 @@ class TestCases:
         assert states == 2 * ["fp32", "split", "bf16", "split+bf16"]
         assert sum(what.startswith("time follows bytes") for what in holds) == 3
 
-    def test_start(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_start(self, run: StepRun, monkeypatch: pytest.MonkeyPatch) -> None:
         run.peers = Path("python")
         monkeypatch.setattr(
-            start, "first_step", lambda run, spec: (1.0, 3.1 if spec.module == "ours" else 15.0)
+            start, "first_step", lambda run, spec: (1.0, 3.1 if spec.module == "step.ours" else 15.0)
         )
         start.case(run)
         (verdict,) = run.report.verdicts
         assert (verdict.found, verdict.holds) == ("0.207 (0.207-0.207)", False)
 
-    def test_depth(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_depth(self, run: StepRun, monkeypatch: pytest.MonkeyPatch) -> None:
         self.known(run, monkeypatch, ours=measured(a_round()), plain=measured(a_round(1.0)))
         depth.case(run)
         assert self.holds(run) == {
@@ -509,7 +336,7 @@ class TestCases:
             "host overhead, 4 / 2 blocks": True,
         }
 
-    def test_curve(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_curve(self, run: StepRun, monkeypatch: pytest.MonkeyPatch) -> None:
         self.known(run, monkeypatch, ours=measured(a_round()))
         assert list(curve.case(run)) == ["20MiB", "30MiB"]
         assert run.report.tables[0].rows[0] == (
@@ -531,29 +358,6 @@ def test_the_picture_of_the_curve(tmp_path: Path) -> None:
 
 
 class TestCommand:
-    def run(self, tmp_path: Path, *arguments: str) -> tuple[int, str, dict[str, Any], str]:
-        disk = tmp_path / "disk"
-        disk.mkdir()
-        files = ["--json", str(tmp_path / "all.json"), "--markdown", str(tmp_path / "all.md")]
-        command = [sys.executable, str(BENCH / "bench_step.py"), str(disk), "--quick", *files, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=dict(os.environ))
-        assert done.returncode in (0, 1, 2), done.stderr
-        assert list(disk.iterdir()) == []
-        raw = json.loads((tmp_path / "all.json").read_text())
-        return done.returncode, (tmp_path / "all.md").read_text(), raw, done.stderr
-
-    @pytest.mark.slow
-    def test_without_peers_their_rows_are_left_out(self, tmp_path: Path) -> None:
-        status, text, raw, said = self.run(tmp_path, "--cases", "nvme1")
-        assert status == (0 if all(goal["holds"] for goal in raw["goals"]) else 1)
-        assert [goal["what"].partition(":")[0] for goal in raw["goals"]] == ["bytes per step", "peak RSS"]
-        assert all(goal["holds"] for goal in raw["goals"])
-        assert "--peers names no environment that has it" in text
-        assert "beside DeepSpeed's NVMe offload: not measured without DeepSpeed" in text
-        assert "case nvme1" in said
-        (ours,) = raw["sides"]
-        assert len(ours["rounds"]) == QUICK.rounds
-
     @pytest.mark.slow
     def test_interrupted_it_ends_its_sides_and_reports_what_it_has(self, tmp_path: Path) -> None:
         disk, report = tmp_path / "disk", tmp_path / "all.md"
@@ -575,12 +379,30 @@ class TestCommand:
         assert list(disk.iterdir()) == []
 
     @pytest.mark.slow
-    def test_every_case_beside_peers(self, tmp_path: Path, peers: Path) -> None:
-        status, text, raw, _ = self.run(tmp_path, "--peers", str(peers), "--traces", str(tmp_path / "traces"))
+    def test_every_case_beside_peers(
+        self, command: Callable[..., tuple[int, str, Any, str]], peers: Path, tmp_path: Path
+    ) -> None:
+        traces = tmp_path / "traces"
+        status, text, raw, output = command(
+            "bench_step.py", "--quick", "--peers", str(peers), "--traces", str(traces)
+        )
         assert status == 2  # two of DeepSpeed's configurations fail, as they are made to
-        assert text.count("AssertionError: cannot pipeline") == 2
-        assert not any("not measured" in line for line in raw["skipped"])
-        what = " / ".join(goal["what"] for goal in raw["goals"])
+        assert text.count("failed: AssertionError: cannot pipeline") == 2
+        without_fio = fio.MISSING in raw["skipped"]
+        assert [line for line in raw["skipped"] if "not measured" in line and "fio" not in line] == []
+        goals = " / ".join(goal["what"] for goal in raw["goals"])
         for expected in (*formats.BYTES_PER_PARAMETER, "fio's rate", "import to first step", "host overhead"):
-            assert expected in what
-        assert json.loads((tmp_path / "traces" / "ours-in-RAM.json").read_text())
+            assert expected in goals or (expected == "fio's rate" and without_fio)
+        assert json.loads((traces / "ours-in-RAM.json").read_text())
+        assert all(len(side["rounds"]) >= QUICK.rounds for side in raw["sides"])
+        assert "case nvme1 and nvme3" in output
+
+    @pytest.mark.slow
+    def test_without_peers_their_rows_are_left_out(
+        self, command: Callable[..., tuple[int, str, Any, str]]
+    ) -> None:
+        status, text, raw, _ = command("bench_step.py", "--quick", "--cases", "nvme1")
+        assert status == (0 if all(goal["holds"] for goal in raw["goals"]) else 1)
+        assert [goal["what"].partition(":")[0] for goal in raw["goals"]] == ["bytes per step", "peak RSS"]
+        assert "--peers names no environment that has it" in text
+        assert "beside DeepSpeed's NVMe offload: not measured without DeepSpeed" in text

@@ -11,16 +11,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-
 from bench_sidecar import Window, conclude
-from figures.report import Report
+from frame.report import Report
+from frame.side import BENCH
 from sidecar import clients
 from sidecar.clients import Heard, ask
 from sidecar.processes import ProcessError, Sidecar
 
-BENCH = Path(__file__).parents[1] / "bench"
 OK = b"HTTP/1.1 200 OK\r\n"
 
 

@@ -1,1 +1,0 @@
-"""What the benchmarks have in common: where it was measured, tables and verdicts."""

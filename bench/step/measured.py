@@ -1,0 +1,103 @@
+"""A side after its rounds, and the run that measures sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from frame.rounds import Run
+from frame.side import Side, SideError, Spec
+from frame.training import Round
+
+from tiering.tierbench.comparison.fio import Reading
+
+from .scale import Scale
+
+
+@dataclass(slots=True)
+class Measured:
+    """A side after its rounds. ``peaks`` are VmHWM in bytes: while it was built, and in training.
+
+    ``fio`` are readings of the same rounds, at this side's ratio of reads to writes.
+    """
+
+    name: str
+    facts: dict[str, Any]
+    rounds: list[Round]
+    peaks: tuple[int, int]
+    fio: list[Reading] = field(default_factory=list)
+
+    @property
+    def times(self) -> list[float]:
+        """Seconds per step, by round."""
+        return [one.per_step for one in self.rounds]
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks)
+
+    @property
+    def planned(self) -> int:
+        """Bytes over NVMe per step, by its plan; 0 if it has none."""
+        return int(self.facts.get("planned_read", 0) + self.facts.get("planned_written", 0))
+
+    @property
+    def as_planned(self) -> bool:
+        """Whether every round moved the plan's bytes, to the byte, in both directions."""
+        return all(
+            one.counted[way] == one.steps * self.facts[f"planned_{way}"]
+            for one in self.rounds
+            for way in ("read", "written")
+        )
+
+
+Beside = Callable[[Mapping[str, Side]], dict[str, Callable[[], Reading]]]
+
+
+@dataclass(slots=True)
+class StepRun(Run[Scale, Side]):
+    """With DeepSpeed's interpreter, None without, and the directory for traces of our sides, if they are wanted."""
+
+    peers: Path | None = None
+    traces: Path | None = None
+
+    def measured(
+        self, specs: Sequence[Spec], rounds: int, steps: Mapping[str, int] | int, beside: Beside | None = None
+    ) -> dict[str, Measured]:
+        """``specs`` in turn, so many steps a round. ``beside`` makes one more turn for each side that has a plan."""
+        with self.started(specs) as sides:
+            turns: dict[str, Callable[[], Any]] = {
+                name: partial(side.train, steps if isinstance(steps, int) else steps[name])
+                for name, side in sides.items()
+            }
+            fios = beside(sides) if beside is not None else {}
+            turns |= {f"fio beside {name}": turn for name, turn in fios.items()}
+            found = self.alternate(rounds, turns)
+            self._trace(sides, found)
+            results = {
+                name: Measured(
+                    name,
+                    side.facts,
+                    found[name],
+                    (side.facts["peak"], max(one.peak for one in side.rounds)),
+                    found.get(f"fio beside {name}", []),
+                )
+                for name, side in sides.items()
+                if name in found
+            }
+            self.sides += results.values()
+            return results
+
+    def _trace(self, sides: Mapping[str, Side], found: Mapping[str, Any]) -> None:
+        """After the rounds, so that recording takes no part in them."""
+        for name, side in sides.items():
+            if self.traces is not None and name in found and side.spec.module == "step.ours":
+                path = self.traces / f"{name.replace(' ', '-').replace(',', '')}.json"
+                self.say(f"tracing {name} to {path}")
+                try:
+                    side.trace(path)
+                except SideError as error:
+                    self.fail(f"trace of {name}", error)

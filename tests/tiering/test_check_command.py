@@ -165,7 +165,7 @@ def test_json_has_everything(check: Check) -> None:
         GOOD | {"steps_per_print": float("inf"), "flops_profiler": {"enabled": False}}, "--json"
     )
     told = json.loads(out, parse_constant=pytest.fail)
-    assert (told["version"], told["exit_code"], code) == (1, 0, 0)
+    assert (told["schema_version"], told["version"], told["exit_code"], code) == (1, 1, 0, 0)
     assert told["counts"] == {"honoured": 4, "mapped": 0, "no effect": 1, "deprecated": 0, "refused": 0}
     assert told["keys"][-1] == {
         "key": "flops_profiler",

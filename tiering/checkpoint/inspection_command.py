@@ -26,7 +26,7 @@ from tiering.figures_table import FiguresTable
 from tiering.planning.report import PlanReport
 from tiering.strict_json import short
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 WHOLE, DAMAGED, CANNOT_TELL = 0, 1, 2
 
 _SHOWN = 20  # damages
@@ -49,7 +49,9 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         parts = {"directory": listing, "checkpoint": inspection, "loading": loading}
         told = {name: None if part is None else part.as_dict() for name, part in parts.items()}
-        print(json.dumps({"schema": SCHEMA} | told, indent=1))
+        # "schema" is the former name, for programs that read it.
+        versions = {"schema_version": SCHEMA_VERSION, "schema": SCHEMA_VERSION}
+        print(json.dumps(versions | told, indent=1))
     else:
         console = Console()
         for part in _parts(listing, inspection, loading):

@@ -112,7 +112,9 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """The report in values that JSON has."""
         return {
-            "version": 1,
+            "schema_version": SCHEMA_VERSION,
+            # The former name, for programs that read it.
+            "version": SCHEMA_VERSION,
             "file": self.source or None,
             "outcome": self.outcome or None,
             "counts": self.counts(),
@@ -128,6 +130,7 @@ _COLOURS = {
     Verdict.DEPRECATED: "magenta",
     Verdict.REFUSED: "bold red",
 }
+SCHEMA_VERSION = 1
 _TABLE_WIDTH = 120  # columns
 _NAMED = 6  # keys that a line names before it only counts them
 

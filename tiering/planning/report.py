@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 COLUMNS = 80
 _SHOWN = 0.05  # parts of the machine that are busy for less than this share of a phase are left out
 _TOO_LONG = 36_500  # days
@@ -67,7 +67,9 @@ class PlanReport:
         """
         load = self.workload
         return {
-            "schema": SCHEMA,
+            "schema_version": SCHEMA_VERSION,
+            # The former name, for programs that read it.
+            "schema": SCHEMA_VERSION,
             "fits": self.fits,
             "model": self.model,
             "parameters": self.params,

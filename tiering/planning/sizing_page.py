@@ -53,8 +53,8 @@ budget is what the engine may own: beside it a GPU holds activations, and the ho
 `tokens_that_hide`, of a micro-batch; `not_counted` is what takes memory beside the budgets. Of a node, all its ranks
 together: `forecast.tokens` of a step, `tokens_per_second`, `nvme_written_per_day`, `drive_life`, and the budgets in
 `remedies`, whose `change` is by keys of the configuration. `rates` are of a node or a rank as
-[planning.md](planning.md) says. `fits` tells whether there is a plan, `refusal` why not. `schema` goes up when a name
-goes or changes its meaning.
+[planning.md](planning.md) says. `fits` tells whether there is a plan, `refusal` why not. `schema_version` goes up when
+a name goes or changes its meaning; `schema` is its former name.
 The exit code is 0 for what fits, 1 for what does not, 2 for a wrong question.
 """
 

@@ -71,7 +71,7 @@ def inspect(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 def told(inspect: Inspect, *arguments: str | Path) -> dict[str, Any]:
     answer: dict[str, Any] = json.loads(inspect(*arguments, "--json")[1])
-    assert answer["schema"] == 1
+    assert answer["schema_version"] == answer["schema"] == 1
     return answer
 
 

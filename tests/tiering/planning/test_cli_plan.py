@@ -122,7 +122,7 @@ def test_a_rate_that_is_missing_is_named_as_its_option(plan: Plan) -> None:
 def test_the_names_in_json_are_those_of_its_schema(plan: Plan) -> None:
     """Programs read them: one that goes, or changes its meaning, makes another schema."""
     told = answered(plan, *SMALL, *RATES)
-    assert told["schema"] == 1
+    assert told["schema_version"] == told["schema"] == 1
     assert {name: sorted(told[name]) for name in ("budgets", "plan", "forecast")} == {
         "budgets": ["device", "host", "nvme"],
         "plan": ["nvme_moved_by_state", "nvme_read", "nvme_written", "sent", "tiers", "updated"],
@@ -142,7 +142,7 @@ def test_the_names_in_json_are_those_of_its_schema(plan: Plan) -> None:
     assert [sorted(phase) for phase in told["forecast"]["phases"]] == 3 * [
         ["bound", "busy", "name", "seconds", "stalled"]
     ]
-    assert sorted(told.keys() - {"schema", "budgets", "plan", "forecast"}) == [
+    assert sorted(told.keys() - {"schema_version", "schema", "budgets", "plan", "forecast"}) == [
         "fits",
         "gpu_memory",
         "micro_batch_tokens",

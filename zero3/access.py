@@ -26,6 +26,7 @@ from zero3 import hooks, resharded
 from zero3.hooks import OurHook
 from zero3.param_group import ParamGroup, Residency
 from zero3.partition import Piece
+from zero3.pass_state import PassState
 from zero3.prefetch import Prefetcher
 from zero3.schedule import PassSchedule
 from zero3.state import TieredState
@@ -257,7 +258,7 @@ class Access:
         """Say once that it is not there, if the engine has it: clipping by hand would do nothing, in silence."""
         group, position = self._places[param]
         piece = group.layout.pieces[position]
-        if self._schedule.in_backward or not self._state.holds_gradient(piece):
+        if self._schedule.state.in_backward or not self._state.holds_gradient(piece):
             return
         call, caller = _reader()
         if call == "zero_grad":
@@ -285,7 +286,7 @@ class Access:
         """Between passes the engine keeps it. In backward it may change a gradient that is on its way to the engine."""
         group, position = self._places[param]
         piece = group.layout.pieces[position]
-        if hooks.in_backward_pass():
+        if hooks.in_autograd():
             if values is not None and not resharded.holds_gradient(param):
                 raise EngineStateError(
                     f"{piece.name!r}.grad was assigned in backward while the parameter had none: the next gradient"
@@ -386,7 +387,7 @@ class Access:
 
     def check_idle(self, what: str) -> None:
         """EngineStateError while a pass is running: it would go on with values of before."""
-        if self._schedule.running:
+        if self._schedule.state not in (PassState.IDLE, PassState.CLOSED):
             raise EngineStateError(
                 f"{what} was called while a forward or backward is running, which would not see the change;"
                 " call it between passes"

@@ -37,7 +37,6 @@ from zero3.saver import Saver
 from zero3.saving import Asked, Saving, Standstill, UnderWay, uncommitted
 from zero3.share import Share
 from zero3.tiles import Tile
-from zero3.update import NOT_LOADED
 from zero3.weights import STORED_NAMES
 
 if TYPE_CHECKING:
@@ -182,7 +181,7 @@ class Checkpoints:
         """Fill the tiers from a checkpoint whose files are open, and go on from it; returns the client_state."""
         restore, states = ready.restore, request.states
         began = time.monotonic()
-        self._updates.torn = NOT_LOADED
+        self._updates.current_step.to_loading()
         self._half_loaded |= restore.filled
         self._together("load the checkpoint", restore.run)
         restore.count_steps()
@@ -197,7 +196,7 @@ class Checkpoints:
         self._together("go on from the checkpoint", go_on)
         if restore.of_run and states:
             self._run_id = restore.run_id
-        self._updates.torn = ""
+        self._updates.current_step.to_loaded()
         self._half_loaded.clear()
         seconds = time.monotonic() - began
         log.log(logs.once(logging.INFO), "checkpoint %s loaded in %.1f s", ready.path, seconds)

@@ -25,6 +25,7 @@ from tiering.interrupts import deferred_interrupts
 from tiering.telemetry import ConfigurationStatus, Phase, Publisher, Snapshot, plain_name
 from zero3 import hooks, released
 from zero3.access import Access
+from zero3.accumulation import Accumulation
 from zero3.assembly import Assembly, Weights, assemble
 from zero3.checkpoint import Checkpoints
 from zero3.deepspeed.engine_names import DeepSpeedNames
@@ -47,6 +48,7 @@ from zero3.run_record import RunRecord
 from zero3.schedule import PassSchedule
 from zero3.state import TieredState
 from zero3.state_files import StateFiles
+from zero3.step_state import StepState
 from zero3.trace import StepTrace
 from zero3.update import Update
 
@@ -75,7 +77,6 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         self.collate_fn: Callable[[list[Any]], Any] | None = None
         self._loss: Tensor | None = None
         self._trace: StepTrace | None = None
-        self._step_applied = False
         self._given_optimizer = "" if optimizer is None else _name_of(optimizer)
 
         parts = assemble(model, config, model_parameters, optimizer, weights)
@@ -95,6 +96,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         self._world = parts.world
         self._tiers, self._groups, self._gradients = parts.tiers, parts.groups, parts.gradients
         self._updates = Update(config, parts)
+        self._accumulation = Accumulation(config.gradient_accumulation_steps)
         self._state = TieredState(parts)
         self._checkpoints = Checkpoints(self, parts, self._updates)
         self._state.before_write = self._checkpoints.before_write
@@ -127,8 +129,10 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         self._publisher: Publisher | None = None
         self._handles = hooks.install(model, self._groups, self._schedule)
         self._serve(Access(model, self._groups, self._schedule, self._prefetcher, self._state))
-        self._ready = Readiness(config, parts, self._updates, self._schedule, self._access)
-        self.optimizer.serve(self._updates, self._ready)
+        self._ready = Readiness(
+            config, parts, self._updates, self._accumulation, self._schedule, self._access
+        )
+        self.optimizer.serve(self._updates, self._accumulation, self._ready)
         self._preemption = Preemption(self._updates, alone=self._collectives is None)
         self.monitor = Monitor(config, parts.world.rank)
         self._progress = Progress(config, parts, self._updates, self._record, self.monitor)
@@ -175,7 +179,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
                 " no_grad(), the output detached, or the loss made anew (torch.tensor(loss))?"
             )
         self._loss = loss.detach()
-        self._ready.scaled += 1
+        self._accumulation.scaled += 1
         self._schedule.activations.backward_of(loss)
         if self.config.precision == "fp16" or self.config.autocast == "fp16":
             loss = loss.float() * self.loss_scale.value
@@ -192,7 +196,7 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         self._ready.check_trains("backward")
         self._access.check_frozen()
         self._schedule.check_thread()
-        waiting = self._ready.scaled
+        waiting = self._accumulation.scaled
         scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
         with self._phase("backward"):
             try:
@@ -204,8 +208,8 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
                 self._ready.give_up_backward()
                 raise
             finally:
-                self._ready.scaled = waiting
-        self._ready.pending_backward = True  # also if the loss has reached no parameter
+                self._accumulation.scaled = waiting
+        self._updates.current_step.to_pending()  # also if the loss has reached no parameter
         return told
 
     @contextmanager
@@ -215,11 +219,11 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         For a loop that does its own accumulation, with gradient_accumulation_steps 1 and losses that it has divided.
         ``step`` is refused inside. With ``tiering.grad_accum_dtype`` "fp32" the sums do not round to 16 bits.
         """
-        before, self._ready.syncing = self._ready.syncing, False
+        before, self._accumulation.syncing = self._accumulation.syncing, False
         try:
             yield
         finally:
-            self._ready.syncing = before
+            self._accumulation.syncing = before
 
     @eager
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -237,14 +241,13 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         self._ready.check_trains("step")
         self._ready.give_up_unfinished()
         self._ready.check_step()
-        boundary = self._ready.at_boundary
+        boundary = self._accumulation.at_boundary
         if boundary:
             self._access.check_before_update(self.module)
             self._access.store_edits_of_residents()
         with deferred_interrupts():
-            self._ready.pending_backward = False
-            self._ready.count(updated=boundary)
-            self._step_applied = False
+            self._accumulation.count(updated=boundary)
+            self._updates.applied = False
             if boundary:
                 with self._phase("step"):
                     self._update(lr_kwargs or {})
@@ -254,6 +257,8 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
                 if self._trace is not None and self._trace.end_step(self.global_steps):
                     self._trace = None
                 self._progress.end_step(self.train_batch_size(), self.global_samples)
+            else:
+                self._updates.current_step.end_micro_batch()
             self._prefetcher.look_ahead()
         if boundary:
             self._preemption.answer(self.close)
@@ -296,12 +301,11 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
     @property
     def micro_steps(self) -> int:
         """Micro-batches so far, those that wait for their update included."""
-        return self._ready.micro_steps
+        return self._accumulation.micro_steps
 
     @micro_steps.setter
     def micro_steps(self, count: int) -> None:
-        self._ready.micro_steps = count
-        self._ready.waiting = count % self._ready.accumulation
+        self._accumulation.resume(count)
 
     @property
     def global_steps(self) -> int:
@@ -328,11 +332,11 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
 
     def was_step_applied(self) -> bool:
         """Whether the last ``step`` has updated the parameters."""
-        return self._step_applied
+        return self._updates.applied
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last one before an update."""
-        return self._ready.at_boundary
+        return self._accumulation.at_boundary
 
     def get_global_grad_norm(self) -> float | None:
         """The 2-norm of all gradients, unscaled, before clipping; None before the first.
@@ -342,8 +346,9 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         one before. Logs, monitors and telemetry have the norm that was not finite.
         """
         self._ready.check_open("get_global_grad_norm")
-        waiting = self._ready.pending_backward and self._ready.syncing and not self._schedule.in_backward
-        if waiting and self._ready.at_boundary:
+        pending = self._updates.current_step.pending and not self._schedule.state.in_backward
+        waiting = pending and self._accumulation.syncing
+        if waiting and self._accumulation.at_boundary:
             return self._updates.waiting_norm()
         return self._updates.applied_norm
 
@@ -492,34 +497,35 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         self._prefetcher.forget()
         try:
             loss, self._loss = self._loss, None  # a next step by loss.backward() alone has none
-            self._step_applied = self._updates.run(
+            self._updates.run(
                 loss, self.train_batch_size(), stop=self._preemption.asked, saving=self._checkpoints.progress
             )
         finally:
             self._access.note_versions()
-        if self._step_applied and self.lr_scheduler is not None:
+        if self._updates.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
 
     def _on_backward(self) -> None:
         """A backward has begun, which may bring gradients to parameters or not (torch.autograd.grad)."""
-        self._updates.expect(last=self._ready.syncing and self._ready.at_boundary)
+        self._updates.expect(last=self._accumulation.syncing and self._accumulation.at_boundary)
 
-    def _on_first_gradient(self) -> None:
-        """The backward that is running does bring gradients to parameters."""
+    def _on_first_gradient(self) -> bool:
+        """The running backward does bring gradients to parameters; whether it updates them, too."""
         steps, scale = self.config.gradient_accumulation_steps, self.loss_scale.value
-        if (steps > 1 or scale != 1.0) and not self._ready.scaled:
+        if (steps > 1 or scale != 1.0) and not self._accumulation.scaled:
             raise EngineStateError(
                 f"loss.backward() neither divides by gradient_accumulation_steps ({steps}) nor multiplies by the loss"
                 f" scale ({scale:g}); call engine.backward(loss), or engine.scale(loss).backward()"
             )
-        if self._updates.in_backward:
-            self._ready.check_open("backward")
-            self._updates.check_once()
-            if self._gradients.last_micro_batch:
-                self._access.check_before_update(self.module)
-                self._access.store_edits_of_residents()
-                self._updates.begin_in_backward()
-                self._schedule.steps_in_backward = True
+        if not self._updates.steps_in_backward:
+            return False
+        self._ready.check_open("backward")
+        self._updates.current_step.check_one_backward()
+        if self._gradients.last_micro_batch:
+            self._access.check_before_update(self.module)
+            self._access.store_edits_of_residents()
+            self._updates.begin_in_backward()
+        return self._gradients.last_micro_batch
 
     def _on_group_done(self, group: ParamGroup, final: bool) -> None:
         """Backward has left ``group``; its gradients are used now if they are ``final``."""
@@ -528,9 +534,8 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         self._updates.group_done(group, final=final)
 
     def _on_end_of_backward(self) -> None:
-        self._ready.pending_backward = True
-        self._ready.scaled = max(0, self._ready.scaled - 1)
-        if self._updates.under_way:
+        self._accumulation.scaled = max(0, self._accumulation.scaled - 1)
+        if self._updates.current_step.state is StepState.UPDATING_IN_BACKWARD:
             self._prefetcher.forget()  # also groups that are stepped only now
         self._updates.end_of_backward()
 

@@ -183,7 +183,7 @@ def graph_task() -> int:
     return task
 
 
-def in_backward_pass() -> bool:
+def in_autograd() -> bool:
     """Whether this thread is inside autograd's backward (a recomputation under checkpointing is)."""
     return graph_task() != -1
 

@@ -82,7 +82,7 @@ class NamedState:
         """A copy of the accumulated gradient, unscaled, before clipping, in fp32; None where there was none."""
         self._ready.check_open("get_fp32_gradient")
         self._ready.check_gradients_kept("get_fp32_gradient")
-        if hooks.in_backward_pass():
+        if hooks.in_autograd():
             raise EngineStateError(
                 "get_fp32_gradient was called while a backward is running, and gradients are on their way; call it when"
                 " backward has ended"
@@ -150,7 +150,7 @@ class NamedState:
 
     def _replace_gradient(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
         self._state.set_gradient(group, piece, values * self._updates.loss_scale.value)
-        self._ready.pending_backward = True
+        self._updates.current_step.to_pending()
 
     def is_trained(self, name: str) -> bool:
         """Whether a parameter has a master, gradients and optimizer state, or was frozen at ``initialize``."""

@@ -9,9 +9,12 @@ from tiering.errors import EngineStateError
 from tiering.telemetry import Phase
 from zero3 import closed_storage, hooks, out_of_memory
 from zero3.access import Access
+from zero3.accumulation import Accumulation
 from zero3.assembly import Assembly
+from zero3.pass_state import PassState
 from zero3.schedule import PassSchedule
-from zero3.update import NOT_LOADED, Update
+from zero3.step_state import StepState
+from zero3.update import Update
 
 log = logging.getLogger(__name__)
 
@@ -20,39 +23,29 @@ class Readiness:
     """What an engine has begun and not ended. A check raises EngineStateError, which names the call and the remedy."""
 
     def __init__(
-        self, config: TieringConfig, parts: Assembly, updates: Update, schedule: PassSchedule, access: Access
+        self,
+        config: TieringConfig,
+        parts: Assembly,
+        updates: Update,
+        accumulation: Accumulation,
+        schedule: PassSchedule,
+        access: Access,
     ) -> None:
         self.ended_by = ""  # the call that has ended the engine
-        self.micro_steps = 0
-        self.waiting = 0  # of them, those that wait for their update
-        self.accumulation = config.gradient_accumulation_steps
-        self.boundary: bool | None = None  # what the script has said in place of counting
-        self.pending_backward = False  # there are gradients for ``step``
-        self.scaled = 0  # losses that were scaled and not sent backward yet
-        self.syncing = True  # False inside no_sync
-        self.in_forward = False
+        self.in_forward = False  # engine.forward runs
         self._stage = config.zero.stage
         self._collectives, self._sink = parts.collectives, parts.sink
         self._optimizer = parts.optimizer
         self._tiers = parts.tiers
-        self._updates = updates
+        self._updates, self._step = updates, updates.current_step
+        self._accumulation = accumulation
         self._schedule = schedule
         self._access = access
-
-    @property
-    def at_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last one before an update."""
-        return self.waiting + 1 >= self.accumulation if self.boundary is None else self.boundary
 
     @property
     def closed(self) -> bool:
         """Whether the engine was ended."""
         return bool(self.ended_by)
-
-    def count(self, *, updated: bool) -> None:
-        """A micro-batch has ended, and with it an update or not."""
-        self.micro_steps += 1
-        self.waiting = 0 if updated else self.waiting + 1
 
     def check_open(self, what: str, *, loads: bool = False) -> None:
         """There is state, and it is of one step; or ``what`` loads it."""
@@ -65,24 +58,24 @@ class Readiness:
             raise EngineStateError(f"{what} was called after {self.ended_by}; initialize the model again")
         if self._collectives is not None:
             self._collectives.check()
-        if self._updates.out_of_step:
+        state, reason = self._step.state, self._step.reason
+        if state is StepState.OUT_OF_STEP:
             raise EngineStateError(
-                f"{what} was called after {self._updates.out_of_step}, and ranks cannot be brought in step again; close"
+                f"{what} was called after {reason}, and ranks cannot be brought in step again; close"
                 " the engine, and initialize the model again from a checkpoint"
             )
-        torn = self._updates.torn
-        if not torn and self._updates.under_way and not hooks.in_backward_pass():
-            torn = f"the backward of step {self._updates.steps + 1} has not ended"  # the user's own loss.backward()
-        if torn and not (loads and torn == NOT_LOADED):
+        if state is StepState.UPDATING_IN_BACKWARD and not hooks.in_autograd():
+            reason = f"the backward of step {self._updates.steps + 1} has not ended"  # the user's own loss.backward()
+        if reason and not (loads and state is StepState.LOADING):
             raise EngineStateError(
-                f"{what} was called on parameters that are partly updated ({torn}); close the engine, and"
+                f"{what} was called on parameters that are partly updated ({reason}); close the engine, and"
                 " initialize the model again from a checkpoint"
             )
 
     def check_between_steps(self, what: str, *, loads: bool = False) -> None:
         """Nothing is running that a save, or a load, would cut in two."""
         self.check_open(what, loads=loads)
-        if self.in_forward or hooks.in_backward_pass():
+        if self.in_forward or hooks.in_autograd():
             raise EngineStateError(
                 f"{what} was called while a forward or backward is running; call it between steps"
             )
@@ -92,7 +85,7 @@ class Readiness:
 
     def check_no_gradients(self, what: str) -> None:
         """No gradients wait for their step."""
-        if self.pending_backward or self.waiting:
+        if self._step.pending or self._accumulation.waiting:
             raise EngineStateError(
                 f"{what} was called with gradients that no step has used, and a checkpoint holds none; call it after"
                 " the step() that uses them"
@@ -109,7 +102,7 @@ class Readiness:
 
     def check_gradients_unused(self, what: str) -> None:
         """No backward has stepped with the gradients."""
-        if self._updates.waits_for_step:
+        if self._step.state is StepState.UPDATED_IN_BACKWARD:
             raise EngineStateError(
                 f"{what} was called when backward had used the gradients already (tiering.step_in_backward); set that"
                 " to false to have them until step()"
@@ -126,11 +119,11 @@ class Readiness:
 
     def check_step(self) -> None:
         """There is something to step."""
-        if not self.pending_backward:
+        if not self._step.pending:
             raise EngineStateError(
                 "step was called without a backward since the last one; call engine.backward(loss) first"
             )
-        if not self.syncing:
+        if not self._accumulation.syncing:
             raise EngineStateError(
                 "step was called inside no_sync(); do the last backward and step() outside of it"
             )
@@ -138,33 +131,34 @@ class Readiness:
     def give_up_unfinished(self) -> None:
         """A pass that an exception ended outside of the engine's calls (the user's loss.backward()) is given up."""
         self._schedule.check_thread()
-        if self._schedule.running and not hooks.in_backward_pass():
-            if self._schedule.in_backward:
-                self.give_up_backward()
-            else:
-                self._schedule.abandon()
+        if hooks.in_autograd():
+            return
+        if self._schedule.state.in_backward:
+            self.give_up_backward()
+        elif self._schedule.state is PassState.FORWARD:
+            self._schedule.abandon()
 
     def give_up_backward(self) -> None:
         """A backward was ended by an exception: the gradients since the last step are gone."""
         self._schedule.abandon()
-        if not self._updates.waits_for_step:
+        if self._step.state is not StepState.UPDATED_IN_BACKWARD:
             self._updates.give_up()
-            self.drop_gradients()
+            self._accumulation.drop()
 
     def drop_gradients(self) -> None:
         """Those since the last step are gone, and their micro-batches do not count."""
-        self.pending_backward = False
-        self.micro_steps -= self.waiting
-        self.waiting = 0
+        if self._step.pending:
+            self._step.to_idle()
+        self._accumulation.drop()
 
     def tell_of_waiting(self, call: str) -> None:
         """``call`` ends the engine: say which micro-batches no step has used."""
-        if self.waiting:
+        if self._accumulation.waiting:
             log.warning(
                 "%s drops the gradients of the last %d micro-batches: %d make a step, and no step has used these. Let"
                 " an epoch have a multiple of that, or call engine.set_gradient_accumulation_boundary(True) before the"
                 " step() of its last one",
-                *(call, self.waiting, self.accumulation),
+                *(call, self._accumulation.waiting, self._accumulation.steps),
             )
 
     def explain(self, error: BaseException, phase: Phase) -> None:
@@ -173,9 +167,8 @@ class Readiness:
         out_of_memory.explain(error, self._tiers, self._left_by(phase))
 
     def _left_by(self, phase: Phase) -> str:
-        broken = self._updates.out_of_step or self._updates.torn
-        if broken:
-            return f"The engine can only be closed ({broken}); initialize the model again from a checkpoint"
+        if self._step.reason:
+            return f"The engine can only be closed ({self._step.reason}); initialize the model again from a checkpoint"
         if phase == "forward":
             together = "" if self._collectives is None else ", if all ranks give this batch up"
             return f"The engine is as before this forward, and can go on{together}"

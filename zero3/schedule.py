@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -36,9 +36,10 @@ from zero3 import resharded
 from zero3.activations import Activations
 from zero3.closed_storage import can_close
 from zero3.compiled import in_compiled_autograd, is_compiled
-from zero3.hooks import call_at_end_of_backward, check_transform, graph_task, in_backward_pass, next_node
+from zero3.hooks import call_at_end_of_backward, check_transform, graph_task, in_autograd, next_node
 from zero3.param_group import ParamGroup, Residency
 from zero3.partition import Piece
+from zero3.pass_state import CurrentPass, PassState
 from zero3.prefetch import Prefetcher
 from zero3.saved_tensors import SavedTensors
 from zero3.timeline import Timeline
@@ -77,7 +78,10 @@ class GradientSink(Protocol):
 
 
 class PassSchedule:
-    """Listens to the hooks of ``groups`` (see hooks.Events) and moves groups and gradients accordingly."""
+    """Listens to the hooks of ``groups`` (see hooks.Events) and moves groups and gradients accordingly.
+
+    ``on_first_gradient`` returns whether this backward updates each group as soon as its gradients are final.
+    """
 
     def __init__(
         self,
@@ -85,7 +89,7 @@ class PassSchedule:
         prefetcher: Prefetcher,
         gradients: GradientSink,
         on_backward: Callable[[], None],
-        on_first_gradient: Callable[[], None],
+        on_first_gradient: Callable[[], bool],
         on_end_of_backward: Callable[[], None],
         on_group_done: Callable[[ParamGroup, bool], None],
         timeline: Timeline | None = None,
@@ -97,34 +101,24 @@ class PassSchedule:
         self._on_end_of_backward = on_end_of_backward
         self._on_group_done = on_group_done
         self._timeline = timeline or Timeline()
-        self._enclosing = {group: _enclosing(group, groups) for group in groups}
-        self._calls: Counter[ParamGroup] = Counter()  # forwards that are running now and use the group
-        self._uses: Counter[ParamGroup] = Counter()  # forwards since the last backward
+        self._pass = CurrentPass()
+        self._progress = {group: _Progress(_enclosing(group, groups), _trained(group)) for group in groups}
         # By forwards that backward can follow, in the order of their first use.
         self._used: dict[ParamGroup, None] = {}
-        self._gathered: set[ParamGroup] = set()  # lent to what autograd records, since the last backward
-        self._graphs: Counter[ParamGroup] = Counter()  # of these, how many backward can enter
-        self._entries: Counter[ParamGroup] = Counter()  # how many it has entered
-        self._arrived: Counter[ParamGroup] = Counter()  # gradients in this backward
-        self._expected = {g: sum(piece.trainable for piece in g.layout.pieces) for g in groups}
         self._forwards: list[_Forward] = []  # that are running, outermost first
         self._live: list[ParamGroup] = []  # held for backward
         self._until_end: set[ParamGroup] = set()  # of these, those that only the end of backward releases
         # By backward, last, and the autograd nodes that its forward made, in which graph task.
         self._entered: tuple[ParamGroup, range, int] | None = None
-        self.in_backward = False
         self._backward: Callable[[], object | None] = _nothing  # gives something while autograd runs that one
-        self.steps_in_backward = False  # in this one: what is final is stepped at once
-        self._stepped: set[ParamGroup] = set()  # so, in this one
+        self._stepped: set[ParamGroup] = set()  # updated by this backward
         self._saved = SavedTensors(groups, self.need, self._stepped)
-        self._received = False  # a gradient of a parameter, in this backward: torch.autograd.grad gives none
         self._thread = 0  # of the forwards that are running
-        self._closed = False
 
     @property
-    def running(self) -> bool:
-        """Whether a forward or a backward is under way."""
-        return bool(self._forwards) or self.in_backward
+    def state(self) -> PassState:
+        """What the model does now."""
+        return self._pass.state
 
     @property
     def takes_parts(self) -> bool:
@@ -140,8 +134,8 @@ class PassSchedule:
     def begin_forward(self, training: bool, *, whole: bool = True) -> None:
         """A module outside of the blocks, the ``whole`` model or not, is called; the outermost call begins a pass."""
         self.check_thread()
-        if not in_backward_pass():
-            if self.in_backward:
+        if not in_autograd():
+            if self.state.in_backward:
                 # A backward that nobody guarded (the user's loss.backward()) ended by an exception: start clean.
                 self.abandon()
                 self._gradients.reset()
@@ -170,9 +164,10 @@ class PassSchedule:
         self.check_thread()
         self._check_not_stepped(group)
         self._enter()
-        if not in_backward_pass():
-            self._uses[group] += 1
-            self._graphs[group] += torch.is_grad_enabled()
+        if not in_autograd():
+            progress = self._progress[group]
+            progress.forwards += 1
+            progress.graphs += torch.is_grad_enabled()
             if self._forwards[0].with_grad:  # under reentrant checkpointing only the outermost is
                 self._used.setdefault(group)
         try:
@@ -207,7 +202,7 @@ class PassSchedule:
             self._forwards[-1].borrowed.append(group)
             self._use(group)
             return True
-        if in_backward_pass():
+        if in_autograd():
             self.begin_backward()
             self._make_room_and_hold(group)
             group.show()
@@ -220,12 +215,12 @@ class PassSchedule:
     @uninterrupted
     def begin_backward(self) -> None:
         """A gradient has reached an output of the model or of a group. Further calls in the same pass do nothing."""
-        if self._closed:
+        if self.state is PassState.CLOSED:
             raise EngineStateError(
                 "backward was called after close() or release(), through the graph of a forward before it; run the"
                 " forward again with the engine, or the model, that is in use now"
             )
-        if not self.in_backward:
+        if not self.state.in_backward:
             if torch.is_grad_enabled() and self._saved.owners:
                 raise EngineStateError(
                     "backward was called with create_graph=True: gradients of gradients are not supported in this"
@@ -236,7 +231,7 @@ class PassSchedule:
                     "backward was called under torch's compiled autograd, which does not tell when it ends: leave"
                     " torch._dynamo.config.compiled_autograd at False; blocks' own backwards are compiled without it"
                 )
-            self.in_backward, self._received = True, False
+            self._pass.to_backward()
             self._backward = call_at_end_of_backward(self.end_of_backward)
             self._on_backward()
             self._gradients.begin(self._used)
@@ -250,17 +245,17 @@ class PassSchedule:
         """Backward enters a forward of ``group`` from behind, which made ``nodes``."""
         self.begin_backward()
         self._entered = group, nodes, graph_task()
-        self._entries[group] += 1
-        keep = self._enclosing[group] | self._until_end
+        self._progress[group].entered += 1
+        keep = self._progress[group].enclosing | self._until_end
         for other in [g for g in self._live if g is not group and g not in keep]:
             self._finish(other, left=True, entered=True)
         self._hold_for_backward(group)
 
     def need(self, group: ParamGroup) -> None:
         """Backward is about to use a saved tensor of ``group``. See Note [Backward enters a group from anywhere]."""
-        if group in self._live or self._calls[group] > 0:
+        if group in self._live or self._progress[group].running:
             return
-        if not in_backward_pass():
+        if not in_autograd():
             raise EngineStateError(
                 f"a tensor that autograd saved from group {group.name!r} was asked for outside of backward, where the"
                 " group is not unsharded; read it inside of the module's forward"
@@ -273,7 +268,7 @@ class PassSchedule:
     @uninterrupted
     def gradient(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
         self._begin_receiving()
-        self._arrived[group] += 1
+        self._progress[group].arrived += 1
         self._gradients.accumulate(group, piece, param)
         if self._is_final(group):
             self._gradients.final(group)
@@ -287,8 +282,9 @@ class PassSchedule:
     @uninterrupted
     def end_of_backward(self) -> None:
         """Every gradient of this pass has arrived."""
-        if not self.in_backward:
+        if not self.state.in_backward:
             return
+        received = self.state is not PassState.BACKWARD
         self._until_end.clear()
         self._entered = None
         for group in list(self._live):
@@ -297,21 +293,23 @@ class PassSchedule:
         self._saved.end_of_backward()
         self._reset()
         self._prefetcher.end_pass()
-        if self._received or self._gradients.received_elsewhere:
+        if received or self._gradients.received_elsewhere:
             self._on_end_of_backward()
 
     @uninterrupted
     def abandon(self) -> None:
         """A pass ended by an exception: free what it held, so that the next one starts clean."""
-        if self.in_backward:
+        if self.state.in_backward:
             self._drop_fresh_gradients()
-        for group in {*self._live, *self._calls}:
+        called = [group for group, progress in self._progress.items() if progress.called]
+        for group in {*self._live, *called}:
             if self._timeline.recording:
                 self._timeline.end("compute", f"backward {group.name}")
             group.reshard(keep_edits=False)
         self._live.clear()
         self._until_end.clear()
-        self._calls.clear()
+        for group in called:
+            self._progress[group].running, self._progress[group].called = 0, False
         self._forwards.clear()
         self._saved.leave_all()
         self._saved.end_of_backward()
@@ -320,8 +318,8 @@ class PassSchedule:
 
     def gathers(self, group: ParamGroup) -> None:
         """Parameters of ``group`` are shown outside of its forwards: graphs that begin there bring gradients, too."""
-        if torch.is_grad_enabled() and not in_backward_pass():
-            self._gathered.add(group)
+        if torch.is_grad_enabled() and not in_autograd():
+            self._progress[group].gathered = True
 
     def saving(self) -> AbstractContextManager[Any]:
         """Our hooks for saved tensors, outside of a pass."""
@@ -330,14 +328,15 @@ class PassSchedule:
     def close(self) -> None:
         """No pass comes any more: free what one that was interrupted holds."""
         self.abandon()
-        self._closed = True
+        self._pass.to_closed()
 
     def _begin_receiving(self) -> None:
         """A gradient of a parameter is there, perhaps the first one of this backward."""
         self.begin_backward()
-        if not self._received:
-            self._received = True
-            self._on_first_gradient()
+        if self.state is PassState.BACKWARD:
+            self._pass.to_accumulating()
+            if self._on_first_gradient():
+                self._pass.to_stepping()
 
     def _elsewhere(self) -> bool:
         """Whether the forwards that are running run in another thread."""
@@ -353,7 +352,7 @@ class PassSchedule:
         One that an exception has ended is over when autograd's own thread lets go of it, for which it needs a moment.
         """
         until = time.monotonic() + LETTING_GO
-        while going_on := self.in_backward and self._backward() is not None:
+        while going_on := self.state.in_backward and self._backward() is not None:
             if time.monotonic() > until:
                 break
             time.sleep(0.001)
@@ -361,9 +360,9 @@ class PassSchedule:
 
     def check_thread(self) -> None:
         """EngineStateError in a thread that is not that of the pass that is running; autograd's may recompute."""
-        if in_backward_pass():
+        if in_autograd():
             return
-        if self.in_backward and self._backward_elsewhere():
+        if self.state.in_backward and self._backward_elsewhere():
             raise EngineStateError(
                 "the engine was called while a backward is running in another thread, which takes parameters and"
                 " gradients for itself. Call both under a lock, or in one thread"
@@ -389,9 +388,10 @@ class PassSchedule:
         return entered is group and task == graph_task() and node._sequence_nr() in nodes
 
     def _use(self, group: ParamGroup) -> None:
-        self._calls[group] += 1
-        if self._calls[group] == 1 and group not in self._live:
-            if self.in_backward:  # recomputed under checkpointing
+        progress = self._progress[group]
+        progress.running, progress.called = progress.running + 1, True
+        if progress.running == 1 and group not in self._live:
+            if self.state.in_backward:  # recomputed under checkpointing
                 self._finish_unrelated(group, left=True)
             self._acquire(group)
         group.show()
@@ -402,7 +402,11 @@ class PassSchedule:
         except ArenaError as error:
             if self._end_borrowing(but=group):
                 return self._acquire(group)
-            held = [g.name for g in self._enclosing if g is not group and (g in self._live or self._calls[g])]
+            held = [
+                other.name
+                for other, progress in self._progress.items()
+                if other is not group and (other in self._live or progress.running)
+            ]
             raise ResidencyError(
                 f"no room on the device for group {group.name!r} beside {held}, which are in use. The plan has room for"
                 " a block and what encloses it; a module that reads another's parameters, or calls a block from inside"
@@ -425,11 +429,12 @@ class PassSchedule:
         return ended
 
     def _stop_using(self, group: ParamGroup, *, raised: bool) -> None:
-        if self._calls[group] == 0:
+        progress = self._progress[group]
+        if not progress.running:
             return  # the pass was abandoned under it
-        self._calls[group] -= 1
-        if self._calls[group] == 0:
-            if group not in self._live and in_backward_pass() and torch.is_grad_enabled():
+        progress.running -= 1
+        if not progress.running:
+            if group not in self._live and in_autograd() and torch.is_grad_enabled():
                 # Recomputed by reentrant checkpointing: backward enters it next.
                 self._hold_for_backward(group)
             if group in self._live:
@@ -440,6 +445,8 @@ class PassSchedule:
     def _enter(self) -> None:
         self._saved.enter()
         self._forwards.append(_Forward())
+        if self.state is PassState.IDLE:
+            self._pass.to_forward()
 
     def _leave(self, *, raised: bool) -> None:
         """The forward that is ending needs what it has borrowed no more."""
@@ -448,6 +455,8 @@ class PassSchedule:
             ended = self._forwards.pop()
             for group in (*ended.borrowed, *ended.early):
                 self._stop_using(group, raised=raised)
+        if self.state is PassState.FORWARD and not self._forwards:
+            self._pass.to_idle()
 
     def _end_early(self, group: ParamGroup) -> None:
         """``group`` is called: what unsharded it early needs it no more."""
@@ -460,7 +469,7 @@ class PassSchedule:
         if group not in self._live:
             self._live.append(group)
             there = group.residency in (Residency.RESIDENT, Residency.UNSHARDED)
-            if self._calls[group] == 0 and (not there or self._prefetcher.keeps(group)):
+            if not self._progress[group].running and (not there or self._prefetcher.keeps(group)):
                 self._acquire(group)
             if any(is_compiled(entry) for entry in group.entries):
                 group.show()
@@ -489,25 +498,27 @@ class PassSchedule:
 
     def _drop_fresh_gradients(self) -> None:
         """What autograd has put on parameters and nobody has taken: the next backward would add to it."""
-        for group in self._enclosing:
+        for group in self._progress:
             for param in group.params:
                 resharded.take_gradient(param)
 
     def _finish_unrelated(self, group: ParamGroup, *, left: bool = False) -> None:
         """Finish the live groups that neither enclose ``group`` nor lie inside of it."""
-        around = self._enclosing[group] | self._saved.in_use() | self._until_end
-        for other in [g for g in self._live if g not in around and group not in self._enclosing[g]]:
+        around = self._progress[group].enclosing | self._saved.in_use() | self._until_end
+        inside = [other for other in self._live if group in self._progress[other].enclosing]
+        for other in [live for live in self._live if live not in around and live not in inside]:
             # A node of its own forward that recomputes others (several blocks in one checkpoint) goes on afterwards.
             self._finish(other, left=left, entered=left and not self._recomputes_itself(other))
 
     def _reset(self) -> None:
-        self.in_backward = self.steps_in_backward = False
-        self._uses.clear()
-        self._gathered.clear()
+        """The pass is over, but for modules whose forward has run a backward and goes on."""
+        if self.state is not PassState.CLOSED:
+            self._pass.to_idle()
+            if self._forwards:
+                self._pass.to_forward()
+        for progress in self._progress.values():
+            progress.reset()
         self._used.clear()
-        self._graphs.clear()
-        self._entries.clear()
-        self._arrived.clear()
         self._stepped.clear()
 
     def _finish(self, group: ParamGroup, *, left: bool = False, entered: bool = False) -> None:
@@ -518,24 +529,26 @@ class PassSchedule:
         if self._timeline.recording:
             self._timeline.end("compute", f"backward {group.name}")
         self._live.remove(group)
-        step = left and self.steps_in_backward and self._is_final(group)
+        step = left and self.state is PassState.STEPPING and self._is_final(group)
+        progress = self._progress[group]
         if step:
             self._stepped.add(group)
         elif group not in self._stepped:
-            through = entered and self._entries[group] >= max(1, self._graphs[group])
-            self._gradients.close(group, last=through or self._arrived[group] == self._expected[group] > 0)
-        if self._calls[group] == 0:
+            through = entered and progress.entered >= max(1, progress.graphs)
+            self._gradients.close(group, last=through or progress.arrived == progress.expected > 0)
+        if not progress.running:
             self._prefetcher.release(group)
         self._on_group_done(group, step)
 
     def _is_final(self, group: ParamGroup) -> bool:
         """Whether no gradient of ``group`` can come any more: see Note [When is a gradient final]."""
-        whole = self._arrived[group] == self._expected[group]
-        used = self._uses[group] > 1 or self._calls[group] > 0 or group in self._stepped
-        return whole and not used and group not in self._gathered
+        progress = self._progress[group]
+        whole = progress.arrived == progress.expected
+        used = progress.forwards > 1 or progress.running or group in self._stepped
+        return whole and not used and not progress.gathered
 
     def _check_not_stepped(self, group: ParamGroup) -> None:
-        if group in self._stepped and self._expected[group]:
+        if group in self._stepped and self._progress[group].expected:
             raise EngineStateError(
                 f"parameters of group {group.name!r} are read by a recomputation after step_in_backward had updated"
                 " them: it would not be the forward that it repeats. Set tiering.step_in_backward to false"
@@ -544,6 +557,30 @@ class PassSchedule:
 
 def _nothing() -> None:
     return None
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far the pass is with a group.
+
+    ``enclosing`` are the groups around it, ``expected`` is the number of its parameters that are trained. ``running``
+    forwards use the group now; ``called`` says whether any did since an exception last ended a pass. All others count
+    since the last backward.
+    """
+
+    enclosing: frozenset[ParamGroup]
+    expected: int
+    running: int = 0
+    called: bool = False
+    forwards: int = 0
+    graphs: int = 0  # of the forwards, those that backward can enter
+    entered: int = 0  # of the graphs, those that backward has entered
+    arrived: int = 0  # gradients in this backward
+    gathered: bool = False  # lent by gathered() to what autograd records
+
+    def reset(self) -> None:
+        self.forwards = self.graphs = self.entered = self.arrived = 0
+        self.gathered = False
 
 
 class _Forward:
@@ -557,6 +594,10 @@ class _Forward:
         self.early: list[ParamGroup] = []
         self.first_node = next_node()
         self.with_grad = torch.is_grad_enabled()
+
+
+def _trained(group: ParamGroup) -> int:
+    return sum(piece.trainable for piece in group.layout.pieces)
 
 
 def _enclosing(group: ParamGroup, groups: list[ParamGroup]) -> frozenset[ParamGroup]:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -25,20 +24,11 @@ from zero3.assembly import Assembly
 from zero3.optimizer import TieredOptimizer
 from zero3.param_group import ParamGroup
 from zero3.precision import LossScale
+from zero3.step_state import CurrentStep, StepState
 
 log = logging.getLogger(__name__)
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
-NOT_LOADED = "load_checkpoint did not end"
-"""Why parameters are torn that another load makes whole."""
-
-
-class _Backward(Enum):
-    """What a backward that steps has done since the last update was counted."""
-
-    NOTHING = auto()
-    SOME = auto()  # it is under way: some groups are of the next step
-    ALL = auto()  # only ``run`` is missing
 
 
 class _Told(NamedTuple):
@@ -84,7 +74,8 @@ class Update:
     """
 
     def __init__(self, config: TieringConfig, parts: Assembly) -> None:
-        self.in_backward = config.tiering.step_in_backward
+        self.current_step = CurrentStep()
+        self.steps_in_backward = config.tiering.step_in_backward
         self.loss_scale = LossScale.from_config(config)
         self.norm: float | None = None
         self.applied_norm: float | None = None
@@ -93,8 +84,7 @@ class Update:
         self.skipped = 0
         self.skipped_in_a_row = 0
         self.overflow = False  # of the last update: it was skipped
-        self.out_of_step = ""  # why this rank cannot follow the others any more
-        self.torn = ""  # why parameters and optimizer state are no longer of one step
+        self.applied = False  # whether the last ``engine.step()`` has updated the parameters
         self.loss: float | None = None  # of the last update, the mean over the ranks
         self.stop = 0  # the signal by which a rank was asked to stop before the last update
         self.saving = 0  # how far the slowest rank was with a save then
@@ -109,7 +99,6 @@ class Update:
         self._names = {piece.index: piece.name for group in parts.groups for piece in group.layout.pieces}
         self._optimizer = parts.optimizer
         self._timeline = parts.tiers.timeline
-        self._backward = _Backward.NOTHING
 
     @property
     def scale(self) -> float | None:
@@ -120,8 +109,7 @@ class Update:
     def broken(self) -> str:
         """Why training cannot go on, as far as this rank knows; empty while it can. Any thread may ask."""
         lost = None if self._collectives is None else self._collectives.failure
-        torn = "" if self.torn == NOT_LOADED else self.torn  # perhaps it is being loaded now
-        return self.out_of_step or torn or str(lost or "")
+        return self.current_step.broken or str(lost or "")
 
     def state_dict(self) -> dict[str, Any]:
         """What the next update depends on, beside the optimizer."""
@@ -145,25 +133,17 @@ class Update:
     def expect(self, *, last: bool) -> None:
         """A backward begins; the ``last`` one before an update may read ahead for it."""
         self._gradients.last_micro_batch = last
-        if last and not self.in_backward:
+        if last and not self.steps_in_backward:
             self._optimizer.expect_step()
-
-    def check_once(self) -> None:
-        """EngineStateError if an earlier backward has updated the parameters and no step() has followed."""
-        if self._backward is not _Backward.NOTHING:
-            raise EngineStateError(
-                "a second backward before step(): tiering.step_in_backward has updated the parameters in the first"
-                " one. Call step() after each backward, sum the losses, or set step_in_backward to false"
-            )
 
     def begin_in_backward(self) -> None:
         """The backward that steps has brought its first gradient."""
         self._early().begin_in_backward(1.0 / self.loss_scale.value)
-        self._backward = _Backward.SOME
+        self.current_step.to_updating_in_backward()
 
     def group_done(self, group: ParamGroup, *, final: bool) -> None:
         """Backward has left ``group``; if its gradients are ``final`` they are used now."""
-        if not self.under_way:
+        if self.current_step.state is not StepState.UPDATING_IN_BACKWARD:
             self._optimizer.read_ahead()
             return
         with self._tearing():
@@ -173,39 +153,33 @@ class Update:
 
     def end_of_backward(self) -> None:
         """All gradients are there."""
-        if self.under_way:
+        if self.current_step.state is StepState.UPDATING_IN_BACKWARD:
             with self._tearing():
                 self._early().finish_in_backward()
-            self._backward = _Backward.ALL
+            self.current_step.to_updated_in_backward()
             _count_as_edits(self._groups)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a backward that steps has begun and not ended."""
-        return self._backward is _Backward.SOME
-
-    @property
-    def waits_for_step(self) -> bool:
-        """Whether a backward has updated all parameters already, and only ``run`` is missing."""
-        return self._backward is _Backward.ALL
+        else:
+            self.current_step.to_pending()
 
     def give_up(self) -> None:
         """The gradients since the last update are gone, by an exception in backward."""
         self._sink.reset()
+        ended = f"the backward of step {self.steps + 1} was ended by an exception"
         if self._collectives is not None:
-            self.out_of_step = f"the backward of step {self.steps + 1} was ended by an exception on this rank"
-        if self.under_way:
-            self.torn = self.torn or f"the backward of step {self.steps + 1} was ended by an exception"
-            self._backward = _Backward.NOTHING
+            self.current_step.to_out_of_step(f"{ended} on this rank")
+        elif self.current_step.state is StepState.UPDATING_IN_BACKWARD:
+            self.current_step.to_torn(ended)
+        else:
+            self.current_step.to_idle()
 
     def forget(self) -> None:
         """Parameters are about to be others: what was for the old ones is gone, graphs of them included."""
         self._sink.reset()
-        self._backward = _Backward.NOTHING
+        self.current_step.to_idle()
         _count_as_edits(self._groups)
 
-    def run(self, loss: Tensor | None, samples: int, *, stop: int, saving: int) -> bool:
-        """Use the gradients that are there, and forget them; False if the update was skipped.
+    def run(self, loss: Tensor | None, samples: int, *, stop: int, saving: int) -> None:
+        """Use the gradients that are there, and forget them; ``applied`` is False if the update was skipped.
 
         ``loss`` is this rank's; ``samples`` those of all ranks; ``stop`` the number of the signal by which it was asked
         to, 0 if it was not; ``saving`` how far it is with a checkpoint (Checkpoints.progress).
@@ -221,8 +195,8 @@ class Update:
             self.overflow = not finite
             if finite:
                 self.applied_norm = self.norm
-            if self.waits_for_step:
-                self._backward = _Backward.NOTHING
+            if self.current_step.state is StepState.UPDATED_IN_BACKWARD:
+                self.current_step.to_idle()
                 self._check_used(finite, sums.bad)
             elif finite:
                 self._apply(self.norm, scale)
@@ -235,9 +209,10 @@ class Update:
             self.steps += 1
             self.samples += samples
             self._check_skipped(sums.bad)
-            return finite
+            self.applied = finite
         finally:
             self._sink.reset()
+            self.current_step.end_micro_batch()
 
     def _sum_up(self, what: str, loss: float | None, *, stop: int, saving: int) -> _Sums:
         """What the gradients come to, over all ranks: in one exchange of a few numbers, which all add up alike."""
@@ -277,12 +252,14 @@ class Update:
         self._optimizer.prepare()
         try:
             factor = min(1.0, self._clip / (norm + CLIP_EPSILON)) if self._clip else 1.0
+            self.current_step.to_updating()
             with self._tearing(), self._timeline.span("compute", "update"):
                 if self._replicas is not None:
                     self._replicas.begin()
                 self._optimizer.step(grad_scale=factor / scale)
                 if self._replicas is not None:
                     self._replicas.finish()
+            self.current_step.to_idle()
         finally:
             _count_as_edits(self._groups)
 
@@ -290,7 +267,7 @@ class Update:
         """The gradients that backward has used already were ``finite``, or this run is over."""
         if finite:
             return
-        self.torn = f"the gradient of {bad!r} was not finite in step {self.steps + 1}"
+        self.current_step.to_torn(f"the gradient of {bad!r} was not finite in step {self.steps + 1}")
         raise EngineStateError(
             f"the gradient of {bad!r} is not finite, and tiering.step_in_backward has used it already: parameters and"
             " optimizer state are spoilt. Close the engine and start again from a checkpoint; such a step is skipped"
@@ -320,7 +297,7 @@ class Update:
         try:
             yield
         except BaseException as error:
-            self.torn = f"step {self.steps + 1} was ended by {type(error).__name__}: {error}"
+            self.current_step.to_torn(f"step {self.steps + 1} was ended by {type(error).__name__}: {error}")
             raise
 
     def _say_skipped(self, scale: float, bad: str) -> None:

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from zero3 import schedule as schedule_module
 from zero3.param_group import Residency
 from zero3.partition import FlatLayout
+from zero3.pass_state import PassState
 from zero3.prefetch import Prefetcher
 from zero3.schedule import PassSchedule
 
@@ -171,7 +172,7 @@ class Autograd:
             self.prefetcher,
             self.gradients,
             partial(self.count, "began"),
-            lambda: None,
+            lambda: False,
             partial(self.count, "ended"),
             lambda group, step: None,
         )
@@ -349,7 +350,7 @@ class Autograd:
         assert held == [], "still unsharded"
         fetching = sum(group.residency is Residency.FETCHING for group in self.groups)
         assert self.device.room + fetching == self.total
-        assert not self.passes.running
+        assert self.passes.state is PassState.IDLE
         assert self.gradients.open == set(), "a gradient window is still open"
         self.prefetcher.forget()
         assert self.device.room == self.total, "what was fetched ahead is not given back"
@@ -387,7 +388,7 @@ def autograd(room: int = ROOM) -> Iterator[Autograd]:
     model = Autograd(room)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule_module, "call_at_end_of_backward", model.queue)
-        patch.setattr(schedule_module, "in_backward_pass", lambda: bool(model.callbacks))
+        patch.setattr(schedule_module, "in_autograd", lambda: bool(model.callbacks))
         patch.setattr(torch._C, "_current_autograd_node", lambda: model.node)
         yield model
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiering.errors import EngineStateError
 from zero3 import tiers
+from zero3.pass_state import PassState
 
 from .fake_device import FakeDevice
 
@@ -96,7 +97,7 @@ def test_a_pass_that_runs_out_of_memory_anywhere_leaves_nothing_behind(
         with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory") as caught, Exhausted(number):
             forward_and_backward(tried, batches[2])
         told.update(getattr(caught.value, "__notes__", []))
-        assert not tried._schedule.running
+        assert tried._schedule.state is PassState.IDLE
         assert not any(param.grad is not None for param in tried.module.parameters())
     assert {"as before this forward" in note for note in told} == {True, False}
     assert all(

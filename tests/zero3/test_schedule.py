@@ -130,7 +130,7 @@ def make(
         groups.append(FakeGroup("root", device))
     gradients = FakeGradients()
     passes = PassSchedule(
-        groups, Prefetcher(), gradients, lambda: None, lambda: None, lambda: None, lambda group, step: None
+        groups, Prefetcher(), gradients, lambda: None, lambda: False, lambda: None, lambda group, step: None
     )
     return device, groups, passes, gradients
 
@@ -268,7 +268,7 @@ def test_a_node_of_another_thread_may_have_the_same_number(
     _, groups, passes, gradients = make(2, room=2)
     forward(passes, groups)
     task, node = 1, SimpleNamespace(_sequence_nr=lambda: 7)  # of the checkpoint, made by the forward's thread
-    monkeypatch.setattr(schedule_module, "in_backward_pass", lambda: True)
+    monkeypatch.setattr(schedule_module, "in_autograd", lambda: True)
     monkeypatch.setattr(schedule_module, "graph_task", lambda: task)
     monkeypatch.setattr(torch._C, "_current_autograd_node", lambda: node)
     call(passes, groups[1])
@@ -291,7 +291,7 @@ def test_an_abandoned_pass_frees_everything(end_callbacks: list[Callable[[], Non
         passes.pre_forward(groups[1])
         passes.abandon()
         assert device.room == 3
-        assert not passes.in_backward
+        assert not passes.state.in_backward
         end_callbacks.clear()
     one_pass(passes, groups, end_callbacks)
     assert device.room == 3

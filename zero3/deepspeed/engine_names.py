@@ -17,12 +17,14 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from tiering.config import OffloadConfig, OffloadOptimizerConfig, TieringConfig
 from tiering.errors import ConfigError, EngineStateError
+from zero3.accumulation import Accumulation
 from zero3.client_optimizer import ClientOptimizer
 from zero3.joining import World
 from zero3.loader import make_loader, make_ordered_loader
 from zero3.optimizer import TieredOptimizer
 from zero3.precision import COMPUTE_DTYPES
 from zero3.readiness import Readiness
+from zero3.step_state import StepState
 from zero3.update import Update
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class DeepSpeedNames:
     collate_fn: Callable[[list[Any]], Any] | None
     _given_optimizer: str
     save_16bit_model: Callable[..., Path]
+    _accumulation: Accumulation
     _ready: Readiness
     _updates: Update
     _world: World
@@ -157,7 +160,7 @@ class DeepSpeedNames:
         divided by gradient_accumulation_steps all the same.
         """
         self._ready.check_open("set_gradient_accumulation_boundary")
-        self._ready.boundary = is_boundary
+        self._accumulation.boundary = is_boundary
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change how many micro-batches an update has, between updates; a micro-batch stays as large as it is.
@@ -185,7 +188,7 @@ class DeepSpeedNames:
         self.config = self.config.model_copy(
             update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
         )
-        self._ready.accumulation = steps
+        self._accumulation.steps = steps
 
     # Sections of the configuration
 
@@ -299,14 +302,14 @@ class DeepSpeedNames:
         if self._ready.closed:
             return
         self._ready.check_open("zero_grad")
-        if self._ready.waiting:
+        if self._accumulation.waiting:
             if not self._told_of_zero_grad:
                 self._told_of_zero_grad = True
                 log.warning(
                     "engine.zero_grad() leaves the gradients of micro-batches that wait for their update, as DeepSpeed"
                     " does at stages 2 and 3; to drop them, call optimizer.zero_grad()"
                 )
-        elif not self._updates.waits_for_step:  # or they are used already (step_in_backward)
+        elif self._updates.current_step.state is not StepState.UPDATED_IN_BACKWARD:
             self.optimizer.zero_grad()
             self._ready.drop_gradients()
 

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zero3.accumulation import Accumulation
     from zero3.readiness import Readiness
     from zero3.update import Update
 
@@ -16,13 +17,14 @@ class DeepSpeedOptimizerNames:
     """The part of both optimizers that an engine's updates answer for; ``serve`` makes it theirs."""
 
     _updates: Update
+    _accumulation: Accumulation
     _ready: Readiness
     _told_of_dropping = False
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then calls step(), whose error says what to call
 
-    def serve(self, updates: Update, ready: Readiness) -> None:
+    def serve(self, updates: Update, accumulation: Accumulation, ready: Readiness) -> None:
         """From now on it is the optimizer of the engine that these are of."""
-        self._updates, self._ready = updates, ready
+        self._updates, self._accumulation, self._ready = updates, accumulation, ready
 
     @property
     def overflow(self) -> bool:
@@ -53,10 +55,10 @@ class DeepSpeedOptimizerNames:
 
     def tell_of_dropping(self, what: str) -> None:
         """Say once that gradients go which an accumulating loop may count on; DeepSpeed keeps them at stage 2."""
-        if not self._told_of_dropping and self._ready.waiting:
+        if not self._told_of_dropping and self._accumulation.waiting:
             self._told_of_dropping = True
             log.warning(
                 "%s drops the gradients of %d micro-batches that wait for their update; to"
                 " accumulate, leave it out: step() drops what it has used",
-                *(what, self._ready.waiting),
+                *(what, self._accumulation.waiting),
             )

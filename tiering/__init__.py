@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from zero3.deepspeed.accelerator import get_accelerator
     from zero3.deepspeed.arguments import add_config_arguments
     from zero3.deepspeed.distributed import init_distributed
+    from zero3.deepspeed.engine_names import DeepSpeedEngine
     from zero3.deepspeed.logs import log_dist
-    from zero3.engine import DeepSpeedEngine, Engine
+    from zero3.engine import Engine
     from zero3.initialize import EngineParts, initialize
     from zero3.planning import measure_rates, plan_for
     from zero3.saving import Saving
@@ -49,7 +50,8 @@ __getattr__, __dir__ = lazy.names(
         "zero3.deepspeed.arguments": ("add_config_arguments",),
         "zero3.deepspeed.distributed": ("init_distributed",),
         "zero3.deepspeed.logs": ("log_dist",),
-        "zero3.engine": ("DeepSpeedEngine", "Engine"),
+        "zero3.deepspeed.engine_names": ("DeepSpeedEngine",),
+        "zero3.engine": ("Engine",),
         "zero3.initialize": ("EngineParts", "initialize"),
         "zero3.planning": ("measure_rates", "plan_for"),
         "zero3.saving": ("Saving",),

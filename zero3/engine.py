@@ -1,7 +1,7 @@
 """The engine: wires groups, tiers, gradients and optimizer together; the parts decide, this file does not.
 
-Reading and setting by name is in named_state.py, checkpoints and exports are in state_files.py, and what DeepSpeed's
-engine answers beside that in deepspeed/engine_names.py.
+Reading and setting by name is in named_state.py, checkpoints and exports are in state_files.py. DeepSpeed's names for
+it are in deepspeed/engine_names.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from zero3.access import Access
 from zero3.accumulation import Accumulation
 from zero3.assembly import Assembly, Weights, assemble
 from zero3.checkpoint import Checkpoints
-from zero3.deepspeed.engine_names import DeepSpeedNames
 from zero3.description import describe
 from zero3.device_rates import saved_link_rate
 from zero3.eager import eager
@@ -53,7 +52,7 @@ from zero3.trace import StepTrace
 from zero3.update import Update
 
 
-class Engine(NamedState, StateFiles, DeepSpeedNames):
+class Engine(NamedState, StateFiles):
     """A model whose parameters, gradients and optimizer state live on tiers. Made by ``initialize``.
 
     Usable as a context manager; ``close`` gives memory and swap space back. With several ranks, all of them make the
@@ -313,6 +312,43 @@ class Engine(NamedState, StateFiles, DeepSpeedNames):
         return self._updates.steps
 
     @property
+    def global_samples(self) -> int:
+        """Samples of all updates so far, over all ranks."""
+        return self._updates.samples
+
+    def train_batch_size(self) -> int:
+        """Samples per update, over all ranks."""
+        return self.config.micro_batch_size * self.config.gradient_accumulation_steps * self._world.size
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change how many micro-batches an update has, between updates; a micro-batch stays as large as it is.
+
+        ConfigError if it is no multiple of a micro-batch on each rank, or would need gradients accumulated in another
+        dtype than was planned.
+        """
+        self._ready.check_open("set_train_batch_size")
+        self._ready.check_no_gradients("set_train_batch_size")
+        each = self.config.micro_batch_size * self._world.size
+        if train_batch_size < each or train_batch_size % each:
+            raise ConfigError(
+                f"set_train_batch_size({train_batch_size}): a micro-batch on each of {self._world.size} ranks is {each}"
+                " samples; give a multiple of that"
+            )
+        steps = train_batch_size // each
+        fixed = self.config.tiering.grad_accum_dtype != "auto" or self.config.precision == "fp32"
+        if not fixed and (steps > 1) != (self.config.gradient_accumulation_steps > 1):
+            raise ConfigError(
+                f"set_train_batch_size({train_batch_size}): gradients of several micro-batches are summed in fp32,"
+                f" those of one are kept in {self.config.precision}, and room was planned for"
+                f' gradient_accumulation_steps {self.config.gradient_accumulation_steps}; set "tiering":'
+                ' {"grad_accum_dtype": "fp32"} in the configuration'
+            )
+        self.config = self.config.model_copy(
+            update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
+        )
+        self._accumulation.steps = steps
+
+    @property
     def loss_scale(self) -> LossScale:
         """The factor of the loss: 1 except in fp16."""
         return self._updates.loss_scale
@@ -544,7 +580,3 @@ def _name_of(optimizer: ClientOptimizerChoice) -> str:
     """The class of an optimizer, or of what a function of that name makes."""
     made = isinstance(optimizer, torch.optim.Optimizer)
     return type(optimizer).__name__ if made else getattr(optimizer, "__name__", "function")
-
-
-DeepSpeedEngine = Engine
-"""By the name that scripts import."""

@@ -24,7 +24,7 @@ from zero3.assembly import Weights
 from zero3.client_optimizer import ClientOptimizer
 from zero3.compiled import unwrap
 from zero3.deepspeed.distributed import discover, init_distributed
-from zero3.engine import Engine
+from zero3.deepspeed.engine_names import DeepSpeedEngine
 from zero3.joining import standing
 from zero3.loader import TrainingLoader, make_loader
 from zero3.model_checks import check_model
@@ -40,7 +40,7 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 class EngineParts(NamedTuple):
     """What ``initialize`` returns, in DeepSpeed's order."""
 
-    engine: Engine
+    engine: DeepSpeedEngine
     optimizer: TieredOptimizer | ClientOptimizer
     dataloader: TrainingLoader | None
     lr_scheduler: LRScheduler | None
@@ -112,7 +112,7 @@ def initialize(
     if lr_scheduler is not None and not (_steps(lr_scheduler) or callable(lr_scheduler)):
         raise ConfigError(f"initialize(lr_scheduler=...) {_SCHEDULERS}, not {type(lr_scheduler).__name__}")
     stored = None if weights is None else Weights(Path(weights), strict)
-    engine = Engine(model, settings, model_parameters, optimizer, stored, report.status())
+    engine = DeepSpeedEngine(model, settings, model_parameters, optimizer, stored, report.status())
     try:
         scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
         engine.lr_scheduler = scheduler

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tiering as deepspeed
-from zero3.engine import Engine
+from zero3.deepspeed.engine_names import DeepSpeedEngine
 
 from .deepspeed_signatures import CALLED, SIGNATURES, module_of, parameters
 from .tutorial import CONFIG, data, net, tutorial
@@ -62,7 +62,7 @@ def test_parameters_and_defaults_are_deepspeeds() -> None:
     recorded = json.loads(SIGNATURES.read_text(encoding="utf-8"))
     table = {name: (theirs, _named(name)) for name, theirs in recorded["functions"].items()}
     for name, theirs in recorded["engine"].items():
-        method = vars(Engine).get(name) or getattr(Engine, name, None)
+        method = vars(DeepSpeedEngine).get(name) or getattr(DeepSpeedEngine, name, None)
         if method is not None and not isinstance(method, property):
             table[f"engine.{name}"] = theirs, method
     assert len(table) > 80

@@ -1,4 +1,4 @@
-"""What scripts ask a DeepSpeed engine beside calling it: ranks, batches, sections of the configuration, rates."""
+"""The engine under DeepSpeed's names: what scripts ask for ranks, batches, sections of the configuration, rates."""
 
 from __future__ import annotations
 
@@ -12,20 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from tiering.config import OffloadConfig, OffloadOptimizerConfig, TieringConfig
+from tiering.config import OffloadConfig, OffloadOptimizerConfig
 from tiering.errors import ConfigError, EngineStateError
-from zero3.accumulation import Accumulation
-from zero3.client_optimizer import ClientOptimizer
-from zero3.joining import World
+from zero3.engine import Engine
 from zero3.loader import make_loader, make_ordered_loader
-from zero3.optimizer import TieredOptimizer
 from zero3.precision import COMPUTE_DTYPES
-from zero3.readiness import Readiness
 from zero3.step_state import StepState
-from zero3.update import Update
 
 log = logging.getLogger(__name__)
 
@@ -36,21 +30,9 @@ _GIVE_THE_MODULE = {
 """Methods of every module that return it."""
 
 
-class DeepSpeedNames:
-    """The part of ``Engine`` that answers under DeepSpeed's names; what it lacks itself, its module may have."""
+class DeepSpeedEngine(Engine):
+    """The engine that ``initialize`` returns. It also answers under DeepSpeed's names and its module's names."""
 
-    module: nn.Module
-    config: TieringConfig
-    optimizer: TieredOptimizer | ClientOptimizer
-    lr_scheduler: LRScheduler | None
-    close: Callable[[], None]
-    collate_fn: Callable[[list[Any]], Any] | None
-    _given_optimizer: str
-    save_16bit_model: Callable[..., Path]
-    _accumulation: Accumulation
-    _ready: Readiness
-    _updates: Update
-    _world: World
     _told_of_zero_grad = False
 
     if not TYPE_CHECKING:  # our own code gets no attribute of a user's model by a slip
@@ -74,11 +56,11 @@ class DeepSpeedNames:
                 obj=None,
             )
 
-    def _with_itself(self, change: Callable[..., Any]) -> Callable[..., DeepSpeedNames]:
+    def _with_itself(self, change: Callable[..., Any]) -> Callable[..., DeepSpeedEngine]:
         """``change`` of the module, but for scripts that go on with what it returns: ``engine = engine.to(device)``."""
 
         @wraps(change)
-        def changed(*args: Any, **kwargs: Any) -> DeepSpeedNames:
+        def changed(*args: Any, **kwargs: Any) -> DeepSpeedEngine:
             change(*args, **kwargs)
             return self
 
@@ -128,10 +110,6 @@ class DeepSpeedNames:
 
     # Batches
 
-    def train_batch_size(self) -> int:
-        """Samples per update, over all ranks."""
-        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self._world.size
-
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per forward and rank."""
         return self.config.micro_batch_size
@@ -148,11 +126,6 @@ class DeepSpeedNames:
             self.gradient_accumulation_steps(),
         )
 
-    @property
-    def global_samples(self) -> int:
-        """Samples of all updates so far, over all ranks."""
-        return self._updates.samples
-
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on ``is_boundary`` says whether a backward completes the gradients, and ``step`` updates.
 
@@ -161,34 +134,6 @@ class DeepSpeedNames:
         """
         self._ready.check_open("set_gradient_accumulation_boundary")
         self._accumulation.boundary = is_boundary
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change how many micro-batches an update has, between updates; a micro-batch stays as large as it is.
-
-        ConfigError if it is no multiple of a micro-batch on each rank, or would need gradients accumulated in another
-        dtype than was planned.
-        """
-        self._ready.check_open("set_train_batch_size")
-        self._ready.check_no_gradients("set_train_batch_size")
-        each = self.train_micro_batch_size_per_gpu() * self._world.size
-        if train_batch_size < each or train_batch_size % each:
-            raise ConfigError(
-                f"set_train_batch_size({train_batch_size}): a micro-batch on each of {self._world.size} ranks is {each}"
-                " samples; give a multiple of that"
-            )
-        steps = train_batch_size // each
-        fixed = self.config.tiering.grad_accum_dtype != "auto" or self.config.precision == "fp32"
-        if not fixed and (steps > 1) != (self.gradient_accumulation_steps() > 1):
-            raise ConfigError(
-                f"set_train_batch_size({train_batch_size}): gradients of several micro-batches are summed in fp32,"
-                f" those of one are kept in {self.config.precision}, and room was planned for"
-                f' gradient_accumulation_steps {self.gradient_accumulation_steps()}; set "tiering":'
-                ' {"grad_accum_dtype": "fp32"} in the configuration'
-            )
-        self.config = self.config.model_copy(
-            update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
-        )
-        self._accumulation.steps = steps
 
     # Sections of the configuration
 

@@ -10,11 +10,12 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
+
+#include "system.h"
 
 enum {
     MAX_QUEUE_DEPTH = 512,
@@ -22,21 +23,6 @@ enum {
 };
 static const uint64_t MAX_BLOCK_SIZE = UINT64_C(1) << 30;  /* one kernel transfer ends at 2 GiB - 4 KiB */
 static const uint64_t MAX_REGION_SIZE = UINT64_C(1) << 30; /* io_uring's limit for one buffer */
-
-int aio_thread_start(pthread_t *thread, void *(*run)(void *), void *argument)
-{
-    static const int own_faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
-    sigset_t others, before;
-    sigfillset(&others);
-    for (size_t i = 0; i < sizeof own_faults / sizeof own_faults[0]; i++)
-        sigdelset(&others, own_faults[i]);
-    pthread_sigmask(SIG_SETMASK, &others, &before);
-    int error = pthread_create(thread, NULL, run, argument);
-    if (!error)
-        pthread_setname_np(*thread, "tiering-aio");
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return -error;
-}
 
 static int start_backend(aio_context *context, const char *engine)
 {
@@ -145,7 +131,8 @@ static void watch_forks(void) { pthread_atfork(before_fork, after_fork_in_parent
 
 static bool is_foreign(const aio_context *context) { return context->forks != forks; }
 
-void aio_take_down(aio_context *context)
+/* Ends the backend, once. */
+static void take_down(aio_context *context)
 {
     pthread_mutex_lock(&fork_lock);
     struct aio_backend backend = context->backend;
@@ -153,6 +140,14 @@ void aio_take_down(aio_context *context)
     if (backend.ops)
         backend.ops->exit(&backend, is_foreign(context));
     pthread_mutex_unlock(&fork_lock);
+}
+
+static void *drive(void *argument)
+{
+    aio_context *context = argument;
+    aio_drive(context);
+    take_down(context);
+    return NULL;
 }
 
 int aio_open(aio_context **out, const aio_options *options)
@@ -182,10 +177,10 @@ int aio_open(aio_context **out, const aio_options *options)
             aio_backend_add_faults(&context->backend, options->faults, options->n_faults, context->capacity);
     if (!error) {
         init_lock(context);
-        error = aio_thread_start(&context->driver, aio_drive, context);
+        error = aio_thread_start(&context->driver, drive, context);
     }
     if (error) {
-        aio_take_down(context);
+        take_down(context);
         free_context(context);
         return error;
     }
@@ -502,7 +497,7 @@ int aio_latencies(aio_context *context, int file, int kind, uint64_t *counts, ui
 int aio_close(aio_context *context)
 {
     if (is_foreign(context)) {
-        aio_take_down(context);
+        take_down(context);
         return 0;
     }
     if (context->closed)

@@ -7,7 +7,6 @@
 #ifndef TIERING_AIO_BACKEND_H
 #define TIERING_AIO_BACKEND_H
 
-#include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -91,11 +90,5 @@ extern const struct aio_backend_ops aio_backend_threads;
  * The engine keeps its name. On error the backend is as before. */
 int aio_backend_add_faults(struct aio_backend *backend, const aio_fault *faults, unsigned n_faults,
                            unsigned capacity);
-
-/* A thread that receives no signal: SIGXFSZ (a write past RLIMIT_FSIZE) would otherwise end the process. But its
- * own faults: blocked, they would end it as well, and no handler would tell where. */
-int aio_thread_start(pthread_t *thread, void *(*run)(void *), void *argument);
-
-uint64_t aio_now_ns(void);
 
 #endif

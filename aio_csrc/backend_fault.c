@@ -12,6 +12,8 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
+#include "system.h"
+
 struct held {
     struct aio_op op; /* the copy; its result is set already when the operation is not to be begun */
     struct aio_op *original;

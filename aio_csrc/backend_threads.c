@@ -13,6 +13,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "system.h"
+
 enum { MAX_WORKERS = 64 };
 
 struct pool {

@@ -21,6 +21,7 @@ SOURCES = [
     "aio.c",
     "requests.c",
     "driver.c",
+    "system.c",
     "verify.c",
     "withheld.c",
     "backend_uring.c",
@@ -28,7 +29,7 @@ SOURCES = [
     "backend_threads.c",
     "backend_fault.c",
 ]
-HEADERS = ["aio.h", "backend.h", "context.h", "uring_abi.h", "uring_abi_check.h", "verify.h"]
+HEADERS = ["aio.h", "backend.h", "context.h", "system.h", "uring_abi.h", "uring_abi_check.h", "verify.h"]
 
 
 def read_cdef(header: Path) -> str:

@@ -4,6 +4,7 @@
  *   requests.c  tickets and what waits for what
  *   driver.c    the driver thread: splitting, judging, counting
  *   verify.c    checksums of pages, when asked for
+ *   system.c    the clock, and threads without signals
  *
  * withheld.c stands alone: memory that forked children do not get.
  *
@@ -161,10 +162,7 @@ void aio_requests_cancel(aio_context *context);
 void aio_requests_free(aio_context *context);
 void aio_wake_driver(aio_context *context);
 
-/* aio.c; ends the backend, once. */
-void aio_take_down(aio_context *context);
-
-/* driver.c */
-void *aio_drive(void *context);
+/* driver.c; what the driver thread runs until the context is closing and no request is left. */
+void aio_drive(aio_context *context);
 
 #endif

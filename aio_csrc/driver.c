@@ -25,7 +25,8 @@
 
 #include <errno.h>
 #include <string.h>
-#include <time.h>
+
+#include "system.h"
 
 enum {
     MAX_STALLS = 100,     /* no aligned progress so often in a row: the end of the file, or hopeless */
@@ -36,13 +37,6 @@ enum {
     COMPLETE = 0,
     CONTINUE = 1,
 };
-
-uint64_t aio_now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 static void pop(struct request *request)
 {
@@ -418,9 +412,8 @@ static void register_buffers(aio_context *context)
     context->info.files_error = backend->files_error;
 }
 
-void *aio_drive(void *argument)
+void aio_drive(aio_context *context)
 {
-    aio_context *context = argument;
     pthread_mutex_lock(&context->lock);
     for (;;) {
         register_buffers(context);
@@ -449,6 +442,4 @@ void *aio_drive(void *argument)
         }
     }
     pthread_mutex_unlock(&context->lock);
-    aio_take_down(context);
-    return NULL;
 }

@@ -1,0 +1,27 @@
+#define _GNU_SOURCE
+#include "system.h"
+
+#include <signal.h>
+#include <time.h>
+
+uint64_t aio_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+int aio_thread_start(pthread_t *thread, void *(*run)(void *), void *argument)
+{
+    static const int own_faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+    sigset_t others, before;
+    sigfillset(&others);
+    for (size_t i = 0; i < sizeof own_faults / sizeof own_faults[0]; i++)
+        sigdelset(&others, own_faults[i]);
+    pthread_sigmask(SIG_SETMASK, &others, &before);
+    int error = pthread_create(thread, NULL, run, argument);
+    if (!error)
+        pthread_setname_np(*thread, "tiering-aio");
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return -error;
+}

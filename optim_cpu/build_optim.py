@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = "optim_cpu/csrc"
 UNITS = (
     "kernels.c",
+    "refuse.c",
     "rules.c",
     "dispatch.c",
     "pool.c",

@@ -21,16 +21,6 @@ enum {
     SUMS = 1 << 13,      /* block sums held at a time, if there is memory for them */
 };
 
-static _Thread_local const char *invalid_argument = "";
-
-const char *opt_invalid_argument(void) { return invalid_argument; }
-
-int opt_refuse(const char *argument_and_rule)
-{
-    invalid_argument = argument_and_rule;
-    return -EINVAL;
-}
-
 static int is_dtype(int dtype) { return dtype == OPT_FP32 || dtype == OPT_BF16 || dtype == OPT_FP16; }
 
 static int is_address(intptr_t address, int dtype)

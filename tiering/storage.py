@@ -23,6 +23,7 @@ from tiering.arena import round_up
 from tiering.errors import SwapError, SwapSpaceError
 from tiering.ranges import FreeRanges
 from tiering.swap_file import SwapFile, check_directory
+from tiering.text import shorten
 
 _Failure = tuple[int, int, SwapError]
 """First byte of a range of an extent, its end, and the error of the write that did not replace it."""
@@ -216,8 +217,3 @@ def _without(ranges: list[_Failure], start: int, end: int) -> Iterator[_Failure]
             yield first, min(last, start), error
         if max(first, end) < last:
             yield max(first, end), last, error
-
-
-def shorten(names: tuple[str, ...], most: int = 3) -> str:
-    """``names`` for a message: the first few, and how many more."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -28,9 +28,10 @@ from tiering.arena import round_up
 from tiering.bandwidth import MOST_BYTES, measure, weights
 from tiering.config import format_size
 from tiering.errors import SwapError, SwapSpaceError
-from tiering.storage import Extent, SlabFile, shorten
+from tiering.storage import Extent, SlabFile
 from tiering.striping import Need, Piece, StripeMap, apportion, shares_of
 from tiering.swap_file import check_directory, disk_of, free_by_file_system, too_full, wait_for_space
+from tiering.text import shorten
 from tiering.tickets import StripedTicket, Transfer
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tiering.errors import EngineStateError
-from tiering.storage import shorten
+from tiering.text import shorten
 from zero3 import resharded
 from zero3.closed_storage import Placeholder
 from zero3.collectives import Collectives

@@ -23,7 +23,7 @@ from typing import Any
 
 from tiering.errors import TelemetryError
 from tiering.io_stats import TransferRecord, errno_text
-from tiering.storage import shorten
+from tiering.text import shorten
 from zero3.streams import Event, Stream
 from zero3.tiers import Tiers
 from zero3.timeline import DeviceSpan, Span, Track

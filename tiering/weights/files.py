@@ -19,8 +19,8 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from tiering.errors import WeightsError
-from tiering.storage import shorten
 from tiering.strict_json import FormatError, natural, parse, short, strings
+from tiering.text import shorten
 
 _MOST_HEADER = 100_000_000  # bytes; the format's own limit, which also holds for an index here
 _PIECE = 1 << 20  # bytes

@@ -27,7 +27,7 @@ from tiering.config import IoConfig
 from tiering.descriptors import close_alone, open_alone
 from tiering.errors import SwapError, WeightsError
 from tiering.io_stats import errno_text
-from tiering.storage import shorten
+from tiering.text import shorten
 from tiering.weights.files import FileVersion, StoredTensor, Sums, WeightFiles, damaged, unopened
 
 WINDOWS = 3  # one being taken, two on their way

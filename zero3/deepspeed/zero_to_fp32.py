@@ -15,7 +15,7 @@ from tiering.checkpoint.reader import Checkpoint, open_checkpoint
 from tiering.config import IoConfig
 from tiering.errors import CheckpointError, ConfigError
 from tiering.fields import parse_size
-from tiering.storage import shorten
+from tiering.text import shorten
 from tiering.weights.reader import WeightReader
 from zero3.weights import STORED_NAMES
 

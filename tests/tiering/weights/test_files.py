@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -441,3 +443,14 @@ def test_equal_bytes(file: Callable[..., Path], tmp_path: Path) -> None:
     os.truncate(path, b.offset + 5)
     with pytest.raises(WeightsError, match=r"it ends at byte \d+: somebody is changing it"):
         same_bytes(a, b)
+
+
+def test_a_header_is_read_without_the_c_extension(file: Callable[..., Path]) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tiering.weights.files import open_weights;"
+        " print(*sorted(open_weights(Path(sys.argv[1])).tensors));"
+        " sys.exit('tiering._aio' in sys.modules)"
+    )
+    path = file(TWO, DATA)
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("a b\n", "", 0)

@@ -38,10 +38,7 @@ hold, 1 when one does not, 2 when nothing could be measured.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -50,9 +47,10 @@ from pathlib import Path
 
 from aio import cells, tables
 from aio.cells import MIB, Cell
-from aio.ours import CannotStart, Ours
-from frame import machine
+from aio.ours import Ours
+from frame import command
 from frame.report import Report
+from frame.side import SideError
 from rich.console import Console
 
 from tiering.tierbench.comparison import fio
@@ -85,8 +83,7 @@ def parse_arguments() -> argparse.Namespace:
         "--part", nargs="+", choices=["disk", "overhead", "verify"], default=["disk", "overhead", "verify"]
     )
     parser.add_argument("--quick", action="store_true", help=f"under a minute, proves nothing: {QUICK}")
-    parser.add_argument("--json", type=Path, help="every reading, for later")
-    parser.add_argument("--markdown", type=Path, help="the report")
+    command.add_files(parser, save="")
     arguments = parser.parse_args()
     for directory in (arguments.dir, arguments.ram_dir):
         if not directory.is_dir():
@@ -103,8 +100,8 @@ def usable(engines: list[str], job: Job, report: Report) -> list[str]:
         try:
             Ours(job, engine).close()
             found.append(engine)
-        except CannotStart as why:
-            report.skipped.append(f"{engine}: {why}")
+        except SideError as error:
+            report.skipped.append(str(error))
     return found
 
 
@@ -145,17 +142,13 @@ def measure(options: argparse.Namespace, directory: Path, report: Report) -> Ite
 
 def main() -> int:
     options = parse_arguments()
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console()
     try:
-        facts = {
-            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "command": shlex.join(["python", *sys.argv]),
-            **machine.describe("tiering", "numpy", "cffi", directory=options.dir),
-            "peer": fio.version(),
-        }
+        peer = fio.version()
     except fio.FioError as missing:
         console.print(missing.words, markup=False)
         return 2
+    facts = command.facts("tiering", "numpy", "cffi", directory=options.dir) | {"peer": peer}
     report = Report("bench_aio: our I/O engine beside fio", facts)
     done: list[Cell] = []
     with (
@@ -166,16 +159,9 @@ def main() -> int:
             done.append(cell)
             status.update(f"{len(done)} cells; done: {cell.experiment} {cell.engine} {cell.job.rw}")
     tables.fill(report, done)
-    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
-    report.show(console)
-    if options.json:
-        raw = {"facts": report.facts, "skipped": report.skipped, "cells": [asdict(cell) for cell in done]}
-        options.json.write_text(json.dumps(raw, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text(report.markdown())
-    if not done:
-        return 2
-    return 0 if all(verdict.holds for verdict in report.verdicts) else 1
+    raw = {"facts": report.facts, "skipped": report.skipped, "cells": [asdict(cell) for cell in done]}
+    command.finish(report, options, "io", lambda: raw)
+    return command.status(report, complete=bool(done))
 
 
 if __name__ == "__main__":

@@ -32,32 +32,26 @@ result.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import shlex
 import shutil
-import signal
 import sys
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from frame import machine
+from frame import command
 from frame.report import Report
 from larger import picture, tables
 from larger.child import ANONYMOUS, Task
 from larger.shape import SMALLEST, Shape, of_size
 from larger.watch import ChildError, Seen, watch
-from rich.console import Console
 
 from tiering.budgets import host_memory
 from tiering.config import parse_size
 from tiering.errors import ConfigError
 from tiering.planning.sizing import parse_count
 
-RESULTS = Path(__file__).parent / "results"
 USUAL = 3_000_000_000
 QUICK = 50_000_000
 BYTES_PER_PARAMETER = 30
@@ -97,9 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--load", action="store_true", help="also write the weights, and load them")
     parser.add_argument("--quick", action="store_true", help="a tiny model, proves nothing")
-    parser.add_argument("--save", action="store_true", help=f"the report and its picture, to {RESULTS}")
-    parser.add_argument("--json", type=Path, help="every event and sample")
-    parser.add_argument("--markdown", type=Path, help="the report")
+    command.add_files(parser, save="the report and its picture")
     options = parser.parse_args()
     if options.quick:
         options.params, options.memory, options.steps = options.params or QUICK, 1_200_000_000, 2
@@ -129,9 +121,7 @@ def sized(options: argparse.Namespace) -> tuple[Shape, str]:
 
 def prepared(options: argparse.Namespace) -> Report:
     facts = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", *sys.argv]),
-        **machine.describe("tiering", "torch", "transformers", directory=options.dir),
+        **command.facts("tiering", "torch", "transformers", directory=options.dir),
         "memory limit of the process": f"{host_memory()[0] / 1e9:.1f} GB by cgroup or machine, page cache included;"
         f" {ANONYMOUS * options.memory / 1e9:g} GB anonymous by RLIMIT_DATA",
         "threads": str(options.threads),
@@ -196,35 +186,28 @@ def say(event: dict[str, Any]) -> None:
         print(f"  {event['name']}: {event['seconds']:.1f} s, {told}", file=sys.stderr, flush=True)
 
 
-def keep(options: argparse.Namespace, run: Run) -> None:
-    """Write what was asked for."""
-    report = run.report
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    if options.save and report.tables:
-        path = RESULTS / f"{today}-larger-than-memory.png"
-        title = f"Within {options.memory / 1e9:g} GB: {options.shape}"
-        try:
-            picture.draw(run.seen, options.memory, title, path)
-            report.facts["picture"] = path.name
-        except ImportError as missing:
-            report.skipped.append(f"the picture: {missing}; `pip install tiering[bench]`")
-    if options.json:
-        raw = {
-            "facts": report.facts,
-            "processes": {name: asdict(seen) for name, seen in run.seen.items()},
-            "goals": [asdict(verdict) for verdict in report.verdicts],
-        }
-        options.json.write_text(json.dumps(raw, indent=1) + "\n")
-    for path in (options.markdown, RESULTS / f"{today}-larger-than-memory.md" if options.save else None):
-        if path is not None:
-            path.write_text(report.markdown())
+def draw(options: argparse.Namespace, run: Run) -> None:
+    """The picture, beside the saved report."""
+    path = command.RESULTS / f"{command.today()}-larger-than-memory.png"
+    try:
+        picture.draw(run.seen, options.memory, f"Within {options.memory / 1e9:g} GB: {options.shape}", path)
+        run.report.facts["picture"] = path.name
+    except ImportError as missing:
+        run.report.skipped.append(f"the picture: {missing}; `pip install tiering[bench]`")
+
+
+def readings(run: Run) -> dict[str, Any]:
+    """Every event and sample, for the JSON."""
+    return {
+        "facts": run.report.facts,
+        "processes": {name: asdict(seen) for name, seen in run.seen.items()},
+        "goals": [asdict(verdict) for verdict in run.report.verdicts],
+    }
 
 
 def main() -> int:
     options = parse_arguments()
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # ends the process and clears up, as Ctrl-C does
+    command.end_on_sigterm()
     report = prepared(options)
     print(f"{options.shape}\n{options.size_by}", file=sys.stderr)
     failed = ""
@@ -238,12 +221,10 @@ def main() -> int:
             failed = "interrupted"
     if failed:
         report.skipped.append(failed)
-    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
-    report.show(Console(width=None if sys.stdout.isatty() else 220))
-    keep(options, run)
-    if failed:
-        return 2
-    return 0 if all(verdict.holds for verdict in report.verdicts) else 1
+    if options.save and report.tables:
+        draw(options, run)
+    command.finish(report, options, "larger-than-memory", lambda: readings(run))
+    return command.status(report, complete=not failed)
 
 
 if __name__ == "__main__":

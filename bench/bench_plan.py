@@ -21,29 +21,23 @@ said, to the byte. Exit status: 0 when all hold, 1 when one does not, 2 when som
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import shlex
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
-from frame import machine
+from frame import command
 from frame.reference_model import Model
 from frame.report import Report
 from frame.side import Place, SideError, Spec
 from plan import rows
-from rich.console import Console
 from step import sides
 from step.scale import FULL, QUICK, Scale
 
-RESULTS = Path(__file__).parent / "results"
 HOSTS = ("3GiB", "1.5GiB", "1GiB")
 QUICK_HOSTS = ("30MiB",)
 
@@ -59,16 +53,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="of each window in which a rate is measured"
     )
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, proves nothing")
-    parser.add_argument("--save", action="store_true", help=f"the report, to {RESULTS}")
-    parser.add_argument("--markdown", type=Path, help="the report")
-    parser.add_argument("--json", type=Path, help="every reading, for later")
-    arguments = parser.parse_args()
-    for name in ("rounds", "steps"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    return arguments
+    command.add_sides(parser, patience=600)
+    command.add_files(parser)
+    options = parser.parse_args()
+    command.require_at_least(parser, options, rounds=1, steps=1)
+    return options
 
 
 def budgets(model: Model, device: str, hosts: tuple[str, ...]) -> list[Spec]:
@@ -86,10 +75,7 @@ def budgets(model: Model, device: str, hosts: tuple[str, ...]) -> list[Spec]:
 
 
 def described(options: argparse.Namespace, scale: Scale) -> dict[str, str]:
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", *sys.argv]),
-        **machine.describe("tiering", "torch", directory=options.dir),
+    return command.facts("tiering", "torch", directory=options.dir) | {
         "threads": str(options.threads),
         "model": str(scale.model),
         "rounds": f"{options.rounds} of {options.steps} steps, rates measured before and after each",
@@ -102,7 +88,7 @@ def measured(
     """The rows of all budgets. What could not be measured is in ``report.skipped``."""
     found = []
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_plan.") as directory:
-        place = Place(Path(directory).resolve(), options.threads, patience=600)
+        place = Place(Path(directory).resolve(), options.threads, options.patience)
         try:
             for spec in budgets(scale.model, scale.device, QUICK_HOSTS if options.quick else HOSTS):
                 try:
@@ -124,27 +110,21 @@ def measured(
     return found
 
 
-def keep(options: argparse.Namespace, report: Report, found: list[rows.Row]) -> None:
-    """Write what was asked for."""
-    if options.json:
-        raw = [
-            {
-                "name": row.name,
-                "rounds": [asdict(one) for one in row.rounds],
-                "rates": [one.as_dict() for one in row.rates],
-            }
-            for row in found
-        ]
-        options.json.write_text(json.dumps(raw, indent=1) + "\n")
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    for path in (options.markdown, RESULTS / f"{today}-plan.md" if options.save else None):
-        if path is not None:
-            path.write_text(report.markdown())
+def readings(found: list[rows.Row]) -> list[dict[str, Any]]:
+    """Every reading, for the JSON."""
+    return [
+        {
+            "name": row.name,
+            "rounds": [asdict(one) for one in row.rounds],
+            "rates": [one.as_dict() for one in row.rates],
+        }
+        for row in found
+    ]
 
 
 def main() -> int:
     options = parse_arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends sides and clears up, as Ctrl-C does
+    command.end_on_sigterm()
     torch.set_num_threads(options.threads)
     scale = QUICK if options.quick else FULL
     began = time.monotonic()
@@ -155,12 +135,8 @@ def main() -> int:
     report = Report("bench_plan: predicted step times beside real ones", described(options, scale))
     found = measured(options, scale, report, say)
     rows.conclude(report, found)
-    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
-    report.show(Console(width=None if sys.stdout.isatty() else 220))
-    keep(options, report, found)
-    if report.skipped or not found:
-        return 2
-    return 0 if all(verdict.holds for verdict in report.verdicts) else 1
+    command.finish(report, options, "plan", lambda: readings(found))
+    return command.status(report, complete=bool(found) and not report.skipped)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
-import json
 import os
-import shlex
-import signal
 import statistics
 import sys
 import tempfile
@@ -42,16 +38,15 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from frame import machine
+from frame import command
 from frame.report import Report, Table, Verdict, middle
-from rich.console import Console
 from sidecar.clients import Heard, ask
 from sidecar.processes import ProcessError, Sidecar, Trainer
 
 from tiering.tierbench.ratios import Comparison, compare, in_turn
 
-RESULTS = Path(__file__).parent / "results"
 BOUND = 1.03
 QUICK = {"pairs": 2, "seconds": 1.0, "hold": 1.5, "scrapers": 10, "subscribers": 3, "width": 64, "layers": 1}
 SETTLE = 0.5
@@ -155,9 +150,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256, help="of the model")
     parser.add_argument("--layers", type=int, default=6, help="of the model")
     parser.add_argument("--quick", action="store_true", help="tiny and short, proves nothing")
-    parser.add_argument("--save", action="store_true", help=f"the report, to {RESULTS}")
-    parser.add_argument("--json", type=Path, help="every reading, for later")
-    parser.add_argument("--markdown", type=Path, help="the report")
+    command.add_files(parser)
     if parser.parse_args().quick:  # what is given beside it counts
         parser.set_defaults(**QUICK)
     options = parser.parse_args()
@@ -268,9 +261,7 @@ def cores() -> tuple[int, int]:
 def described(options: argparse.Namespace, training: int, others: int) -> dict[str, str]:
     every = f"every {options.every:g} s" if options.every else "without a pause"
     return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", *sys.argv]),
-        **machine.describe("tiering", "torch", "uvicorn", "fastapi", directory=options.dir),
+        **command.facts("tiering", "torch", "uvicorn", "fastapi", directory=options.dir),
         "cores": f"{training} trains; tierd and its clients share {others}",
         "clients": f"{options.scrapers} of /metrics, {every}; {options.subscribers} of /v1/events",
         "model": f"GPT of {options.layers} blocks, width {options.width}, all of it on NVMe",
@@ -297,10 +288,7 @@ def measured(options: argparse.Namespace, report: Report, directory: Path) -> di
 
 def main() -> int:
     options = parse_arguments()
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # ends the processes and clears up, as Ctrl-C does
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    command.end_on_sigterm()
     report = Report("bench_sidecar: training beside a busy sidecar", {})
     try:
         with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_sidecar.") as directory:
@@ -310,20 +298,17 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 2
-    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
-    report.show(console)
-    if options.json:
-        raw = {
-            "facts": report.facts,
-            "windows": {name: [asdict(window) for window in kept] for name, kept in windows.items()},
-            "goals": [asdict(verdict) for verdict in report.verdicts],
-        }
-        options.json.write_text(json.dumps(raw, indent=1) + "\n")
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    for path in (options.markdown, RESULTS / f"{today}-sidecar.md" if options.save else None):
-        if path is not None:
-            path.write_text(report.markdown())
-    return 0 if all(verdict.holds for verdict in report.verdicts) else 1
+    command.finish(report, options, "sidecar", lambda: readings(report, windows))
+    return command.status(report, complete=True)
+
+
+def readings(report: Report, windows: dict[str, list[Window]]) -> dict[str, Any]:
+    """Every reading, for the JSON."""
+    return {
+        "facts": report.facts,
+        "windows": {name: [asdict(window) for window in kept] for name, kept in windows.items()},
+        "goals": [asdict(verdict) for verdict in report.verdicts],
+    }
 
 
 if __name__ == "__main__":

@@ -41,12 +41,9 @@ On a CPU, or with --tiny, a tiny model runs through everything and proves nothin
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
 import json
 import os
-import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -55,22 +52,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from frame import machine
+from frame import command
 from frame.report import Report
+from frame.side import Place
 from gpu_step import cases, sides, tables
 from gpu_step.cases import Setting
 from gpu_step.link import Link, LinkError, measure
 from gpu_step.ours import configuration
 from gpu_step.run import Run
 from gpu_step.shape import TINY, Shape, of_size
-from gpu_step.side import Place
+from gpu_step.side import GOODBYE
 from gpu_step.sides import CARD_SHARE, HOST_SHARE
 from gpu_step.waves import Memory
-from rich.console import Console
 
 from tiering.fields import parse_size
 
-RESULTS = Path(__file__).parent / "results"
 FITS, LARGER = "fits", "larger"
 TINY_TOKENS, TINY_SEQUENCE = (64, 128), 32
 TINY_TURN = 0.1  # seconds
@@ -114,9 +110,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peers", type=Path, help="the interpreter of an environment with deepspeed")
     parser.add_argument("--no-peers", action="store_true", help="leave DeepSpeed out")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, proves nothing")
-    parser.add_argument("--save", action="store_true", help=f"the report, to {RESULTS}")
-    parser.add_argument("--json", type=Path, help="every reading, for later")
-    parser.add_argument("--markdown", type=Path, help="the report")
+    command.add_files(parser)
     options = parser.parse_args()
     if any(tokens % options.sequence for tokens in options.tokens):
         parser.error(f"--tokens must be multiples of the sequence, {options.sequence}")
@@ -156,10 +150,8 @@ def described(options: argparse.Namespace, link: Link | None) -> dict[str, str]:
     if link is not None:
         device = f"{link.card}, {link.memory / 2**30:.1f} GiB, {link.driver}"
     return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", *sys.argv]),
         "GPU": device,
-        **machine.describe("tiering", "torch", directory=options.dir),
+        **command.facts("tiering", "torch", directory=options.dir),
         "threads": f"{options.threads} for each side",
     }
 
@@ -238,13 +230,12 @@ def fitting_shape(options: argparse.Namespace, setting: Setting) -> Shape | None
 
 def main() -> int:
     options = parse_arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends sides and clears up, as Ctrl-C does
+    command.end_on_sigterm()
     deadline = time.monotonic() + options.seconds
-    console = Console(width=None if sys.stdout.isatty() else 220)
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench_gpu_step.") as name:
         directory = Path(name).resolve()
         report = Report("bench_gpu_step: the training step on a GPU", {})
-        run = Run(Place(directory, options.threads), report, deadline, options.turn)
+        run = Run(Place(directory, options.threads, GOODBYE), report, deadline, options.turn)
         link = None
         try:
             if not options.tiny:
@@ -264,29 +255,15 @@ def main() -> int:
         except KeyboardInterrupt:  # what was measured before it is worth a report
             run.failed.append("the run")
             report.skipped.append("what comes after this: interrupted")
-    report.facts["load average at the end"] = " ".join(f"{load:.2f}" for load in os.getloadavg())
-    report.show(console)
-    written(options, run, link)
-    if run.failed or not report.tables:
-        return 2
-    return 0 if all(verdict.holds for verdict in report.verdicts) else 1
+    command.finish(report, options, "gpu-step", lambda: readings(run, link))
+    return command.status(report, complete=not run.failed and bool(report.tables))
 
 
-def written(options: argparse.Namespace, run: Run, link: Link | None) -> None:
-    report = run.report
-    if options.json:
-        raw: dict[str, Any] = {
-            "facts": report.facts,
-            "link": asdict(link) if link is not None else None,
-            "skipped": report.skipped,
-            "sides": [asdict(side) for side in run.sides],
-            "goals": [asdict(verdict) for verdict in report.verdicts],
-        }
-        options.json.write_text(json.dumps(raw, indent=1) + "\n")
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    for path in (options.markdown, RESULTS / f"{today}-gpu-step.md" if options.save else None):
-        if path is not None:
-            path.write_text(report.markdown())
+def readings(run: Run, link: Link | None) -> dict[str, Any]:
+    """Every reading, for the JSON."""
+    return command.readings(run.report, sides=run.sides) | {
+        "link": asdict(link) if link is not None else None
+    }
 
 
 if __name__ == "__main__":

@@ -144,10 +144,13 @@ class Side:
         self._set_facts(self.call("rebuild", settings=self.settings(settings)))
         self.rounds.clear()
 
-    def call(self, method: str, **arguments: Any) -> list[Any]:
-        """Call ``method`` of every rank's worker; the results in the order of ranks."""
+    def call(self, method: str, *, patience: float | None = None, **arguments: Any) -> list[Any]:
+        """Call ``method`` of every rank's worker; the results in the order of ranks.
+
+        SideError, and all ranks are killed, if one fails or the call takes longer than ``patience`` seconds.
+        """
         self._send(method, arguments)
-        return self._results(self.place.patience)
+        return self._results(self.place.patience if patience is None else patience)
 
     def leave(self) -> None:
         """Let the processes end, without waiting for that."""
@@ -212,9 +215,16 @@ class Side:
                 print(json.dumps([method, arguments]), file=process.stdin, flush=True)
 
     def _results(self, seconds: float) -> list[Any]:
+        try:
+            return self._awaited(time.monotonic() + seconds, seconds)
+        except SideError:
+            for process in self._processes:
+                _kill(process)
+            raise
+
+    def _awaited(self, deadline: float, seconds: float) -> list[Any]:
         waiting = dict(enumerate(self._processes))
         results: dict[int, Any] = {}
-        deadline = time.monotonic() + seconds
         while waiting:
             # An answer is one short write and nothing else is in the pipe: a readable pipe holds the whole line.
             pipes: dict[Any, int] = {process.stdout: rank for rank, process in waiting.items()}
@@ -222,7 +232,7 @@ class Side:
             if not ready:
                 late = min(waiting)
                 raise SideError(
-                    f"{self._title(late)} gave no answer within {seconds:g} s; its last output:"
+                    f"{self._title(late)} gave no answer within {seconds:.0f} s and was ended; its last output:"
                     f" {self._last_output(late)}"
                 )
             for pipe in ready:

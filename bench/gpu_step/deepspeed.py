@@ -7,10 +7,14 @@ that stage 3 has taken away.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from frame.deepspeed_engine import DeepSpeedSide
+from frame.reference_model import ADAMW, CLIP
+
 from .serve import serve
-from .work import ADAMW, CLIP, Work
+from .work import Work
 
 
 def configuration(settings: dict[str, Any]) -> dict[str, Any]:
@@ -34,45 +38,10 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class DeepSpeed:
-    """Its engine, built under its zero.Init."""
-
-    def __init__(self, work: Work, settings: dict[str, Any]) -> None:
-        import deepspeed
-
-        deepspeed.init_distributed(dist_backend="gloo" if work.card is None else "nccl")
-        config = configuration(settings)
-        with deepspeed.zero.Init(config_dict_or_path=config):
-            module = work.build(reentrant=True)
-        self.about = f"DeepSpeed {deepspeed.__version__}"
-        self.engine, *_ = deepspeed.initialize(
-            model=module, model_parameters=module.parameters(), config=config
-        )
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "about": self.about,
-            "parameters": sum(parameter.ds_numel for parameter in self.engine.module.parameters()),
-        }
-
-    def forward(self, tokens: Any, targets: Any) -> Any:
-        return self.engine(tokens, targets)
-
-    def backward(self, loss: Any) -> None:
-        self.engine.backward(loss)
-
-    def update(self) -> None:
-        self.engine.step()
-
-    def settle(self) -> None:
-        """It tells of nothing to wait for beside the device."""
-
-    def counters(self) -> dict[str, float]:
-        return {}
-
-    def close(self) -> None:
-        self.engine.destroy()
+def build(work: Work, settings: dict[str, Any]) -> DeepSpeedSide:
+    backend = "gloo" if work.card is None else "nccl"
+    return DeepSpeedSide(partial(work.build, reentrant=True), configuration(settings), backend)
 
 
 if __name__ == "__main__":
-    serve(DeepSpeed)
+    serve(build)

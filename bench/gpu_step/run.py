@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 from frame.report import Report
-from frame.side import SideError
+from frame.side import Place, SideError
 
 from tiering.tierbench.ratios import in_turn
 
-from .side import Place, Round, Side, Spec
+from .side import Round, Side, Spec
 from .work import Work
 
 PATIENCE = 20.0  # seconds beyond its turn after which a side is given up
@@ -128,7 +128,7 @@ class Run:
         stack.callback(let_go, begun.values())  # all of them, before each is waited for
         for name, side in begun.items():
             try:
-                side.wait(until - time.monotonic())
+                side.built(until - time.monotonic())
                 sides[name] = side
                 self.say(f"{name} is there")
             except SideError as error:

@@ -1,7 +1,6 @@
 """What the process of a side does: builds the model once, then trains so many steps whenever it is asked to.
 
-The first line of input says what to build; each further one is ``{"steps": n, "tokens": m}``, m in each step, and is
-answered by a line of JSON. Standard library and torch only.
+Standard library and torch only.
 
 A round's clock runs from its first step until device and disk have nothing more to do: what a side leaves behind its
 last step is paid for in the round that caused it. Beside it the device's own clock tells how long forward and backward
@@ -11,40 +10,17 @@ it is not hidden behind them.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
+from frame import child
 from frame.process import age, resident
+from frame.training import SETTLE, Trainer
 
 from .meter import Meter, meter
 from .shape import Shape
 from .work import Work
-
-SETTLE = 0.05
-"""Seconds of sleep before each round. Idle OpenMP threads of the side that was last spin for some milliseconds."""
-
-
-class Trainer(Protocol):
-    """A side: the parts of one training step, and what it can tell of itself."""
-
-    def facts(self) -> dict[str, Any]:
-        """What is known once it is built: ``about``, ``parameters`` and, where it has one, its plan."""
-
-    def forward(self, tokens: Any, targets: Any) -> Any: ...
-    def backward(self, loss: Any) -> None: ...
-    def update(self) -> None: ...
-    def settle(self) -> None:
-        """Wait for transfers that the last step left behind, beside what the device has still to do."""
-
-    def counters(self) -> dict[str, float]:
-        """Totals so far, by name; empty without counters."""
-
-    def close(self) -> None: ...
-
 
 Build = Callable[[Work, dict[str, Any]], Trainer]
 
@@ -80,38 +56,43 @@ def train(trainer: Trainer, meter: Meter, batches: Iterator[Any], steps: int) ->
     }
 
 
-def serve(build: Build) -> None:
-    """Answer rounds until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not an answer
+class Training:
+    """The worker of a side."""
 
-    def answer(value: Any) -> None:
-        print(json.dumps(value), file=answers, flush=True)
+    def __init__(self, make: Build, threads: int, work: dict[str, Any], settings: dict[str, Any]) -> None:
+        import torch
 
-    lines = iter(sys.stdin)
-    asked = json.loads(next(lines))
+        torch.set_num_threads(threads)
+        self._work = Work(**work | {"shape": Shape(**work["shape"])})
+        self._meter = meter(self._work.card)
+        warm = torch.ones(64, 64, dtype=torch.bfloat16, requires_grad=True, device=self._work.device)
+        torch.autograd.backward((warm @ warm).float().sum())
+        self._meter.settle()
+        self._baseline = resident("VmRSS")
+        self._meter.begin()
+        self._trainer = make(self._work, settings)
+        self._batches: dict[int, Iterator[Any]] = {}
 
-    import torch
+    def facts(self) -> dict[str, Any]:
+        self._meter.settle()
+        return {
+            **self._trainer.facts(),
+            **self._meter.facts(),
+            "baseline": self._baseline,
+            "built": self._meter.read(),
+            "age": age(),
+        }
 
-    torch.set_num_threads(asked["threads"])
-    work = Work(**asked["work"] | {"shape": Shape(**asked["work"]["shape"])})
-    gauge = meter(work.card)
-    warm = torch.ones(64, 64, dtype=torch.bfloat16, requires_grad=True, device=work.device)
-    torch.autograd.backward((warm @ warm).float().sum())
-    gauge.settle()
-    baseline = resident("VmRSS")
-    gauge.begin()
-    trainer = build(work, asked["settings"])
-    try:
-        gauge.settle()
-        answer(
-            {**trainer.facts(), **gauge.facts(), "baseline": baseline, "built": gauge.read(), "age": age()}
-        )
-        batches: dict[int, Iterator[Any]] = {}
-        for line in lines:
-            question = json.loads(line)
-            tokens = question["tokens"]
-            batches.setdefault(tokens, work.batches(tokens))
-            answer(train(trainer, gauge, batches[tokens], question["steps"]))
-    finally:
-        trainer.close()
+    def train(self, tokens: int, steps: int) -> dict[str, Any]:
+        """A round of ``steps`` steps of ``tokens`` tokens each."""
+        if tokens not in self._batches:
+            self._batches[tokens] = self._work.batches(tokens)
+        return train(self._trainer, self._meter, self._batches[tokens], steps)
+
+    def close(self) -> None:
+        self._trainer.close()
+
+
+def serve(make: Build) -> None:
+    """The main program of a module whose trainer ``make`` builds."""
+    child.serve(lambda **arguments: Training(make, **arguments))

@@ -77,11 +77,11 @@ class Sides:
         everything = {"param": "none", "optimizer": "none", **settings, "tiering": tiering}
         return Spec(
             name,
-            "ours",
-            self._passing + device,
-            PROCESS + host,
-            everything,
+            "gpu_step.ours",
+            settings=everything,
             on_disk="nvme" in everything.values(),
+            device=self._passing + device,
+            host=PROCESS + host,
         )
 
     def reference(self) -> Spec:
@@ -89,7 +89,7 @@ class Sides:
 
     def plain(self) -> Spec:
         nbytes = PLAIN * self.shape.parameters
-        return Spec(PLAIN_TORCH, "plain", self._passing + nbytes, PROCESS)
+        return Spec(PLAIN_TORCH, "gpu_step.plain", device=self._passing + nbytes, host=PROCESS)
 
     def offloaded(self, name: str = OFFLOADED, **settings: Any) -> Spec:
         """Parameters, gradients and state in host memory."""
@@ -143,7 +143,8 @@ class Sides:
         parameters = self.shape.parameters
         # It keeps up to a billion parameters unsharded, by its defaults.
         device = self._passing + PARAM * min(parameters, 10**9) + self._moving
-        return Spec(PEER, "deepspeed", device, PROCESS + DEEPSPEED * parameters, python=python)
+        host = PROCESS + DEEPSPEED * parameters
+        return Spec(PEER, "gpu_step.deepspeed", python=python, grouped=True, device=device, host=host)
 
 
 def largest(fits: Callable[[Shape], bool], most: float = 20e9) -> Shape | None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from frame.reference_model import SEED
 
 from .shape import Shape
 
@@ -16,10 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .llama import Llama
-
-SEED = 0
-CLIP = 1.0
-ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 
 
 @dataclass(frozen=True, slots=True)

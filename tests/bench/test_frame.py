@@ -91,7 +91,7 @@ class TestSide:
     ) -> None:
         silent = interpreter(f"sleep 600 & echo $! $$ > {tmp_path}/pids; echo waiting for a lock >&2; wait")
         with pytest.raises(
-            SideError, match=r"gave no answer within 1 s; its last output: waiting for a lock"
+            SideError, match=r"gave no answer within 1 s and was ended; its last output: waiting for a lock"
         ):
             Side(Spec("hung", "step.plain", SMALL, python=silent, on_disk=True), replace(place, patience=1))
         assert list(place.directory.iterdir()) == []
@@ -115,6 +115,16 @@ class TestSide:
             Side(Spec("known", "ranks.ours", SMALL, ranks=2, python=half), replace(place, patience=1))
         pids = (tmp_path / "pids").read_text().split()
         assert len(pids) == 2 and not any(alive(pid) for pid in pids)
+
+    def test_one_that_fails_later_is_killed_at_once(
+        self, place: Place, interpreter: Callable[[str], Path]
+    ) -> None:
+        hangs = interpreter('read line; echo "{}"; echo in a deadlock >&2; exec sleep 600')
+        with Side(Spec("known", "step.plain", SMALL, python=hangs), place) as side:
+            (pid,) = map(str, side.pids)
+            with pytest.raises(SideError, match=r"gave no answer within 0 s and was ended; .*in a deadlock"):
+                side.call("train", patience=0.4, steps=1)
+            assert not alive(pid)
 
     def test_it_trains_in_a_process_of_its_own(self, place: Place) -> None:
         with Side(Spec("known", "step.plain", SMALL), place) as side:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
-import sys
 import time
 import tomllib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,16 @@ import gpu_copy
 import pytest
 import torch
 from frame.report import Report
-from frame.side import BENCH, SideError
-from gpu_step import cases, serve, sides, tables
+from frame.side import BENCH, Place, SideError
+from gpu_step import cases, plain, serve, sides, tables
 from gpu_step.cases import Setting
 from gpu_step.link import Link
 from gpu_step.llama import Llama
 from gpu_step.meter import Meter
 from gpu_step.ours import Ours, configuration
-from gpu_step.plain import Plain
 from gpu_step.run import Measured, Run
 from gpu_step.shape import TINY, Shape, of_size
-from gpu_step.side import Place, Round, Side, Spec
+from gpu_step.side import GOODBYE, Round, Side, Spec
 from gpu_step.sides import CONTEXT, PROCESS, SPARE, Sides
 from gpu_step.waves import Memory, packed
 from gpu_step.work import Work
@@ -106,7 +104,7 @@ def measured(name: str, *rounds: Round, wave: int = 1, **facts: Any) -> Measured
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run(Place(tmp_path, threads=1), Report("known", {}), time.monotonic() + 60, turn=2.0)
+    return Run(Place(tmp_path, 1, GOODBYE), Report("known", {}), time.monotonic() + 60, turn=2.0)
 
 
 def setting(**changes: Any) -> Setting:
@@ -185,7 +183,10 @@ class TestShape:
 
 class TestWaves:
     def specs(self, *sizes: tuple[int, int]) -> list[Spec]:
-        return [Spec(str(number), "plain", *size) for number, size in enumerate(sizes)]
+        return [
+            Spec(str(number), "gpu_step.plain", device=size[0], host=size[1])
+            for number, size in enumerate(sizes)
+        ]
 
     def test_units_stay_together_and_memory_holds_each_wave(self) -> None:
         anchor, *others = self.specs((4, 0), (2, 3), (2, 3), (3, 1), (1, 1))
@@ -276,7 +277,7 @@ class TestSizes:
 
 class TestPlain:
     def test_a_round_trains_so_many_steps_and_a_cpu_tells_of_no_device(self) -> None:
-        side = Plain(CPU, {})
+        side = plain.build(CPU, {})
         before = [master.clone() for master in side.masters]
         told = serve.train(side, Meter(), CPU.batches(64), 2)
         assert {int(state["step"]) for state in side.optimizer.state.values()} == {2}
@@ -401,12 +402,12 @@ class TestRun:
         silent = tmp_path / "python"
         silent.write_text(f"#!/bin/sh\nsleep 600 & echo $! >{tmp_path}/child\necho compiling >&2\nwait\n")
         silent.chmod(0o700)
-        spec = Spec("hung", "plain", 0, 0, on_disk=True, python=silent)
-        with Side(spec, CPU, Place(tmp_path, 1)) as side:
+        spec = Spec("hung", "gpu_step.plain", on_disk=True, python=silent)
+        with Side(spec, CPU, Place(tmp_path, 1, GOODBYE)) as side:
             while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
                 time.sleep(0.01)
             with pytest.raises(SideError, match=r"hung gave no answer within 1 s .*compiling"):
-                side.wait(0.6)
+                side.built(0.6)
         stat = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
 
         def runs() -> bool:
@@ -524,7 +525,7 @@ class TestCarried:
 @pytest.mark.parametrize("resize", [False, True], ids=["slab", "resized"])
 def test_on_a_device_ours_counts_the_link_and_what_the_device_stood_still(resize: bool) -> None:
     """On a device of CPU memory: nothing is late there, but everything is counted."""
-    from .zero3.fake_device import FakeDevice
+    from tests.zero3.fake_device import FakeDevice
 
     of = Sides(TINY, 64, 4 * GIB)
     spec = of.resized() if resize else of.offloaded()
@@ -555,25 +556,12 @@ def test_on_a_device_ours_counts_the_link_and_what_the_device_stood_still(resize
 class TestWhole:
     """The script itself, with a tiny model on the CPU and something that calls itself DeepSpeed."""
 
-    @pytest.fixture
-    def peers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        from .conftest import FAKE_DEEPSPEED
-
-        for name, text in FAKE_DEEPSPEED.items():
-            path = tmp_path / "site" / "deepspeed" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-        return Path(sys.executable)
-
-    def test_every_side_trains_the_same(self, tmp_path: Path, peers: Path) -> None:
-        disk = tmp_path / "disk"
-        disk.mkdir()
-        command = [sys.executable, BENCH / "bench_gpu_step.py", disk, "--tiny", "--seconds", "240"]
-        command += ["--peers", peers, "--update-on-device", "0.5", "--json", tmp_path / "found.json"]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        assert ran.returncode == 0, ran.stderr
-        found = json.loads((tmp_path / "found.json").read_text())
+    def test_every_side_trains_the_same(
+        self, command: Callable[..., tuple[int, str, Any, str]], peers: Path
+    ) -> None:
+        arguments = ("--tiny", "--seconds", "240", "--peers", str(peers), "--update-on-device", "0.5")
+        status, _, found, output = command("bench_gpu_step.py", *arguments)
+        assert status == 0, output
         fitting = {
             (side["name"], tokens)
             for side in found["sides"]
@@ -586,4 +574,3 @@ class TestWhole:
         early = [side["rounds"][0]["loss"] for side in found["sides"] if side["rounds"][0]["tokens"] == 64]
         assert all(4.5 < loss < 6.5 for loss in early), early  # ln(256) is 5.5
         assert found["goals"] == []
-        assert list(disk.iterdir()) == []

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from zero3.accumulation import Accumulation
-    from zero3.readiness import Readiness
-    from zero3.update import Update
+from zero3.accumulation import Accumulation
+from zero3.precision import LossScale
 
 log = logging.getLogger(__name__)
+
+
+class Updates(Protocol):
+    """The updates of an engine: their number, whether the last one was skipped, and by what the loss is scaled."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def overflow(self) -> bool: ...
+    @property
+    def loss_scale(self) -> LossScale: ...
+
+
+class Life(Protocol):
+    """Whether an engine is closed."""
+
+    @property
+    def closed(self) -> bool: ...
 
 
 class DeepSpeedOptimizerNames:
     """The part of both optimizers that an engine's updates answer for; ``serve`` makes it theirs."""
 
-    _updates: Update
+    _updates: Updates
     _accumulation: Accumulation
-    _ready: Readiness
+    _ready: Life
     _told_of_dropping = False
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then calls step(), whose error says what to call
 
-    def serve(self, updates: Update, accumulation: Accumulation, ready: Readiness) -> None:
+    def serve(self, updates: Updates, accumulation: Accumulation, ready: Life) -> None:
         """From now on it is the optimizer of the engine that these are of."""
         self._updates, self._accumulation, self._ready = updates, accumulation, ready
 

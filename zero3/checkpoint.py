@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -24,24 +24,22 @@ from tiering.checkpoint.directory import CheckpointDirectory, check_keep
 from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest, StoredParameter, new_run, new_save
 from tiering.checkpoint.rank_writer import RankRecord
 from tiering.checkpoint.writer import naming
-from tiering.config import format_size
+from tiering.config import TieringConfig, format_size
 from tiering.errors import CheckpointError, TieringError
 from tiering.interrupts import deferred_interrupts
 from tiering.telemetry import CheckpointStatus, as_text
+from zero3.accumulation import Accumulation
 from zero3.agreement import together
 from zero3.assembly import Assembly
 from zero3.opening import LoadRequest, Opener, Ready
 from zero3.restore import optimizer_name
-from zero3.run_state import RankState, RunState
+from zero3.run_state import RankState, Resumable, RunState
 from zero3.saver import Saver
 from zero3.saving import Asked, Saving, Standstill, UnderWay, uncommitted
 from zero3.share import Share
 from zero3.tiles import Tile
+from zero3.update import Update
 from zero3.weights import STORED_NAMES
-
-if TYPE_CHECKING:
-    from zero3.engine import Engine
-    from zero3.update import Update
 
 log = logging.getLogger(__name__)
 
@@ -51,16 +49,26 @@ _SLICE = 0.1  # seconds after which a wait listens for Ctrl-C
 
 
 class Checkpoints:
-    """Saves and loads the state of ``engine``, which is made of ``parts``."""
+    """Saves and loads the state of a ``run``, which trains ``model`` and is made of ``parts``."""
 
-    def __init__(self, engine: Engine, parts: Assembly, updates: Update) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        run: Resumable,
+        model: nn.Module,
+        config: TieringConfig,
+        parts: Assembly,
+        updates: Update,
+        accumulation: Accumulation,
+    ) -> None:
+        self._model = model
+        self._precision = config.precision
+        self._accumulation = accumulation
         self._parts = parts
         self._updates = updates
         self._collectives = parts.collectives
-        self._run = RunState(engine, updates, parts.names, parts.world.rank)
+        self._run = RunState(run, parts.optimizer, updates, accumulation, parts.names, parts.world.rank)
         self._run_id = new_run()  # until it goes on from a checkpoint; rank 0's counts
-        self._io = engine.config.tiering.io
+        self._io = config.tiering.io
         self._directory: CheckpointDirectory | None = None
         self._under_way: UnderWay | None = None
         self._last: Saving | None = None
@@ -167,9 +175,7 @@ class Checkpoints:
         """See Engine.load_checkpoint. The engine is idle; afterwards it has no gradients."""
         self._end_earlier()
         request = LoadRequest(load_dir, tag, strict=strict, states=states, scheduler=scheduler)
-        opener = Opener(
-            self._engine.module, self._parts, self._run, self._io, request, frozenset(self._half_loaded)
-        )
+        opener = Opener(self._model, self._parts, self._run, self._io, request, frozenset(self._half_loaded))
         with ExitStack() as files:
             ready = opener.open(files)
             if ready is None:
@@ -245,12 +251,12 @@ class Checkpoints:
         except BaseException:
             self._discard(made)
             raise
-        saving = Saving(self, partial.parent / asked.tag, asked.tag)
+        saving = Saving(self.finish, partial.parent / asked.tag, asked.tag)
         return UnderWay(asked, saving, savers[0], self._manifest(share, save), partial, self._standstill)
 
     def _note_refused(self, asked: Asked, error: TieringError) -> None:
         """A save has failed before it began: whoever called it knows, and the sidecar is to tell others."""
-        refused = Saving(self, Path(asked.save_dir) / asked.tag, asked.tag)
+        refused = Saving(self.finish, Path(asked.save_dir) / asked.tag, asked.tag)
         refused.error, refused.ended_at, refused.done = error, time.time(), True
         refused.seconds, refused.stalled = self._standstill.lasted, self._standstill.stalled
         self._shown = refused
@@ -431,11 +437,11 @@ class Checkpoints:
             world_size=self._parts.world.size,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             optimizer=optimizer_name(optimizer),
-            precision=self._engine.config.precision,
+            precision=self._precision,
             kinds=tuple(kind for kind in share.kinds if kind != WEIGHTS),
             parameters=saved,
             files={},
-            training={"micro_steps": self._engine.micro_steps, **self._updates.state_dict()},
+            training={"micro_steps": self._accumulation.micro_steps, **self._updates.state_dict()},
             excluded=excluded,
             tied={name: known for name, known in names.items() if name != known and known in saved},
             save=save,

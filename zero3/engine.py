@@ -97,7 +97,7 @@ class Engine(NamedState, StateFiles):
         self._updates = Update(config, parts)
         self._accumulation = Accumulation(config.gradient_accumulation_steps)
         self._state = TieredState(parts)
-        self._checkpoints = Checkpoints(self, parts, self._updates)
+        self._checkpoints = Checkpoints(self, model, config, parts, self._updates, self._accumulation)
         self._state.before_write = self._checkpoints.before_write
         self._prefetcher = Prefetcher(self._collectives.agree) if self._collectives else Prefetcher()
         self._schedule = PassSchedule(

@@ -10,22 +10,23 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from tiering import logs
 from tiering.checkpoint.manifest import MOST
 from tiering.errors import CheckpointError, ConfigError
 from tiering.strict_json import short
 from zero3 import plain, random_state
+from zero3.accumulation import Accumulation
 from zero3.client_optimizer import ClientOptimizer
+from zero3.loader import TrainingLoader
 from zero3.model_names import ModelNames
+from zero3.optimizer import TieredOptimizer
+from zero3.update import Update
 from zero3.weights import STORED_NAMES
-
-if TYPE_CHECKING:
-    from zero3.engine import Engine
-    from zero3.update import Update
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +53,31 @@ class RankState:
     tensors: Mapping[str, Tensor]
 
 
-class RunState:
-    """Collects and restores what ``engine`` is beside its tensors, on this ``rank``; modules go by ``names``."""
+class Resumable(Protocol):
+    """The parts of a run that an engine is given after it is built, and the number of samples in its updates."""
 
-    def __init__(self, engine: Engine, updates: Update, names: ModelNames, rank: int) -> None:
-        self._engine = engine
+    @property
+    def lr_scheduler(self) -> LRScheduler | None: ...
+    @property
+    def training_dataloader(self) -> TrainingLoader | None: ...
+    def train_batch_size(self) -> int: ...
+
+
+class RunState:
+    """Collects and restores the state of a ``run`` beside its tensors, on this ``rank``; modules go by ``names``."""
+
+    def __init__(
+        self,
+        run: Resumable,
+        optimizer: TieredOptimizer | ClientOptimizer,
+        updates: Update,
+        accumulation: Accumulation,
+        names: ModelNames,
+        rank: int,
+    ) -> None:
+        self._run = run
+        self._optimizer = optimizer
+        self._accumulation = accumulation
         self._model_names = names
         self._rank = rank
         self._updates = updates
@@ -68,15 +89,15 @@ class RunState:
             raise ConfigError(
                 f"client_state is a {type(client_state).__name__}: give a dict, in which each value has its name"
             )
-        engine = self._engine
         tensors = {
             name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in self._buffers()
         }
         buffers = list(tensors)
-        loader, scheduler, optimizer = engine.training_dataloader, engine.lr_scheduler, engine.optimizer
+        loader, scheduler = self._run.training_dataloader, self._run.lr_scheduler
+        optimizer = self._optimizer
         leads = self._rank == 0  # whose the state of a client is that all ranks have
         found = {
-            "engine": {"micro_steps": engine.micro_steps, **self._updates.state_dict()},
+            "engine": {"micro_steps": self._accumulation.micro_steps, **self._updates.state_dict()},
             "param_groups": [
                 {"options": _options(group), "names": self._names(group)} for group in optimizer.param_groups
             ],
@@ -110,11 +131,11 @@ class RunState:
             self._check_scheduler(_part(shared, "lr_scheduler"))
         if not optimizer:
             return
-        counters = {"micro_steps": self._engine.micro_steps, **self._updates.state_dict()}
+        counters = {"micro_steps": self._accumulation.micro_steps, **self._updates.state_dict()}
         saved_counters = self._counters(shared)
         _check_like(saved_counters, counters, "engine")
         _check_counters(saved_counters)
-        saved, here = _part(shared, "param_groups"), self._engine.optimizer.param_groups
+        saved, here = _part(shared, "param_groups"), self._optimizer.param_groups
         _check_like(saved, [], "param_groups")
         as_saved = "make the optimizer as it was made for the run that saved, or load with load_optimizer_states=False"
         if len(saved) != len(here):
@@ -137,7 +158,7 @@ class RunState:
                     raise CheckpointError(
                         f"{name!r} was in param group {number} and is in group {groups_here[name]} here: {as_saved}"
                     )
-        loader, data = self._engine.training_dataloader, _part(shared, "data")
+        loader, data = self._run.training_dataloader, _part(shared, "data")
         if loader is not None and data is not None:
             loader.check_state_dict(data)
 
@@ -148,11 +169,10 @@ class RunState:
 
         ``optimizer`` and ``scheduler`` say whether their options are taken over.
         """
-        engine = self._engine
         if optimizer:
             counters = self._counters(shared)
             micro_steps = counters["micro_steps"]  # of a run that accumulated otherwise, perhaps
-            engine.micro_steps = micro_steps - micro_steps % engine.config.gradient_accumulation_steps
+            self._accumulation.resume(micro_steps - micro_steps % self._accumulation.steps)
             self._updates.load_state_dict(counters)
             self._restore_options(shared)
         if scheduler:
@@ -177,10 +197,10 @@ class RunState:
         """Those that were saved. An older checkpoint has no samples: as if all updates had had as many as now."""
         saved: dict[str, Any] = _part(shared, "engine")
         _check_like(saved, {"steps": 0}, "engine")
-        return {"samples": saved["steps"] * self._engine.train_batch_size(), **saved}
+        return {"samples": saved["steps"] * self._run.train_batch_size(), **saved}
 
     def _restore_options(self, shared: RankState) -> None:
-        optimizer = self._engine.optimizer
+        optimizer = self._optimizer
         client = _part(shared, "optimizer")
         if isinstance(optimizer, ClientOptimizer):
             if client is None:
@@ -201,7 +221,7 @@ class RunState:
             ours.update({name: value for name, value in saved.items() if name not in _ITS_OWN})
 
     def _check_scheduler(self, saved: Any) -> None:
-        scheduler = self._engine.lr_scheduler
+        scheduler = self._run.lr_scheduler
         if scheduler is None or saved is None:
             return
         _check_like(saved, {"class": "", "state": {}}, "lr_scheduler")
@@ -213,7 +233,7 @@ class RunState:
             )
 
     def _restore_scheduler(self, shared: RankState) -> None:
-        scheduler, saved = self._engine.lr_scheduler, _part(shared, "lr_scheduler")
+        scheduler, saved = self._run.lr_scheduler, _part(shared, "lr_scheduler")
         if scheduler is not None and saved is not None:
             try:
                 scheduler.load_state_dict(saved["state"])
@@ -233,16 +253,16 @@ class RunState:
 
     def _follow_schedule(self) -> None:
         """Options have not come with the state, and many a schedule goes on from the rate that it finds."""
-        scheduler = self._engine.lr_scheduler
+        scheduler = self._run.lr_scheduler
         if scheduler is not None:
-            for group, rate in zip(self._engine.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            for group, rate in zip(self._optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
 
     def _restore_data(self, mine: RankState) -> None:
-        loader, saved = self._engine.training_dataloader, _part(mine, "data")
+        loader, saved = self._run.training_dataloader, _part(mine, "data")
         if loader is not None and saved is not None:
             loader.load_state_dict(saved)
 

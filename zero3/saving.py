@@ -5,18 +5,15 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tiering.checkpoint.manifest import Manifest
 from tiering.errors import CheckpointError, TieringError
 from zero3.saver import Saver
 from zero3.timeline import StallClock
-
-if TYPE_CHECKING:
-    from zero3.checkpoint import Checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +25,7 @@ class Saving:
     ``ended_at`` in Unix time, and in ``stalled`` of them training stood still.
     """
 
-    def __init__(self, checkpoints: Checkpoints, path: Path, tag: str) -> None:
+    def __init__(self, finish: Callable[[], None], path: Path, tag: str) -> None:
         self.path = path
         self.tag = tag
         self.done = False
@@ -37,13 +34,13 @@ class Saving:
         self.seconds = 0.0
         self.stalled = 0.0
         self.ended_at = 0.0
-        self._checkpoints = checkpoints
+        self._finish = finish  # waits until the save is done
         self.told = False  # whether somebody had the error raised
 
     def wait(self) -> None:
         """Wait until the checkpoint is there; all ranks call it together. CheckpointError if it could not be saved."""
         if not self.done:
-            self._checkpoints.finish()
+            self._finish()
         self.told = self.told or self.error is not None
         if self.error is not None:
             raise self.error

@@ -128,7 +128,8 @@ def test_however_an_engine_ends_a_save_in_the_background_does(
             engine.backward(engine(tokens(1)))
             raise ZeroDivisionError
     else:
-        thread = engine.save_checkpoint(tmp_path / "saved", background=True)._checkpoints._under_way.saver  # type: ignore[union-attr]
+        engine.save_checkpoint(tmp_path / "saved", background=True)
+        thread = engine._checkpoints._under_way.saver  # type: ignore[union-attr]
         del engine
         gc.collect()
         thread.join()

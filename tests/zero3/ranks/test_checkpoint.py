@@ -151,7 +151,7 @@ def hinder(
                 try:
                     saving = engine.save_checkpoint(**call | (arguments if rank == victim else {}))
                     if background:
-                        saving._checkpoints._under_way.saver.join()  # with what hinders it
+                        engine._checkpoints._under_way.saver.join()  # with what hinders it
                 except Exception as error:
                     told[name] = in_words(error)
                 train(engine, rank, range(number, number + 1))
@@ -225,7 +225,8 @@ def warned(rank: int, nvme: Path, directory: Path) -> list[Any]:
         train(engine, rank, range(1))
         for background in (True, False):
             with patched(Share, "chunks", no_chunks) if rank == 1 else given():
-                engine.save_checkpoint(directory, "bad", background=True)._checkpoints._under_way.saver.join()
+                engine.save_checkpoint(directory, "bad", background=True)
+                engine._checkpoints._under_way.saver.join()
             train(engine, rank, range(1, 2))  # in which all are told
             try:
                 saving = engine.save_checkpoint(directory, f"good{background}", background=background)
@@ -235,7 +236,8 @@ def warned(rank: int, nvme: Path, directory: Path) -> list[Any]:
             else:
                 seen.append(str(saving))
         with patched(Share, "chunks", no_chunks) if rank == 1 else given():
-            engine.save_checkpoint(directory, "bad", background=True)._checkpoints._under_way.saver.join()
+            engine.save_checkpoint(directory, "bad", background=True)
+            engine._checkpoints._under_way.saver.join()
         try:
             engine.close()
         except CheckpointError as error:

@@ -214,9 +214,8 @@ class TensorBatch:
     def _watch(self, members: Sequence[Member]) -> None:
         """Remember what the batch was built from."""
         slots = [(key, m.state) for m in members for key in self._rows[m.param].keys]
-        slots.sort(
-            key=itemgetter(0)
-        )  # arrays of one kind were made one after the other: far fewer cache misses
+        # Arrays of one kind were allocated one after the other: this order has far fewer cache misses.
+        slots.sort(key=itemgetter(0))
         self._keys = [key for key, _ in slots]
         self._dicts = [state for _, state in slots]
         self._counted = [m.state for m in members if m.form.arrays]

@@ -44,9 +44,8 @@ def measure(aio: AioContext, files: Sequence[tuple[int, int]]) -> list[int]:
     Takes about 0.3 s, whatever the number of files. Raises SwapError when a transfer fails.
     """
     lanes = [_Lane(aio, file, min(span, MOST_BYTES)) for file, span in files]
-    with ThreadPoolExecutor(
-        len(lanes)
-    ) as pool:  # Python waits without the GIL, so one thread per path is enough
+    # Python waits without the GIL, so one thread per path is enough.
+    with ThreadPoolExecutor(len(lanes)) as pool:
         list(pool.map(_Lane.first_writes, lanes))
         written = list(pool.map(_Lane.writes, lanes))
         read = list(pool.map(_Lane.reads, lanes))

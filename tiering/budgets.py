@@ -19,7 +19,8 @@ _OF_MEMORY = f"of {AUTO_SHARE:.0%} of the host's memory what is not in use"
 NVME_SHARE = 0.95  # of the free space, so that the file system is not filled to the brim
 
 
-_MEMORY_FILES = {  # by version of cgroups: limit, use, and the line of memory.stat that tells of cached files
+# By version of cgroups: the files of the limit and of the use, and the line of memory.stat with cached files.
+_MEMORY_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }

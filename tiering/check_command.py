@@ -70,9 +70,8 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console()
-    with (
-        console.capture() as table
-    ):  # rich has an exit code of its own for a closed pipe, which says "refused" here
+    # With a closed pipe, rich exits with its own code, which means "refused" here: let it write to a string.
+    with console.capture() as table:
         console.print(report.shown(console.width, defaults=options.all))
     print(table.get(), end="")
     if report.outcome:

@@ -51,14 +51,13 @@ _PCIE = {
     8.0: ("3.0", 128 / 130),
     16.0: ("4.0", 128 / 130),
     32.0: ("5.0", 128 / 130),
-    64.0: (
-        "6.0",
-        236 / 256,
-    ),  # of each flit of 256 bytes 6 are link control, 8 a checksum, 6 error correction
+    # Of each flit of 256 bytes, 6 are link control, 8 a checksum and 6 error correction.
+    64.0: ("6.0", 236 / 256),
 }
 _PCIE_LANES = frozenset({1, 2, 4, 8, 12, 16, 32})  # 0, 63 and 255 stand for "unknown"
 
-_TRANSPORTS = (  # by a directory that the device lies under; the first that matches
+# By a directory above the device; the first match counts.
+_TRANSPORTS = (
     (re.compile(r"usb\d+"), "usb"),
     (re.compile(r"ata\d+"), "sata"),
     (re.compile(r"virtio\d+"), "virtio"),

@@ -175,9 +175,8 @@ class StopRequest:
         self._before.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if (
-            os.getpid() != self._process
-        ):  # a forked child (a data worker) that is told to end has no step to finish
+        # A forked child (a data worker) has no step to finish.
+        if os.getpid() != self._process:
             signal.signal(number, self._before[signal.Signals(number)])
             os.kill(os.getpid(), number)
             return

@@ -20,9 +20,8 @@ from tiering.arena import PAGE, round_up
 
 SMALLEST_SHARE = 4 << 20  # of a row: a few blocks, so that each path has its queue filled by one row
 LARGEST_ROW = 64 << 20  # a very slow path has smaller pieces instead of longer rows
-SMALLEST_STRIPED = (
-    2 << 20
-)  # below, an extent lies on one path: cutting would only make more, smaller requests
+# A smaller extent lies on one path: striping would only make more, smaller requests.
+SMALLEST_STRIPED = 2 << 20
 
 
 @dataclass(frozen=True)

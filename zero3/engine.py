@@ -491,9 +491,8 @@ class Engine(NamedState, StateFiles):
             self._collectives.peers.fail(error)
         try:
             self.close()
-        except (
-            CheckpointError
-        ):  # of a save in the background, and in the log: what ends the block counts more
+        # The error of a background save is in the log: the error that ends the block counts more.
+        except CheckpointError:
             if error is None:
                 raise
 

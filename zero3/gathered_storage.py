@@ -209,9 +209,8 @@ class DeviceGatheredStorage(ShardedStorage):
             with self._tiers.stalls.waiting_for("parameters"):
                 self._ticket.wait()
             self._ticket = None
-        self.gathers.announce(
-            foreseen=foreseen
-        )  # before there is a copy that ``drop`` would have to wait for
+        # First: ``drop`` would have to wait for a copy that has begun.
+        self.gathers.announce(foreseen=foreseen)
         target, after = self._room.open()
         whole, home = target.view(self.flat.dtype), self._home
         if home.tensor is None or home.on_host != self._tiers.device_is_host:

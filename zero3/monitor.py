@@ -208,13 +208,11 @@ class Wandb:
 def _library(module: str, package: str) -> Any:
     try:
         library = import_module(module)
-    except (
-        Exception
-    ) as error:  # one that is installed beside what it cannot work with raises more than ImportError
+    # A library with incompatible dependencies raises other errors than ImportError.
+    except Exception as error:
         raise _missing(package, f"{type(error).__name__}: {error}") from error
-    if (
-        getattr(library, "__file__", None) is None
-    ):  # a directory of its name, as "wandb" is where it has been used
+    # A directory of that name was imported: a run of wandb leaves one called "wandb".
+    if getattr(library, "__file__", None) is None:
         raise _missing(package, f"{module} is only a directory here")
     return library
 

@@ -112,9 +112,8 @@ class ParamGroup:
         self._absent = Placeholder((p.shape for p in layout.pieces), dtype, tiers.device, described)
         self._plain = [resharded.plain_form(type(param)) for param in params]
         self._versions: list[int] = []  # of the parameters, as far as the engine knows
-        self._aliased: set[int] = (
-            set()
-        )  # positions whose .data was handed out, to be changed without a version
+        # Positions whose .data was handed out: it can be changed without a new version.
+        self._aliased: set[int] = set()
         self._shown = False  # whether the parameters are plain ones now
         # Position in params that shows a copy (gathered) -> its version and address then.
         self._lent: dict[int, tuple[int, int]] = {}

@@ -32,7 +32,8 @@ from tiering.errors import CheckpointError, ConfigError
 from tiering.strict_json import short
 
 DEPTH = 100  # a level takes up to three of JSON, and Python's reader of that gives up before a thousand
-DTYPES = frozenset(  # what safetensors has a word for
+# The dtypes that safetensors can name.
+DTYPES = frozenset(
     {
         *(
             torch.float64,

@@ -90,9 +90,8 @@ def transformers_names(model: Any) -> list[Saved]:
     converters = [step for step in steps if isinstance(step, WeightConverter)]
     renamings = [step for step in steps if not isinstance(step, WeightConverter)]
     stored, left = [], []
-    for saved in sorted(
-        own, key=lambda saved: dot_natural_key(saved.name)
-    ):  # some renamings count on that order
+    # Some renamings depend on this order.
+    for saved in sorted(own, key=lambda saved: dot_natural_key(saved.name)):
         parts = _parts(saved, converters)
         left += [] if parts else [saved]
         for part in parts:
@@ -145,9 +144,8 @@ def _conversions(model: Any) -> list[Any]:
     from transformers.core_model_loading import PrefixChange
 
     steps = get_model_conversion_mapping(model, add_legacy=False)
-    return [
-        step for step in steps if not isinstance(step, PrefixChange)
-    ]  # nothing tells whether files have it
+    # Nothing says whether the files have the prefix.
+    return [step for step in steps if not isinstance(step, PrefixChange)]
 
 
 def _renamed(name: str, steps: Iterable[Any]) -> tuple[str, str | None]:

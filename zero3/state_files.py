@@ -150,9 +150,8 @@ class StateFiles:
 
 
 def _named(directory: str | os.PathLike[str], call: str) -> Path:
-    if directory is None or not os.fspath(
-        directory
-    ):  # scripts hand on what nobody gave on their command lines
+    # Scripts pass None or an empty string for an option that was not given.
+    if directory is None or not os.fspath(directory):
         raise ConfigError(
             f"{call} was given {directory!r} for a directory: name the one that holds checkpoints"
         )

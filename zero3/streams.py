@@ -155,9 +155,8 @@ class CudaStreams(Streams):
         self.gather, self.reduce = first
 
     def enter_thread(self) -> None:
-        torch.cuda.set_device(
-            self._device
-        )  # even a query of an event makes a context on the thread's device, else GPU 0
+        # Even a query of an event makes a context on the thread's device, which is GPU 0 by default.
+        torch.cuda.set_device(self._device)
 
     @property
     def compute(self) -> Stream:

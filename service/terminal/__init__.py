@@ -57,9 +57,8 @@ def top(watch: Watch, *, run: str | None = None, interval: float = 1.0) -> int:
         while True:
             now = time.monotonic()
             shown = _look(watch, run, history, drawn)
-            if (
-                now >= due or size != console.size
-            ):  # not all that lies between here and a screen tells of a new size
+            # Some terminals and multiplexers send no signal when the size changes.
+            if now >= due or size != console.size:
                 size, due = console.size, now + interval
                 live.update(shown, refresh=True)
             # The history is by the second, however seldom it is shown.

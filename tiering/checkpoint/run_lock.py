@@ -28,11 +28,8 @@ log = logging.getLogger(__name__)
 
 LOCK = ".lock"
 
-_NO_LOCKS = (
-    errno.ENOSYS,
-    errno.EOPNOTSUPP,
-    errno.ENOLCK,
-)  # Lustre without -o flock, NFS without a lock server
+# These come from Lustre without -o flock and from NFS without a lock server.
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 _HOLDER = b"process "  # what the text begins with
 

@@ -49,9 +49,8 @@ def gpu(root: Path) -> Finding:
     if driver is None:
         return Finding("no NVIDIA driver: the CPU is the device")
     models = []
-    for card in listed(
-        root / "proc/driver/nvidia/gpus"
-    ):  # beside the model this file has identifiers: not read on
+    # The file also holds identifiers of the card: only the model is kept.
+    for card in listed(root / "proc/driver/nvidia/gpus"):
         model = re.search(r"^Model:\s+(.+)$", said(card / "information") or "", re.MULTILINE)
         models.append(model[1].strip() if model else "unknown model")
     found = f"NVIDIA driver {driver[1]}, {len(models)} GPUs" + "".join(

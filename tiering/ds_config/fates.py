@@ -33,9 +33,8 @@ class Key:
     read: Callable[[Any], object] | None = None  # raises ValueError; None takes the value as it is
     off: Off = ()  # values that ask for nothing, or what tells them
     auto: Auto | None = None  # what "auto" comes to; None refuses it
-    inside: frozenset[str] = (
-        frozenset()
-    )  # of a section that meets one fate: the names in it; "a.*" is all of a's
+    # For a section whose keys share one fate: the names in it; "a.*" is every name in a.
+    inside: frozenset[str] = frozenset()
 
     def has_inside(self, path: str) -> bool:
         """Whether a section that meets one fate has the dotted name ``path``."""

@@ -209,9 +209,8 @@ class Reading:
     def _settle_scheduler(self) -> None:
         schedule = self._settle_type("scheduler", "for example 'WarmupLR'")
         without_optimizer = "optimizer.type" not in self.entries and "optimizer" not in self.known.replaced
-        if (
-            without_optimizer and self._value("scheduler.params.total_num_steps") == 0
-        ):  # to evaluate, as trainers fill in
+        # Trainers fill in 0 steps for an evaluation.
+        if without_optimizer and self._value("scheduler.params.total_num_steps") == 0:
             self._leave_out("scheduler.", "there is no optimizer whose rate it could set")
             return
         if schedule in PARAMS:

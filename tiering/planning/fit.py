@@ -147,9 +147,8 @@ def _slower_tiers(load: Workload) -> Iterator[tuple[dict[str, int | str], Worklo
     now = (_SLOWER.index(names[load.offload_param]), _SLOWER.index(names[load.offload_optimizer]))
     steps = product(range(now[0], len(_SLOWER)), range(now[1], len(_SLOWER)))
     for param, optimizer in sorted(steps, key=sum):
-        unreached = (
-            _SLOWER[param] == "nvme" and not load.device_is_host
-        )  # by a GPU that keeps optimizer state
+        # A GPU that keeps optimizer state does not reach parameters on NVMe.
+        unreached = _SLOWER[param] == "nvme" and not load.device_is_host
         if (param, optimizer) == now or (unreached and not optimizer):
             continue
         change: dict[str, int | str] = {}

@@ -28,9 +28,8 @@ from tiering.strict_json import FormatError
 
 SCHEMA = 1
 FRESH = timedelta(days=7)
-FRESH_BESIDE_OTHERS = timedelta(
-    hours=1
-)  # lower than the machine's: what comes next is measured beside the same
+# Shorter than FRESH: the next measurement runs beside the same processes.
+FRESH_BESIDE_OTHERS = timedelta(hours=1)
 
 log = logging.getLogger(__name__)
 

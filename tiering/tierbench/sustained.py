@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from tiering.tierbench.load.windows import Load
 
 SECONDS = 300.0
-MOST_BYTES = (
-    256 * 10**9
-)  # more than such caches of drives of 2 TB hold; about 0.02 % of what those may be written
+# More than the write cache of a drive of 2 TB holds; about 0.02 % of the drive's endurance.
+MOST_BYTES = 256 * 10**9
 _SHARE_OF_FREE = 0.5  # such caches take up to a third of what is free, and others may need the rest
 _SHARE_OF_DRIVE = 0.25
 

@@ -110,9 +110,8 @@ def round_parameters(master: Tensor, out: Tensor) -> None:
         _round_bf16(master, out, HALF_BF16)
     else:
         out.copy_(master)
-    out.masked_fill_(
-        master.isnan(), math.nan
-    )  # a GPU's cast has another NaN, and the sum above may have none
+    # A GPU's cast writes another NaN, and the sum above may write none.
+    out.masked_fill_(master.isnan(), math.nan)
 
 
 def split(master: Tensor, param: Tensor, remainder: Tensor) -> None:

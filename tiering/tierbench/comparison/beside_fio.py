@@ -244,9 +244,8 @@ def _size(asked: Asked, directory: Path) -> int:
     size = target.file_size([directory], numjobs=asked.numjobs, bs=asked.bs, asked=asked.size)
     if asked.max_write is None:
         return size
-    most = (
-        asked.max_write // (4 * asked.numjobs) // asked.bs * asked.bs
-    )  # more for the pairs than for preparation
+    # The measured pairs write more than the preparation does.
+    most = asked.max_write // (4 * asked.numjobs) // asked.bs * asked.bs
     if most < 4 * asked.bs:
         least = format_size(16 * asked.numjobs * asked.bs)
         raise ConfigError(f"--max-write {format_size(asked.max_write)} is too little; give at least {least}")

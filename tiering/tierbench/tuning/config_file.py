@@ -69,9 +69,8 @@ def _edited(path: Path, block: Mapping[str, Any]) -> bytes:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    return parse(
-        plain(text.removeprefix("\ufeff")).encode(), constant=str
-    )  # NaN equals nothing, its name does
+    # As text, so that NaN equals itself.
+    return parse(plain(text.removeprefix("\ufeff")).encode(), constant=str)
 
 
 def edited(text: str, block: Mapping[str, Any]) -> str:

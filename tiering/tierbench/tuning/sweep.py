@@ -264,9 +264,8 @@ class Sweep:
     def noise(self) -> float:
         """Scatter of the logarithm of a single ratio: robust, of all settings together."""
         scatter = []
-        for before, rate, after in zip(
-            self.reference, self.reference[1:], self.reference[2:], strict=False
-        ):  # as if it were a setting
+        # Each reference in the middle is treated as a setting.
+        for before, rate, after in zip(self.reference, self.reference[1:], self.reference[2:], strict=False):
             scatter.append(math.log(rate.rate / math.sqrt(before.rate * after.rate)))
         for cell in self.readings:
             logs = [math.log(each.ratio) for each in self.counted(cell) or self._moving(cell)]

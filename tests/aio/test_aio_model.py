@@ -92,9 +92,8 @@ class Run:
             ticket = self.context.flush(self.file, after=tickets)
         else:
             order: dict[str, Any] = {"priority": priority, "after": tickets}
-            if (
-                nbytes and nbytes % PAGE == 0 and len(self.requests) % 2
-            ):  # page by page, which comes to the same
+            # The same transfer, submitted page by page.
+            if nbytes and nbytes % PAGE == 0 and len(self.requests) % 2:
                 pages = range(start, start + nbytes, PAGE)
                 ticket = getattr(self.context, f"{kind}_scattered")(self.file, buffer, pages, PAGE, **order)
             else:
@@ -147,9 +146,8 @@ class Run:
             assert request.result == -errno.ECANCELED
         elif request.result < 0:
             planned = {fault.error for fault in faults if fault.kind in (request.kind, "any")}
-            mismatch = (
-                {errno.EBADMSG} if request.kind == "read" else set()
-            )  # whose reason is looked for below
+            # The reason for a mismatch is looked for below.
+            mismatch = {errno.EBADMSG} if request.kind == "read" else set()
             assert -request.result in planned.difference({0}, RETRIED) | mismatch
         else:
             assert request.result == (0 if request.kind == "flush" else request.nbytes)
@@ -171,9 +169,8 @@ class Run:
                     assert got[request.nbytes :] == b"\x55" * (SLOT - request.nbytes), index
                 elif request.result == -errno.ECANCELED:
                     assert got == b"\x55" * SLOT, index
-                elif (
-                    request.result == -errno.EBADMSG
-                ):  # a write failed there, and left what it was to replace
+                # A write failed there, and left what it was to replace.
+                elif request.result == -errno.EBADMSG:
                     assert None in held[request.start : end // PAGE * PAGE + PAGE], index
         assert agree(held, os.pread(seen, FILE + BLOCK, 0))
 
@@ -231,9 +228,8 @@ def transfers(direct: bool) -> st.SearchStrategy[tuple[Any, ...]]:
     if not direct:
         places = st.one_of(places, st.integers(0, 7 * PAGE))
     lengths = st.one_of(st.sampled_from(EDGES), st.integers(0, 5 * PAGE))
-    after = st.one_of(
-        st.just(0), st.integers(0, (1 << 30) - 1)
-    )  # which of the earlier ones, beside those it must
+    # The earlier transfers that it waits for, in addition to those it must wait for.
+    after = st.one_of(st.just(0), st.integers(0, (1 << 30) - 1))
     kinds = st.sampled_from(["read", "write", "write", "read", "flush"])
     return st.tuples(st.just("submit"), kinds, places, lengths, st.integers(0, 2), after)
 

@@ -160,9 +160,8 @@ def test_higher_priorities_are_issued_first(open_context: Any, swap_file: Any, m
 
 def test_a_low_priority_is_not_starved_across_files(open_context: Any, swap_file: Any, memory: Any) -> None:
     context = open_context(queue_depth=1)
-    files = [
-        context.add_file(swap_file(), direct=True, name=str(i)) for i in range(12)
-    ]  # more than reach depth
+    # So many files cannot all reach their depth.
+    files = [context.add_file(swap_file(), direct=True, name=str(i)) for i in range(12)]
     content = {file: os.urandom(3 * BLOCK) for file in files}
     writes = [context.write(file, memory(content[file]), 0, 3 * BLOCK, priority=file % 3) for file in files]
     backs = {file: memory(3 * BLOCK) for file in files}

@@ -18,11 +18,8 @@ from .architectures import batches, build
 from .conftest import Habit, settings
 
 WORLD_SIZE, STEPS, CLIP = 2, 4, 1.0
-SGD: dict[str, Any] = {
-    "lr": 0.1,
-    "momentum": 0.9,
-    "weight_decay": 0.01,
-}  # its updates are smooth in their gradients
+# SGD's updates are smooth in their gradients.
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 NAMES = ["gpt2", "llama", "mixtral", "mixture", "whisper"]
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 1": (1, {}),

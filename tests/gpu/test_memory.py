@@ -130,9 +130,8 @@ def test_fifty_steps_of_changing_shapes_do_not_cut_memory_up(
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
         engine.step()
         reserved.append(torch.cuda.memory_reserved())
-    segment = (
-        2 * MIB
-    )  # what torch takes at a time for what is small: which of it a side stream holds is chance
+    # Torch reserves segments of this size for small tensors; which of them a side stream holds is chance.
+    segment = 2 * MIB
     assert max(reserved[25:]) <= max(reserved[:25]) + segment
 
 

@@ -20,9 +20,8 @@ from .delays import Delays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 
-ALWAYS = (
-    1_000_000,
-)  # cycles of the device, half a millisecond: a copy or a block here takes a twentieth of it
+# Cycles of the device, half a millisecond: a copy or a block here takes a twentieth of it.
+ALWAYS = (1_000_000,)
 HOST = {"offload_param": "cpu", "offload_optimizer": "cpu"}
 FEW_GROUPS = HOST | {"device_budget": "1MiB"}
 UPDATED = HOST | {"update_on_device": 1.0, "sub_group_size": 20_000}

@@ -104,9 +104,8 @@ def test_a_fault_in_a_worker_is_told_by_faulthandler() -> None:
     )
     done = run_python(code)
     assert done.returncode == -signal.SIGSEGV
-    assert done.stderr.startswith(
-        "Fatal Python error: "
-    )  # the rest is lost if the caller comes to fault in between
+    # The rest of the text is lost if the caller faults meanwhile.
+    assert done.stderr.startswith("Fatal Python error: ")
 
 
 def test_default_thread_count_is_the_affinity_mask() -> None:

@@ -186,9 +186,8 @@ def test_addresses_that_are_just_aligned_are_taken() -> None:
     halves: dict[str, Any] = {"state_format": StateFormat.BF16, "grad_dtype": DType.BF16}
     assert batch.add(4, 0, param=4100, state=(4102, 4106), grad=4098, out=4098, **halves) == 0
     assert batch.add(4, 0, param=4098, remainder=4102, state=(4102, 4106), grad=4098, **halves) == 1
-    assert (
-        batch.add(0, 0, param=0, grad=0, grad_dtype=DType.FP32) == 2
-    )  # nothing to step, nothing to point at
+    # A segment without elements needs no addresses.
+    assert batch.add(0, 0, param=0, grad=0, grad_dtype=DType.FP32) == 2
     assert len(batch) == 3
 
 

@@ -78,9 +78,8 @@ def test_the_mean_of_ordinary_numbers_is_kept() -> None:
 
 
 def test_both_arrays_round_by_bits_of_their_own() -> None:
-    x = np.full(
-        N, np.sqrt(np.float32(1 + 2.0**-8)), np.float32
-    )  # a quarter of the way; its square is halfway
+    # x is a quarter of the way to the next value; its square is halfway.
+    x = np.full(N, np.sqrt(np.float32(1 + 2.0**-8)), np.float32)
     share = [int(exact.view(np.uint32)[0] & 0xFFFF) / 65536 for exact in (x, x * x)]
     assert 0.2 < share[0] < 0.3 and share[1] == 0.5
     up = [ups(exact, got) for exact, got in zip((x, x * x), rounded(x), strict=True)]

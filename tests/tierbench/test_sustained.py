@@ -143,9 +143,8 @@ def test_writing_ends_once_the_rate_is_steady_after_a_fall() -> None:
 
     load = FakeLoad([3 * GB] * 100 + [GB, 2 * GB] * 50 + [0.2 * GB] * 2800)
     row, told = run(load, seconds=300)
-    assert 50 <= row.seconds <= 53 and told.sustained == pytest.approx(
-        0.2 * GB, rel=0.01
-    )  # of the fall that came later
+    # The row is that of the later fall.
+    assert 50 <= row.seconds <= 53 and told.sustained == pytest.approx(0.2 * GB, rel=0.01)
 
     load = FakeLoad([2 * GB] * 3000)
     row, told = run(load, seconds=60)

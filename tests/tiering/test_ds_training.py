@@ -391,10 +391,8 @@ def test_a_stage_that_does_not_partition_is_told() -> None:
         "stage 2 keeps parameters on the device, as in DeepSpeed; stage 3 offloads it",
     )
     assert read(zero_optimization={"cpu_offload_param": True}).zero.offload_param.device == "none"
-    reference = {
-        "stage": 0,
-        "offload_optimizer": {"device": "cpu", "ratio": 0.5},
-    }  # a training file at stage 0
+    # A training file at stage 0.
+    reference = {"stage": 0, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
     assert read(zero_optimization=reference).zero.offload_optimizer == OffloadOptimizerConfig()
     assert verdicts(zero_optimization=reference)["zero_optimization.offload_optimizer.device"] == (
         Verdict.NO_EFFECT,

@@ -258,9 +258,8 @@ def the_host_budget_that_is_named_keeps_all_off_nvme(load: Workload, plan: Plan)
     else:
         assert not sum(place(cached, replace(plan.budgets, host=need)).nvme_traffic())
         if load.device_is_host and need > plan.budgets.host:
-            if (
-                load.step_in_backward
-            ):  # windows, from which gradients are used at once, may take less than all of them
+            # Windows, from which gradients are used at once, may take less room than all gradients.
+            if load.step_in_backward:
                 assert need <= place(cached, replace(plan.budgets, host=PLENTY)).total(Tier.HOST)
             else:
                 assert sum(place(cached, replace(plan.budgets, host=need - 1)).nvme_traffic())

@@ -268,9 +268,8 @@ def test_an_extent_lies_where_it_says(engine: str, open_slab: OpenSlab, arena: A
 def test_a_read_right_behind_a_slow_write_returns_the_new_bytes(
     engine: str, open_slab: OpenSlab, arena: Arena, wrote: tuple[int, int], reads: tuple[int, int]
 ) -> None:
-    slab = open_slab(
-        10 * PAGE, Fault("write", first=9, count=0, delay=0.02)
-    )  # the first eight pages go at once
+    # The first eight pages go at once.
+    slab = open_slab(10 * PAGE, Fault("write", first=9, count=0, delay=0.02))
     extent = slab.allocate(8 * PAGE, ("w",))
     slab.swap_out(extent, filled(arena, b"o" * (8 * PAGE))).wait()
     expected = bytearray(b"o" * (8 * PAGE))

@@ -48,9 +48,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "checksums": {**STREAMED, "verify": True},
     "small blocks": {**STREAMED, "io": {"engine": "threads", "block_size": "4K", "queue_depth": 3}},
 }
-METADATA = (
-    8 * PAGE
-)  # what the kernel counts besides: a file's times that change are a page written, now and then
+# The kernel also counts metadata: now and then a page with a file's changed times.
+METADATA = 8 * PAGE
 FORMATS = ("split", "bf16", "split+bf16")
 
 

@@ -41,12 +41,8 @@ OTHERWISE = {
     ("engine.save_checkpoint", "client_state"): "None stands for the empty dict",
 }
 LEFT_OUT = {"last_batch_iteration"}  # a schedule goes on by load_state_dict
-WRAPPED = {
-    "engine.backward",
-    "engine.forward",
-    "engine.compile",
-    "comm.barrier",
-}  # DeepSpeed's show *args, **kwargs
+# DeepSpeed's signatures of these are (*args, **kwargs).
+WRAPPED = {"engine.backward", "engine.forward", "engine.compile", "comm.barrier"}
 
 
 def test_every_name_that_was_promised_is_there(start: Callable[..., Any]) -> None:

@@ -61,9 +61,8 @@ def test_an_optimizer_that_is_given_is_the_one_that_is_named(
     optimizer = kind(
         alone.parameters(), **mode, **{key: options[key] for key in options if key != "adam_w_mode"}
     )
-    if isinstance(
-        optimizer, torch.optim.Adam
-    ):  # whose own step is torch's, and loads a compiler for two seconds
+    # Its own step is torch's, which loads a compiler for two seconds.
+    if isinstance(optimizer, torch.optim.Adam):
         next(alone.parameters()).grad = torch.ones(32, WIDTH)
         optimizer.zero_grad()
         assert (next(alone.parameters()).grad is None) is mode.get("set_grad_none", True)

@@ -175,10 +175,8 @@ def test_a_full_disk_leaves_nothing_behind_and_training_goes_on(
     step(engine), step(other)
     kept = engine.save_16bit_model(tmp_path / "out").read_bytes()
     step(engine), step(other)
-    (
-        engine.state_dict(),
-        engine.master_state_dict(),
-    )  # these reads wait for all writes, which the limit would refuse
+    # These reads wait for all writes, which the limit would refuse.
+    (engine.state_dict(), engine.master_state_dict())
     for where in ("out", "new/deep"):
         with files_of_at_most(64 << 10), pytest.raises(CheckpointError, match=r"EFBIG.*ulimit"):
             engine.save_16bit_model(tmp_path / where)

@@ -176,9 +176,8 @@ def test_small_parameters_persist_wherever_they_are() -> None:
     ]
     assert (groups["persistent"].persistent, groups["persistent"].parent) == (True, None)
     assert set(groups) == {"persistent", "layers.0", "layers.1"}
-    assert "layers.0.norm.weight" in names(
-        formed(model, threshold=8)["layers.0"]
-    )  # as large as the threshold
+    # The norm is as large as the threshold.
+    assert "layers.0.norm.weight" in names(formed(model, threshold=8)["layers.0"])
     assert list(formed(model, threshold=1 << 20)) == ["persistent"]
 
 

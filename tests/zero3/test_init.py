@@ -175,9 +175,8 @@ class Outspoken(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(len(uses) + 1))
         for layer, use in zip(self.layers, uses, strict=False):
-            layer.weight.data = layer.weight.data * 2 + torch.randn(
-                8, 8
-            )  # more than one operation to do again
+            # Two operations, so that there is more than one to repeat.
+            layer.weight.data = layer.weight.data * 2 + torch.randn(8, 8)
             nn.init.zeros_(self.layers[-1].weight)
             seen = use(layer.weight)
             nn.init.ones_(self.layers[-1].weight)  # all else may go now

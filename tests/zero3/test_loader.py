@@ -453,9 +453,8 @@ def test_the_last_batch_of_a_pass_is_left_out_if_it_is_short(world_size: int) ->
     assert len([*handed, *read(resumed)]) == 4 * len(loader)
     kept = resumed_from(loader, batch_size=4, world_size=world_size)
     whole = [*handed, *read(kept)]
-    assert (
-        len(whole) == len({*whole}) == (11 if world_size == 1 else 4)
-    )  # a pass that was at its end stays so
+    # A pass that had ended stays at its end.
+    assert len(whole) == len({*whole}) == (11 if world_size == 1 else 4)
 
 
 layouts = st.tuples(st.integers(1, 4), st.integers(1, 4))  # batch size, ranks

@@ -269,9 +269,8 @@ def test_reading_what_another_module_holds(start: Start, way: str) -> None:
             given = x.to(torch.bfloat16).requires_grad_()  # so that all weights are saved
             losses.append(update(loop, given))
             with torch.no_grad(), warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "None of the inputs have requires_grad"
-                )  # of reentrant checkpoints
+                # Reentrant checkpoints give this warning.
+                warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
                 losses.append(loop(given).item())
         return losses
 

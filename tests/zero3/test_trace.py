@@ -403,9 +403,8 @@ def test_a_step_that_an_exception_ends_is_written_as_far_as_it_went(
 
     with monkeypatch.context() as patch:
         patch.setattr(inner, "forward", fail)
-        with pytest.raises(
-            RuntimeError, match="no more"
-        ):  # in the step before: the whole one is still to come
+        # This fails in the step before the one that is traced whole.
+        with pytest.raises(RuntimeError, match="no more"):
             update(engine, batches)
     assert path.read_bytes() == b""
     update(engine, batches)

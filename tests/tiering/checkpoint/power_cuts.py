@@ -98,9 +98,8 @@ class Disk:
     names: dict[int, dict[str, int | None]] = field(default_factory=dict)
     pending: dict[int, list[Named]] = field(default_factory=dict)
     contents: dict[int, bytes] = field(default_factory=dict)
-    later: dict[int, bytes] = field(
-        default_factory=dict
-    )  # contents that were written, perhaps, and not yet fsynced
+    # Contents that may have been written, and are not fsynced yet.
+    later: dict[int, bytes] = field(default_factory=dict)
 
     def apply(self, event: Event) -> None:
         if isinstance(event, Named):

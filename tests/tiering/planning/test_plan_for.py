@@ -112,9 +112,8 @@ def test_a_token_computes_with_the_experts_that_it_is_sent_to(
     told = answered(plan, "--model", tmp_path, *SMALL[2:], *RATES, "--tokens", "1000", "--sequence", "1")
     computed = sum(phase["busy"].get("compute", 0) for phase in told["forecast"]["phases"])
     experts = 2 * 8 * 3 * 64 * 96
-    expected = (
-        6 * (told["parameters"] - 0.75 * experts) + 3 * 2 * 2 * 64
-    )  # attention, of sequences of one token
+    # The last term is attention over sequences of one token.
+    expected = 6 * (told["parameters"] - 0.75 * experts) + 3 * 2 * 2 * 64
     assert computed * 1e12 / 1000 == pytest.approx(expected, rel=0.02)  # padding of small groups
 
 

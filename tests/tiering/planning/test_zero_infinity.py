@@ -79,9 +79,8 @@ def test_efficiencies_that_the_paper_gives() -> None:
 
 @pytest.mark.parametrize("row", paper.BANDWIDTHS, ids=lambda row: f"{row.peak / 1e12:g} TFLOPS")
 def test_the_table_of_bandwidths_keeps_both_efficiencies(row: paper.Bandwidth) -> None:
-    assert DEVICES * row.slow_memory == pytest.approx(
-        row.slow_memory_of_all, rel=0.03
-    )  # 1.536, printed as 1.5
+    # 1.536, printed as 1.5.
+    assert DEVICES * row.slow_memory == pytest.approx(row.slow_memory_of_all, rel=0.03)
     assert paper.efficiency(SEQUENCE, row.between_devices, row.peak) == pytest.approx(0.506, abs=0.001)
     assert paper.efficiency(SEQUENCE / 2, row.slow_memory_of_all, row.peak) == pytest.approx(0.916, abs=0.001)
 

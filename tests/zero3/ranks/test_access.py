@@ -25,12 +25,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "stage 3, nvme": {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False},
 }
 each_place = pytest.mark.parametrize("place", PLACES)
-NAMES = [
-    "blocks.0.up.weight",
-    "blocks.1.norm.bias",
-    "embedding.weight",
-    "position.weight",
-]  # of each kind of group
+# One parameter of each kind of group.
+NAMES = ["blocks.0.up.weight", "blocks.1.norm.bias", "embedding.weight", "position.weight"]
 UP = NAMES[0]
 
 

@@ -25,10 +25,8 @@ from .training import Trained, train
 
 Ranks = Callable[[int], Pool]
 ROOM = {"device_budget": "64MiB", "host_budget": "64MiB"}
-SGD = {
-    "rule": "SGD",
-    "optimizer": {"lr": 0.1, "momentum": 0.9},
-}  # no square root, which torch's CPU rounds otherwise
+# No square root, which torch's CPU rounds otherwise.
+SGD = {"rule": "SGD", "optimizer": {"lr": 0.1, "momentum": 0.9}}
 PLACES: dict[str, dict[str, Any]] = {
     "stage 3, host": {"offload_param": "cpu", "offload_optimizer": "cpu", "precision": "bf16"},
     "stage 3": {},

@@ -34,10 +34,8 @@ from . import models
 from .pool import Pool
 
 Ranks = Callable[[int], Pool]
-SCALED = {
-    "precision": "fp16",
-    "fp16": {"initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1},
-}  # most steps before the save are skipped
+# Most steps before the save are skipped.
+SCALED = {"precision": "fp16", "fp16": {"initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}}
 CASES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0, "precision": "bf16"},
     "stage 0, a client's optimizer": {"stage": 0, "rule": None, "client": torch.optim.RMSprop},

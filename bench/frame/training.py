@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -92,6 +93,18 @@ class Round:
     @property
     def stall_share(self) -> float:
         return self.counted.get("stalled", 0.0) / self.seconds
+
+
+def stalls(rounds: Sequence[Any]) -> str:
+    """Seconds per step that compute waited, by cause, over all ``rounds`` together; the longest first."""
+    steps = sum(one.steps for one in rounds)
+    causes: Counter[str] = Counter()
+    for one in rounds:
+        for name, seconds in one.counted.items():
+            kind, _, cause = name.partition(": ")
+            if kind == "stalled" and cause:
+                causes[cause] += seconds
+    return ", ".join(f"{cause} {seconds / steps:.3f} s" for cause, seconds in causes.most_common() if seconds)
 
 
 def train(trainer: Trainer, batches: Iterator[Any], steps: int) -> Round:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 
 from frame.report import Report, Table, Verdict, middle
+from frame.training import stalls
 
 from tiering.tierbench.ratios import compare
 from tiering.tierbench.spread import Estimate
@@ -72,7 +72,7 @@ def times(
             table.notes.append(f"{side.name} updates its state: {where}.")
         if side.rounds[0].counted.get("read"):
             table.notes.append(f"{side.name} moved over NVMe: {over_nvme(side)}.")
-        if causes := stalls(side):
+        if causes := stalls(side.rounds):
             table.notes.append(f"{side.name} stalled for {causes}.")
     turns = ", ".join(f"{side.name}: {len(side.rounds)} of {side.rounds[-1].steps} steps" for side in found)
     table.notes.append(f"Medians with the range of all rounds. Rounds: {turns}.")
@@ -102,18 +102,6 @@ def over_nvme(side: Measured) -> str:
         (one.counted["read"] + one.counted["written"]) / one.seconds for one in side.rounds
     )
     return f"{read / GB:.2f} GB read and {written / GB:.2f} written per step, {rate / GB:.2f} GB/s"
-
-
-def stalls(side: Measured) -> str:
-    """Seconds per step that compute waited, by cause, in all rounds together; the longest first."""
-    steps = sum(one.steps for one in side.rounds)
-    causes: Counter[str] = Counter()
-    for one in side.rounds:
-        for name, seconds in one.counted.items():
-            what, _, cause = name.partition(": ")
-            if what == "stalled" and cause:
-                causes[cause] += seconds
-    return ", ".join(f"{cause} {seconds / steps:.3f} s" for cause, seconds in causes.most_common() if seconds)
 
 
 def memory(title: str, found: Sequence[Measured]) -> Table:

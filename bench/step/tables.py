@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from frame.report import Report, Table, Verdict, middle
+from frame.training import stalls
 
 from tiering.tierbench.ratios import compare
 
@@ -38,23 +38,11 @@ def times(title: str, sides: Mapping[str, Measured]) -> Table:
             )
         )
     for side in sides.values():
-        if causes := stalls(side):
+        if causes := stalls(side.rounds):
             table.notes.append(f"{side.name} stalled for {causes}.")
     steps = ", ".join(f"{side.name}: {len(side.rounds)} x {side.rounds[0].steps}" for side in sides.values())
     table.notes.append(f"Medians with the range of all rounds. Rounds and steps in each: {steps}.")
     return table
-
-
-def stalls(side: Measured) -> str:
-    """Seconds per step that compute waited, by cause, in all rounds together; the longest first."""
-    steps = sum(one.steps for one in side.rounds)
-    causes: defaultdict[str, float] = defaultdict(float)
-    for one in side.rounds:
-        for name, seconds in one.counted.items():
-            what, _, cause = name.partition(": ")
-            causes[cause] += seconds if what == "stalled" and cause else 0
-    longest = sorted(causes.items(), key=lambda one: -one[1])
-    return ", ".join(f"{cause} {seconds / steps:.3f} s" for cause, seconds in longest if seconds)
 
 
 def memory(title: str, sides: Mapping[str, Measured]) -> Table:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +11,7 @@ from typing import Any, Self
 import pytest
 from frame.reference_model import Model
 from frame.report import Report
-from frame.side import BENCH, Place, SideError, Spec
+from frame.side import Place, SideError, Spec
 from frame.training import Round
 from plan import rows, told
 from step import sides
@@ -170,41 +168,14 @@ def test_what_is_concluded(streamed: Spec, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_everything_runs(tmp_path: Path) -> None:
-    disk, raw = tmp_path / "disk", tmp_path / "raw.json"
-    disk.mkdir()
-    command = [
-        sys.executable,
-        str(BENCH / "bench_plan.py"),
-        str(disk),
-        "--quick",
-        "--rounds",
-        "1",
-        "--steps",
-        "2",
-    ]
-    command += [
-        "--seconds",
-        "0.05",
-        "--threads",
-        "1",
-        "--json",
-        str(raw),
-        "--markdown",
-        str(tmp_path / "all.md"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode in (0, 1), done.stderr
-    found = json.loads(raw.read_text())
-    assert [one["name"] for one in found] == [
-        "all in RAM",
-        "NVMe, host budget 30MiB",
-        "NVMe, nothing cached",
-    ]
+def test_everything_runs(command: Callable[..., tuple[int, str, Any, str]]) -> None:
+    quick = ("--quick", "--rounds", "1", "--steps", "2", "--seconds", "0.05", "--threads", "1")
+    status, report, found, output = command("bench_plan.py", *quick)
+    assert status in (0, 1), output
+    names = [one["name"] for one in found]
+    assert names == ["all in RAM", "NVMe, host budget 30MiB", "NVMe, nothing cached"]
     assert all(len(one["rates"]) == 2 and len(one["rounds"]) == 1 for one in found)
     assert "nvme_mixed" in found[1]["rates"][0] and "nvme_mixed" not in found[0]["rates"][0]
-    report = (tmp_path / "all.md").read_text()
-    assert report.count("bytes per step: ") == 3 and "told" in done.stderr
+    assert report.count("bytes per step: ") == 3 and "told" in output
     lines = [line for line in report.splitlines() if line.startswith("| bytes per step")]
     assert all(line.endswith("| yes |") for line in lines)
-    assert list(disk.iterdir()) == []

@@ -15,7 +15,7 @@ import torch
 from frame.reference_model import Model
 from frame.report import Report
 from frame.side import BENCH, Place, Side, SideError, Spec
-from frame.training import Round
+from frame.training import Round, stalls
 from step import curve, deepspeed, depth, disk, fio_beside, formats, nvme, ram, sides, start, tables
 from step.measured import Measured, StepRun
 from step.scale import FULL, QUICK
@@ -95,8 +95,8 @@ class TestVerdicts:
 
     def test_stalls_by_cause(self) -> None:
         one = a_round(counted={"stalled": 1.5, "stalled: staging": 1.0, "stalled: fetch": 0.5, "read": 7})
-        assert tables.stalls(measured(one, one)) == "staging 0.500 s, fetch 0.250 s"
-        assert tables.stalls(measured(a_round())) == ""
+        assert stalls([one, one]) == "staging 0.500 s, fetch 0.250 s"
+        assert stalls([a_round()]) == ""
 
 
 def test_the_tables_of_known_rounds() -> None:

@@ -10,7 +10,7 @@ from service.answers.status import EndedRun, last_words
 from service.ends import end_of, with_last_pages
 from service.health import reasons
 from service.view import RunState, RunView, View
-from service.words import plain
+from service.words import counted, plain
 
 MOST = 10  # ended runs that are remembered
 MOST_LINES = 20  # per View: whoever reads the log may be slow, and the sidecar waits for it
@@ -38,7 +38,7 @@ class Chronicle:
         for level, line in lines[:MOST_LINES]:
             log.log(level, "%s", plain(line))
         if len(lines) > MOST_LINES:
-            log.warning("%d more changes at the same time", len(lines) - MOST_LINES)
+            log.warning("%s at the same time", counted(len(lines) - MOST_LINES, "more change"))
 
     def _changes(self, view: View) -> Iterator[tuple[int, str]]:
         """Of a state it is told when it lasts: ranks come and go one by one."""
@@ -49,7 +49,7 @@ class Chronicle:
         for run in view.runs:
             if run.id not in before:
                 self._said[run.id] = "training"
-                here = f"{len(run.fresh)} of its {run.expected} ranks on this node"
+                here = f"{len(run.fresh)} of its {counted(run.expected, 'rank')} on this node"
                 yield logging.INFO, f"{_named(run)} is here: {here}"
             elif run.state == before[run.id].state != self._said[run.id]:
                 self._said[run.id] = run.state

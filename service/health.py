@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 
 from service.version import own_version
 from service.view import RankView, RunView, View
+from service.words import counted
 from tiering.telemetry import as_text
 
 
@@ -47,7 +48,8 @@ def ready(view: View, expect: int | None = None) -> Readiness:
     why = [f"run {run.name}: {reason}" for run in view.runs if not run.over for reason in reasons(run)]
     fresh = sum(len(run.fresh) for run in view.runs)
     if expect is not None and fresh < expect:
-        why.append(f"{fresh} of the {expect} ranks that are expected on this node publish")
+        verb = "publishes" if fresh == 1 else "publish"
+        why.append(f"{fresh} of the {counted(expect, 'rank')} expected on this node {verb}")
     if expect is None and all(run.over for run in view.runs):
         why.append("every run here has ended" if view.runs else "no run publishes here yet")
     return Readiness(ready=not why, reasons=why)
@@ -61,7 +63,8 @@ def reasons(run: RunView) -> Iterator[str]:
             shown.add(rank.rank)
             yield f"rank {rank.rank} {_wrong(rank)}"
     if run.missing:
-        yield f"{run.missing} of its {run.expected} ranks on this node have no page here"
+        verb = "has" if run.missing == 1 else "have"
+        yield f"{run.missing} of its {counted(run.expected, 'rank')} on this node {verb} no page here"
 
 
 def _wrong(rank: RankView) -> str:

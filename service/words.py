@@ -38,6 +38,11 @@ def seconds(duration: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """``number`` of them: "1 file", "3 files"; ``plural`` where it is not the noun and an "s"."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
 def plain(text: str) -> str:
     """``text`` without control characters: a page may say anything, and a terminal obeys."""
     return "".join(one if one.isprintable() else "?" for one in text)

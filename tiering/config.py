@@ -21,6 +21,7 @@ from .fields import (
     Elements,
     Number,
     Section,
+    counted,
     format_size,
     parse_size,
     whole_number,
@@ -440,9 +441,9 @@ def resolve_batch(
             divisor = " x ".join(
                 f"{name} {value}" for name, value in list(given.items())[1:] if value is not None
             )
-            why = f"{train} cannot be divided by {divisor + ' x ' if divisor else ''}{world_size} ranks"
+            why = f"{train} cannot be divided by {divisor + ' x ' if divisor else ''}{counted(world_size, 'rank')}"
         else:
-            why = f"{micro} x {accumulation} x {world_size} ranks is {product}; give two of the three"
+            why = f"{micro} x {accumulation} x {counted(world_size, 'rank')} is {product}; give two of the three"
         raise ValueError(
             f"{told} with world size {world_size} do not agree: {why} (train_batch_size is"
             " train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size)"

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optim_cpu import kernels
+from tiering.fields import counted
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class NodeShare:
 
     def __str__(self) -> str:
         node = "" if self.numa_node is None else f", NUMA node {self.numa_node}"
-        return f"{self.threads} kernel threads, CPUs {format_cpus(self.cpus)}{node}"
+        return f"{counted(self.threads, 'kernel thread')}, CPUs {format_cpus(self.cpus)}{node}"
 
 
 @dataclass(frozen=True)

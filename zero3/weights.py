@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tiering.config import IoConfig
 from tiering.errors import EngineStateError, WeightsError
+from tiering.fields import counted
 from tiering.weights.files import StoredTensor, WeightFiles, same_bytes
 from tiering.weights.reader import Wanted, WeightReader
 from zero3.model_names import ModelNames
@@ -207,7 +208,7 @@ def _check_shapes(files: WeightFiles, partners: Partners) -> None:
     ]
     if wrong:
         raise WeightsError(
-            f"{files.path} holds {_tensors(wrong)} of other shapes than the model's: {_first(wrong)}",
+            f"{files.path} holds {counted(len(wrong), 'tensor')} of other shapes than the model's: {_first(wrong)}",
             "build the model from the config.json beside the weights",
         )
 
@@ -221,13 +222,10 @@ def _check_dtypes(files: WeightFiles, partners: Partners) -> None:
     ]
     if wrong:
         raise WeightsError(
-            f"{files.path} holds {_tensors(wrong)} of dtypes that the model's cannot be made of: {_first(wrong)}",
+            f"{files.path} holds {counted(len(wrong), 'tensor')} of dtypes that the model's cannot be made of:"
+            f" {_first(wrong)}",
             "quantised weights must be dequantised and saved anew",
         )
-
-
-def _tensors(named: list[str]) -> str:
-    return "1 tensor" if len(named) == 1 else f"{len(named)} tensors"
 
 
 def _verb(values: Values) -> str:

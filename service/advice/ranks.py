@@ -19,7 +19,7 @@ from service.advice.waits import (
 )
 from service.ends import end_of
 from service.view import RunView
-from service.words import seconds, share
+from service.words import counted, seconds, share
 
 _LAST_WORDS = "the log of the job has the traceback, and `dmesg` what the out-of-memory killer did"
 
@@ -74,9 +74,10 @@ def states(run: RunView) -> Iterator[Advice]:
             }
             yield of(f"rank-{rank.state}", text.format(**told), remedy.format(**told), rank.rank)
     if run.missing:
+        verb = "has" if run.missing == 1 else "have"
         yield error(
             "rank-missing",
-            f"{run.missing} of the {run.expected} ranks on this node have no page",
+            f"{run.missing} of the {counted(run.expected, 'rank')} on this node {verb} no page",
             "they have not started yet or have ended, run as another user or with another TIERING_RUN_DIR, or have"
             " tiering.telemetry.enabled false: look at the log of the job",
         )

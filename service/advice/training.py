@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from service.advice.finding import Advice, error, info, warning
 from service.view import RunView
+from service.words import counted
 
 
 def broken(run: RunView) -> Iterator[Advice]:
@@ -82,7 +83,7 @@ def configuration(run: RunView) -> Iterator[Advice]:
         ):
             if keys:
                 names = ", ".join(keys[:MOST_KEYS]) + (", ..." if len(keys) > MOST_KEYS else "")
-                many = "1 key of the configuration is" if len(keys) == 1 else f"{len(keys)} keys are"
+                many = f"{counted(len(keys), 'key')} of the configuration {'is' if len(keys) == 1 else 'are'}"
                 yield info(
                     code, f"{many} {what}: {names}", f"`tiering check {told.source or 'FILE'}` says why"
                 )

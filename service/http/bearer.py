@@ -7,6 +7,8 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from service.words import counted
+
 SHORTEST = 16
 LONGEST = 1024
 VARIABLE = "TIERD_TOKEN"
@@ -33,7 +35,7 @@ def _judged(raw: bytes, origin: str) -> bytes:
     token = raw.strip()
     if not SHORTEST <= len(token) <= LONGEST:
         raise TokenError(
-            f"{origin} holds {len(token)} characters, a token has {SHORTEST} to {LONGEST}: {HOW_TO_MAKE_ONE}"
+            f"{origin} holds {counted(len(token), 'character')}, a token has {SHORTEST} to {LONGEST}: {HOW_TO_MAKE_ONE}"
         )
     if not all(33 <= character <= 126 for character in token):
         raise TokenError(f"{origin} holds a space or a character that no header can carry: {HOW_TO_MAKE_ONE}")

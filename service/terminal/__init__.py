@@ -17,7 +17,7 @@ from service.terminal.keyboard import keyboard
 from service.terminal.picture import Marks, marks, pictured
 from service.view import View
 from service.watch import Watch
-from service.words import plain
+from service.words import counted, plain
 from tiering.telemetry import TelemetryError
 
 
@@ -105,7 +105,8 @@ class _Screenful:
         lines = console.render_lines(shown, options.update(height=None), pad=True)
         room = height - 1
         clock = time.strftime("%H:%M:%S", time.localtime(self._told.taken_at))
-        cut = f", {len(lines) - room} more lines: make the window taller" if len(lines) > room else ""
+        more = counted(len(lines) - room, "more line")
+        cut = f", {more}: make the window taller" if len(lines) > room else ""
         for line in lines[:room]:
             yield from line
             yield Segment.line()

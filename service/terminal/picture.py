@@ -16,7 +16,7 @@ from rich.text import Text
 from service.advice import Advice
 from service.answers.status import RankStatus, RunStatus, Status
 from service.history import Entry
-from service.words import listed, plain, rate, seconds, share, size
+from service.words import counted, listed, plain, rate, seconds, share, size
 from tiering.telemetry import CopyStatus, DirectionStatus, PathStatus
 
 _STATE_STYLES = {"training": "green", "live": "green", "degraded": "bold red", "ended": "bold red"}
@@ -185,7 +185,7 @@ def _paths(ranks: Sequence[RankStatus], width: int, drawn: Marks) -> Iterator[Re
         )
     yield rows
     if len(by_name) > MOST_PATHS:
-        yield Text(f"and {len(by_name) - MOST_PATHS} more paths", "dim")
+        yield Text(f"and {counted(len(by_name) - MOST_PATHS, 'more path')}", "dim")
 
 
 def _average(directions: Sequence[DirectionStatus | CopyStatus]) -> float:

@@ -240,7 +240,7 @@ CASES: list[tuple[str, list[RankView], list[RankView], str]] = [
      [rank()], "a checkpoint is being saved"),
     ("checkpoint-failed", said(checkpoint=CheckpointStatus(error="EIO")), said(checkpoint=CheckpointStatus()), "EIO"),
     ("config-without-effect", configured(without_effect=["a.b"]), configured(), "a.b"),
-    ("config-deprecated", configured(deprecated=["a", "b", "c", "d"]), configured(), "4 keys are deprecated: a, b, c,"),
+    ("config-deprecated", configured(deprecated=["a", "b", "c", "d"]), configured(), "are deprecated: a, b, c,"),
     ("rank-silent", [rank(state="silent", heartbeat_age=14.0), *two()[1:]], two(), "not published for 14.0 s"),
     ("rank-stale", [rank(state="stale"), *two()[1:]], [rank(state="stale"), *two()], "rank 0 is stale"),
     ("rank-newer-version", [rank(state="newer-version", snapshot=None)], [rank()], "rank 0 cannot be shown"),

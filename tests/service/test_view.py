@@ -291,9 +291,9 @@ def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytes
         ([], None, ["no run publishes here yet"]),
         ([], 0, []),
         ([live(0)], None, []),
-        ([live(0)], 2, ["1 of the 2 ranks that are expected on this node publish"]),
+        ([live(0)], 2, ["1 of the 2 ranks expected on this node publishes"]),
         ([live(0, local=2), live(1)], 2, []),
-        ([live(0, local=2)], None, ["run gpt: 1 of its 2 ranks on this node have no page here"]),
+        ([live(0, local=2)], None, ["run gpt: 1 of its 2 ranks on this node has no page here"]),
         ([live(0, local=2), live(1, age=14.2)], None, ["run gpt: rank 1 has not published for 14 s"]),
         ([live(0, local=2), lost(live(1))], None, ["run gpt: rank 1 is stale: it is stale"]),
         (

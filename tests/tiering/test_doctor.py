@@ -197,7 +197,7 @@ NVIDIA = {
                 f"{CGROUP}/cpu/cpu.cfs_period_us": "100000",
             },
             NOTE,
-            "1 CPUs",
+            "the time of 1 CPU for threads",
             "--cpus",
         ),
         (
@@ -215,8 +215,8 @@ NVIDIA = {
             "newer kernel",
         ),
         (software.gpu, {}, OK, "no NVIDIA driver", ""),
-        (software.gpu, NVIDIA, NOTE, "driver 570.86.15, 1 GPUs, NVIDIA H200", "--gpus all"),
-        (software.gpu, NVIDIA | {"dev/nvidia0": ""}, OK, "driver 570.86.15, 1 GPUs, NVIDIA H200", ""),
+        (software.gpu, NVIDIA, NOTE, "driver 570.86.15, 1 GPU, NVIDIA H200", "--gpus all"),
+        (software.gpu, NVIDIA | {"dev/nvidia0": ""}, OK, "driver 570.86.15, 1 GPU, NVIDIA H200", ""),
     ],
 )
 def test_the_machine(
@@ -311,7 +311,7 @@ def test_a_check_that_fails_or_hangs_says_so() -> None:
     assert first == Entry("well", "/mnt", Finding("fine"))
     assert (second.check, second.finding.found) == ("broken", "could not look: PermissionError: no")
     assert (third.check, third.finding.verdict) == ("hanging", PROBLEM)
-    assert "1 more checks after it were not made" in third.finding.found
+    assert "this left out 1 more check" in third.finding.found
 
 
 def test_nobodys_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

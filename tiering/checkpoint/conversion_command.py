@@ -19,6 +19,7 @@ from tiering.checkpoint.manifest import MANIFEST
 from tiering.checkpoint.reader import Checkpoint, open_checkpoint
 from tiering.config import format_size, parse_size
 from tiering.errors import CheckpointError, ConfigError, WeightsError
+from tiering.fields import counted
 from tiering.strict_json import FormatError, parse
 from tiering.weights.files import WeightFiles, open_weights
 
@@ -37,9 +38,10 @@ def run(options: argparse.Namespace) -> int:
         print(f"tiering convert: {error}", file=sys.stderr)
         return FAILED
     for name, count in converted.overflowed.items():
+        verb = "is" if count == 1 else "are"
         print(
-            f"tiering convert: {count} elements of {name!r} are too large for {options.dtype} and are infinite now;"
-            " bf16 has the range of fp32",
+            f"tiering convert: {counted(count, 'element')} of {name!r} {verb} too large for {options.dtype} and {verb}"
+            " infinite now; bf16 has the range of fp32",
             file=sys.stderr,
         )
     if converted.excluded:
@@ -51,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     if converted.caveat:
         print(f"tiering convert: {converted.caveat}", file=sys.stderr)
     print(
-        f"{options.into}: {converted.tensors} tensors of {converted.numel} elements,"
+        f"{options.into}: {counted(converted.tensors, 'tensor')} of {counted(converted.numel, 'element')},"
         f" {format_size(converted.nbytes)}, from {options.source}"
     )
     return DONE

@@ -22,6 +22,7 @@ from tiering.checkpoint.load_plan import configuration, plan_to_load
 from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest
 from tiering.config import format_size
 from tiering.errors import CheckpointError, ConfigError, TieringError
+from tiering.fields import counted
 from tiering.figures_table import FiguresTable
 from tiering.planning.report import PlanReport
 from tiering.strict_json import short
@@ -154,7 +155,7 @@ def _listed(listing: Listing) -> Iterator[RenderableType]:
 def _inspected(inspection: Inspection) -> Iterator[RenderableType]:
     manifest = inspection.manifest
     if manifest is not None:
-        ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
+        ranks = counted(manifest.world_size, "rank")
         trained = f"{_printable(manifest.optimizer)} in " if manifest.optimizer else ""
         yield (
             f"{inspection.path.name}: step {manifest.step}, saved {_printable(manifest.created)} by {ranks},"
@@ -170,7 +171,7 @@ def _inspected(inspection: Inspection) -> Iterator[RenderableType]:
             )
         yield ""
     if inspection.damage:
-        yield f"Damaged, in {len(inspection.damage)} {'place' if len(inspection.damage) == 1 else 'places'}:"
+        yield f"Damaged, in {counted(len(inspection.damage), 'place')}:"
         yield from (f"  {_told(each)}" for each in inspection.damage[:_SHOWN])
         if len(inspection.damage) > _SHOWN:
             yield f"  and {len(inspection.damage) - _SHOWN} more"

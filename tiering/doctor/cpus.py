@@ -10,6 +10,7 @@ from pathlib import Path
 from optim_cpu import kernels
 from tiering.cgroups import cpu_quota
 from tiering.doctor.finding import Check, Finding, note, problem
+from tiering.fields import counted
 from tiering.kernel_files import said
 from tiering.topology import format_cpus, parse_cpus
 
@@ -26,7 +27,7 @@ def affinity(root: Path) -> Finding:
     own, online = own_cpus(root), parse_cpus(said(root / "sys/devices/system/cpu/online") or "")
     if not own:
         return Finding("not told")
-    found = f"{len(own)} of {max(len(own), len(online))} CPUs ({format_cpus(own)})"
+    found = f"{len(own)} of {counted(max(len(own), len(online)), 'CPU')} ({format_cpus(own)})"
     if len(own) > 1 or len(online) <= 1:
         return Finding(found)
     return note(
@@ -39,7 +40,7 @@ def quota(root: Path) -> Finding:
     share, threads = cpu_quota(root), len(own_cpus(root))
     if share is None:
         return Finding("none")
-    found = f"the time of {share:g} CPUs"
+    found = f"the time of {share:g} {'CPU' if share == 1 else 'CPUs'}"
     if share >= threads:
         return Finding(found)
     return note(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from tiering.fields import counted
+
 log = logging.getLogger(__name__)
 
 
@@ -77,7 +79,8 @@ def perform(
     done = list(entries)
     if thread.is_alive() and len(done) < len(checks):
         stuck = list(checks)[len(done)]
-        found = f"no answer in {seconds:g} s, and {len(checks) - len(done) - 1} more checks after it were not made"
+        later = counted(len(checks) - len(done) - 1, "more check")
+        found = f"no answer in {seconds:g} s; this left out {later}"
         done.append(
             Entry(stuck, directory, problem(found, "see dmesg for a disk or a server that does not answer"))
         )

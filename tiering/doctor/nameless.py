@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiering.doctor.finding import Finding, Verdict, note
-from tiering.fields import format_size
+from tiering.fields import counted, format_size
 from tiering.kernel_files import listed, said
 from tiering.telemetry import TelemetryError, find_pages
 
@@ -98,10 +98,9 @@ def _judge_others(held: Iterable[Holder]) -> Finding:
         for (process, command), nbytes in order[:_SHOWN]
     ]
     more = [f"{len(order) - _SHOWN} more"] if len(order) > _SHOWN else []
-    several = "files" if len(files) > 1 else "file"
     pids = ",".join(str(process) for (process, _), _ in order)
     return note(
-        f"{format_size(sum(files.values()))} in {len(files)} {several} without a name, which df counts and ls does not"
-        f" show: {', '.join(shown + more)}",
+        f"{format_size(sum(files.values()))} in {counted(len(files), 'file')} without a name, which df counts and ls"
+        f" does not show: {', '.join(shown + more)}",
         f"the space returns when those processes end; look at them: ps -fp {pids}",
     )

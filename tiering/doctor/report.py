@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiering.doctor.finding import Entry, Finding, Verdict
-from tiering.fields import legible
+from tiering.fields import counted, legible
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,10 +40,8 @@ class Report:
 
     def counts(self) -> str:
         """As "1 problem, 2 notes"."""
-        counted = {"problem": self.problems, "note": len(self.attention) - self.problems}
-        return ", ".join(
-            f"{count} {word}{'s' if count != 1 else ''}" for word, count in counted.items() if count
-        )
+        found = {"problem": self.problems, "note": len(self.attention) - self.problems}
+        return ", ".join(counted(number, word) for word, number in found.items() if number)
 
     def as_dict(self, exit_code: int) -> dict[str, Any]:
         checks = [

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tiering.doctor.finding import Check, Finding, note, problem
+from tiering.fields import counted
 from tiering.kernel_files import listed, said
 
 KERNEL = (5, 11)
@@ -53,7 +54,7 @@ def gpu(root: Path) -> Finding:
     for card in listed(root / "proc/driver/nvidia/gpus"):
         model = re.search(r"^Model:\s+(.+)$", said(card / "information") or "", re.MULTILINE)
         models.append(model[1].strip() if model else "unknown model")
-    found = f"NVIDIA driver {driver[1]}, {len(models)} GPUs" + "".join(
+    found = f"NVIDIA driver {driver[1]}, {counted(len(models), 'GPU')}" + "".join(
         f", {model}" for model in dict.fromkeys(models)
     )
     if any(re.fullmatch(r"nvidia\d+", node.name) for node in listed(root / "dev")):

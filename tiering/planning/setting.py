@@ -13,6 +13,7 @@ from tiering import ds_config
 from tiering.budgets import AUTO_SHARE, NVME_SHARE
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
+from tiering.fields import counted
 from tiering.plan import Workload
 from tiering.planning.profiles import Profile
 from tiering.planning.rates import Rates
@@ -48,8 +49,8 @@ class Setting:
     def __post_init__(self) -> None:
         if min(self.world_size, self.local_size) < 1 or self.world_size % self.local_size:
             raise ConfigError(
-                f"{self.world_size} ranks cannot be {self.local_size} on each node: world_size has to be a multiple of"
-                " ranks_per_node, and both at least 1"
+                f"{counted(self.world_size, 'rank')} cannot be {self.local_size} on each node: world_size has to be"
+                " a multiple of ranks_per_node, and both at least 1"
             )
         for name in ("tokens", "sequence", "gpu_memory", "endurance"):
             value = getattr(self, name)

@@ -18,6 +18,7 @@ from fractions import Fraction
 from tiering.arena import round_up
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
+from tiering.fields import counted
 from tiering.plan import QUANTUM, GroupSizes, Workload
 from tiering.planning.report import PlanReport, report
 from tiering.planning.setting import RatesOf, Setting
@@ -55,8 +56,8 @@ class Decoder:
 
     def __str__(self) -> str:
         return (
-            f"a decoder of {format_count(self.params)} parameters: {self.layers} layers, hidden {self.hidden},"
-            f" {self.heads} heads, MLP {self.intermediate}, vocabulary {self.vocabulary}"
+            f"a decoder of {format_count(self.params)} parameters: {counted(self.layers, 'layer')}, hidden"
+            f" {self.hidden}, {counted(self.heads, 'head')}, MLP {self.intermediate}, vocabulary {self.vocabulary}"
         )
 
     def groups(

@@ -12,6 +12,7 @@ from tiering.budgets import host_memory
 from tiering.config import ALIGNMENT, DEEPEST, format_size
 from tiering.drives import Backing
 from tiering.errors import ConfigError, SwapError
+from tiering.fields import counted
 from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.load import target
 from tiering.tierbench.load.ground import Ground
@@ -180,8 +181,9 @@ class _Run:
             least = 4 * asked.bs
             if most < least:
                 raise ConfigError(
-                    f"--max-write {format_size(asked.max_write)} is too little for {files} file(s) in blocks of"
-                    f" {format_size(asked.bs)}: give at least {format_size(files * least / share)}, or a smaller --bs"
+                    f"--max-write {format_size(asked.max_write)} is too little for {counted(files, 'file')} in blocks"
+                    f" of {format_size(asked.bs)}: give at least {format_size(files * least / share)}, or a"
+                    " smaller --bs"
                 )
             size = min(size, most)
         return size
@@ -193,9 +195,10 @@ class _Run:
         limit, in_use = host_memory()
         if needed > (limit - in_use) * MEMORY_SHARE:
             raise ConfigError(
-                f"blocks of {format_size(asked.bs)} at a depth of {asked.iodepth}, {asked.numjobs} job(s) and"
-                f" {len(self._directories)} directories need {format_size(needed)} of memory, more than half"
-                f" of the {format_size(limit - in_use)} that are free: lower --bs, --iodepth or --numjobs"
+                f"blocks of {format_size(asked.bs)} at a depth of {asked.iodepth}, {counted(asked.numjobs, 'job')} and"
+                f" {counted(len(self._directories), 'directory', 'directories')} need {format_size(needed)} of memory,"
+                f" more than half of the {format_size(limit - in_use)} that are free: lower --bs, --iodepth or"
+                " --numjobs"
             )
 
     def _settings(self, size: int) -> Settings:

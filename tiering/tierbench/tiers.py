@@ -411,7 +411,7 @@ def _ordered(found: _Found) -> list[tuple[Leg, int | None]]:
 
 def _show(options: argparse.Namespace, directories: Sequence[Path], found: _Found, console: Console) -> None:
     from tiering import drives
-    from tiering.fields import format_size
+    from tiering.fields import counted, format_size
     from tiering.tierbench.display import figures
     from tiering.tierbench.result import Machine
 
@@ -423,12 +423,14 @@ def _show(options: argparse.Namespace, directories: Sequence[Path], found: _Foun
             "Interrupted: this is what was measured until then. Nothing was saved.", style="bold yellow"
         )
     machine = Machine.this()
-    say(f"{machine.cpu}, {machine.cpus} CPUs, {format_size(machine.memory_bytes)}, {machine.kernel}")
+    say(
+        f"{machine.cpu}, {counted(machine.cpus, 'CPU')}, {format_size(machine.memory_bytes)}, {machine.kernel}"
+    )
     for directory in directories:
         say(f"{directory}: {'; '.join(map(str, drives.behind(directory).drives)) or 'drive not told'}")
     say(
-        f"{options.state} state with {options.moments} moments, gradients in {options.grads or options.dtype}; NVMe in"
-        f" blocks of {options.bs} bytes, {options.iodepth} in flight"
+        f"{options.state} state with {counted(options.moments, 'moment')}, gradients in"
+        f" {options.grads or options.dtype}; NVMe in blocks of {options.bs} bytes, {options.iodepth} in flight"
     )
     say("")
     console.print(_table(found))

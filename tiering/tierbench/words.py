@@ -94,7 +94,7 @@ def engine(text: str) -> str:
     """An I/O engine by fio's name; its synchronous ones are our threads."""
     named = ENGINE_ALIASES.get(text, text)
     if named not in ENGINES:
-        raise argparse.ArgumentTypeError(f"there is no engine {text!r}; choose of {', '.join(ENGINES)}")
+        raise argparse.ArgumentTypeError(f"there is no engine {text!r}; choose from {', '.join(ENGINES)}")
     return named
 
 

@@ -363,7 +363,9 @@ def test_ranks_share_the_budgets_of_their_node(plan: Plan) -> None:
     assert told["budgets"] == {"device": 50 << 20, "host": 150 << 20, "nvme": 1 << 30}
     code, _, err = plan(*SMALL, "--ranks", "4", "--nodes", "3")
     assert code == 2
-    assert "4 ranks do not divide over 3 nodes" in err
+    assert "4 ranks cannot be divided over 3 nodes" in err
+    _, _, err = plan(*SMALL, "--ranks", "1", "--nodes", "2")
+    assert "1 rank cannot be divided over 2 nodes" in err
 
 
 def test_a_profile_brings_budgets_and_rates(plan: Plan) -> None:

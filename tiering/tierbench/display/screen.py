@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiering.drives import Drive, FileSystem
-from tiering.fields import format_size
+from tiering.fields import counted, format_size
 from tiering.tierbench.display import figures
 from tiering.tierbench.display.sparkline import levels, spark
 from tiering.tierbench.result import Latencies, PathRow, Result, Row, Target, Verdict
@@ -109,7 +109,7 @@ def _header(result: Result) -> Iterator[tuple[str, str]]:
     yield "load", figures.load(result)
     machine = result.machine
     memory = format_size(machine.memory_bytes)
-    yield "machine", f"{machine.cpu}, {machine.cpus} CPUs, {memory}, {machine.kernel}"
+    yield "machine", f"{machine.cpu}, {counted(machine.cpus, 'CPU')}, {memory}, {machine.kernel}"
     yield "measured", f"{result.date} by tierbench {result.version}"
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from tiering import drives
 from tiering.drives import Backing
 from tiering.errors import SwapSpaceError, UnsafeTargetError
-from tiering.fields import format_size
+from tiering.fields import counted, format_size
 from tiering.swap_file import free_bytes, memory_file_system
 from tiering.tierbench.result import Target
 
@@ -109,7 +109,7 @@ def file_size(directories: Sequence[Path], *, numjobs: int, bs: int, asked: int 
     if size > room * MOST_SHARE:
         files = len(directories) * numjobs
         raise UnsafeTargetError(
-            f"{files} file{'s' if files > 1 else ''} of {format_size(size)} would leave less than a tenth of what is"
+            f"{counted(files, 'file')} of {format_size(size)} would leave less than a tenth of what is"
             f" free in {', '.join(map(str, directories))} ({format_size(room)} for each); give a smaller --size, or"
             " free space"
         )

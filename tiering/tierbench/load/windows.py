@@ -21,6 +21,7 @@ from typing import NamedTuple, Self
 
 from tiering.aio import AioContext
 from tiering.errors import ConfigError
+from tiering.fields import counted
 from tiering.latencies import LatencyHistogram
 from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.load.ground import Ground
@@ -271,8 +272,8 @@ class _Crew:
                 del self._threads[number:]
                 self.__exit__(None, None, None)
                 raise ConfigError(
-                    f"only {number} of {wanted} threads, one for each job and directory, can start ({error}): raise"
-                    " the limit (ulimit -u, the cgroup's pids.max), or lower --numjobs or --iodepth"
+                    f"only {number} of {counted(wanted, 'thread')}, one for each job and directory, can start"
+                    f" ({error}): raise the limit (ulimit -u, the cgroup's pids.max), or lower --numjobs or --iodepth"
                 ) from None
         return self
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from tiering.fields import counted
 from tiering.tierbench.bench import Phases
 from tiering.tierbench.load.windows import Watch
 from tiering.tierbench.result import Row, Sample, moved
@@ -56,7 +57,7 @@ def explore(
         while cells := sweep.next_round():
             order.shuffle(cells)
             tell = _Rounds(
-                phases, f"round {sweep.rounds}: {len(cells)} settings", windows=len(cells) * 3 // 2
+                phases, f"round {sweep.rounds}: {counted(len(cells), 'setting')}", windows=len(cells) * 3 // 2
             )
             for pair in pairs(cells):
                 started = clock()

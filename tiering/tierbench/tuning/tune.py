@@ -17,7 +17,7 @@ from typing import Any
 
 from tiering.config import ALIGNMENT, DEEPEST, IoConfig
 from tiering.errors import ConfigError, SwapError
-from tiering.fields import format_size
+from tiering.fields import counted, format_size
 from tiering.tierbench import words
 from tiering.tierbench.bench import Phases
 from tiering.tierbench.exits import INTERRUPTED
@@ -269,8 +269,8 @@ def _size(directories: Sequence[Path], sizes: Sequence[int], asked: int | None, 
         most = max_write // (2 * len(directories)) // bs * bs
         if most < LEAST_LAID_OUT:
             raise ConfigError(
-                f"--max-write {format_size(max_write)} is too little: {len(directories)} file(s) are written once"
-                f" before anything is measured; give {format_size(2 * len(directories) * (LEAST_LAID_OUT + bs))}"
+                f"--max-write {format_size(max_write)} is too little: it writes {counted(len(directories), 'file')}"
+                f" once before anything is measured; give {format_size(2 * len(directories) * (LEAST_LAID_OUT + bs))}"
             )
         size = min(size, most)
     return size
@@ -321,7 +321,7 @@ def _prepare(
             f" blocks in flight may hold {brief(MOST_IN_FLIGHT)}; name others by --ioengine, --bs and --iodepth"
         )
     if grid.left_out():
-        left_out[f"{grid.left_out()} settings"] = (
+        left_out[counted(grid.left_out(), "setting")] = (
             f"more than {brief(MOST_IN_FLIGHT)} in flight, which no drive needs"
         )
     return Sweep(grid), left_out

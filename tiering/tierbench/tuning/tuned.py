@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from tiering.fields import format_size
+from tiering.fields import counted, format_size
 from tiering.tierbench.display import figures
 from tiering.tierbench.result import Record, Run
 from tiering.tierbench.tuning.sweep import FEWEST, SAME, Cell, Reading, Standing, Sweep
@@ -198,7 +198,8 @@ def _sentences(tuned: Tuned) -> Iterator[str]:
         )
     chosen, defaults = tuned.recommended, tuned.defaults
     if tuned.interrupted and chosen is defaults:
-        yield f"Nothing is recommended: {len(tuned.tried) - 1} settings were measured before it was interrupted."
+        measured = counted(len(tuned.tried) - 1, "setting")
+        yield f"Nothing is recommended: it was interrupted after {measured}."
     elif chosen is defaults:
         yield f"Keep the defaults, {defaults.cell}: {tuned.why}."
     else:

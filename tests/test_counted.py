@@ -1,0 +1,24 @@
+"""Numbers before nouns: the sidecar has a helper of its own, since it imports nothing but telemetry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from service import words
+from tiering import fields
+
+
+@pytest.mark.parametrize("counted", [fields.counted, words.counted], ids=["tiering", "service"])
+def test_one_is_singular(counted: Callable[..., str]) -> None:
+    assert [counted(number, "file") for number in (0, 1, 2, 11)] == [
+        "0 files",
+        "1 file",
+        "2 files",
+        "11 files",
+    ]
+    assert [counted(number, "directory", "directories") for number in (1, 2)] == [
+        "1 directory",
+        "2 directories",
+    ]

@@ -116,6 +116,7 @@ def _snapshot() -> Snapshot:
         pid=4242,
         started_at=TAKEN_AT - 60,
         step=20,
+        global_step=20,
         phase="backward",
         loss=6.25,
         samples=320,

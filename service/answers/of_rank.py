@@ -16,9 +16,13 @@ from tiering.telemetry import (
     IoEngineStatus,
     LinkStatus,
     PathStatus,
+    Snapshot,
     StepRecord,
     TierStatus,
+    figures,
 )
+
+SNAPSHOT = figures(Snapshot)
 
 Answer = TypeVar("Answer", bound="OfRank")
 
@@ -56,9 +60,7 @@ class RankBandwidth(OfRank):
 
     io: list[PathStatus]
     io_engine: IoEngineStatus | None
-    link: LinkStatus | None = Field(
-        description="copies to the device (h2d) and from it (d2h); null where the device is the CPU"
-    )
+    link: LinkStatus | None = Field(description=SNAPSHOT["link"].help)
     collectives: list[CollectiveStatus]
 
 
@@ -67,10 +69,8 @@ class RankSteps(OfRank):
 
     step: int
     phase: str
-    phase_seconds: dict[str, float] = Field(description="since the start, by phase")
-    stalls_by_phase: dict[str, dict[str, float]] = Field(
-        description="seconds that compute waited since the start, by phase and cause"
-    )
+    phase_seconds: dict[str, float] = Field(description=SNAPSHOT["phase_seconds"].help)
+    stalls_by_phase: dict[str, dict[str, float]] = Field(description=SNAPSHOT["stalls_by_phase"].help)
     steps: list[StepRecord]
 
 

@@ -2,82 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from pydantic import BaseModel, Field, PlainSerializer, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from service.advice import Advice, advise
 from service.ends import How, end_of
 from service.history import Entry
 from service.recent import recent
 from service.view import RankView, RunState, RunView, State, View
-from tiering.telemetry import (
-    ActivationStatus,
-    CheckpointStatus,
-    CollectiveStatus,
-    DeviceMemoryStatus,
-    IoEngineStatus,
-    LinkStatus,
-    PathStatus,
-    StepRecord,
-    TierStatus,
-)
+from tiering.telemetry import Diverging, Snapshot, figures
 
 
-def _named(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+class RankSeen(BaseModel):
+    """What the sidecar finds out about a rank, beside what its page says."""
 
-
-# JSON has no NaN, and a diverged loss must not look like a missing one.
-Number = Annotated[
-    float,
-    PlainSerializer(_named, return_type=float | str),
-    WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}),
-]
-
-
-class RankStatus(BaseModel):
-    """One rank as its page shows it. Without a readable page everything below ``reason`` is empty."""
+    model_config = ConfigDict(ser_json_inf_nan="strings")
 
     rank: int
     state: State
     heartbeat_age: float | None = Field(description="seconds since the rank last published")
     reason: str = Field(description="why the state is not live; empty when it is")
-    node: str | None = Field(default=None, description="its host name")
-    local_rank: int | None = Field(default=None, description="its place among the ranks of its node")
-    world_size: int | None = Field(default=None, description="ranks of the run on all nodes")
-    pid: int | None = Field(default=None, description="in the rank's own pid namespace")
-    started_at: float | None = Field(default=None, description="Unix time in seconds")
-    step: int | None = Field(default=None, description="optimizer steps finished since the start")
-    global_step: int | None = Field(default=None, description="the same, going on from a checkpoint")
-    phase: str | None = Field(default=None, description="start, forward, backward, step or idle")
-    phase_since: float | None = Field(default=None, description="Unix time at which the phase began")
-    broken: str | None = Field(default=None, description="why training cannot go on; empty while it can")
-    loss: Number | None = Field(default=None, description="of the last step that told one; may be NaN")
-    samples: int | None = Field(default=None, description="of all ranks, in finished steps")
-    skipped_steps: int | None = Field(default=None, description="for gradients that were not finite")
-    gradient_norm: Number | None = Field(default=None, description="before clipping")
-    learning_rate: Number | None = Field(default=None, description="of the first parameter group")
-    loss_scale: Number | None = Field(default=None, description="null where nothing is scaled")
-    tiers: list[TierStatus] = Field(default=[], description="fastest first")
-    activations: ActivationStatus | None = Field(default=None, description="what autograd keeps for backward")
-    device_memory: DeviceMemoryStatus | None = Field(
-        default=None, description="what torch has on the GPU; null where the device is the CPU"
-    )
-    io: list[PathStatus] = Field(default=[], description="each swap path in both directions")
-    io_engine: IoEngineStatus | None = Field(default=None, description="absent where nothing is swapped")
-    link: LinkStatus | None = Field(
-        default=None,
-        description="copies to the device (h2d) and from it (d2h); null where the device is the CPU",
-    )
-    collectives: list[CollectiveStatus] = Field(default=[], description="empty where a rank is alone")
-    phase_seconds: dict[str, float] = Field(default={}, description="seconds since the start, by phase")
-    stalls: dict[str, float] = Field(default={}, description="seconds that compute waited, by cause")
-    steps: list[StepRecord] = Field(default=[], description="the most recent steps, oldest first")
     step_seconds: float | None = Field(
         default=None, description="the median of the recent steps, the first of the run left out"
     )
@@ -85,11 +32,42 @@ class RankStatus(BaseModel):
         default=None, description="of the time of the same steps, in which compute waited; 0 to 1"
     )
     stall_causes: dict[str, float] = Field(default={}, description="the same by cause, the largest first")
-    checkpoint: CheckpointStatus | None = Field(default=None, description="null before the first save")
+
+
+IN_STATUS = {field: figure.help for field, figure in figures(Snapshot).items() if field != "stalls_by_phase"}
+"""The figures of a snapshot that a status has, and what they are. Stalls by phase are in ``/v1/steps``."""
+
+
+def _in_status() -> Iterator[tuple[str, Any]]:
+    """Those as fields of a model: empty where there is no readable page."""
+    hints = get_type_hints(Snapshot, include_extras=True)
+    for field in fields(Snapshot):
+        if field.name in IN_STATUS:
+            kind = hints[field.name].__origin__  # without the Figure
+            empty = None if field.default_factory is MISSING else field.default_factory()
+            nullable = kind | None if empty is None else kind
+            yield field.name, (nullable, Field(default=empty, description=IN_STATUS[field.name]))
+
+
+if TYPE_CHECKING:
+
+    class RankStatus(RankSeen):
+        def __getattr__(self, figure: str) -> Any: ...
+
+else:
+    RankStatus = create_model(
+        "RankStatus",
+        __base__=RankSeen,
+        __module__=__name__,
+        __doc__="One rank as its page shows it. Figures are empty without a readable page.",
+        **dict(_in_status()),
+    )
 
 
 class RunSummary(BaseModel):
     """A run in one line."""
+
+    model_config = ConfigDict(ser_json_inf_nan="strings")
 
     id: str = Field(description="the same on all ranks of one start, and of no other")
     name: str = Field(description="as configured; several runs may have the same")
@@ -106,7 +84,7 @@ class RunSummary(BaseModel):
     samples_per_second: float | None = Field(
         description="of all ranks: the samples of an average step, in step_seconds"
     )
-    loss: Number | None = Field(description="of the first rank here")
+    loss: Diverging | None = Field(description="that of the first rank here")
     warnings: list[Advice] = Field(description="what deserves attention, the gravest first")
 
 
@@ -235,9 +213,4 @@ def rank_status(rank: RankView) -> RankStatus:
         return RankStatus(rank=rank.rank, **seen)
     if (found := recent(said)) is not None:
         seen |= {"step_seconds": found.seconds, "stall_share": found.share, "stall_causes": found.causes}
-    told = {
-        name: getattr(said, name)
-        for name in RankStatus.model_fields
-        if name not in seen and hasattr(said, name)
-    }
-    return RankStatus(**told, **seen)
+    return RankStatus(rank=rank.rank, **seen, **{name: getattr(said, name) for name in IN_STATUS})

@@ -110,10 +110,11 @@ def _weight(rank: RankView) -> tuple[int, float]:
 def _metrics(
     families: Iterable[Family[Subject]], names: Labels, subjects: Mapping[Labels, Subject]
 ) -> Iterator[Metric]:
+    labelled = [(tuple(map(_spoken, labels)), subject) for labels, subject in subjects.items()]
     for family in families:
         series = {
-            tuple(map(_spoken, (*labels, *more))): value
-            for labels, subject in subjects.items()
+            (*labels, *map(_spoken, more)) if more else labels: value
+            for labels, subject in labelled
             for more, value in family.read(subject).items()
         }
         yield _metric(family, (*names, *family.labels), series)

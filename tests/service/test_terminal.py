@@ -167,12 +167,13 @@ def test_runs_in_trouble_come_first_and_say_why() -> None:
 
 
 def test_what_a_page_says_cannot_command_the_terminal() -> None:
-    said = replace(SAID, run_name="\x1b]0;owned\x07[red]gpt", phase="\x1b[2J")
+    path = replace(SAID.io[0], path="\x1b[2J/swap")
+    said = replace(SAID, run_name="\x1b]0;owned\x07[red]gpt", io=[path], broken="\x1b[2J")
     evil = View(
         1.0, (RunView("a", said.run_name, (replace(RANK, state="silent", reason="\x1bc", snapshot=said),)),)
     )
     text = "\n".join(lines(evil, 80))
-    assert "?]0;owned?[red]gpt" in text
+    assert "?]0;owned?[red]gpt" in text and "?[2J/swap" in text
     assert not set(text) & {"\x1b", "\x07"}
 
 

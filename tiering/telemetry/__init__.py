@@ -1,6 +1,8 @@
 """Counters that outlive the process that counted them: one small page per rank, in a per-user run directory.
 
     snapshot.py     what a page says again and again     description.py   what it says once
+    figure.py       how a field of these says what it is, for answers, metrics and documentation
+    rates.py        bandwidths of two snapshots
     page.py         the file: its format and its reader    writer.py        its writer
     directory.py    where pages live, who may look, and the sweeper
     opening.py      a page for a run, whatever is wrong with its directory
@@ -18,9 +20,11 @@ from tiering.telemetry.description import (
     SettingStatus,
 )
 from tiering.telemetry.directory import find_pages, plain_name, run_directory, sweep
+from tiering.telemetry.figure import Figure, Label, figures, marks
 from tiering.telemetry.opening import open_writer
 from tiering.telemetry.page import Page, PageReading, as_text
 from tiering.telemetry.publisher import Publisher
+from tiering.telemetry.rates import with_rates
 from tiering.telemetry.snapshot import (
     COPIES_OF,
     RECENT_STEPS,
@@ -30,6 +34,7 @@ from tiering.telemetry.snapshot import (
     CopyStatus,
     DeviceMemoryStatus,
     DirectionStatus,
+    Diverging,
     EndStatus,
     IoEngineStatus,
     LatencyStatus,
@@ -39,7 +44,6 @@ from tiering.telemetry.snapshot import (
     Snapshot,
     StepRecord,
     TierStatus,
-    with_rates,
 )
 from tiering.telemetry.writer import PageWriter
 
@@ -54,8 +58,11 @@ __all__ = [
     "Description",
     "DeviceMemoryStatus",
     "DirectionStatus",
+    "Diverging",
     "EndStatus",
+    "Figure",
     "IoEngineStatus",
+    "Label",
     "LatencyStatus",
     "LinkStatus",
     "Page",
@@ -72,7 +79,9 @@ __all__ = [
     "TelemetryError",
     "TierStatus",
     "as_text",
+    "figures",
     "find_pages",
+    "marks",
     "open_writer",
     "plain_name",
     "run_directory",

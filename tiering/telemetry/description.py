@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import TypeAdapter
 
+from tiering.telemetry.figure import Figure, Label
 from tiering.telemetry.snapshot import Integer
 
 
@@ -45,26 +46,40 @@ class ConfigurationStatus:
 class PlannedTier:
     """What the plan puts on one tier of a rank, in bytes, in all and by kind."""
 
-    name: Literal["device", "host", "nvme"]
+    name: Annotated[Literal["device", "host", "nvme"], Label("tier")]
     budget: Integer
     planned: Integer
-    by_kind: dict[str, Integer] = field(default_factory=dict)
+    by_kind: Annotated[
+        dict[str, Integer],
+        Figure(
+            "Bytes that the plan puts on the tier, by what they hold.",
+            "tiering_plan_tier_bytes",
+            by=("kind",),
+        ),
+    ] = field(default_factory=dict)
+
+
+_MOVED = Figure(
+    "Bytes that a step moves by the plan, by what they hold: read and written over NVMe, sent to other ranks.",
+    "tiering_plan_step_bytes",
+    by=("kind",),
+)
 
 
 @dataclass(frozen=True)
 class PlanStatus:
     """The placement that a rank trains with, and what a steady step moves, in bytes by kind.
 
-    ``read`` and ``written`` are over NVMe, ``sent`` to other ranks; the kinds are those of the tiers.
+    The kinds are those of the tiers.
     ``moved_by_format`` has what a step would read and write with each format of the state, within the same budgets.
     ``host_without_nvme`` is the host budget of a rank with which it would do neither, with ``cache_in_host`` true; None
     where no budget would do, or where nothing moves now.
     """
 
     tiers: list[PlannedTier] = field(default_factory=list)
-    read: dict[str, Integer] = field(default_factory=dict)
-    written: dict[str, Integer] = field(default_factory=dict)
-    sent: dict[str, Integer] = field(default_factory=dict)
+    read: Annotated[dict[str, Integer], _MOVED, Label("direction", "read")] = field(default_factory=dict)
+    written: Annotated[dict[str, Integer], _MOVED, Label("direction", "write")] = field(default_factory=dict)
+    sent: Annotated[dict[str, Integer], _MOVED, Label("direction", "send")] = field(default_factory=dict)
     groups: Integer = 0
     parameters: Integer = 0  # elements of the model, those of all ranks
     micro_batches: Integer = 1  # forward and backward passes per step

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 
 from tiering.errors import TelemetryError
-from tiering.telemetry.snapshot import Snapshot, with_rates
+from tiering.telemetry.rates import with_rates
+from tiering.telemetry.snapshot import Snapshot
 from tiering.telemetry.writer import PageWriter
 
 log = logging.getLogger(__name__)

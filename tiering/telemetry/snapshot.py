@@ -1,11 +1,16 @@
-"""What a rank publishes about itself: frozen records, their JSON form, and rates from two samples."""
+"""What a rank publishes about itself: frozen records, and their JSON form.
+
+A field is declared here, with its Figure: answers, metrics and their documentation are made of it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, WithJsonSchema
+
+from tiering.telemetry.figure import Figure, Label
 
 RECENT_STEPS = 32  # in a snapshot
 Phase = Literal["start", "forward", "backward", "step", "idle"]
@@ -18,45 +23,96 @@ Integer = Annotated[
 ]
 """One as C counts: what is larger is damage, and may be more than a float can hold."""
 
-Diverging = Annotated[float, AllowInfNan(True)]
+Diverging = Annotated[
+    float,
+    AllowInfNan(True),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}),
+]
 """A number that training gives: it may be infinite, or none."""
 
 
 @dataclass(frozen=True)
 class TierStatus:
-    """One tier of one rank, in bytes: ``capacity`` is what the machine has, ``budget`` what we may use.
+    """One tier of one rank, in bytes."""
 
-    ``available`` is what nobody uses there now, None where that is not known.
-    """
-
-    name: Literal["device", "host", "nvme"]
-    budget: Integer
-    capacity: Integer
-    used: Integer
-    peak: Integer
-    by_kind: dict[str, Integer] = field(default_factory=dict)
-    available: Integer | None = None
+    name: Annotated[Literal["device", "host", "nvme"], Label("tier")]
+    budget: Annotated[
+        Integer, Figure("Bytes of the tier that the rank may use.", "tiering_tier_budget_bytes")
+    ]
+    capacity: Annotated[
+        Integer,
+        Figure(
+            "Bytes that the tier has on this machine; all ranks of a node share them.",
+            "tiering_tier_capacity_bytes",
+        ),
+    ]
+    used: Annotated[Integer, Figure("Bytes of the tier that the rank uses.", "tiering_tier_used_bytes")]
+    peak: Annotated[
+        Integer,
+        Figure(
+            "The most bytes of the tier that the rank has used since the start.", "tiering_tier_peak_bytes"
+        ),
+    ]
+    by_kind: Annotated[
+        dict[str, Integer],
+        Figure(
+            "Bytes of the tier that the rank uses, by what they hold; they add up to tiering_tier_used_bytes.",
+            "tiering_tier_content_bytes",
+            by=("kind",),
+        ),
+    ] = field(default_factory=dict)
+    available: Annotated[
+        Integer | None,
+        Figure(
+            "Bytes of the tier that nobody uses now; all ranks of a node share them. Absent where not known.",
+            "tiering_tier_available_bytes",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
 class ActivationStatus:
-    """Bytes that autograd keeps for backward, beside the tiers: now, and the most so far."""
+    """Bytes that autograd keeps for backward, beside the tiers."""
 
-    used: Integer
-    peak: Integer
+    used: Annotated[
+        Integer,
+        Figure("Bytes that autograd keeps for backward, beside the tiers.", "tiering_activation_bytes"),
+    ]
+    peak: Annotated[
+        Integer,
+        Figure(
+            "The most bytes that autograd has kept for backward since the start.",
+            "tiering_activation_peak_bytes",
+        ),
+    ]
 
 
 @dataclass(frozen=True)
 class DeviceMemoryStatus:
-    """Bytes that torch has on the GPU, those of the device tier among them.
+    """Bytes that torch has on the GPU, those of the device tier among them."""
 
-    ``allocated`` is in tensors now, ``peak`` was at most, ``reserved`` is what torch has taken from the driver.
-    ``peak`` is since the start, or since the program has called torch.cuda.reset_peak_memory_stats.
-    """
-
-    allocated: Integer
-    peak: Integer
-    reserved: Integer
+    allocated: Annotated[
+        Integer,
+        Figure(
+            "Bytes of the GPU in torch's tensors, those of the device tier included; absent on a CPU.",
+            "tiering_device_memory_allocated_bytes",
+        ),
+    ]
+    peak: Annotated[
+        Integer,
+        Figure(
+            "The most bytes of the GPU in torch's tensors since the start, or since the program called"
+            " torch.cuda.reset_peak_memory_stats.",
+            "tiering_device_memory_peak_bytes",
+        ),
+    ]
+    reserved: Annotated[
+        Integer,
+        Figure(
+            "Bytes of the GPU that torch has taken from the driver, those that it keeps for later included.",
+            "tiering_device_memory_reserved_bytes",
+        ),
+    ]
 
 
 @dataclass(frozen=True)
@@ -74,21 +130,49 @@ class LatencyStatus:
 class DirectionStatus:
     """Reads or writes of one path since the start; rates are bytes per second.
 
-    ``errors_by_errno`` splits ``errors`` by name ("EIO"). ``latency_buckets[i]`` counts the operations that took
+    ``latency_buckets[i]`` counts the operations that took
     [2^i, 2^(i+1)) nanoseconds; buckets behind the last that counts are left out. ``latency_seconds`` is their sum, and
     ``latency`` comes from a finer histogram; None while nothing has moved.
     """
 
-    bytes: Integer = 0
-    ops: Integer = 0
-    retries: Integer = 0
-    errors: Integer = 0
-    in_flight: Integer = 0
-    busy_seconds: float = 0.0
+    bytes: Annotated[Integer, Figure("Bytes swapped since the start.", "tiering_swap_bytes_total")] = 0
+    ops: Annotated[
+        Integer,
+        Figure(
+            "Requests to the I/O engine that have ended since the start.", "tiering_swap_operations_total"
+        ),
+    ] = 0
+    retries: Annotated[
+        Integer,
+        Figure(
+            "Requests that were continued after a short transfer, or issued again, since the start.",
+            "tiering_swap_retries_total",
+        ),
+    ] = 0
+    errors: Annotated[
+        Integer, Figure("Requests that failed since the start.", "tiering_swap_errors_total")
+    ] = 0
+    in_flight: Annotated[
+        Integer, Figure("Requests that are with the I/O engine now.", "tiering_swap_operations_in_flight")
+    ] = 0
+    busy_seconds: Annotated[
+        float,
+        Figure(
+            "Seconds with at least one transfer in flight since the start.", "tiering_swap_busy_seconds_total"
+        ),
+    ] = 0.0
     bytes_per_second: float = 0.0  # over the publisher's last window
     average_bytes_per_second: float = 0.0  # over the time with at least one transfer in flight
     peak_bytes_per_second: float = 0.0  # the most of a window, or of the average so far
-    errors_by_errno: dict[str, Integer] = field(default_factory=dict)
+    # Beside the sum, which is there from the start: a series that begins with an error has no increase.
+    errors_by_errno: Annotated[
+        dict[str, Integer],
+        Figure(
+            "Requests that failed since the start, by the name of the error; absent before the first.",
+            "tiering_swap_errors_by_errno_total",
+            by=("errno",),
+        ),
+    ] = field(default_factory=dict)
     latency_buckets: list[Integer] = field(default_factory=list)
     latency_seconds: float = 0.0
     latency: LatencyStatus | None = None
@@ -96,63 +180,94 @@ class DirectionStatus:
 
 @dataclass(frozen=True)
 class PathStatus:
-    """One swap path: its I/O engine, whether it bypasses the page cache, and both directions.
+    """One swap path: its I/O engine, whether it bypasses the page cache, and both directions."""
 
-    ``queue_full_seconds`` is the time in which transfers waited because the path had as many in flight as allowed.
-    ``measured_bytes_per_second`` is the bandwidth by which the path got its share of the stripes; None for a single
-    path, which is not measured.
-    """
-
-    path: str
+    path: Annotated[str, Label("path")]
     engine: str
     direct: bool
-    read: DirectionStatus = field(default_factory=DirectionStatus)
-    written: DirectionStatus = field(default_factory=DirectionStatus)
-    queue_full_seconds: float = 0.0
-    measured_bytes_per_second: Integer | None = None
+    read: Annotated[DirectionStatus, Label("direction", "read")] = field(default_factory=DirectionStatus)
+    written: Annotated[DirectionStatus, Label("direction", "write")] = field(default_factory=DirectionStatus)
+    queue_full_seconds: Annotated[
+        float,
+        Figure(
+            "Seconds in which transfers waited because the path had as many in flight as allowed, since the start.",
+            "tiering_swap_queue_full_seconds_total",
+        ),
+    ] = 0.0
+    measured_bytes_per_second: Annotated[
+        Integer | None,
+        Figure(
+            "Bandwidth by which the path got its share of the stripes; absent where there is one path.",
+            "tiering_swap_path_measured_bytes_per_second",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
 class CopyStatus:
     """Copies over the device's link in one direction since the start; rates are bytes per second.
 
-    ``bytes`` and ``copies`` count what was begun; ``busy_seconds`` are the device's, of copies that have ended.
+    ``bytes`` and ``copies`` count what was begun; ``busy_seconds`` are of copies that have ended.
     """
 
-    bytes: Integer = 0
-    copies: Integer = 0
-    busy_seconds: float = 0.0
+    bytes: Annotated[
+        Integer,
+        Figure(
+            "Bytes copied to the GPU (h2d) and from it (d2h) since the start; absent on a CPU.",
+            "tiering_device_copy_bytes_total",
+        ),
+    ] = 0
+    copies: Annotated[
+        Integer,
+        Figure(
+            "Copies to the GPU (h2d) and from it (d2h) since the start; absent on a CPU.",
+            "tiering_device_copies_total",
+        ),
+    ] = 0
+    busy_seconds: Annotated[
+        float,
+        Figure(
+            "Seconds with a copy under way in that direction since the start, by the GPU's clock; absent on a CPU.",
+            "tiering_device_copy_busy_seconds_total",
+        ),
+    ] = 0.0
     bytes_per_second: float = 0.0  # over the publisher's last window
     average_bytes_per_second: float = 0.0  # over the time with a copy under way
     peak_bytes_per_second: float = 0.0  # the most of a window, or of the average so far
 
 
-Moving = TypeVar("Moving", DirectionStatus, CopyStatus)
-
-
 @dataclass(frozen=True)
 class LinkStatus:
-    """The link between host memory and a device that has its own: ``h2d`` to the device, ``d2h`` from it.
+    """The link between host memory and a device that has its own: ``h2d`` to the device, ``d2h`` from it."""
 
-    ``measured_bytes_per_second`` is what the slower of the two ways can do, if ``tiering plan --measure`` has found it.
-    """
-
-    h2d: CopyStatus = field(default_factory=CopyStatus)
-    d2h: CopyStatus = field(default_factory=CopyStatus)
-    measured_bytes_per_second: Integer | None = None
+    h2d: Annotated[CopyStatus, Label("direction", "h2d")] = field(default_factory=CopyStatus)
+    d2h: Annotated[CopyStatus, Label("direction", "d2h")] = field(default_factory=CopyStatus)
+    measured_bytes_per_second: Annotated[
+        Integer | None,
+        Figure(
+            "Bandwidth of the slower direction of the link to the GPU, as tiering plan --measure found it; absent"
+            " where it did not.",
+            "tiering_device_link_measured_bytes_per_second",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
 class IoEngineStatus:
     """The I/O engine in use and what it really uses ("registered_buffers", "verify"), and why not more.
 
-    ``passed_over`` says why an engine, or a registration, was not to be had; ``registered_bytes`` is memory known to
-    the kernel.
+    ``passed_over`` says why an engine, or a registration, was not to be had.
     """
 
     name: str
     flags: list[str] = field(default_factory=list)
-    registered_bytes: Integer = 0
+    registered_bytes: Annotated[
+        Integer,
+        Figure(
+            "Bytes of memory that the kernel knows for I/O; absent where nothing is swapped.",
+            "tiering_io_registered_bytes",
+        ),
+    ] = 0
     passed_over: dict[str, str] = field(default_factory=dict)
 
 
@@ -163,9 +278,17 @@ class CollectiveStatus:
     What waiting for them costs is among the stalls.
     """
 
-    kind: str
-    calls: Integer = 0
-    sent_bytes: Integer = 0
+    kind: Annotated[str, Label("kind")]
+    calls: Annotated[
+        Integer,
+        Figure("Collectives that the rank took part in since the start.", "tiering_collective_calls_total"),
+    ] = 0
+    sent_bytes: Annotated[
+        Integer,
+        Figure(
+            "Bytes that the rank sent in collectives since the start.", "tiering_collective_sent_bytes_total"
+        ),
+    ] = 0
     sent_bytes_per_second: float = 0.0  # over the publisher's last window
 
 
@@ -193,22 +316,47 @@ class StepRecord:
     d2h_bytes: Integer = 0
 
 
+_SAVES = Figure(
+    "Checkpoints that the rank has ended to save since the start, by how that ended.",
+    "tiering_checkpoints_total",
+)
+
+
 @dataclass(frozen=True)
 class CheckpointStatus:
     """Saves of a rank: whether one is ``under_way`` now, how many ended well or not, and the last of them.
 
-    ``path`` is where that last one is; ``seconds`` passed from its beginning, ``stalled`` of them while training stood
-    still; ``nbytes`` are those of this rank's files; ``error`` is empty unless it failed. None before the first.
+    ``path`` is where that last one is; ``error`` is empty unless it failed. None before the first.
     """
 
-    under_way: bool = False
-    saved: Integer = 0
-    failed: Integer = 0
+    under_way: Annotated[
+        bool,
+        Figure("Whether the rank saves a checkpoint now (1), or not (0).", "tiering_checkpoint_under_way"),
+    ] = False
+    saved: Annotated[Integer, _SAVES, Label("outcome", "saved")] = 0
+    failed: Annotated[Integer, _SAVES, Label("outcome", "failed")] = 0
     path: str | None = None
-    ended_at: float | None = None  # Unix time
-    seconds: float | None = None
-    stalled: float | None = None
-    nbytes: Integer | None = None
+    ended_at: Annotated[
+        float | None,
+        Figure(
+            "Unix time at which the last save ended, well or not.",
+            "tiering_checkpoint_last_timestamp_seconds",
+        ),
+    ] = None
+    seconds: Annotated[
+        float | None, Figure("Seconds that the last save took.", "tiering_checkpoint_last_duration_seconds")
+    ] = None
+    stalled: Annotated[
+        float | None,
+        Figure(
+            "Seconds for which training stood still in the last save.",
+            "tiering_checkpoint_last_stall_seconds",
+        ),
+    ] = None
+    nbytes: Annotated[
+        Integer | None,
+        Figure("Bytes of this rank's files in the last save.", "tiering_checkpoint_last_bytes"),
+    ] = None
     error: str = ""
 
 
@@ -245,54 +393,121 @@ class EndStatus:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank publishes again and again. Counters are cumulative; ``started_at`` is Unix time in seconds.
+    """What a rank publishes again and again. Counters are cumulative.
 
     ``run_id`` is the same on all ranks of one start, and of no other; ``local_world_size`` counts those on ``node``.
-    ``step``, ``samples`` (of all ranks) and ``skipped_steps`` count since the start, ``global_step`` goes on from a
-    checkpoint. ``phase_seconds`` has "idle", too: what the program does between the phases since the first forward;
-    ``phase_since`` is Unix time. ``broken`` says why training cannot go on, and is empty while it can.
-    ``learning_rate`` is that of the first param group in the next step; ``loss_scale``
-    None where nothing is scaled.
-    ``stalls`` maps a cause to the seconds that compute waited for it, ``stalls_by_phase`` splits that by the phase in
-    which the wait began. Compute is the CPU's, or where a GPU is the device, the GPU's: then they are seconds in which
-    it stood still, whatever the CPU did meanwhile. ``steps`` holds the most recent 32, oldest first. ``activations``
-    are counted in the first backward alone where no group moves. ``device_memory`` and ``link`` are None where the
-    device is the CPU. ``ended`` is None until the run of the rank is over: then it is in the last snapshot of its page.
+    On a GPU, which is then what computes, seconds by phase and stalls are the GPU's, whatever the CPU did meanwhile.
+    ``activations`` are counted in the first backward alone where no group moves. ``ended`` is None until the run of the
+    rank is over: then it is in the last snapshot of its page.
     """
 
     run_name: str
     rank: Integer
-    world_size: Integer
-    pid: Integer
-    started_at: float
-    step: Integer = 0
-    phase: Phase = "start"
-    loss: Diverging | None = None
+    world_size: Annotated[Integer, Figure("Ranks of the run on all nodes.")]
+    pid: Annotated[Integer, Figure("Process id, in the rank's own pid namespace.")]
+    started_at: Annotated[
+        float, Figure("Unix time at which the rank's engine was built.", "tiering_rank_start_time_seconds")
+    ]
+    step: Annotated[
+        Integer, Figure("Optimizer steps since the start, skipped ones included.", "tiering_steps_total")
+    ] = 0
+    phase: Annotated[Phase, Figure("What the rank does now.")] = "start"
+    loss: Annotated[
+        Diverging | None,
+        Figure(
+            "Loss of the last micro-batch in the last step, the mean over all ranks; NaN or infinite where it"
+            " diverged, absent where neither engine.backward() nor engine.scale() was given it.",
+            "tiering_loss",
+        ),
+    ] = None
     run_id: str = ""
-    node: str = ""
-    local_rank: Integer = 0
+    node: Annotated[str, Figure("Host name of the rank's node.")] = ""
+    local_rank: Annotated[Integer, Figure("Number of the rank among those of its node.")] = 0
     local_world_size: Integer = 1
-    global_step: Integer = 0
-    phase_since: float = 0.0
-    broken: str = ""
-    samples: Integer = 0
-    skipped_steps: Integer = 0
-    gradient_norm: Diverging | None = None
-    learning_rate: Diverging | None = None
-    loss_scale: Diverging | None = None
-    phase_seconds: dict[str, float] = field(default_factory=dict)
-    tiers: list[TierStatus] = field(default_factory=list)
-    activations: ActivationStatus | None = None
-    device_memory: DeviceMemoryStatus | None = None
-    io: list[PathStatus] = field(default_factory=list)
-    io_engine: IoEngineStatus | None = None
-    link: LinkStatus | None = None
-    collectives: list[CollectiveStatus] = field(default_factory=list)
-    stalls: dict[str, float] = field(default_factory=dict)
-    stalls_by_phase: dict[str, dict[str, float]] = field(default_factory=dict)
-    checkpoint: CheckpointStatus | None = None
+    global_step: Annotated[
+        Integer,
+        Figure(
+            "Optimizer steps of the run, those before the checkpoint that it went on from included.",
+            "tiering_global_step",
+        ),
+    ] = 0
+    phase_since: Annotated[float, Figure("Unix time at which the phase began.")] = 0.0
+    broken: Annotated[str, Figure("Why training cannot go on; empty while it can.")] = ""
+    samples: Annotated[
+        Integer,
+        Figure(
+            "Samples of all ranks in finished steps since the start; every rank tells the same.",
+            "tiering_samples_total",
+        ),
+    ] = 0
+    skipped_steps: Annotated[
+        Integer,
+        Figure(
+            "Optimizer steps that changed nothing because a gradient was not finite, since the start.",
+            "tiering_skipped_steps_total",
+        ),
+    ] = 0
+    gradient_norm: Annotated[
+        Diverging | None,
+        Figure("Norm of all gradients in the last step, before clipping.", "tiering_gradient_norm"),
+    ] = None
+    learning_rate: Annotated[
+        Diverging | None,
+        Figure("Learning rate of the first param group in the next step.", "tiering_learning_rate"),
+    ] = None
+    loss_scale: Annotated[
+        Diverging | None,
+        Figure("What the loss is multiplied with; absent where nothing is scaled.", "tiering_loss_scale"),
+    ] = None
+    phase_seconds: Annotated[
+        dict[str, float],
+        Figure(
+            "Seconds that the rank, or its GPU, spent in each phase of a step, and idle between phases, since the"
+            " start.",
+            "tiering_phase_seconds_total",
+            by=("phase",),
+        ),
+    ] = field(default_factory=dict)
+    tiers: Annotated[list[TierStatus], Figure("The tiers, fastest first.")] = field(default_factory=list)
+    activations: Annotated[
+        ActivationStatus | None, Figure("Bytes that autograd keeps for backward, beside the tiers.")
+    ] = None
+    device_memory: Annotated[
+        DeviceMemoryStatus | None, Figure("Bytes that torch has on the GPU; absent on a CPU.")
+    ] = None
+    io: Annotated[list[PathStatus], Figure("Each swap path, in both directions.")] = field(
+        default_factory=list
+    )
+    io_engine: Annotated[
+        IoEngineStatus | None, Figure("The I/O engine in use; absent where nothing is swapped.")
+    ] = None
+    link: Annotated[
+        LinkStatus | None, Figure("Copies to the GPU (h2d) and from it (d2h); absent on a CPU.")
+    ] = None
+    collectives: Annotated[
+        list[CollectiveStatus], Figure("Collectives by kind; empty where a rank is alone.")
+    ] = field(default_factory=list)
+    stalls: Annotated[
+        dict[str, float],
+        Figure(
+            "Seconds that compute (the GPU, if there is one) waited, by what it waited for, since the start."
+        ),
+    ] = field(default_factory=dict)
+    stalls_by_phase: Annotated[
+        dict[str, dict[str, float]],
+        Figure(
+            "Seconds that compute (the GPU, if there is one) waited, by phase and what it waited for, since the start.",
+            "tiering_stall_seconds_total",
+            by=("phase", "cause"),
+        ),
+    ] = field(default_factory=dict)
+    checkpoint: Annotated[
+        CheckpointStatus | None, Figure("Saves of checkpoints; absent before the first.")
+    ] = None
     ended: EndStatus | None = None
-    steps: list[StepRecord] = field(default_factory=list)
+    steps: Annotated[list[StepRecord], Figure("The last 32 steps, oldest first.")] = field(
+        default_factory=list
+    )
 
     # A diverged loss is worth seeing: NaN travels as NaN, not as null. Anywhere else it is damage.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="constants", allow_inf_nan=False)
@@ -308,55 +523,3 @@ class Snapshot:
 
 
 _SNAPSHOT = TypeAdapter(Snapshot)
-
-
-def with_rates(current: Snapshot, previous: Snapshot | None, seconds: float | None) -> Snapshot:
-    """``current`` with its bandwidths filled in from the counters of ``previous``, taken ``seconds`` earlier.
-
-    Without ``seconds``, which are too few to divide by, they are those of ``previous``.
-    A path or kind that ``previous`` lacks, a counter that went back (the engine was rebuilt) or no elapsed time gives
-    a rate of zero; the average over busy time needs no second sample.
-    """
-    paths_before = {path.path: path for path in previous.io} if previous is not None else {}
-    kinds_before = {one.kind: one for one in previous.collectives} if previous is not None else {}
-    link_before = previous.link if previous is not None else None
-
-    def rate(now: int, then: int, last: float) -> float:
-        if seconds is None:
-            return last
-        return max(0, now - then) / seconds if seconds > 0 else 0.0
-
-    def rated(now: Moving, then: Moving | None) -> Moving:
-        moving = rate(now.bytes, then.bytes, then.bytes_per_second) if then else 0.0
-        average = now.bytes / now.busy_seconds if now.busy_seconds > 0 else 0.0
-        return replace(
-            now,
-            bytes_per_second=moving,
-            # A window has idle time in it, the average has none: it was reached, too.
-            peak_bytes_per_second=max(moving, average, then.peak_bytes_per_second if then else 0.0),
-            average_bytes_per_second=average,
-        )
-
-    def path_rated(now: PathStatus) -> PathStatus:
-        then = paths_before.get(now.path)
-        return replace(
-            now,
-            read=rated(now.read, then.read if then else None),
-            written=rated(now.written, then.written if then else None),
-        )
-
-    def link_rated(now: LinkStatus, then: LinkStatus | None) -> LinkStatus:
-        h2d, d2h = rated(now.h2d, then.h2d if then else None), rated(now.d2h, then.d2h if then else None)
-        return replace(now, h2d=h2d, d2h=d2h)
-
-    def kind_rated(now: CollectiveStatus) -> CollectiveStatus:
-        then = kinds_before.get(now.kind)
-        sending = rate(now.sent_bytes, then.sent_bytes, then.sent_bytes_per_second) if then else 0.0
-        return replace(now, sent_bytes_per_second=sending)
-
-    return replace(
-        current,
-        io=[path_rated(path) for path in current.io],
-        link=None if current.link is None else link_rated(current.link, link_before),
-        collectives=[kind_rated(one) for one in current.collectives],
-    )

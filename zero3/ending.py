@@ -49,6 +49,7 @@ class Totals:
     global_step: int = 0
     samples: int = 0
     skipped_steps: int = 0
+    global_skipped_steps: int = 0
     loss: float | None = None
 
 

@@ -355,7 +355,10 @@ class Engine(NamedState, StateFiles):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were skipped because a gradient was not finite."""
+        """Steps that were skipped because a gradient was not finite; a checkpoint has their number, too.
+
+        Telemetry calls it ``global_skipped_steps``: its ``skipped_steps`` are since the start of the process.
+        """
         return self._updates.skipped
 
     @property

@@ -70,10 +70,12 @@ class Traffic(Protocol):
 class Learning(Protocol):
     """What updates parameters: updates so far, those before a checkpoint included, and what the last one came to.
 
+    ``skipped`` of them changed nothing.
     ``broken`` says why there will be no more of them; usually it is empty.
     """
 
     steps: int
+    skipped: int
     norm: float | None
 
     @property
@@ -227,6 +229,7 @@ class RunRecord:
         totals.step, totals.samples, totals.skipped_steps = self.step, self.samples, self.skipped
         totals.loss = self.loss
         totals.global_step = self.step if learning is None else learning.steps
+        totals.global_skipped_steps = self.skipped if learning is None else learning.skipped
         self.ending.went_on()
 
     def moved(self) -> tuple[int, int]:
@@ -265,6 +268,7 @@ class RunRecord:
             broken="" if learning is None else as_text(learning.broken[:LONGEST_REASON]),
             samples=self.samples,
             skipped_steps=self.skipped,
+            global_skipped_steps=self.skipped if learning is None else learning.skipped,
             gradient_norm=None if learning is None else learning.norm,
             learning_rate=self._learning_rate(),
             loss_scale=None if learning is None else learning.scale,

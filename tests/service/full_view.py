@@ -53,6 +53,7 @@ SNAPSHOT = Snapshot(
     global_step=112,
     samples=96,
     skipped_steps=1,
+    global_skipped_steps=5,
     gradient_norm=0.75,
     learning_rate=1e-3,
     loss_scale=65536.0,

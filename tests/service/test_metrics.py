@@ -133,6 +133,7 @@ def test_the_values_are_those_of_the_page() -> None:
         ("tiering_global_step", rank, 112),
         ("tiering_samples_total", rank, 96),
         ("tiering_skipped_steps_total", rank, 1),
+        ("tiering_global_skipped_steps", rank, 5),
         ("tiering_loss", rank, 3.5),
         ("tiering_gradient_norm", rank, 0.75),
         ("tiering_learning_rate", rank, 1e-3),

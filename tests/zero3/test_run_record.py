@@ -161,16 +161,34 @@ def test_what_is_between_the_phases_is_idle(
         assert told.phase_seconds == expected
 
 
-def test_a_skipped_step_and_the_loss_scale_are_told(start: Callable[..., Any], micro_batches: Any) -> None:
-    engine = start(
-        precision="fp16", accumulation=1, fp16={"loss_scale": 0, "initial_scale_power": 40, "hysteresis": 1}
-    )
+def test_a_skipped_step_and_the_loss_scale_are_told(
+    start: Callable[..., Any], micro_batches: Any, tmp_path: Path
+) -> None:
+    scaled = {"loss_scale": 0, "initial_scale_power": 40, "hysteresis": 1}
+    engine = start(precision="fp16", accumulation=1, fp16=scaled)
     for tokens, targets in micro_batches(1):
         engine.backward(engine(tokens, targets))
         engine.step()
     snapshot = engine.snapshot()
     assert (snapshot.step, snapshot.skipped_steps, snapshot.loss_scale) == (1, 1, 2.0**39)
     assert not math.isfinite(snapshot.gradient_norm)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.close()
+    resumed = start(precision="fp16", accumulation=1, fp16=scaled)
+    resumed.load_checkpoint(tmp_path / "saved")
+    snapshot = resumed.snapshot()
+    assert (snapshot.step, snapshot.skipped_steps) == (0, 0), "since the start of the process"
+    assert (snapshot.global_step, snapshot.global_skipped_steps) == (1, 1) == (1, resumed.skipped_steps)
+
+
+def test_the_loss_is_that_of_the_last_micro_batch(start: Callable[..., Any], micro_batches: Any) -> None:
+    engine = start(accumulation=2)
+    losses = []
+    for tokens, targets in micro_batches(2):
+        losses.append(engine(tokens, targets))
+        engine.backward(losses[-1])
+        engine.step()
+    assert engine.snapshot().loss == losses[1].item() != losses[0].item()
 
 
 def test_an_engine_describes_its_plan_and_its_configuration(

@@ -447,6 +447,13 @@ class Snapshot:
             "tiering_skipped_steps_total",
         ),
     ] = 0
+    global_skipped_steps: Annotated[
+        Integer,
+        Figure(
+            "Skipped steps of the run, those before the checkpoint that it went on from included.",
+            "tiering_global_skipped_steps",
+        ),
+    ] = 0
     gradient_norm: Annotated[
         Diverging | None,
         Figure("Norm of all gradients in the last step, before clipping.", "tiering_gradient_norm"),

@@ -161,8 +161,11 @@ def test_after_a_ramp_what_is_drained_does_not_count(tmp_path: Path, monkeypatch
 
 def test_what_preparation_had_no_time_for_is_not_read(tmp_path: Path) -> None:
     with ground(tmp_path, size=256 * MIB) as file, Load(file, settings(size=256 * MIB)) as load:
-        load.lay_out(seconds=0.001)
-        ((written,),) = file.written_once
+        for seconds in (0.001, 0.01, 0.1):  # a busy machine may not begin within the first
+            load.lay_out(seconds=seconds)
+            ((written,),) = file.written_once
+            if written:
+                break
         assert 0 < written < 256 * MIB
         assert load.check().read.bytes == written // (64 << 10) * (64 << 10)
 

@@ -97,9 +97,10 @@ def test_options_of_optimizers_that_nothing_does_are_refused() -> None:
 
 
 def test_a_checkpointed_function_gives_the_same_and_is_computed_again(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointing, runs = deepspeed.checkpointing, list[int]()
+    monkeypatch.setattr("zero3.deepspeed.checkpointing._options", None)
     weight = torch.randn(4, 4, requires_grad=True)
 
     def function(x: Tensor, *, scale: float = 1.0) -> Tensor:

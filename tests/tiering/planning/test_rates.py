@@ -139,14 +139,19 @@ def test_slow_transfers_give_low_rates(tmp_path: Path, monkeypatch: pytest.Monke
     fault = FaultPlan((Fault(kind=slow, count=0, delay=0.05),))
     monkeypatch.setattr(measure, "AioContext", functools.partial(AioContext, fault=fault))
     io = IoConfig(block_size=16 * KIB, queue_depth=1)
-    told = measure.disk_rates([tmp_path], io=io, nbytes=96 * KIB, seconds=0.05)
-    assert told.nvme_read is not None and told.nvme_write is not None and told.nvme_mixed is not None
     most = 20 * 16 * KIB
-    delayed, other = (
-        (told.nvme_read, told.nvme_write) if slow == "read" else (told.nvme_write, told.nvme_read)
-    )
-    assert delayed <= most < other
-    assert told.nvme_mixed <= 2 * most
+    for _ in range(5):  # a busy machine may be as slow once
+        rates = measure.disk_rates([tmp_path], io=io, nbytes=96 * KIB, seconds=0.05)
+        assert rates.nvme_read is not None and rates.nvme_write is not None and rates.nvme_mixed is not None
+        delayed, other = (
+            (rates.nvme_read, rates.nvme_write) if slow == "read" else (rates.nvme_write, rates.nvme_read)
+        )
+        assert delayed <= most
+        assert rates.nvme_mixed <= 2 * most
+        if other > most:
+            break
+    else:
+        pytest.fail(f"{other} bytes/s without a delay, five times")
 
 
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:

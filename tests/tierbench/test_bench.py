@@ -132,7 +132,7 @@ def test_more_memory_than_there_is_is_refused(tmp_path: Path, monkeypatch: pytes
     assert bench.run(usual).rows
     with pytest.raises(
         ConfigError,
-        match=r"3 job\(s\) and 1 directories need \d\.\d\d GiB of memory, more than half of the 2\.00 GiB",
+        match=r"3 jobs and 1 directory need \d\.\d\d GiB of memory, more than half of the 2\.00 GiB",
     ):
         bench.run(dataclasses.replace(usual, numjobs=3))
 

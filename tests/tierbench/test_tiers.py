@@ -172,7 +172,7 @@ def test_the_formats_and_the_load_are_those_asked_for(
         "nbytes": 10 * MIB,
         "most": None,
     }
-    assert "bf16 state with 1 moments, gradients in fp32" in out
+    assert "bf16 state with 1 moment, gradients in fp32" in out
     run(disk, other)
     assert asked["nbytes"] == measure.FILE_BYTES
     for less in (["--size", "1M"], ["--runtime", "10ms"]):

@@ -21,7 +21,6 @@ from .fields import (
     Elements,
     Number,
     Section,
-    counted,
     format_size,
     parse_size,
     whole_number,
@@ -29,6 +28,7 @@ from .fields import (
 from .monitor_config import MonitorConfig
 from .optimizer_config import OptimizerConfig
 from .scheduler_config import Schedule, SchedulerConfig
+from .text import counted
 
 __all__ = [
     "ALIGNMENT",

@@ -64,11 +64,6 @@ def format_size(size: float) -> str:
     return f"{scaled:.0f} {units[0]}" if units[0] == "B" else f"{scaled:.2f} {units[0]}"
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """``number`` of them: "1 file", "3 files"; ``plural`` where it is not the noun and an "s"."""
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
-
-
 def legible(text: str) -> str:
     """``text`` in one line: the name of a directory or a process may hold what moves the cursor, or worse."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

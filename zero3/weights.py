@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tiering.config import IoConfig
 from tiering.errors import EngineStateError, WeightsError
-from tiering.fields import counted
+from tiering.text import counted
 from tiering.weights.files import StoredTensor, WeightFiles, same_bytes
 from tiering.weights.reader import Wanted, WeightReader
 from zero3.model_names import ModelNames

@@ -19,8 +19,8 @@ from tiering.checkpoint.manifest import MANIFEST
 from tiering.checkpoint.reader import Checkpoint, open_checkpoint
 from tiering.config import format_size, parse_size
 from tiering.errors import CheckpointError, ConfigError, WeightsError
-from tiering.fields import counted
 from tiering.strict_json import FormatError, parse
+from tiering.text import counted
 from tiering.weights.files import WeightFiles, open_weights
 
 DONE, FAILED, CANNOT_TELL = 0, 1, 2

@@ -22,10 +22,10 @@ from tiering.checkpoint.load_plan import configuration, plan_to_load
 from tiering.checkpoint.manifest import MANIFEST, WEIGHTS, Manifest
 from tiering.config import format_size
 from tiering.errors import CheckpointError, ConfigError, TieringError
-from tiering.fields import counted
 from tiering.figures_table import FiguresTable
 from tiering.planning.report import PlanReport
 from tiering.strict_json import short
+from tiering.text import counted
 
 SCHEMA_VERSION = 1
 WHOLE, DAMAGED, CANNOT_TELL = 0, 1, 2

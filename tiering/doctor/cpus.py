@@ -10,8 +10,8 @@ from pathlib import Path
 from optim_cpu import kernels
 from tiering.cgroups import cpu_quota
 from tiering.doctor.finding import Check, Finding, note, problem
-from tiering.fields import counted
 from tiering.kernel_files import said
+from tiering.text import counted
 from tiering.topology import format_cpus, parse_cpus
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiering.doctor.finding import Finding, Verdict, note
-from tiering.fields import counted, format_size
+from tiering.fields import format_size
 from tiering.kernel_files import listed, said
 from tiering.telemetry import TelemetryError, find_pages
+from tiering.text import counted
 
 _NOT_ON_DISK = ("/memfd:", "/dev/", "/SYSV", "/[", "/anon_hugepage", "/proc/")
 _SHOWN = 5  # processes

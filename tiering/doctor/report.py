@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiering.doctor.finding import Entry, Finding, Verdict
-from tiering.fields import counted, legible
+from tiering.fields import legible
+from tiering.text import counted
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,8 +9,8 @@ from importlib import metadata
 from pathlib import Path
 
 from tiering.doctor.finding import Check, Finding, note, problem
-from tiering.fields import counted
 from tiering.kernel_files import listed, said
+from tiering.text import counted
 
 KERNEL = (5, 11)
 """The first with all that io_uring needs here."""

@@ -13,10 +13,10 @@ from tiering import ds_config
 from tiering.budgets import AUTO_SHARE, NVME_SHARE
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
-from tiering.fields import counted
 from tiering.plan import Workload
 from tiering.planning.profiles import Profile
 from tiering.planning.rates import Rates
+from tiering.text import counted
 
 TOKENS = 4096  # of a micro-batch and rank, unless told
 

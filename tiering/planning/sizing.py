@@ -18,10 +18,10 @@ from fractions import Fraction
 from tiering.arena import round_up
 from tiering.config import TieringConfig
 from tiering.errors import ConfigError
-from tiering.fields import counted
 from tiering.plan import QUANTUM, GroupSizes, Workload
 from tiering.planning.report import PlanReport, report
 from tiering.planning.setting import RatesOf, Setting
+from tiering.text import counted
 from tiering.workload import ITEMSIZES, configured_state, make_workload
 
 HEAD = 128  # elements of an attention head

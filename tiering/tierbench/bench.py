@@ -12,7 +12,7 @@ from tiering.budgets import host_memory
 from tiering.config import ALIGNMENT, DEEPEST, format_size
 from tiering.drives import Backing
 from tiering.errors import ConfigError, SwapError
-from tiering.fields import counted
+from tiering.text import counted
 from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.load import target
 from tiering.tierbench.load.ground import Ground

@@ -411,7 +411,8 @@ def _ordered(found: _Found) -> list[tuple[Leg, int | None]]:
 
 def _show(options: argparse.Namespace, directories: Sequence[Path], found: _Found, console: Console) -> None:
     from tiering import drives
-    from tiering.fields import counted, format_size
+    from tiering.fields import format_size
+    from tiering.text import counted
     from tiering.tierbench.display import figures
     from tiering.tierbench.result import Machine
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from zero3.accumulation import Accumulation
 from zero3.precision import LossScale
 
 log = logging.getLogger(__name__)
@@ -22,6 +21,13 @@ class Updates(Protocol):
     def loss_scale(self) -> LossScale: ...
 
 
+class MicroBatches(Protocol):
+    """How many micro-batches wait for their update."""
+
+    @property
+    def waiting(self) -> int: ...
+
+
 class Life(Protocol):
     """Whether an engine is closed."""
 
@@ -33,12 +39,12 @@ class DeepSpeedOptimizerNames:
     """The part of both optimizers that an engine's updates answer for; ``serve`` makes it theirs."""
 
     _updates: Updates
-    _accumulation: Accumulation
+    _accumulation: MicroBatches
     _ready: Life
     _told_of_dropping = False
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then calls step(), whose error says what to call
 
-    def serve(self, updates: Updates, accumulation: Accumulation, ready: Life) -> None:
+    def serve(self, updates: Updates, accumulation: MicroBatches, ready: Life) -> None:
         """From now on it is the optimizer of the engine that these are of."""
         self._updates, self._accumulation, self._ready = updates, accumulation, ready
 

@@ -14,7 +14,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiering.drives import Drive, FileSystem
-from tiering.fields import counted, format_size
+from tiering.fields import format_size
+from tiering.text import counted
 from tiering.tierbench.display import figures
 from tiering.tierbench.display.sparkline import levels, spark
 from tiering.tierbench.result import Latencies, PathRow, Result, Row, Target, Verdict

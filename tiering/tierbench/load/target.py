@@ -18,8 +18,9 @@ from pathlib import Path
 from tiering import drives
 from tiering.drives import Backing
 from tiering.errors import SwapSpaceError, UnsafeTargetError
-from tiering.fields import counted, format_size
+from tiering.fields import format_size
 from tiering.swap_file import free_bytes, memory_file_system
+from tiering.text import counted
 from tiering.tierbench.result import Target
 
 LINK_SHARE = 0.95  # of a drive's best link: less is told

@@ -21,8 +21,8 @@ from typing import NamedTuple, Self
 
 from tiering.aio import AioContext
 from tiering.errors import ConfigError
-from tiering.fields import counted
 from tiering.latencies import LatencyHistogram
+from tiering.text import counted
 from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.load.ground import Ground
 from tiering.tierbench.load.lane import Count, Lane

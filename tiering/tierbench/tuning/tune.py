@@ -17,7 +17,8 @@ from typing import Any
 
 from tiering.config import ALIGNMENT, DEEPEST, IoConfig
 from tiering.errors import ConfigError, SwapError
-from tiering.fields import counted, format_size
+from tiering.fields import format_size
+from tiering.text import counted
 from tiering.tierbench import words
 from tiering.tierbench.bench import Phases
 from tiering.tierbench.exits import INTERRUPTED

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from tiering.fields import counted, format_size
+from tiering.fields import format_size
+from tiering.text import counted
 from tiering.tierbench.display import figures
 from tiering.tierbench.result import Record, Run
 from tiering.tierbench.tuning.sweep import FEWEST, SAME, Cell, Reading, Standing, Sweep

@@ -65,7 +65,7 @@ from gpu_step.side import GOODBYE
 from gpu_step.sides import CARD_SHARE, HOST_SHARE
 from gpu_step.waves import Memory
 
-from tiering.fields import parse_size
+from tiering.config.fields import parse_size
 
 FITS, LARGER = "fits", "larger"
 TINY_TOKENS, TINY_SEQUENCE = (64, 128), 32

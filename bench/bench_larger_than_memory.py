@@ -47,9 +47,9 @@ from larger.child import ANONYMOUS, Task
 from larger.shape import SMALLEST, Shape, of_size
 from larger.watch import ChildError, Seen, watch
 
-from tiering.budgets import host_memory
-from tiering.config import parse_size
+from tiering.config.training import parse_size
 from tiering.errors import ConfigError
+from tiering.placement.budgets import host_memory
 from tiering.planning.sizing import parse_count
 
 USUAL = 3_000_000_000

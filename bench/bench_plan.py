@@ -7,9 +7,9 @@ DIR is a directory on the disk that the state goes to.
 **Predicted.** The model is built on meta, cut into groups and placed, as `tiering plan` does for a model that is not
 here; from that plan and the rates of this machine `tiering.planning.forecast` tells the step's time. No figure of the
 engine's enters it. Rates are measured in the same run, before and after each round, by `tiering.planning.measure` (the
-disk through the engine's files and slots; the optimizer's kernels) and `zero3.device_rates` (transformer blocks of the
-model's width, on as many tokens). Disks of shared machines swing twofold within minutes, so a round's prediction is the
-mean of what the rates before and behind it come to. Where rounds differ from each other, both are shown.
+disk through the engine's files and slots; the optimizer's kernels) and `zero3.observe.device_rates` (transformer blocks
+of the model's width, on as many tokens). Disks of shared machines swing twofold within minutes, so a round's prediction
+is the mean of what the rates before and behind it come to. Where rounds differ from each other, both are shown.
 
 **Real.** Each row is a process that trains the reference model (GPT of 24 blocks, width 1024, 303 M parameters, batch
 1, sequence 32, bf16, AdamW), as in bench_step.py: a round ends when nothing is in flight any more. One is dropped.

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tiering
 from tiering.planning.sizing import decoder, parse_count
 from tiering.tierbench.replay.step import Replay
-from zero3.engine import Engine
+from zero3.engine.engine import Engine
 
 
 def start(directory: Path, params: int) -> Engine:

@@ -93,7 +93,7 @@ if missing:
 import torch
 
 from optim_cpu.kernels import instruction_set, thread_count
-from tiering.aio import AioContext
+from tiering.storage.aio import AioContext
 
 libc = ctypes.CDLL(None, use_errno=True)
 glibc = os.confstr("CS_GNU_LIBC_VERSION")
@@ -160,7 +160,7 @@ finish() { # NAME TITLE SECONDS [PEER]: wait so long for what was started beside
 pytest=(python3 -m pytest -q --tb=short --maxfail=10 -p no:cacheprovider -o faulthandler_timeout=60)
 
 if wanted io; then
-    beside io 150 "${pytest[@]}" --basetemp "$scratch/pytest-io" -m "not slow" tests/aio tests/tiering/test_storage.py
+    beside io 150 "${pytest[@]}" --basetemp "$scratch/pytest-io" -m "not slow" tests/aio tests/tiering/storage/test_storage.py
 fi
 peer=
 if wanted step && python3 -c 'import deepspeed' 2>/dev/null; then

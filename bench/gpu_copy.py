@@ -5,7 +5,8 @@
 Each reading is a burst of copies of one size out of 512 MiB in each direction, timed by events of the device. All kinds
 take turns in each round, and the first two rounds are dropped; printed are medians and ranges in GB/s (10^9). Memory:
 what torch pins, the engine's arena (registered with CUDA as one slab), and pageable memory. The goal is about the
-engine's copies (zero3/copies.py) in both directions at once, beside torch's pinned memory in both directions at once.
+engine's copies (zero3/device/link_copies.py) in both directions at once, beside torch's pinned memory in both
+directions at once.
 
 --json prints the figures of 64 MiB as one line. Exit status: 0 when the goal holds, 1 when not, 2 without a device.
 """
@@ -24,11 +25,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tiering.arena import Arena
-from zero3.copies import Copies
-from zero3.streams import CudaStreams, Stream, Streams
-from zero3.tiers import as_tensor, register_with_cuda, unregister_with_cuda
-from zero3.timeline import StallClock, Timeline
+from tiering.storage.arena import Arena
+from zero3.device.link_copies import Copies
+from zero3.device.streams import CudaStreams, Stream, Streams
+from zero3.device.tiers import as_tensor, register_with_cuda, unregister_with_cuda
+from zero3.device.timeline import StallClock, Timeline
 
 TOTAL = 512 << 20  # bytes of each burst in one direction
 TOLD = 64  # MiB per copy of what --json tells

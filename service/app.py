@@ -27,14 +27,14 @@ from service.answers.of_rank import (
 )
 from service.answers.plan import RankPlan, plan
 from service.answers.status import Runs, RunStatus, Status, only, runs, status
-from service.aside import Aside
-from service.chronicle import Chronicle
+from service.background import Aside
+from service.cached import Kept
+from service.ended_runs import Chronicle
 from service.events import Events, Subscription
 from service.health import Alive, Health, Identity, Readiness, ready
 from service.history import INTERVAL, History
 from service.http.guard import REFUSALS, Access, Detail, Guard
 from service.http.parameters import known_parameters
-from service.kept import Kept
 from service.metrics import OPENMETRICS, TEXT, prefers_openmetrics, render
 from service.page import File, read_files
 from service.view import NotHereError, View

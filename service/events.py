@@ -10,7 +10,7 @@ from collections.abc import Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.kept import Kept
+from service.cached import Kept
 from service.view import View
 from service.watch import Watch
 from tiering.telemetry import TelemetryError

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel, Field
 
+from service.formatting import counted
 from service.version import own_version
 from service.view import RankView, RunView, View
-from service.words import counted
 from tiering.telemetry import as_text
 
 

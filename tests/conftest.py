@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tiering import logs, swap_file
-from tiering.aio import ENGINES, AioContext
+from tiering import logs
 from tiering.errors import SwapError
+from tiering.storage import swap_file
+from tiering.storage.aio import ENGINES, AioContext
 
 # Read when torch is imported, here and in processes that tests start. Threads of OpenMP that wait spin by default: as
 # many as there are cores, they would take most of the time of these from the tests of another worker.

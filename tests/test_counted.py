@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from service import words
+from service import formatting
 from tiering import text
 
 
-@pytest.mark.parametrize("counted", [text.counted, words.counted], ids=["tiering", "service"])
+@pytest.mark.parametrize("counted", [text.counted, formatting.counted], ids=["tiering", "service"])
 def test_one_is_singular(counted: Callable[..., str]) -> None:
     assert [counted(number, "file") for number in (0, 1, 2, 11)] == [
         "0 files",

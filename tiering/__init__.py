@@ -27,16 +27,16 @@ if TYPE_CHECKING:
         TieringError,
         WeightsError,
     )
-    from zero3.access import gathered
+    from zero3.checkpoint.save_handle import Saving
     from zero3.deepspeed.accelerator import get_accelerator
     from zero3.deepspeed.arguments import add_config_arguments
     from zero3.deepspeed.distributed import init_distributed
-    from zero3.deepspeed.engine_names import DeepSpeedEngine
+    from zero3.deepspeed.engine import DeepSpeedEngine
     from zero3.deepspeed.logs import log_dist
-    from zero3.engine import Engine
+    from zero3.engine.engine import Engine
     from zero3.initialize import EngineParts, initialize
-    from zero3.planning import measure_rates, plan_for
-    from zero3.saving import Saving
+    from zero3.setup.plan_for import measure_rates, plan_for
+    from zero3.state.access import gathered
 
 __getattr__, __dir__ = lazy.names(
     __name__,
@@ -45,16 +45,16 @@ __getattr__, __dir__ = lazy.names(
             *("ArenaError", "CheckpointError", "ConfigError", "EngineStateError", "PlacementError"),
             *("ResidencyError", "SwapError", "SwapSpaceError", "TieringError", "WeightsError"),
         ),
-        "zero3.access": ("gathered",),
+        "zero3.state.access": ("gathered",),
         "zero3.deepspeed.accelerator": ("get_accelerator",),
         "zero3.deepspeed.arguments": ("add_config_arguments",),
         "zero3.deepspeed.distributed": ("init_distributed",),
         "zero3.deepspeed.logs": ("log_dist",),
-        "zero3.deepspeed.engine_names": ("DeepSpeedEngine",),
-        "zero3.engine": ("Engine",),
+        "zero3.deepspeed.engine": ("DeepSpeedEngine",),
+        "zero3.engine.engine": ("Engine",),
         "zero3.initialize": ("EngineParts", "initialize"),
-        "zero3.planning": ("measure_rates", "plan_for"),
-        "zero3.saving": ("Saving",),
+        "zero3.setup.plan_for": ("measure_rates", "plan_for"),
+        "zero3.checkpoint.save_handle": ("Saving",),
     },
     submodules=("accelerator", "checkpointing", "comm", "ops", "runtime", "utils", "zero"),
 )

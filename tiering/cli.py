@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tiering import check_command
 from tiering.command_line import Parser, Version, printing
-from tiering.doctor import command as doctor_command
-from tiering.planning import command
+from tiering.commands import check as check_command
+from tiering.commands import doctor as doctor_command
+from tiering.commands import plan as plan_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,8 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan", help="say what lives where, how long a step takes, and what would make it fit"
     )
-    command.add_arguments(plan)
-    plan.set_defaults(run=command.run)
+    plan_command.add_arguments(plan)
+    plan.set_defaults(run=plan_command.run)
     doctor = commands.add_parser("doctor", help="say what of this machine stands in the way, and what to do")
     doctor_command.add_arguments(doctor)
     _add_convert(commands)
@@ -99,7 +99,7 @@ def _add_inspect(commands: Any) -> None:
     )
     inspect.add_argument(
         "--gpu",
-        type=command.memory_size,
+        type=plan_command.memory_size,
         metavar="SIZE",
         help="memory of the GPU to load it on (default: no GPU)",
     )
@@ -123,15 +123,15 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from tiering.checkpoint import conversion_command
+    from tiering.commands import convert
 
-    return conversion_command.run(options)
+    return convert.run(options)
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from tiering.checkpoint import inspection_command
+    from tiering.commands import inspect
 
-    return inspection_command.run(options)
+    return inspect.run(options)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Signals at a moment that suits.
 
 A signal whose handler raises waits where it must not cut in: half an update is no state that anybody could use.
-Transfers and leases need no such care (see storage.py and arena.py). SIGTERM and SIGUSR1, by which batch systems
+Transfers and leases need no such care (see tiering/storage/). SIGTERM and SIGUSR1, by which batch systems
 announce the end, can be taken as a request that training answers after its step.
 """
 

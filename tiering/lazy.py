@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
-PAGE = "docs/migrate-from-deepspeed.md"
+PAGE = "docs/guide/migrate-from-deepspeed.md"
 
 
 def names(

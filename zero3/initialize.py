@@ -14,23 +14,24 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from tiering import ds_config, logs
-from tiering.config import TieringConfig
-from tiering.ds_config.auto import Known, hidden_size_of, named
-from tiering.ds_config.report import Report
+from tiering import logs
+from tiering.config import ds_config
+from tiering.config.ds_config.auto import Known, hidden_size_of, named
+from tiering.config.ds_config.report import Report
+from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
-from zero3 import schedulers
-from zero3.assembly import Weights
-from zero3.client_optimizer import ClientOptimizer
-from zero3.compiled import unwrap
+from zero3.building.model_checks import check_model
 from zero3.deepspeed.distributed import discover, init_distributed
-from zero3.deepspeed.engine_names import DeepSpeedEngine
-from zero3.joining import standing
-from zero3.loader import TrainingLoader, make_loader
-from zero3.model_checks import check_model
-from zero3.optimizer import TieredOptimizer
-from zero3.optimizer_choice import ClientOptimizerChoice, ModelParameters
-from zero3.precision import COMPUTE_DTYPES
+from zero3.deepspeed.engine import DeepSpeedEngine
+from zero3.loop.data_loader import TrainingLoader, make_loader
+from zero3.optimizer import schedulers
+from zero3.optimizer.client import ClientOptimizer
+from zero3.optimizer.tiered import TieredOptimizer
+from zero3.params.compiled_modules import unwrap
+from zero3.params.precision import COMPUTE_DTYPES
+from zero3.ranks.joining import standing
+from zero3.setup.assembly import Weights
+from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from frame.side import Place, Side, Spec
 
-from tiering.arena import round_up
+from tiering.storage.arena import round_up
 from tiering.tierbench.comparison.fio import Job, Reading
 from tiering.tierbench.words import READ_WRITE, is_random, reads, writes
 

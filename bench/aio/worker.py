@@ -14,8 +14,8 @@ import numpy as np
 from frame.child import serve
 from frame.process import cpu_seconds
 
-from tiering.aio import AioContext, Ticket
-from tiering.arena import Arena
+from tiering.storage.aio import AioContext, Ticket
+from tiering.storage.arena import Arena
 from tiering.tierbench.words import is_random
 
 

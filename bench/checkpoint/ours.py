@@ -12,7 +12,7 @@ from .saver import Saver, serve_saver
 
 TAG = "saved"
 CONSTANT = 96 << 20
-"""What a process may take beside budgets and activations (docs/memory.md)."""
+"""What a process may take beside budgets and activations (docs/guide/memory.md)."""
 
 
 class Ours(ours.Ours, Saver):
@@ -25,7 +25,7 @@ class Ours(ours.Ours, Saver):
 
     def room(self) -> int:
         """What the plan took of the budgets, activations, and the constant."""
-        from tiering.plan import Tier
+        from tiering.placement.plan import Tier
 
         plan, activations = self.engine.plan, self.engine.snapshot().activations.peak
         return plan.total(Tier.DEVICE) + plan.total(Tier.HOST) + activations + CONSTANT

@@ -124,8 +124,8 @@ def memory(title: str, sides: Mapping[str, Measured]) -> Table:
         " the page cache of the machine together, sampled, which is what a container is charged for."
     )
     table.notes.append(
-        "The ceiling of ours: what the plan took of the budgets, activations and the constant of docs/memory.md, on top"
-        " of an interpreter with torch."
+        "The ceiling of ours: what the plan took of the budgets, activations and the constant of docs/guide/memory.md,"
+        " on top of an interpreter with torch."
     )
     return table
 

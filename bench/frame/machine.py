@@ -7,8 +7,8 @@ import os
 import platform
 from pathlib import Path
 
-from tiering import drives
-from tiering.machine import cpu_model, kernel, memory_bytes
+from tiering.host import drives
+from tiering.host.machine import cpu_model, kernel, memory_bytes
 
 
 def huge_pages() -> str:

@@ -44,13 +44,13 @@ class Ours(EngineSide):
 
     def __init__(self, work: Work, settings: dict[str, Any]) -> None:
         if settings.get("resize"):
-            from zero3 import tiers
+            from zero3.device import tiers
 
             tiers.can_exchange = lambda device: False  # what it answers there
         super().__init__(work.build, configuration(settings))
 
     def facts(self) -> dict[str, Any]:
-        from tiering.plan import Tier
+        from tiering.placement.plan import Tier
 
         plan = self.engine.plan
         return {

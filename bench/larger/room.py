@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiering.plan import Budgets, Plan
+from tiering.placement.plan import Budgets, Plan
 
 from .shape import Shape
 
@@ -61,10 +61,10 @@ def configuration(directory: str, shape: Shape, device: int, host: int) -> dict[
 
 def planned(model: Any, config: dict[str, Any]) -> Plan:
     """The plan for ``model``, which may be on meta, on a disk without end. Raises PlacementError."""
-    from tiering import ds_config
-    from tiering.placement import make_plan
-    from zero3.optimizer_choice import choose_optimizer
-    from zero3.workload import size_up
+    from tiering.config import ds_config
+    from tiering.placement.placement import make_plan
+    from zero3.setup.model_size import size_up
+    from zero3.setup.optimizer_choice import choose_optimizer
 
     settings, _ = ds_config.load(config, world_size=1)
     chosen = choose_optimizer(model, settings, None, None)

@@ -6,7 +6,7 @@ from typing import Any
 
 from frame.report import Report, Table, Verdict
 
-from tiering.machine import memory_bytes
+from tiering.host.machine import memory_bytes
 
 from .child import Task
 from .room import BF16

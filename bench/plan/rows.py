@@ -11,7 +11,7 @@ from frame.report import Report, Table, Verdict, middle
 from frame.side import Place, Side, Spec
 from frame.training import Round
 
-from tiering.plan import Plan
+from tiering.placement.plan import Plan
 from tiering.planning.forecast import Forecast
 from tiering.planning.rates import Rates
 from tiering.tierbench.ratios import compare

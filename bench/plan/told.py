@@ -13,13 +13,13 @@ from frame.side import SideError, Spec
 from step.ours import configuration
 
 import tiering
-from tiering import ds_config
-from tiering.config import TieringConfig
-from tiering.plan import Plan
+from tiering.config import ds_config
+from tiering.config.training import TieringConfig
+from tiering.placement.plan import Plan
 from tiering.planning import measure
 from tiering.planning.forecast import Forecast, forecast
 from tiering.planning.rates import Rates
-from zero3 import device_rates
+from zero3.observe import device_rates
 
 CPU = torch.device("cpu")
 

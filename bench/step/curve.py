@@ -8,7 +8,7 @@ from pathlib import Path
 
 from frame.report import Table, middle
 
-from tiering.config import parse_size
+from tiering.config.training import parse_size
 
 from . import sides, tables
 from .measured import Measured, StepRun

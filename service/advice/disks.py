@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from service.advice.finding import Advice, error, info, warning
+from service.formatting import rate
 from service.view import RankView, RunView
-from service.words import rate
 from tiering.telemetry import PathStatus
 
 _ERRORS = {

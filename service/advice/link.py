@@ -9,9 +9,9 @@ from typing import Literal
 from service.advice.finding import Advice, warning
 from service.advice.relief import as_setting
 from service.advice.waits import ALIKE, BOUND, ON_NVME, STALLED, TOLD, Stepping, stepping
+from service.formatting import listed, moved, rate, seconds, share, size
 from service.recent import steady
 from service.view import RunView
-from service.words import listed, moved, rate, seconds, share, size
 from tiering.telemetry import COPIES_OF, CopyStatus
 
 SLOW = 0.7  # of what was measured: copies share the memory of the host with others, and small ones are slower

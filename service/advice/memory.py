@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from service.advice.finding import Advice, error, info, warning
 from service.advice.relief import as_setting
+from service.formatting import size
 from service.view import RankView, RunView
-from service.words import size
 from tiering.telemetry import TierStatus
 
 

@@ -8,9 +8,9 @@ from statistics import fmean, median
 from service.advice.finding import Advice, warning
 from service.advice.relief import NEGLIGIBLE, Relief, as_setting, on_tier, relief
 from service.advice.waits import BOUND, ON_NVME, STALLED, TOLD, direction, stepping
+from service.formatting import listed, moved, seconds, share, size
 from service.recent import steady
 from service.view import RankView, RunView
-from service.words import listed, moved, seconds, share, size
 from tiering.telemetry import PlanStatus, Snapshot, TierStatus
 
 

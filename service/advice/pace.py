@@ -7,9 +7,9 @@ from statistics import median
 
 from service.advice.finding import Advice, warning
 from service.advice.waits import on_link, on_nvme, on_ranks, outside, stepping
+from service.formatting import seconds, share
 from service.recent import steady
 from service.view import RunView
-from service.words import seconds, share
 from tiering.telemetry import Snapshot, StepRecord
 
 STUCK = 10.0  # times a usual step, and

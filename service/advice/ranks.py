@@ -18,8 +18,8 @@ from service.advice.waits import (
     typical,
 )
 from service.ends import end_of
+from service.formatting import counted, seconds, share
 from service.view import RunView
-from service.words import counted, seconds, share
 
 _LAST_WORDS = "the log of the job has the traceback, and `dmesg` what the out-of-memory killer did"
 

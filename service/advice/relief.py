@@ -1,9 +1,9 @@
 """What more host memory would do for a step: which bytes it would keep off NVMe. Pure arithmetic on a plan.
 
 How much would keep all of them off, the plan says. With less, a placement fills the host budget in one order,
-parameters first, then gradients, then optimizer state by the tile (tiering/placement.py), so what a larger budget would
-hold follows from what the plan has on NVMe. Where staging would grow with the budget, the most that it may grow to is
-allowed for: a plan with the named budget keeps no less.
+parameters first, then gradients, then optimizer state by the tile (tiering/placement/placement.py), so what a larger
+budget would hold follows from what the plan has on NVMe. Where staging would grow with the budget, the most that it may
+grow to is allowed for: a plan with the named budget keeps no less.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from service.advice.finding import Advice, error, info, warning
+from service.formatting import counted
 from service.view import RunView
-from service.words import counted
 
 
 def broken(run: RunView) -> Iterator[Advice]:

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from service.words import counted
+from service.formatting import counted
 
 SHORTEST = 16
 LONGEST = 1024

@@ -12,12 +12,12 @@ from rich.segment import Segment
 from rich.text import Text
 
 from service.answers.status import Status, status
+from service.formatting import counted, plain
 from service.history import INTERVAL, History
 from service.terminal.keyboard import keyboard
 from service.terminal.picture import Marks, marks, pictured
 from service.view import View
 from service.watch import Watch
-from service.words import counted, plain
 from tiering.telemetry import TelemetryError
 
 

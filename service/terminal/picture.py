@@ -15,8 +15,8 @@ from rich.text import Text
 
 from service.advice import Advice
 from service.answers.status import RankStatus, RunStatus, Status
+from service.formatting import counted, listed, plain, rate, seconds, share, size
 from service.history import Entry
-from service.words import counted, listed, plain, rate, seconds, share, size
 from tiering.telemetry import CopyStatus, DirectionStatus, PathStatus
 
 _STATE_STYLES = {"training": "green", "live": "green", "degraded": "bold red", "ended": "bold red"}

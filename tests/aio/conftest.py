@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tiering.aio import AioContext, FaultPlan
 from tiering.errors import SwapError
+from tiering.storage.aio import AioContext, FaultPlan
 
 Open = Callable[..., AioContext]
 SwapFile = Callable[..., int]

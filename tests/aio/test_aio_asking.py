@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import pytest
 
-from tiering.aio import Fault
 from tiering.errors import SwapError
+from tiering.storage.aio import Fault
 
 BLOCK = 65536
 OLD, NEW = b"o" * BLOCK, b"n" * BLOCK

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tiering._aio import ffi, lib
-from tiering.aio import ENGINES, FEW_BEGUN, AioContext, Fault, FaultPlan
 from tiering.errors import ConfigError, EngineStateError, SwapError
-from tiering.mappings import lock_memory
+from tiering.storage.aio import ENGINES, FEW_BEGUN, AioContext, Fault, FaultPlan
+from tiering.storage.mappings import lock_memory
 
 BLOCK = 65536
 
@@ -342,7 +342,7 @@ def test_tickets_are_told_apart_in_c(engine: str, swap_file: Any, memory: Any) -
 FORK = """
 import ctypes, mmap, os, signal, sys, warnings
 from types import SimpleNamespace
-from tiering.aio import FEW_BEGUN, ENGINES, AioContext, Fault, FaultPlan
+from tiering.storage.aio import FEW_BEGUN, ENGINES, AioContext, Fault, FaultPlan
 from tiering.errors import EngineStateError
 warnings.simplefilter("ignore", DeprecationWarning)  # newer interpreters dislike a fork beside threads
 memory = mmap.mmap(-1, 4096)
@@ -385,7 +385,7 @@ def test_a_forked_child_is_refused_and_does_not_hang(engine: str, swap_file: Any
 
 
 def test_import_loads_no_torch() -> None:
-    code = "import sys, tiering.aio; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    code = "import sys, tiering.storage.aio; print('torch' in sys.modules, 'numpy' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.stdout.split() == ["False", "False"], ran.stderr
 

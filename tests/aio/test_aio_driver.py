@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import pytest
 
-from tiering.aio import Fault
 from tiering.errors import SwapError
+from tiering.storage.aio import Fault
 
 PAGE, BLOCK = 4096, 65536
 ENOUGH = 10  # seconds; only what hangs takes as long
@@ -245,7 +245,7 @@ def test_an_idle_context_sleeps(open_context: Any, swap_file: Any, memory: Any) 
 BUSY = """
 import ctypes, errno, os, struct, sys, time
 from child import Memory, libc, skip
-from tiering.aio import AioContext
+from tiering.storage.aio import AioContext
 from tiering.errors import SwapError
 
 numbers = {"x86_64": 209, "aarch64": 2}

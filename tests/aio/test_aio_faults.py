@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import pytest
 
-from tiering.aio import Fault
 from tiering.errors import SwapError
+from tiering.storage.aio import Fault
 
 BLOCK = 65536
 Kind = Literal["read", "write", "flush"]
@@ -154,7 +154,7 @@ FILE_LIMIT = """
 import os, resource, signal, sys
 from types import SimpleNamespace
 import ctypes, mmap
-from tiering.aio import AioContext
+from tiering.storage.aio import AioContext
 from tiering.errors import SwapError
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it; by default it kills
 resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))

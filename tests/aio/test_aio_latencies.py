@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiering.aio import Fault
-from tiering.latencies import LatencyHistogram, bucket_start
+from tiering.storage.aio import Fault
+from tiering.storage.latencies import LatencyHistogram, bucket_start
 
 BLOCK = 65536
 TIMES = st.one_of(

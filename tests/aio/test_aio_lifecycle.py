@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tiering.aio import AioContext, Fault, FaultPlan
 from tiering.errors import SwapError
+from tiering.storage.aio import AioContext, Fault, FaultPlan
 
 BLOCK = 65536
 
@@ -86,7 +86,7 @@ def test_nothing_is_left_behind(engine: str, swap_file: Any, memory: Any, rounds
 ENDING = """
 import sys, threading, time
 from child import Memory
-from tiering.aio import AioContext, Fault, FaultPlan
+from tiering.storage.aio import AioContext, Fault, FaultPlan
 import os
 plan = FaultPlan((Fault("any", count=0, delay=0.1),))
 context = AioContext(engine=sys.argv[2], block_size=4096, queue_depth=8, fault=plan)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tiering.aio import AioContext
 from tiering.errors import SwapError
+from tiering.storage.aio import AioContext
 
 RunChild = Callable[..., str]
 MIB = 1 << 20
@@ -20,7 +20,7 @@ MIB = 1 << 20
 PRELUDE = """
 import errno, json, os, resource, sys
 from child import Memory, deny, exhaust_aio, skip
-from tiering.aio import AioContext
+from tiering.storage.aio import AioContext
 from tiering.errors import SwapError
 
 def refusal(engine):

@@ -22,8 +22,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tiering.aio import AioContext, Fault, FaultPlan, Ticket
 from tiering.errors import SwapError
+from tiering.storage.aio import AioContext, Fault, FaultPlan, Ticket
 
 PAGE = 4096
 BLOCK, FILE = 2 * PAGE, 12 * PAGE

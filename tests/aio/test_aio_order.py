@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tiering.aio import Fault
+from tiering.storage.aio import Fault
 
 BLOCK = 65536
 OLD, NEW = b"o" * BLOCK, b"n" * BLOCK

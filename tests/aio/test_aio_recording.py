@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tiering.aio import Fault
 from tiering.errors import SwapError
+from tiering.storage.aio import Fault
 
 BLOCK = 65536
 DELAY = 0.05

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import pytest
 
-from tiering.aio import Fault
 from tiering.errors import SwapError
+from tiering.storage.aio import Fault
 
 PAGE, BLOCK = 4096, 8192
 EDGES = [1, 511, 512, PAGE - 1, PAGE, PAGE + 1, BLOCK - 1, BLOCK, BLOCK + 1]

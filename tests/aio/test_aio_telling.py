@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import cannot_start
-from tiering import aio as aio_module
-from tiering.aio import FEW_BEGUN, AioContext, Fault, FaultPlan
 from tiering.errors import SwapError
+from tiering.storage import aio as aio_module
+from tiering.storage.aio import FEW_BEGUN, AioContext, Fault, FaultPlan
 
 PAGE = 4096
 
@@ -101,7 +101,7 @@ FORKED_IN_CLOSE = """
 import os, sys, threading, time, warnings
 from child import Memory
 from tiering import aio as aio_module
-from tiering.aio import FEW_BEGUN, AioContext, Fault, FaultPlan
+from tiering.storage.aio import FEW_BEGUN, AioContext, Fault, FaultPlan
 warnings.simplefilter("ignore", DeprecationWarning)  # newer interpreters dislike a fork beside threads
 fd = os.open(sys.argv[1], os.O_RDWR | os.O_TMPFILE | os.O_DIRECT)
 context = AioContext(engine=sys.argv[2], fault=FaultPlan((Fault("write", delay=0.4),)))
@@ -204,7 +204,7 @@ def test_a_drive_that_hangs_is_told_of(
     hang, slow = Fault("read", first=1, count=1, delay=1.2), Fault("write", count=0, delay=0.15)
     with AioContext(engine=engine, block_size=PAGE, queue_depth=1, fault=FaultPlan((hang, slow))) as context:
         file = context.add_file(swap_file(8 * PAGE), direct=True, name="the drive")
-        with caplog.at_level(logging.WARNING, "tiering.aio"):
+        with caplog.at_level(logging.WARNING, "tiering.storage.aio"):
             context.write(file, memory(6 * PAGE), 0, 6 * PAGE).wait()  # slow, but it goes on
             assert caplog.messages == []
             assert context.read(file, memory(PAGE), 0, PAGE, names=("w",)).wait() == PAGE
@@ -237,7 +237,7 @@ def test_more_than_a_thousand_buffers_are_registered(swap_file: Any, memory: Any
 CRASHES = """
 import ctypes, faulthandler, mmap, os, sys
 from types import SimpleNamespace
-from tiering.aio import AioContext
+from tiering.storage.aio import AioContext
 faulthandler.enable()
 content = os.open(sys.argv[1], os.O_TMPFILE | os.O_RDWR, 0o600)
 os.ftruncate(content, 4096)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tiering.aio import ALIGNMENT, AioContext
+from tiering.storage.aio import ALIGNMENT, AioContext
 
 BLOCK = 65536
 LENGTHS = [1, 511, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 4096, 5 * BLOCK - 17, 0]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tiering._aio import ffi, lib
-from tiering.aio import Fault
 from tiering.errors import SwapError
+from tiering.storage.aio import Fault
 
 PAGE, BLOCK = 4096, 65536
 
@@ -178,7 +178,7 @@ def test_a_short_read_of_the_padding_is_read_again(
 FAR_AWAY = """
 import os, resource, sys
 from child import Memory
-from tiering.aio import AioContext
+from tiering.storage.aio import AioContext
 from tiering.errors import SwapError
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))  # else it would take 17 GB, page by page
 fd = os.open(sys.argv[1], os.O_RDWR | os.O_TMPFILE | os.O_DIRECT)

@@ -32,13 +32,13 @@ from gpu_step.work import Work
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tiering.plan import Tier
-from zero3 import tiers
-from zero3.copies import Copies
-from zero3.planning import plan_for
-from zero3.slab import DeviceSlab
-from zero3.streams import Event, Stream, Streams
-from zero3.timeline import StallClock, Timeline
+from tiering.placement.plan import Tier
+from zero3.device import tiers
+from zero3.device.link_copies import Copies
+from zero3.device.slab import DeviceSlab
+from zero3.device.streams import Event, Stream, Streams
+from zero3.device.timeline import StallClock, Timeline
+from zero3.setup.plan_for import plan_for
 
 REPOSITORY = BENCH.parent
 GIB = 1 << 30
@@ -511,7 +511,7 @@ class TestCarried:
 @pytest.mark.parametrize("resize", [False, True], ids=["slab", "resized"])
 def test_on_a_device_ours_counts_the_link_and_what_the_device_stood_still(resize: bool) -> None:
     """On a device of CPU memory: nothing is late there, but everything is counted."""
-    from tests.zero3.fake_device import FakeDevice
+    from tests.fakes.fake_device import FakeDevice
 
     of = Sides(TINY, 64, 4 * GIB)
     spec = of.resized() if resize else of.offloaded()

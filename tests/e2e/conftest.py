@@ -16,12 +16,12 @@ from torch import Tensor
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import tiering
-from tiering.arena import PAGE
 from tiering.errors import PlacementError
-from tiering.placement import place
-from tiering.plan import Plan, Tier
+from tiering.placement.placement import place
+from tiering.placement.plan import Plan, Tier
+from tiering.storage.arena import PAGE
 from tiering.telemetry import Snapshot
-from zero3.engine import Engine
+from zero3.engine.engine import Engine
 
 from .architectures import batches, build
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from optim_cpu.formats import split
 from tests.crossed import crossed
-from tiering.arena import PAGE
-from tiering.plan import Tier
+from tiering.placement.plan import Tier
+from tiering.storage.arena import PAGE
 
 from .architectures import ARCHITECTURES, batches, build
 from .conftest import STEPS, Habit

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 import tiering
 from tests.e2e.architectures import ARCHITECTURES, build
 from tiering.errors import ConfigError
-from zero3 import tape
-from zero3.init import recipe_of
-from zero3.meta import build_on_meta
+from zero3.building import tape
+from zero3.building.meta import build_on_meta
+from zero3.building.zero_init import recipe_of
 
 # transformers renames what everybody calls, peft among them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")

@@ -1,7 +1,7 @@
 """Promise 2 seen from outside: resident memory of a process whose model is several times larger than its budgets.
 
 Each run is a process of its own, since the kernel remembers its peak from the start. What it may take is the budgets,
-the activations that the engine reports, and a constant; docs/memory.md says what the constant is for.
+the activations that the engine reports, and a constant; docs/guide/memory.md says what the constant is for.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import pytest
 import tiering
 from tiering.demo.model import GPT
 from tiering.errors import PlacementError
-from tiering.placement import make_plan, place
-from tiering.plan import Budgets, Tier, Workload
-from zero3 import assembly
-from zero3.init import recipe_of
+from tiering.placement.placement import make_plan, place
+from tiering.placement.plan import Budgets, Tier, Workload
+from zero3.building.zero_init import recipe_of
+from zero3.setup import assembly
 
 MIB = 1 << 20
 CONSTANT = 96 * MIB
@@ -47,7 +47,7 @@ baseline = resident("VmRSS")
 
 import tiering
 from tiering.demo.model import GPT
-from tiering.plan import Tier
+from tiering.placement.plan import Tier
 
 case = json.loads(sys.argv[1])
 with tiering.zero.Init():

@@ -26,7 +26,8 @@ from rich.console import Console
 
 import tiering.demo.run
 from tiering.cli import main
-from tiering.config import TieringConfig
+from tiering.config.ds_config import load
+from tiering.config.training import TieringConfig
 from tiering.demo.children import ChildError, Sidecar, Worker
 from tiering.demo.corpus import Batches, standard_library
 from tiering.demo.model import GPT
@@ -35,7 +36,6 @@ from tiering.demo.report import judge, memory_table, verdict_table
 from tiering.demo.run import FAILED, FAULT_MISSED, GOOD, UNUSABLE, demo, judge_fault
 from tiering.demo.settings import Settings, Way
 from tiering.demo.worker import digest, train
-from tiering.ds_config import load
 from tiering.errors import TieringError
 
 TINY = Settings(steps=4, sequence=32, width=64, layers=2, heads=2, sample_bytes=4)

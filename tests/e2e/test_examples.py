@@ -21,8 +21,8 @@ from torch.distributed.run import parse_args
 
 import tiering
 from tiering.demo.model import GPT
-from tiering.plan import Tier
-from zero3.engine import Engine
+from tiering.placement.plan import Tier
+from zero3.engine.engine import Engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from zero3.tape import ROOM
+from zero3.building.tape import ROOM
 
 MIB = 1 << 20
 
@@ -27,7 +27,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from pathlib import Path
 import torch
 import tiering
-from tiering.plan import Tier
+from tiering.placement.plan import Tier
 
 case = json.loads(sys.argv[1])
 

@@ -1,7 +1,7 @@
 """A small model on a GPU, and one way to train it anywhere. What runs here runs with deterministic algorithms.
 
 Without a GPU, TIERING_GPU_TESTS=fake runs what does not ask CUDA itself in the ways of a GPU, on the CPU and with the
-streams of the fake device (tests/zero3/fake_device.py): so that no test is found broken only where there is a GPU.
+streams of the fake device (tests/fakes/fake_device.py): so that no test is found broken only where there is a GPU.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tiering
-from tiering import arena
-from tiering.plan import Plan
+from tiering.placement.plan import Plan
+from tiering.storage import arena
 from tiering.telemetry import Snapshot
-from zero3.engine import Engine
+from zero3.engine.engine import Engine
 
 FAKE = os.environ.get("TIERING_GPU_TESTS") == "fake"
 DEVICE = torch.device("cpu", 0) if FAKE else torch.device("cuda")
@@ -146,7 +146,7 @@ def on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     with ExitStack() as stack:
         stack.callback(torch.use_deterministic_algorithms, False)
         if FAKE:
-            from tests.zero3.fake_device import FakeDevice
+            from tests.fakes.fake_device import FakeDevice
 
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)  # for models as small as these, threads only wait for each other

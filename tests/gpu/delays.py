@@ -17,8 +17,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from zero3.copies import Copies
-from zero3.streams import CudaStream, CudaStreams
+from zero3.device.link_copies import Copies
+from zero3.device.streams import CudaStream, CudaStreams
 
 CYCLES = (0, 0, 0, 200_000, 1_000_000, 4_000_000)  # of the device: up to 2 or 3 ms
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tiering.planning.measure import Leg
-from zero3 import device_rates
+from zero3.observe import device_rates
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 

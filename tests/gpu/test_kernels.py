@@ -14,8 +14,8 @@ from torch import Tensor
 
 from optim_cpu import kernels
 from optim_cpu.kernels import DType, Rule, StateFormat
-from zero3 import device_kernels
-from zero3.device_kernels import Segment, compiled, torch_operations
+from zero3.device import kernels as device_kernels
+from zero3.device.kernels import Segment, cuda_library, torch_operations
 
 pytestmark = pytest.mark.gpu
 
@@ -27,9 +27,9 @@ NUMELS = [1, 31, 4095, 4096, 4097, 0, 3 * 4096 + 5, 50_001, 1_000_003]
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Tests that ask for it run both ways. NVRTC comes with torch: that kernels.cu is not compiled is a failure."""
     if request.param == "torch operations":
-        monkeypatch.setattr(compiled, "kernels_of", lambda tensor: None)
+        monkeypatch.setattr(cuda_library, "kernels_of", lambda tensor: None)
     else:
-        assert compiled.kernels_of(torch.empty(1, device="cuda")) is not None, "the log says why"
+        assert cuda_library.kernels_of(torch.empty(1, device="cuda")) is not None, "the log says why"
     return str(request.param)
 
 
@@ -90,7 +90,7 @@ def test_sums_of_squares_show_what_is_not_finite(bad: float, way: str) -> None:
 
 def test_places_beyond_32_bits() -> None:
     """What kernels.cu counts elements in. 8 GiB for the squares, 16 for the sum."""
-    assert compiled.kernels_of(torch.empty(1, device="cuda")) is not None
+    assert cuda_library.kernels_of(torch.empty(1, device="cuda")) is not None
     numel = (1 << 32) + 5000
     free, _ = torch.cuda.mem_get_info()
     if free < 5 * numel:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tiering.plan import Tier
-from tiering.swap_space import SwapSpace
-from zero3.copies import Copies
+from tiering.placement.plan import Tier
+from tiering.storage.swap_space import SwapSpace
+from zero3.device.link_copies import Copies
 
 from .conftest import DEVICE
 

@@ -164,7 +164,7 @@ def test_storages_that_are_resized_find_no_memory(
     """Where torch cannot exchange the memory of storages, unsharding allocates; else it never does."""
     batches = list(micro_batches(4))
     calm = start(**PLACEMENTS["host"])
-    monkeypatch.setattr("zero3.tiers.can_exchange", lambda device=None: False)
+    monkeypatch.setattr("zero3.device.tiers.can_exchange", lambda device=None: False)
     tried = start(**PLACEMENTS["host"])
     for number, batch in enumerate(batches):
         if number == 2:

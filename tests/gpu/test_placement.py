@@ -10,9 +10,9 @@ import torch
 
 from optim_cpu import kernels
 from tiering.errors import PlacementError
-from tiering.placement import FEWEST_SLOTS
-from tiering.plan import Tier
-from zero3 import tiers
+from tiering.placement.placement import FEWEST_SLOTS
+from tiering.placement.plan import Tier
+from zero3.device import tiers
 
 from .conftest import DEVICE
 

@@ -121,11 +121,11 @@ def test_a_rank_that_dies_ends_the_other_with_its_name(nvme: Path) -> None:
 
 
 def alone() -> None:
-    from tiering.config import DistributedConfig
-    from zero3.collectives import Collectives
-    from zero3.joining import World, meet
-    from zero3.streams import streams_of
-    from zero3.timeline import StallClock, Timeline
+    from tiering.config.training import DistributedConfig
+    from zero3.device.streams import streams_of
+    from zero3.device.timeline import StallClock, Timeline
+    from zero3.ranks.collectives import Collectives
+    from zero3.ranks.joining import World, meet
 
     device = torch.device("cuda", torch.cuda.current_device())
     meet("cpu:gloo,cuda:nccl", timedelta(seconds=60))
@@ -188,7 +188,7 @@ def through_cpus(collective: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def late(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Streams that carry collectives and copies stop for a while, now and then, before what they are told next."""
-    from zero3.streams import CudaStream
+    from zero3.device.streams import CudaStream
 
     running, chance = CudaStream.running, random.Random(os.environ["RANK"])
 
@@ -279,11 +279,11 @@ def main(what: str, *arguments: str) -> None:
     torch.use_deterministic_algorithms(True)
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         if FAKE:
-            from tests.zero3.fake_device import FakeDevice
+            from tests.fakes.fake_device import FakeDevice
 
             stack.enter_context(FakeDevice()).run_engines(patch)
         elif torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
-            from zero3 import collectives
+            from zero3.ranks import collectives
 
             patch.setitem(collectives.TRANSPORTS, "cuda", "gloo")
             patch.setattr(collectives, "check_apart", lambda gpus: None)

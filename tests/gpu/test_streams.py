@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zero3.streams import CudaEvent, CudaStream
+from zero3.device.streams import CudaEvent, CudaStream
 
 from .conftest import LAYERS
 from .delays import Delays

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tiering.plan import Tier
-from zero3.run_record import RunRecord
-from zero3.streams import CudaStreams
-from zero3.timeline import PhaseClock, StallClock, Timeline
+from tiering.placement.plan import Tier
+from zero3.device.streams import CudaStreams
+from zero3.device.timeline import PhaseClock, StallClock, Timeline
+from zero3.observe.run_record import RunRecord
 
 from .conftest import DEVICE, batches
 

@@ -22,10 +22,10 @@ from service.terminal.picture import ASCII, pictured
 from service.view import RankView, RunView, View
 from service.watch import Watch
 from tests.tiering.workloads import MIB, PLENTY, budgets, example, planned, workloads
-from tiering.config import parse_size
+from tiering.config.training import parse_size
 from tiering.demo.model import GPT
-from tiering.placement import make_plan
-from tiering.plan import Budgets, GroupSizes
+from tiering.placement.placement import make_plan
+from tiering.placement.plan import Budgets, GroupSizes
 from tiering.telemetry import (
     CheckpointStatus,
     ConfigurationStatus,

@@ -1,4 +1,4 @@
-"""docs/sidecar.md: its commands run, its units are units, and it knows every code of advice and every path."""
+"""docs/tools/sidecar.md: its commands run, its units are units, and it knows every code of advice and every path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .processes import Training, tierd
 from .test_advice import CASES
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "sidecar.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "tools" / "sidecar.md").read_text(encoding="utf-8")
 EXAMPLES = ROOT / "examples" / "sidecar"
 
 

@@ -41,7 +41,7 @@ from .processes import Training
 from .promtool import promtool
 
 ACCEPT_OPENMETRICS = "application/openmetrics-text; version=1.0.0"
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[2] / "docs" / "tools" / "metrics.md"
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], str]
 

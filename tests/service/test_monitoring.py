@@ -25,7 +25,7 @@ RULES = [rule for group in yaml.safe_load(text(FILES["alerts"]))["groups"] for r
 RULE_TESTS = yaml.safe_load(text(FILES["alerts-test"]))["tests"]
 ADVICE = "".join(file.read_text() for file in Path(service.advice.__file__).parent.glob("*.py"))
 CODES = set(re.findall(r'"([a-z]+(?:-[a-z]+)+)"', ADVICE))
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[2] / "docs" / "tools" / "metrics.md"
 
 SCRAPED = {"instance": "node1:8471", "job": "tierd"}  # labels that Prometheus adds
 TOLD = [

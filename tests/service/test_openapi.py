@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.schemas import OpenApiSchema
 from service.app import create_app
 from service.http.guard import Access
 from service.watch import Watch
-from tiering.ds_config import load
+from tiering.config.ds_config import load
 from tiering.telemetry import PageWriter
 
 from .full_view import DESCRIPTION, SNAPSHOT

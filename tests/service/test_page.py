@@ -92,7 +92,7 @@ class Visit:
         assert not re.search(r"NaN|undefined|null|\[object", told)
 
 
-# What the oldest browsers that docs/sidecar.md names do not have is missing here, too (Safari 17.5, Firefox 120).
+# What the oldest browsers that docs/tools/sidecar.md names do not have is missing here, too (Safari 17.5, Firefox 120).
 OLDEST = """
 delete ReadableStream.prototype[Symbol.asyncIterator];
 delete ReadableStream.prototype.values;

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from service.answers.status import status
-from service.aside import Aside
-from service.chronicle import Chronicle
+from service.background import Aside
+from service.cached import Kept
+from service.ended_runs import Chronicle
 from service.health import Identity, ready
 from service.history import LENGTH, History
-from service.kept import Kept
 from service.view import NotHereError, View, view_of
 from service.watch import Watch
 from tiering.telemetry import (

@@ -23,7 +23,7 @@ def nothing_is_set(logging_as_before: None) -> None:
 
 def test_our_records_name_their_rank_and_others_do_not(caplog: pytest.LogCaptureFixture) -> None:
     logs.set_rank(3, 4)
-    logging.getLogger("zero3.engine").warning("skipped %d of %s", 2, "100 %")
+    logging.getLogger("zero3.engine.engine").warning("skipped %d of %s", 2, "100 %")
     logging.getLogger("tiering").warning("100 % alone")
     logging.getLogger("tieringx").warning("mine")
     assert caplog.messages == ["[rank 3] skipped 2 of 100 %", "[rank 3] 100 % alone", "mine"]
@@ -60,7 +60,7 @@ def test_what_all_would_say_rank_0_says(caplog: pytest.LogCaptureFixture, rank: 
     caplog.set_level(logging.DEBUG, "tiering")
     assert logs.once(logging.INFO) == logging.INFO  # nobody has said that there are several
     logs.set_rank(rank, 2)
-    logging.getLogger("tiering.plan").log(logs.once(logging.INFO), "the plan")
+    logging.getLogger("tiering.placement.plan").log(logs.once(logging.INFO), "the plan")
     (record,) = caplog.records
     assert (record.levelno, record.funcName) == (level, "test_what_all_would_say_rank_0_says")
 
@@ -71,11 +71,11 @@ def test_the_variable_sets_the_level_of_ours(
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
     for _ in range(2):
         logs.follow({"TIERING_LOG": "Info"})
-    logging.getLogger("tiering.swap_space").info("swap space")
-    logging.getLogger("tiering.swap_space").debug("too much")
+    logging.getLogger("tiering.storage.swap_space").info("swap space")
+    logging.getLogger("tiering.storage.swap_space").debug("too much")
     logging.getLogger("another").info("silent")
     lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(" INFO ")[2] for line in lines] == ["tiering.swap_space: swap space"]
+    assert [line.partition(" INFO ")[2] for line in lines] == ["tiering.storage.swap_space: swap space"]
 
 
 @pytest.mark.parametrize(("chosen", "said"), [("", 1), ("debug", 1), ("warning", 0)])
@@ -118,7 +118,7 @@ def test_handlers_of_the_program_come_first(
     logs.follow({"TIERING_LOG": "debug"})
     text = io.StringIO()
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(text)])
-    logging.getLogger("zero3.trace").debug("said")
+    logging.getLogger("zero3.observe.trace").debug("said")
     assert (text.getvalue(), capsys.readouterr().err) == ("said\n", "")
 
 

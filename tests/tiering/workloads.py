@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from tiering.arena import PAGE
-from tiering.config import parse_size
+from tiering.config.training import parse_size
 from tiering.errors import PlacementError
-from tiering.placement import SMALLEST_TILE, make_plan
-from tiering.plan import Budgets, GroupSizes, Plan, Tier, Workload
+from tiering.placement.placement import SMALLEST_TILE, make_plan
+from tiering.placement.plan import Budgets, GroupSizes, Plan, Tier, Workload
+from tiering.storage.arena import PAGE
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 PLENTY = 1 << 50

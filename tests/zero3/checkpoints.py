@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from zero3.engine import Engine
+from zero3.engine.engine import Engine
 
 from .resuming import Left, Model, straight
 

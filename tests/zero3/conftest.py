@@ -16,8 +16,8 @@ from torch.nn import functional
 
 import tiering
 from tiering.telemetry import Snapshot
-from zero3 import nowhere
-from zero3.engine import Engine
+from zero3.device import nan_memory
+from zero3.engine.engine import Engine
 
 VOCABULARY = 600
 SEQUENCE = 16
@@ -130,7 +130,7 @@ def config(
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TIERING_DEVICE", "cpu")
     # Its 2 MiB are more than these models take: a quarter of an engine's start, and mapped once where models map many.
-    monkeypatch.setattr(nowhere, "BLOCK", 16 << 10)
+    monkeypatch.setattr(nan_memory, "BLOCK", 16 << 10)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for models as small as these, threads only wait for each other
     yield

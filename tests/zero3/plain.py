@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from optim_cpu.formats import round_parameters
-from tiering import arena
 from tiering.errors import PlacementError
-from tiering.placement import place
-from tiering.plan import Budgets, Plan
+from tiering.placement.placement import place
+from tiering.placement.plan import Budgets, Plan
+from tiering.storage import arena
 
 WIDTH = 32
 STREAMED: dict[str, Any] = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}

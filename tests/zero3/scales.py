@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import optim_cpu
 from optim_cpu.formats import round_parameters
-from tiering.plan import Plan
+from tiering.placement.plan import Plan
 
 STEPS, CLIP, LR = 3, 7.2, 2.0**-6
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import tiering
 from optim_cpu.formats import split
 from tiering.errors import ConfigError, PlacementError, SwapSpaceError
-from zero3.schedulers import WarmupLR
+from zero3.optimizer.schedulers import WarmupLR
 
 from .mixture import mixture, train_mixture
 
@@ -333,7 +333,7 @@ def test_a_model_that_could_not_be_placed_is_as_it_was(
 ) -> None:
     """Without an optimizer an engine freezes its model, but not before nothing can fail any more."""
     model = nn.Linear(4, 4)
-    monkeypatch.setattr("zero3.assembly.Fill.run", lambda *_: 1 / 0)
+    monkeypatch.setattr("zero3.setup.assembly.Fill.run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tiering.initialize(model=model, config={"train_batch_size": 1})
     assert model.weight.requires_grad

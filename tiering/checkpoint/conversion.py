@@ -26,11 +26,11 @@ from tiering.checkpoint.manifest import (
 )
 from tiering.checkpoint.rank_writer import RankWriter
 from tiering.checkpoint.reader import Checkpoint
-from tiering.checkpoint.writer import Output, TensorSpec
-from tiering.config import IoConfig
+from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError
 from tiering.weights.files import WeightFiles, damaged, nbytes_of
 from tiering.weights.reader import WINDOW_BYTES, WeightReader
+from tiering.weights.tensor_file import Output, TensorSpec
 from tiering.weights.writer import WeightWriter
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}

@@ -44,7 +44,7 @@ from typing import NamedTuple
 from tiering.checkpoint.manifest import MANIFEST, run_of
 from tiering.checkpoint.run_lock import RunLock
 from tiering.errors import CheckpointError, ConfigError
-from tiering.file_system import fsync, open_regular, remedy
+from tiering.storage.file_system import fsync, open_regular, remedy
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tiering.arena import PAGE
 from tiering.checkpoint.reader import Checkpoint
-from tiering.config import IoConfig
+from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError, WeightsError
+from tiering.storage.arena import PAGE
 from tiering.weights.files import FileVersion, StoredTensor, Sums, WeightFiles, opened
 from tiering.weights.reader import WINDOW_BYTES, WeightReader
 

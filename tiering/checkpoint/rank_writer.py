@@ -11,8 +11,8 @@ from typing import Any, Self
 import numpy as np
 
 from tiering.checkpoint.manifest import file_name, metadata_of, write_sealed
-from tiering.checkpoint.sums_file import SumsFile
-from tiering.checkpoint.writer import Output, TensorFileWriter, TensorSpec, naming, pages_of
+from tiering.weights.sums_file import SumsFile
+from tiering.weights.tensor_file import Output, TensorFileWriter, TensorSpec, naming, pages_of
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import weakref
 from pathlib import Path
 
 from tiering.errors import CheckpointError
-from tiering.file_system import open_regular
+from tiering.storage.file_system import open_regular
 
 log = logging.getLogger(__name__)
 

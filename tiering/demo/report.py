@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from tiering.config import format_size
+from tiering.config.training import format_size
 from tiering.demo.settings import Way
 from tiering.figures_table import FiguresTable
 

@@ -13,14 +13,14 @@ from functools import cache, partial
 from pathlib import Path
 
 from tiering._aio import lib
-from tiering.cgroups import io_limits
+from tiering.config.fields import format_size
 from tiering.doctor import nameless
 from tiering.doctor.cpus import own_cpus
 from tiering.doctor.finding import Finding, note, problem
-from tiering.drives import Backing, Drive, behind
-from tiering.fields import format_size
-from tiering.kernel_files import said
-from tiering.topology import format_cpus, parse_cpus
+from tiering.host.cgroups import io_limits
+from tiering.host.drives import Backing, Drive, behind
+from tiering.host.kernel_files import said
+from tiering.host.topology import format_cpus, parse_cpus
 
 PAGE = 4096
 SPACE = 1 << 30

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tiering.aio import ENGINES, AioContext
 from tiering.doctor.finding import Finding, note, problem
 from tiering.errors import SwapError
-from tiering.kernel_files import number, said
+from tiering.host.kernel_files import number, said
+from tiering.storage.aio import ENGINES, AioContext
 
 _SECCOMP_FILTER = "2"
 

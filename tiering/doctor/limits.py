@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tiering.config.fields import format_size
 from tiering.doctor.finding import Check, Finding, note, problem
-from tiering.fields import format_size
-from tiering.kernel_files import number, said
+from tiering.host.kernel_files import number, said
 
 FILES = 1024
 """Open files that a run may need, with the data workers of its ranks."""

@@ -6,10 +6,10 @@ import os
 import re
 from pathlib import Path
 
-from tiering.cgroups import levels
+from tiering.config.fields import format_size
 from tiering.doctor.finding import Check, Finding, note
-from tiering.fields import format_size
-from tiering.kernel_files import listed, number, said
+from tiering.host.cgroups import levels
+from tiering.host.kernel_files import listed, number, said
 
 SHARED = 1 << 30
 """Bytes of /dev/shm that data workers and the collectives between ranks of a node may need."""

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tiering.config.fields import format_size
 from tiering.doctor.finding import Finding, Verdict, note
-from tiering.fields import format_size
-from tiering.kernel_files import listed, said
+from tiering.host.kernel_files import listed, said
 from tiering.telemetry import TelemetryError, find_pages
 from tiering.text import counted
 

@@ -12,8 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiering.config.fields import legible
 from tiering.doctor.finding import Entry, Finding, Verdict
-from tiering.fields import legible
 from tiering.text import counted
 
 if TYPE_CHECKING:

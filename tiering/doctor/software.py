@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tiering.doctor.finding import Check, Finding, note, problem
-from tiering.kernel_files import listed, said
+from tiering.host.kernel_files import listed, said
 from tiering.text import counted
 
 KERNEL = (5, 11)

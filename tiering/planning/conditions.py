@@ -14,11 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from optim_cpu import kernels
-from tiering import cgroups, drives
-from tiering.config import IoConfig
-from tiering.fields import parse_size
-from tiering.machine import cpu_identity, memory_bytes
-from tiering.topology import SYSFS, format_cpus
+from tiering.config.fields import parse_size
+from tiering.config.training import IoConfig
+from tiering.host import cgroups, drives
+from tiering.host.machine import cpu_identity, memory_bytes
+from tiering.host.topology import SYSFS, format_cpus
 from tiering.version import __version__
 
 Conditions = dict[str, object]

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from tiering.arena import PAGE, round_up
+from tiering.config.fields import format_need
 from tiering.errors import PlacementError
-from tiering.fields import format_need
-from tiering.placement import place
-from tiering.plan import QUANTUM, Budgets, GroupSizes, Tier, Workload
-from tiering.workload import OFFLOAD_TIERS
+from tiering.placement.placement import place
+from tiering.placement.plan import QUANTUM, Budgets, GroupSizes, Tier, Workload
+from tiering.placement.workload import OFFLOAD_TIERS
+from tiering.storage.arena import PAGE, round_up
 
 UNLIMITED = 1 << 60
 FINEST = 1 << 12  # the least budget is found to a page, or to this fraction (1/n) of it

@@ -3,7 +3,7 @@
 A step has three phases: the forwards, the backwards and the step itself. In each of them the parts of a machine work
 at the same time (device, disk, link, network, CPU), and the phase takes as long as the one that has most to do. What a
 CPU that is the device does, it does one after the other. Between phases little moves: state for as many slots as there
-are is read in the last backward, and as much is written in the next forward. docs/planning.md derives it.
+are is read in the last backward, and as much is written in the next forward. docs/tools/planning.md derives it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from tiering.errors import ConfigError
-from tiering.plan import GroupSizes, Plan, Tier, Workload
+from tiering.placement.plan import GroupSizes, Plan, Tier, Workload
 from tiering.planning.rates import Rates
 
 SECONDS_PER_DAY = 86_400

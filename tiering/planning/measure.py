@@ -1,9 +1,9 @@
 """The rates of this machine, measured through the engine's own parts: its files, I/O engine, arenas and kernels.
 
-Without torch, so without the device's: zero3/device_rates.py has those. What is measured is what a step does. State is
-read into slots and written back to where it was, several slots at a time, on nameless files past the page cache, after
-every block was written once; bytes are random, since some disks store repeated ones for nothing. Kernels go round more
-memory than the caches hold.
+Without torch, so without the device's: zero3/observe/device_rates.py has those. What is measured is what a step does.
+State is read into slots and written back to where it was, several slots at a time, on nameless files past the page
+cache, after every block was written once; bytes are random, since some disks store repeated ones for nothing. Kernels
+go round more memory than the caches hold.
 
 Disks that are shared swing twofold within minutes, and a drive's own cache takes what comes first faster: a rate is as
 good as the moment and the length of its window.
@@ -25,17 +25,17 @@ from typing import Literal
 from optim_cpu import kernels
 from optim_cpu.kernels import DType, Rule, StateFormat, StepBatch
 from tiering._aio import ffi, lib
-from tiering.aio import ALIGNMENT, AioContext
-from tiering.arena import PAGE, Arena, Lease, round_up
-from tiering.budgets import host_memory
-from tiering.config import IoConfig
-from tiering.plan import FP32
+from tiering.config.training import IoConfig
+from tiering.placement.budgets import host_memory
+from tiering.placement.plan import FP32
 from tiering.planning import conditions
 from tiering.planning.conditions import Conditions
 from tiering.planning.rates import Rates
-from tiering.swap_file import check_directory
-from tiering.swap_space import Section, StripedExtent, SwapSpace
-from tiering.tickets import Transfer
+from tiering.storage.aio import ALIGNMENT, AioContext
+from tiering.storage.arena import PAGE, Arena, Lease, round_up
+from tiering.storage.swap_file import check_directory
+from tiering.storage.swap_space import Section, StripedExtent, SwapSpace
+from tiering.storage.tickets import Transfer
 
 SECONDS = 1.0  # of each window
 FILE_BYTES = 1 << 30

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiering.plan import Workload
+from tiering.placement.plan import Workload
 from tiering.planning.rates import Rates
 
 GB = 1e9

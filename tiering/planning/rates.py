@@ -1,6 +1,7 @@
 """How fast a machine is: the few rates from which ``forecast`` tells a step's time. Given, measured, or a profile's.
 
-``measure.measure`` measures those of this machine, but for its device's, which ``zero3.device_rates.measure`` does.
+``measure.measure`` measures those of this machine, but for its device's, which ``zero3.observe.device_rates.measure``
+does.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from tiering.budgets import resolve_budgets
-from tiering.config import TieringConfig, format_size
+from tiering.config.training import TieringConfig, format_size
 from tiering.errors import ConfigError, PlacementError
-from tiering.placement import make_plan
-from tiering.plan import Budgets, Plan, Tier, Workload
+from tiering.placement.budgets import resolve_budgets
+from tiering.placement.placement import make_plan
+from tiering.placement.plan import Budgets, Plan, Tier, Workload
 from tiering.planning.fit import Remedy, remedies
 from tiering.planning.forecast import HIDDEN, SECONDS_PER_DAY, Forecast, Part, forecast
 from tiering.planning.rates import Rates

@@ -9,11 +9,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tiering import ds_config
-from tiering.budgets import AUTO_SHARE, NVME_SHARE
-from tiering.config import TieringConfig
+from tiering.config import ds_config
+from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
-from tiering.plan import Workload
+from tiering.placement.budgets import AUTO_SHARE, NVME_SHARE
+from tiering.placement.plan import Workload
 from tiering.planning.profiles import Profile
 from tiering.planning.rates import Rates
 from tiering.text import counted

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from tiering.arena import round_up
-from tiering.config import TieringConfig
+from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
-from tiering.plan import QUANTUM, GroupSizes, Workload
+from tiering.placement.plan import QUANTUM, GroupSizes, Workload
+from tiering.placement.workload import ITEMSIZES, configured_state, make_workload
 from tiering.planning.report import PlanReport, report
 from tiering.planning.setting import RatesOf, Setting
+from tiering.storage.arena import round_up
 from tiering.text import counted
-from tiering.workload import ITEMSIZES, configured_state, make_workload
 
 HEAD = 128  # elements of an attention head
 VOCABULARY = 32_000

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tiering.errors import PlacementError
-from tiering.placement import place
-from tiering.plan import Budgets, Tier, Workload
+from tiering.placement.placement import place
+from tiering.placement.plan import Budgets, Tier, Workload
 from tiering.planning.forecast import link_seconds, updated_on_device
 from tiering.planning.rates import Rates
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tiering import lazy
 
 if TYPE_CHECKING:
-    from zero3.loader import RepeatingLoader
+    from zero3.loop.data_loader import RepeatingLoader
 
 __all__ = ["RepeatingLoader"]
-__getattr__, __dir__ = lazy.names(__name__, {"zero3.loader": __all__})
+__getattr__, __dir__ = lazy.names(__name__, {"zero3.loop.data_loader": __all__})

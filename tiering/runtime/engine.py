@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tiering import lazy
 
 if TYPE_CHECKING:
-    from zero3.deepspeed.engine_names import DeepSpeedEngine
+    from zero3.deepspeed.engine import DeepSpeedEngine
 
 __all__ = ["DeepSpeedEngine"]
-__getattr__, __dir__ = lazy.names(__name__, {"zero3.deepspeed.engine_names": __all__})
+__getattr__, __dir__ = lazy.names(__name__, {"zero3.deepspeed.engine": __all__})

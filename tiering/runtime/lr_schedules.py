@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tiering import lazy
 
 if TYPE_CHECKING:
-    from zero3.schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+    from zero3.optimizer.schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
-__getattr__, __dir__ = lazy.names(__name__, {"zero3.schedulers": __all__})
+__getattr__, __dir__ = lazy.names(__name__, {"zero3.optimizer.schedulers": __all__})

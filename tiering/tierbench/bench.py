@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tiering import drives
-from tiering.budgets import host_memory
-from tiering.config import ALIGNMENT, DEEPEST, format_size
-from tiering.drives import Backing
+from tiering.config.training import ALIGNMENT, DEEPEST, format_size
 from tiering.errors import ConfigError, SwapError
+from tiering.host import drives
+from tiering.host.drives import Backing
+from tiering.placement.budgets import host_memory
 from tiering.text import counted
 from tiering.tierbench.interrupts import Interrupts
 from tiering.tierbench.load import target
-from tiering.tierbench.load.ground import Ground
-from tiering.tierbench.load.lane import slots
+from tiering.tierbench.load.block_mover import slots
 from tiering.tierbench.load.windows import Load, Watch
+from tiering.tierbench.load.work_files import Ground
 from tiering.tierbench.result import Result, Row, Settings, Sustained, Verdict, header
 from tiering.tierbench.words import NAMES, ReadWrite, writes
 

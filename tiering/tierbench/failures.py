@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from tiering.config.fields import legible
 from tiering.errors import SwapError, TieringError, UnsafeTargetError
-from tiering.fields import legible
 from tiering.tierbench.exits import FAILED, UNSAFE, USAGE
 
 

@@ -16,9 +16,9 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tiering import machine
-from tiering.drives import Backing
 from tiering.errors import ConfigError
+from tiering.host import machine
+from tiering.host.drives import Backing
 from tiering.tierbench.words import ReadWrite
 
 SCHEMA_VERSION = 1

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiering.drives import Backing
-from tiering.fields import format_size
-from tiering.swap_file import free_bytes
+from tiering.config.fields import format_size
+from tiering.host.drives import Backing
+from tiering.storage.swap_file import free_bytes
 from tiering.tierbench.result import Row, Sample, Sustained, moved
 
 if TYPE_CHECKING:

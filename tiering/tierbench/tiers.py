@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from tiering.config import IoConfig
+    from tiering.config.training import IoConfig
     from tiering.planning.measure import Leg, Measurement
     from tiering.planning.saved_rates import Record
 
@@ -192,8 +192,8 @@ class _Notes(logging.Handler, contextlib.AbstractContextManager[list[str]]):
 
 def _measure(options: argparse.Namespace, directories: Sequence[Path], found: _Found) -> None:
     """Every leg into ``found``; what is whole is saved when all of it is."""
-    from tiering import drives
-    from tiering.fields import format_size
+    from tiering.config.fields import format_size
+    from tiering.host import drives
     from tiering.planning import measure, saved_rates
     from tiering.planning.others import remark
     from tiering.tierbench.load import target
@@ -253,7 +253,7 @@ def _io(options: argparse.Namespace) -> IoConfig:
     """The configuration's words for the load. Raises ConfigError for what it does not take."""
     from pydantic import ValidationError
 
-    from tiering.config import IoConfig
+    from tiering.config.training import IoConfig
     from tiering.errors import ConfigError
 
     try:
@@ -272,10 +272,10 @@ def _io(options: argparse.Namespace) -> IoConfig:
 
 def _size(options: argparse.Namespace, directories: Sequence[Path]) -> int:
     """Bytes in all directories together: what was asked for, or as much of the usual as does no harm."""
-    from tiering.arena import PAGE
+    from tiering.config.fields import format_size
     from tiering.errors import ConfigError
-    from tiering.fields import format_size
     from tiering.planning import measure
+    from tiering.storage.arena import PAGE
     from tiering.tierbench.load import target
 
     count = len(directories)
@@ -296,7 +296,7 @@ def _size(options: argparse.Namespace, directories: Sequence[Path]) -> int:
 
 def _announcement(options: argparse.Namespace, size: int) -> str:
     """What is about to be written."""
-    from tiering.fields import format_size
+    from tiering.config.fields import format_size
     from tiering.planning import measure
 
     if options.max_write is not None:
@@ -307,10 +307,10 @@ def _announcement(options: argparse.Namespace, size: int) -> str:
 
 def _of_disks(options: argparse.Namespace, directories: Sequence[Path], size: int) -> Measurement:
     """Raises UnsafeTargetError where drives cannot be told from memory."""
-    from tiering.arena import PAGE
     from tiering.errors import UnsafeTargetError
     from tiering.planning import measure
-    from tiering.swap_file import SwapFile
+    from tiering.storage.arena import PAGE
+    from tiering.storage.swap_file import SwapFile
 
     for directory in directories:
         probe = SwapFile(directory, PAGE)
@@ -334,7 +334,7 @@ def _of_device(options: argparse.Namespace, notes: list[str]) -> Measurement | N
         )
         return None
     try:
-        device_rates = importlib.import_module("zero3.device_rates")  # upwards, so on first use
+        device_rates = importlib.import_module("zero3.observe.device_rates")  # upwards, so on first use
     except ImportError as error:
         notes.append(f"device: not measured, since torch cannot be loaded ({error})")
         return None
@@ -410,8 +410,8 @@ def _ordered(found: _Found) -> list[tuple[Leg, int | None]]:
 
 
 def _show(options: argparse.Namespace, directories: Sequence[Path], found: _Found, console: Console) -> None:
-    from tiering import drives
-    from tiering.fields import format_size
+    from tiering.config.fields import format_size
+    from tiering.host import drives
     from tiering.text import counted
     from tiering.tierbench.display import figures
     from tiering.tierbench.result import Machine

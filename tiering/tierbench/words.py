@@ -47,7 +47,7 @@ def directory(text: str) -> Path:
 
 def size(text: str) -> int:
     """Bytes, above 0: ``4K`` or ``4k``, ``1M``, ``1MiB`` are 1024-based, ``1MB`` is 10^6."""
-    from tiering.fields import parse_size
+    from tiering.config.fields import parse_size
 
     if _LETTER.fullmatch(text):
         text = text.upper()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         safe_set_full_grad,
         safe_set_full_optimizer_state,
     )
-    from zero3.loader import RepeatingLoader
+    from zero3.loop.data_loader import RepeatingLoader
 
 __all__ = [
     "RepeatingLoader",
@@ -56,7 +56,7 @@ __getattr__, __dir__ = lazy.names(
             *("safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state"),
             *("safe_set_full_fp32_param", "safe_set_full_grad", "safe_set_full_optimizer_state"),
         ),
-        "zero3.loader": ("RepeatingLoader",),
+        "zero3.loop.data_loader": ("RepeatingLoader",),
     },
     submodules=("logging", "zero_to_fp32"),
 )

@@ -21,12 +21,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tiering.aio import AioContext, Ticket
-from tiering.arena import PAGE, Arena, Lease, round_up
-from tiering.config import IoConfig
-from tiering.descriptors import close_alone, open_alone
+from tiering.config.training import IoConfig
 from tiering.errors import SwapError, WeightsError
-from tiering.io_stats import errno_text
+from tiering.storage.aio import AioContext, Ticket
+from tiering.storage.arena import PAGE, Arena, Lease, round_up
+from tiering.storage.descriptors import close_alone, open_alone
+from tiering.storage.io_stats import errno_text
 from tiering.text import shorten
 from tiering.weights.files import FileVersion, StoredTensor, Sums, WeightFiles, damaged, unopened
 

@@ -20,12 +20,12 @@ from typing import Self
 
 import numpy as np
 
-from tiering.checkpoint.writer import Output, TensorFileWriter, TensorSpec
-from tiering.config import IoConfig
+from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError, SwapError
-from tiering.file_system import fsync, remedy
 from tiering.interrupts import deferred_interrupts
-from tiering.io_stats import errno_text
+from tiering.storage.file_system import fsync, remedy
+from tiering.storage.io_stats import errno_text
+from tiering.weights.tensor_file import Output, TensorFileWriter, TensorSpec
 
 SUFFIX = ".safetensors"
 

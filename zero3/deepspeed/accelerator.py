@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero3.device import chosen_device
+from zero3.device.choice import chosen_device
 
 
 class Accelerator:

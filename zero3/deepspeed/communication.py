@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zero3.joining import standing
-from zero3.peers import ended, newest
+from zero3.ranks.joining import standing
+from zero3.ranks.peers import ended, newest
 
 Collective = Callable[..., Any]
 

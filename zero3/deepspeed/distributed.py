@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from tiering.errors import ConfigError
-from zero3.device import chosen_device
-from zero3.joining import BACKENDS, meet, standing
+from zero3.device.choice import chosen_device
+from zero3.ranks.joining import BACKENDS, meet, standing
 
 log = logging.getLogger(__name__)
 

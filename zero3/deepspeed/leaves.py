@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from tiering.errors import ConfigError
-from zero3.groups import MARK
+from zero3.params.grouping import MARK
 
 
 def set_z3_leaf_modules(

@@ -8,8 +8,8 @@ from collections.abc import Collection
 
 import torch
 
-from zero3.device import chosen_device
-from zero3.joining import standing
+from zero3.device.choice import chosen_device
+from zero3.ranks.joining import standing
 
 logger = logging.getLogger("tiering")
 

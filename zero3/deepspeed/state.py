@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from zero3.named_state import engine_of
+from zero3.engine.by_name import engine_of
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:

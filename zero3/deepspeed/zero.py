@@ -1,4 +1,4 @@
-"""Parameters that are elsewhere, by DeepSpeed's names. ``Init`` is in zero3/init.py."""
+"""Parameters that are elsewhere, by DeepSpeed's names. ``Init`` is in zero3/building/zero_init.py."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from torch import nn
 
 from tiering.errors import ConfigError
-from zero3.access import gathered
-from zero3.init import Init
-from zero3.joining import standing
+from zero3.building.zero_init import Init
+from zero3.ranks.joining import standing
+from zero3.state.access import gathered
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter"]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from optim_cpu import kernels
-from tiering.arena import PAGE
 from tiering.errors import PlacementError
-from tiering.placement import place
-from tiering.plan import Budgets, Plan, Tier
+from tiering.placement.placement import place
+from tiering.placement.plan import Budgets, Plan, Tier
+from tiering.storage.arena import PAGE
 
 from .training import Training
 

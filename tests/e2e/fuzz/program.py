@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from tiering import arena
 from tiering.errors import ResidencyError
-from zero3 import nowhere
+from tiering.storage import arena
+from zero3.device import nan_memory
 
 from . import actions
 from .models import ModelPlan
@@ -144,17 +144,17 @@ def _quietly() -> Iterator[None]:
     """What many short runs would log and warn of is left out; the engine is small and does not wait for long."""
     loggers = [logging.getLogger(name) for name in ("tiering", "zero3")]
     levels = [logger.level for logger in loggers]
-    before = arena.STARVED_AFTER_SECONDS, nowhere.BLOCK, torch.get_num_threads()
+    before = arena.STARVED_AFTER_SECONDS, nan_memory.BLOCK, torch.get_num_threads()
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
-    arena.STARVED_AFTER_SECONDS, nowhere.BLOCK = STARVED_AFTER_SECONDS, 16 << 10
+    arena.STARVED_AFTER_SECONDS, nan_memory.BLOCK = STARVED_AFTER_SECONDS, 16 << 10
     torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        arena.STARVED_AFTER_SECONDS, nowhere.BLOCK = before[0], before[1]
+        arena.STARVED_AFTER_SECONDS, nan_memory.BLOCK = before[0], before[1]
         torch.set_num_threads(before[2])
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -30,8 +30,8 @@ from typing import Any
 from tests.tiering.checkpoint.operations import intercepted, no_exchange
 from tests.tiering.checkpoint.saving import RUN, number_of, write_checkpoint
 from tiering.checkpoint.directory import LATEST, CheckpointDirectory
-from tiering.checkpoint.writer import Output
-from tiering.config import IoConfig
+from tiering.config.training import IoConfig
+from tiering.weights.tensor_file import Output
 
 KEEP = 2
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tiering.arena import PAGE
+from tiering.storage.arena import PAGE
 
 
 def contents(path: Path) -> dict[str, bytes]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tiering.arena import PAGE, round_up
 from tiering.checkpoint.manifest import MANIFEST, read_sealed, write_sealed
-from tiering.checkpoint.pages import sums_of_bytes
+from tiering.storage.arena import PAGE, round_up
+from tiering.weights.pages import sums_of_bytes
 
 
 def as_version_1(source: Path, into: Path) -> Path:

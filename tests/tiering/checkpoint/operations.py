@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from tiering.aio import Ticket
 from tiering.checkpoint import directory
+from tiering.storage.aio import Ticket
 
 OPERATIONS = [
     *((os, name) for name in ("open", "mkdir", "rename", "replace", "unlink", "rmdir")),

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from tiering.arena import PAGE
 from tiering.checkpoint.manifest import WEIGHTS, Manifest, StoredParameter, new_save
 from tiering.checkpoint.rank_writer import RankRecord, RankWriter
 from tiering.checkpoint.reader import open_checkpoint
-from tiering.checkpoint.writer import Output, TensorSpec
+from tiering.storage.arena import PAGE
+from tiering.weights.tensor_file import Output, TensorSpec
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
     "layers.0.weight": (3, 1000),

@@ -18,15 +18,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from optim_cpu.formats import round_parameters
-from tiering.arena import PAGE
 from tiering.checkpoint import conversion
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.integrity import damages
 from tiering.checkpoint.manifest import Manifest, StoredParameter, file_name, write_sealed
 from tiering.checkpoint.reader import open_checkpoint
-from tiering.checkpoint.writer import Output, TensorFileWriter, TensorSpec
 from tiering.cli import main
-from zero3.weights import STORED_NAMES
+from tiering.storage.arena import PAGE
+from tiering.weights.tensor_file import Output, TensorFileWriter, TensorSpec
+from zero3.building.weights import STORED_NAMES
 
 Tensors = dict[str, torch.Tensor]
 

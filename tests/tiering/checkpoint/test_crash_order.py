@@ -19,9 +19,9 @@ from tests.tiering.checkpoint.operations import intercepted, no_exchange
 from tests.tiering.checkpoint.power_cuts import Crash, Recorder, Recording, Returned, Synced, Tree
 from tests.tiering.checkpoint.saving import RUN, number_of, write_checkpoint
 from tiering.checkpoint.directory import CheckpointDirectory
-from tiering.checkpoint.writer import Output
-from tiering.config import IoConfig
+from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError
+from tiering.weights.tensor_file import Output
 
 # Tag and keep of save 1, 2, ...: new tags and replaced ones, and all that pruning can remove.
 SAVES = [

@@ -15,17 +15,18 @@ from typing import Any
 import pytest
 
 from tests.tiering.checkpoint.saving import RUN, write_checkpoint
-from tiering import cli, ds_config
-from tiering.arena import PAGE
-from tiering.budgets import resolve_budgets
+from tiering import cli
 from tiering.checkpoint.directory import LATEST, CheckpointDirectory
 from tiering.checkpoint.integrity import damages
-from tiering.checkpoint.load_plan import configuration, plan_to_load
 from tiering.checkpoint.manifest import MANIFEST, Manifest, StoredParameter
 from tiering.checkpoint.reader import open_checkpoint
-from tiering.checkpoint.writer import Output
-from tiering.config import IoConfig
+from tiering.commands.load_plan import configuration, plan_to_load
+from tiering.config import ds_config
+from tiering.config.training import IoConfig
+from tiering.placement.budgets import resolve_budgets
+from tiering.storage.arena import PAGE
 from tiering.weights.reader import WINDOW_BYTES
+from tiering.weights.tensor_file import Output
 
 Inspect = Callable[..., tuple[int, str, str]]
 
@@ -490,7 +491,7 @@ def test_budgets_are_this_machines(tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_gets_remedies(
     inspect: Inspect, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiering.budgets.host_memory", lambda: (1 << 12, 0))
+    monkeypatch.setattr("tiering.placement.budgets.host_memory", lambda: (1 << 12, 0))
     code, out, _ = inspect(checkpoints)
     assert code == 0  # it is whole
     assert "To load it here is not possible yet. [TIER-PLAN]" in out

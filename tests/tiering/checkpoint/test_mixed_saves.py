@@ -14,9 +14,9 @@ from tiering import cli
 from tiering.checkpoint.inspection import inspect
 from tiering.checkpoint.manifest import MANIFEST, file_name, read_sealed
 from tiering.checkpoint.reader import open_checkpoint
-from tiering.checkpoint.writer import Output
-from tiering.config import IoConfig
+from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError
+from tiering.weights.tensor_file import Output
 
 RANKS = 3
 KINDS = ("weights", "exp_avg", "rank", "checksums")

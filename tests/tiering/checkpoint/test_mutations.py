@@ -14,11 +14,11 @@ from tiering.checkpoint.conversion import to_weights
 from tiering.checkpoint.inspection import inspect
 from tiering.checkpoint.manifest import MANIFEST
 from tiering.checkpoint.reader import open_checkpoint
-from tiering.checkpoint.writer import Output
-from tiering.config import IoConfig
+from tiering.config.training import IoConfig
 from tiering.errors import CheckpointError, WeightsError
 from tiering.weights.files import WeightFiles
 from tiering.weights.reader import WeightReader
+from tiering.weights.tensor_file import Output
 
 RANKS = 2
 IO = IoConfig(engine="threads")

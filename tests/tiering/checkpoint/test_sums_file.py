@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiering.checkpoint.pages import SUM
-from tiering.checkpoint.sums_file import SumsFile
 from tiering.weights.files import open_weights
+from tiering.weights.pages import SUM
+from tiering.weights.sums_file import SumsFile
 
 
 def test_what_the_system_writes_in_parts_is_written_whole(

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from tiering import arena
-from tiering.aio import AioContext, Fault, FaultPlan
-from tiering.arena import PAGE, round_up
-from tiering.checkpoint import writer
-from tiering.checkpoint.pages import sums_of
-from tiering.checkpoint.writer import WINDOW, Output, TensorFileWriter, TensorSpec, pages_of
 from tiering.errors import CheckpointError
+from tiering.storage import arena
+from tiering.storage.aio import AioContext, Fault, FaultPlan
+from tiering.storage.arena import PAGE, round_up
+from tiering.weights import tensor_file
+from tiering.weights.pages import sums_of
+from tiering.weights.tensor_file import WINDOW, Output, TensorFileWriter, TensorSpec, pages_of
 
 SIZES = st.lists(
     st.sampled_from([0, 1, 7, 1000, PAGE // 4, WINDOW // 4 - 3, WINDOW // 4, 600_000]), max_size=4
@@ -90,7 +90,7 @@ def test_a_file_that_fails_is_named_and_gives_its_windows_back(
 ) -> None:
     """Else the fifth file would wait for one of the four windows for ever."""
     plan = FaultPlan((Fault("write", first=1, error=error, count=0),))
-    monkeypatch.setattr(writer, "AioContext", lambda **options: AioContext(fault=plan, **options))
+    monkeypatch.setattr(tensor_file, "AioContext", lambda **options: AioContext(fault=plan, **options))
     monkeypatch.setattr(arena, "STARVED_AFTER_SECONDS", 5.0)
     content = bytes(3 * WINDOW)
     with Output() as output:
@@ -111,7 +111,7 @@ def _finish(file: TensorFileWriter, content: bytes) -> None:
 
 def test_short_transfers_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = FaultPlan(tuple(Fault("write", first=first, short=PAGE) for first in (1, 3, 4)))
-    monkeypatch.setattr(writer, "AioContext", lambda **options: AioContext(fault=plan, **options))
+    monkeypatch.setattr(tensor_file, "AioContext", lambda **options: AioContext(fault=plan, **options))
     tensor = np.arange(WINDOW // 2, dtype=np.float32)
     with Output() as output:
         written(tmp_path / "file", output, {"a": tensor}, [])

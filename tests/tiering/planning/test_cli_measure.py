@@ -15,14 +15,15 @@ import pytest
 import torch
 
 import tiering
-from tiering import machine
-from tiering.cgroups import IoLimit
-from tiering.config import IoConfig
+from tiering.config.training import IoConfig
+from tiering.host import machine
+from tiering.host.cgroups import IoLimit
 from tiering.planning import conditions, others, saved_rates
 from tiering.planning.measure import Measurement, Tell
 from tiering.planning.rates import Rates
 from tiering.planning.saved_rates import Record, SavedRates
-from zero3 import device_rates, planning
+from zero3.observe import device_rates
+from zero3.setup import plan_for
 
 from .asking import SMALL, Model, Plan, answered, configured
 
@@ -59,8 +60,8 @@ def measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return made
 
-    monkeypatch.setattr(planning.measure, "of_cpu", instead(planning.measure.of_cpu))
-    monkeypatch.setattr(planning.measure, "of_disks", instead(planning.measure.of_disks))
+    monkeypatch.setattr(plan_for.measure, "of_cpu", instead(plan_for.measure.of_cpu))
+    monkeypatch.setattr(plan_for.measure, "of_disks", instead(plan_for.measure.of_disks))
     monkeypatch.setattr(device_rates, "of_device", instead(device_rates.of_device))
     return names
 
@@ -167,8 +168,8 @@ def test_rates_of_other_io_are_not_taken(plan: Plan, measured: list[str], tmp_pa
         ("platform.node", lambda: "another"),
         ("platform.release", lambda: "7.0"),
         ("os.sched_getaffinity", lambda _: {0}),
-        ("tiering.cgroups.cpu_quota", lambda: 0.5),
-        ("tiering.cgroups.io_limits", lambda: [IoLimit("io.max", "259:0", "wbps=1048576")]),
+        ("tiering.host.cgroups.cpu_quota", lambda: 0.5),
+        ("tiering.host.cgroups.io_limits", lambda: [IoLimit("io.max", "259:0", "wbps=1048576")]),
         ("tiering.planning.conditions.machine_id", lambda: "another"),
         ("tiering.planning.conditions.cpu_identity", lambda: "another"),
         ("tiering.planning.conditions.__version__", "0.0.1"),
@@ -223,7 +224,7 @@ def test_a_damaged_record_is_passed_over_with_a_word(
     why: str,
 ) -> None:
     saved = SavedRates.of_user()
-    cpu = planning.measure.of_cpu()
+    cpu = plan_for.measure.of_cpu()
     cache.parents[1].mkdir()
     path = saved.save(cpu, Record(FOUND["CPU"], datetime.now(UTC), 0.25))
     assert path is not None and path.parent == cache
@@ -239,7 +240,7 @@ def test_a_record_that_another_user_has_put_there_is_not_taken(
     measured: list[str], cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = SavedRates.of_user()
-    cpu = planning.measure.of_cpu()
+    cpu = plan_for.measure.of_cpu()
     cache.parents[1].mkdir()
     assert saved.save(cpu, Record(FOUND["CPU"], datetime.now(UTC)))
     own = os.geteuid()
@@ -252,7 +253,7 @@ def test_a_record_of_something_else_under_the_same_name_is_not_taken(
     measured: list[str], cache: Path
 ) -> None:
     saved = SavedRates.of_user()
-    cpu = planning.measure.of_cpu()
+    cpu = plan_for.measure.of_cpu()
     cache.parents[1].mkdir()
     path = saved.save(cpu, Record(FOUND["CPU"], datetime.now(UTC), 0.25))
     assert path is not None
@@ -283,7 +284,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     monkeypatch.setattr(saved_rates.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("nobody")))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert (
-        saved_rates.SavedRates.of_user().save(planning.measure.of_cpu(), Record(Rates(), datetime.now(UTC)))
+        saved_rates.SavedRates.of_user().save(plan_for.measure.of_cpu(), Record(Rates(), datetime.now(UTC)))
         is None
     )
 
@@ -327,8 +328,8 @@ def test_what_is_measured_is_what_the_workload_asks(tmp_path: Path, monkeypatch:
         asked.append((device.type, dtype, tokens))
         return Rates(flops=2.0)
 
-    monkeypatch.setattr(planning.measure, "cpu_rates", cpu_rates)
-    monkeypatch.setattr(planning.measure, "disk_rates", disk_rates)
+    monkeypatch.setattr(plan_for.measure, "cpu_rates", cpu_rates)
+    monkeypatch.setattr(plan_for.measure, "disk_rates", disk_rates)
     monkeypatch.setattr(device_rates, "measure", of_device)
     config = configured(tmp_path, fits=True, state="bf16")
     load = tiering.plan_for(model=Model(), config=config).workload

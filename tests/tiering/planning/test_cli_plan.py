@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import tiering
-from tiering import budgets as budgets_of_this_machine
 from tiering.errors import ConfigError
+from tiering.placement import budgets as budgets_of_this_machine
 from tiering.planning.profiles import PROFILES
 
 from .asking import RATES, SMALL, Model, Plan, answered, configured

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 
 from tests.tiering.workloads import DEVICE, HOST, MIB, NUMEL, PLENTY, budgets, example, workloads
-from tiering.arena import PAGE
 from tiering.errors import PlacementError
-from tiering.placement import make_plan
-from tiering.plan import Budgets, GroupSizes, Tier, Workload
+from tiering.placement.placement import make_plan
+from tiering.placement.plan import Budgets, GroupSizes, Tier, Workload
 from tiering.planning.fit import least_budget, of_ranks, remedies
+from tiering.storage.arena import PAGE
 
 ALL = Budgets(PLENTY, PLENTY, PLENTY)
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import tiering
-from tiering import ds_config
-from tiering.config import parse_size
+from tiering.config import ds_config
+from tiering.config.training import parse_size
 from tiering.errors import ConfigError
-from tiering.plan import Tier
+from tiering.placement.plan import Tier
+from tiering.placement.workload import configured_state
 from tiering.planning.setting import Setting, usual_config, with_changes
 from tiering.planning.sizing import decoder, load_of
-from tiering.workload import configured_state
-from zero3 import rules
+from zero3.optimizer import update_rules
 
 from .asking import RATES, SMALL, Model, Plan, answered, configured
 
@@ -125,7 +125,7 @@ def test_a_config_that_names_no_model_gets_the_head_of_a_language_model(
     """Of all that transformers has, only a model is taken from what a file says."""
     from transformers import GPT2Config
 
-    from zero3.planning import described
+    from zero3.setup.plan_for import described
 
     shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 100, "n_positions": 16}
     GPT2Config(**shape, architectures=named).save_pretrained(tmp_path)
@@ -139,7 +139,7 @@ def test_a_config_that_names_no_model_gets_the_head_of_a_language_model(
     "text", ["{}", "nonsense", '{"model_type": "nonesuch"}', '{"auto_map": {"AutoConfig": "evil.Config"}}']
 )
 def test_what_describes_no_model_is_refused(text: str, tmp_path: Path) -> None:
-    from zero3.planning import described
+    from zero3.setup.plan_for import described
 
     (tmp_path / "config.json").write_text(text)
     (tmp_path / "evil.py").write_text("raise SystemExit('code beside a configuration was run')")
@@ -148,7 +148,7 @@ def test_what_describes_no_model_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_without_transformers_there_is_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from zero3.planning import described
+    from zero3.setup.plan_for import described
 
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"needs transformers.*--params"):
@@ -173,7 +173,7 @@ def test_state_is_counted_as_the_update_rules_keep_it(
         {"train_batch_size": 1, "optimizer": {"type": kind, "params": {"lr": 0.1, **params}}}
     )
     assert config.optimizer is not None
-    rule, options = rules.from_config(config.optimizer)
+    rule, options = update_rules.from_config(config.optimizer)
     assert configured_state(config).tensors == len(rule.state_names([options]))
 
 
@@ -187,7 +187,7 @@ def test_a_workload_knows_the_name_of_its_compute_dtype(precision: str) -> None:
 @pytest.mark.parametrize("state", ["fp32", "split", "bf16", "split+bf16"])
 def test_formats_of_state_are_those_of_the_engine(state: str) -> None:
     config = with_changes(usual_config(Path()), tiers={"state": state})
-    kept, form = configured_state(config), rules.state_form(state)
+    kept, form = configured_state(config), update_rules.state_form(state)
     assert (kept.split, kept.moment_itemsize) == (form.split, form.format.itemsize)
 
 

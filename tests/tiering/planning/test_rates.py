@@ -15,17 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiering.workloads import PLENTY, example
-from tiering.aio import AioContext, Fault, FaultPlan
-from tiering.arena import Arena
-from tiering.config import IoConfig
+from tiering.config.training import IoConfig
 from tiering.errors import ConfigError, SwapError, SwapSpaceError
-from tiering.placement import make_plan
-from tiering.plan import Budgets
+from tiering.placement.placement import make_plan
+from tiering.placement.plan import Budgets
 from tiering.planning import measure
 from tiering.planning.forecast import forecast
 from tiering.planning.profiles import PROFILES, Profile
 from tiering.planning.rates import Rates
-from tiering.swap_space import Section, SwapSpace
+from tiering.storage.aio import AioContext, Fault, FaultPlan
+from tiering.storage.arena import Arena
+from tiering.storage.swap_space import Section, SwapSpace
 
 KIB = 1 << 10
 NAMES = [field.name for field in fields(Rates)]

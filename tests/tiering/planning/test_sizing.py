@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiering.errors import ConfigError
-from tiering.plan import QUANTUM
+from tiering.placement.plan import QUANTUM
 from tiering.planning.sizing import Decoder, decoder, format_count, parse_count
-from zero3 import partition
+from zero3.params import layout as partition
 
 
 def test_what_no_plan_could_list_is_refused() -> None:
@@ -94,8 +94,8 @@ def test_groups_are_those_of_a_llama_of_that_shape(
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tiering.plan import GroupSizes
-    from zero3.groups import form_groups
+    from tiering.placement.plan import GroupSizes
+    from zero3.params.grouping import form_groups
 
     with torch.device("meta"):
         model = LlamaForCausalLM(

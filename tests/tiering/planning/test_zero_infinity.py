@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.tiering.workloads import PLENTY, example
-from tiering.placement import make_plan
-from tiering.plan import Budgets, GroupSizes, Plan, Tier, Workload
+from tiering.placement.placement import make_plan
+from tiering.placement.plan import Budgets, GroupSizes, Plan, Tier, Workload
 from tiering.planning.forecast import Part, forecast
 from tiering.planning.rates import Rates
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from tiering.aio import AioContext, Fault, FaultPlan
-from tiering.arena import PAGE
-from tiering.config import IoConfig
+from tiering.config.training import IoConfig
 from tiering.errors import EngineStateError, WeightsError
+from tiering.storage.aio import AioContext, Fault, FaultPlan
+from tiering.storage.arena import PAGE
 from tiering.weights import reader as weight_reader
 from tiering.weights.files import StoredTensor, WeightFiles, open_weights
 from tiering.weights.reader import Wanted, WeightReader

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from tiering.checkpoint.writer import TensorSpec
 from tiering.errors import CheckpointError
 from tiering.weights.files import open_weights
+from tiering.weights.tensor_file import TensorSpec
 from tiering.weights.writer import WeightWriter, _shards
 
 SPECS = [

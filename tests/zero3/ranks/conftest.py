@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import zero3.peers
+import zero3.ranks.peers
 
 from .pool import Pool, Pools
 from .together import Together
@@ -52,8 +52,8 @@ def nvme(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Together]]:
-    monkeypatch.setattr(zero3.peers, "FIRST_SLICE", 0.02)
-    monkeypatch.setattr(zero3.peers, "SLICE", 0.05)
+    monkeypatch.setattr(zero3.ranks.peers, "FIRST_SLICE", 0.02)
+    monkeypatch.setattr(zero3.ranks.peers, "SLICE", 0.05)
     made: list[Together] = []
 
     def start(world_size: int = 2, **settings: Any) -> Together:

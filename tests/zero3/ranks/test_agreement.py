@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 
 from tiering.errors import RankOrderError
-from zero3.peers import Peers
+from zero3.ranks.peers import Peers
 
 from .together import SOON, Together, eventually, refusal
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.zero3.passes.test_assigned_gradients import WEIGHT, TorchLoop
 from tests.zero3.plain import CLIP, ROUNDING, STREAMED, Tower, differing, inputs
-from tests.zero3.test_assigned_gradients import WEIGHT, TorchLoop
 from tiering.errors import EngineStateError
 
 from .pool import Pool

@@ -19,18 +19,18 @@ import pytest
 from torch import Tensor
 
 import tiering.checkpoint.directory
-import zero3.checkpoint
-import zero3.opening
-import zero3.saver
+import zero3.checkpoint.checkpoints
+import zero3.checkpoint.opening
+import zero3.checkpoint.saver
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.reader import open_checkpoint
 from tiering.errors import CheckpointError, SwapError
 from tiering.interrupts import EXIT_SAVED
-from zero3 import random_state
-from zero3.checkpoint import Checkpoints
-from zero3.saver import Saver
-from zero3.saving import uncommitted
-from zero3.share import Share
+from zero3.checkpoint import random_state
+from zero3.checkpoint.checkpoints import Checkpoints
+from zero3.checkpoint.rank_share import Share
+from zero3.checkpoint.save_handle import uncommitted
+from zero3.checkpoint.saver import Saver
 
 from .pool import Pool, Raised, in_words
 from .training import start, tokens
@@ -108,14 +108,14 @@ HINDRANCES: dict[str, tuple[int, Callable[[], Any], dict[str, Any], str]] = {
     "a limit on the first rank": (0, limited, {}, "EFBIG"),
     "no directory on its node": (
         1,
-        lambda: patched(zero3.checkpoint.Path, "is_dir", lambda self: False),
+        lambda: patched(zero3.checkpoint.checkpoints.Path, "is_dir", lambda self: False),
         {},
         "is not there on this node: save to a file system that all nodes share",
     ),
-    "no memory": (1, lambda: patched(zero3.saver.Arena, "map", no_room), {}, "no windows"),
+    "no memory": (1, lambda: patched(zero3.checkpoint.saver.Arena, "map", no_room), {}, "no windows"),
     "swap space": (
         1,
-        lambda: patched(zero3.saver.Saver, "_copy", no_swap),
+        lambda: patched(zero3.checkpoint.saver.Saver, "_copy", no_swap),
         {},
         "swap_in of 'blocks.1' failed",
     ),
@@ -291,7 +291,7 @@ def load_another_save(engine: Any, rank: int, directory: Path) -> None:
         found = open_checkpoint(path)
         return replace(found, manifest=replace(found.manifest, created="later"))
 
-    with patched(zero3.opening, "open_checkpoint", opened) if rank == 1 else given():
+    with patched(zero3.checkpoint.opening, "open_checkpoint", opened) if rank == 1 else given():
         engine.load_checkpoint(directory, "good")
 
 
@@ -350,7 +350,7 @@ def disturbed(rank: int, nvme: Path, directory: Path) -> tuple[list[str], int]:
                 shutil.rmtree(path)
             return open_checkpoint(path)
 
-        with patched(zero3.opening, "open_checkpoint", pruned) if rank == 1 else given():
+        with patched(zero3.checkpoint.opening, "open_checkpoint", pruned) if rank == 1 else given():
             engine.load_checkpoint(directory)
         return refusals, engine.global_steps
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-import zero3.peers
+import zero3.ranks.peers
 from tiering.checkpoint.directory import CheckpointDirectory
 from tiering.checkpoint.integrity import damages
 from tiering.checkpoint.manifest import MANIFEST
 from tiering.checkpoint.reader import open_checkpoint
-from zero3.checkpoint import Checkpoints
-from zero3.collectives import Collectives
-from zero3.fill import Fill
-from zero3.saver import Saver
-from zero3.share import Share
+from zero3.building.fill import Fill
+from zero3.checkpoint.checkpoints import Checkpoints
+from zero3.checkpoint.rank_share import Share
+from zero3.checkpoint.saver import Saver
+from zero3.ranks.collectives import Collectives
 
 from .pool import Pool, ended
 from .test_checkpoint import PLACES, Masters, names_in, no_chunks, same, train, trained
@@ -283,7 +283,7 @@ def save_slowly(rank: int, nvme: Path, directory: Path, slow: int, delay: float,
         finish(*given)
 
     with start(nvme, **IMPATIENT, **SAVING) as engine, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero3.peers, "SLICE", 0.2)  # so that it is known soon whether somebody has moved
+        patch.setattr(zero3.ranks.peers, "SLICE", 0.2)  # so that it is known soon whether somebody has moved
         train(engine, rank, range(1))
         patch.setattr(Saver, "_finish", slowly)
         saving = engine.save_checkpoint(directory, "slow", background=background)
@@ -301,7 +301,7 @@ def load_slowly(rank: int, nvme: Path, directory: Path, slow: int) -> float:
         fill(*given, **options)
 
     with start(nvme, **IMPATIENT, **SAVING) as engine, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero3.peers, "SLICE", 0.2)  # so that it is known soon whether somebody has moved
+        patch.setattr(zero3.ranks.peers, "SLICE", 0.2)  # so that it is known soon whether somebody has moved
         patch.setattr(Fill, "_fill", slowly)
         began = time.monotonic()
         engine.load_checkpoint(directory)

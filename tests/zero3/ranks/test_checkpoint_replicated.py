@@ -13,7 +13,7 @@ import torch
 import tiering
 from tests.zero3.conftest import SmallModel, config
 from tiering.checkpoint.reader import open_checkpoint
-from zero3.saver import Saver
+from zero3.checkpoint.saver import Saver
 
 from .pool import Pool
 from .training import start, tokens

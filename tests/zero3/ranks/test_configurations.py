@@ -11,7 +11,7 @@ import pytest
 
 import tiering
 from tiering.errors import ConfigError, DistributedError
-from zero3.joining import meet
+from zero3.ranks.joining import meet
 
 from .models import Blocks
 from .pool import Pool

@@ -19,8 +19,8 @@ import pytest
 from torch import Tensor, nn
 
 from tests.zero3.conftest import SmallModel
-from tiering.swap_space import SwapSpace
-from zero3 import collectives
+from tiering.storage.swap_space import SwapSpace
+from zero3.ranks import collectives
 
 from . import models
 from .pool import Pool

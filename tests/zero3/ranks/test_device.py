@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tiering.config import DistributedConfig
+from tiering.config.training import DistributedConfig
 from tiering.errors import ConfigError, DistributedError
-from zero3.collectives import FAREWELL, Collectives, check_apart
-from zero3.joining import join
-from zero3.streams import Event, Stream, Streams
-from zero3.timeline import StallClock, Timeline
+from zero3.device.streams import Event, Stream, Streams
+from zero3.device.timeline import StallClock, Timeline
+from zero3.ranks.collectives import FAREWELL, Collectives, check_apart
+from zero3.ranks.joining import join
 
 from .pool import Pool
 from .together import eventually

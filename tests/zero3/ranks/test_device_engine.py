@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.zero3.fake.operations import span_of
-from tests.zero3.fake.streams import at_once, never
-from tests.zero3.fake_device import FakeDevice
+from tests.fakes.fake_device import FakeDevice
+from tests.fakes.gpu.operations import span_of
+from tests.fakes.gpu.streams import at_once, never
 
 from . import models
 from .pool import Pool

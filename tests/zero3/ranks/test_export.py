@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import zero3.export
+import zero3.checkpoint.export
 from tests.zero3.plain import differing
 from tiering.cli import main
 from tiering.errors import CheckpointError
@@ -35,7 +35,7 @@ def step(engine: Any, rank: int) -> None:
 
 def save(rank: int, nvme: Path, out: Path, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """After a step, in ranges that end neither with a shard nor with a parameter."""
-    usual, zero3.export.RANGE = zero3.export.RANGE, 777
+    usual, zero3.checkpoint.export.RANGE = zero3.checkpoint.export.RANGE, 777
     try:
         with start(nvme, precision="bf16", **options) as engine:
             step(engine, rank)
@@ -45,7 +45,7 @@ def save(rank: int, nvme: Path, out: Path, **options: Any) -> tuple[dict[str, Te
             engine.save_checkpoint(out.parent / "checkpoints")
             return engine.state_dict(), engine.master_state_dict()
     finally:
-        zero3.export.RANGE = usual
+        zero3.checkpoint.export.RANGE = usual
 
 
 @pytest.mark.parametrize("place", PLACES)

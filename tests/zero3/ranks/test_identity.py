@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import cannot_start
-from tiering.aio import ENGINES
 from tiering.errors import PlacementError
+from tiering.storage.aio import ENGINES
 
 from .pool import Pool
 from .training import Trained, start, train

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tiering import descriptors
 from tiering.errors import ConfigError, DistributedError, RankLostError
-from zero3 import joining
-from zero3.joining import meet
+from tiering.storage import descriptors
+from zero3.ranks import joining
+from zero3.ranks.joining import meet
 
 from . import models
 from .pool import Pool

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from zero3 import knots
-from zero3.board import Beat, Process
+from zero3.ranks import deadlock
+from zero3.ranks.store import Beat, Process
 
 from . import models
 from .pool import Pool
@@ -24,17 +24,17 @@ def beat(waits: Waits | None, count: int = 1, **reached: int) -> Beat:
 
 def test_two_ranks_in_different_groups_wait_for_each_other() -> None:
     beats = {0: beat(("gather", 5), gather=5, control=2), 1: beat(("control", 3), gather=4, control=3)}
-    assert knots.find(0, beats) == knots.find(1, beats) == beats
+    assert deadlock.find(0, beats) == deadlock.find(1, beats) == beats
 
 
 def test_a_rank_that_computes_will_come() -> None:
     beats = {0: beat(("gather", 5), gather=5), 1: beat(None, gather=4)}
-    assert knots.find(0, beats) == {}
+    assert deadlock.find(0, beats) == {}
 
 
 def test_ranks_in_the_same_collective_wait_for_nobody() -> None:
     beats = {rank: beat(("gather", 5), gather=5, control=2) for rank in range(3)}
-    assert knots.find(1, beats) == {}
+    assert deadlock.find(1, beats) == {}
 
 
 def test_a_ring_of_three_and_one_that_waits_for_it() -> None:
@@ -44,27 +44,27 @@ def test_a_ring_of_three_and_one_that_waits_for_it() -> None:
         2: beat(("c", 2), a=2, b=1, c=2),
     }
     beats = ring | {3: beat(("d", 1), a=2, b=2, c=2, d=1)}
-    assert set(knots.find(0, ring)) == {0, 1, 2}
-    assert set(knots.find(3, beats)) == {0, 1, 2}  # whoever looks names those that are tied, not itself
+    assert set(deadlock.find(0, ring)) == {0, 1, 2}
+    assert set(deadlock.find(3, beats)) == {0, 1, 2}  # whoever looks names those that are tied, not itself
 
 
 def test_a_group_that_a_rank_never_was_in() -> None:
     beats = {0: beat(("gather", 1), gather=1), 1: beat(("control", 1), control=1)}
-    assert set(knots.find(0, beats)) == {0, 1}
+    assert set(deadlock.find(0, beats)) == {0, 1}
 
 
 def test_one_look_is_not_enough() -> None:
     """The beats may be of different moments, and one of the ranks on its way since."""
     once = {0: beat(("gather", 5), 3, gather=5), 1: beat(("control", 3), 8, gather=4)}
     again = {0: beat(("gather", 5), 4, gather=5), 1: beat(("control", 3), 9, gather=4)}
-    assert knots.is_tied(once, again)
-    assert not knots.is_tied({}, once)
-    assert not knots.is_tied(once, {})
-    assert not knots.is_tied({}, {})
-    assert not knots.is_tied(once, again | {1: once[1]})  # no new beat of rank 1
-    assert not knots.is_tied(once, again | {1: beat(("control", 4), 9, gather=4)})  # it has moved on
-    assert not knots.is_tied(once, again | {1: beat(("control", 3), 9, gather=5)})
-    assert not knots.is_tied(once, {0: again[0]})
+    assert deadlock.is_tied(once, again)
+    assert not deadlock.is_tied({}, once)
+    assert not deadlock.is_tied(once, {})
+    assert not deadlock.is_tied({}, {})
+    assert not deadlock.is_tied(once, again | {1: once[1]})  # no new beat of rank 1
+    assert not deadlock.is_tied(once, again | {1: beat(("control", 4), 9, gather=4)})  # it has moved on
+    assert not deadlock.is_tied(once, again | {1: beat(("control", 3), 9, gather=5)})
+    assert not deadlock.is_tied(once, {0: again[0]})
 
 
 def test_ranks_wait_for_each_other_with_two_engines() -> None:
@@ -73,10 +73,12 @@ def test_ranks_wait_for_each_other_with_two_engines() -> None:
     other = replace(
         other, waits_elsewhere=("engine 1 control", 7, "x"), said_elsewhere={"engine 1 control": (7, "x")}
     )
-    found = knots.find(0, {0: one, 1: other})
+    found = deadlock.find(0, {0: one, 1: other})
     assert list(found) == [0, 1]
-    assert knots.is_tied(found, {rank: replace(each, count=each.count + 1) for rank, each in found.items()})
-    assert not knots.find(0, {0: one, 1: replace(other, said={"gather": (5, "x")})}), "it has come by now"
+    assert deadlock.is_tied(
+        found, {rank: replace(each, count=each.count + 1) for rank, each in found.items()}
+    )
+    assert not deadlock.find(0, {0: one, 1: replace(other, said={"gather": (5, "x")})}), "it has come by now"
 
 
 def crossed(rank: int, nvme: Path) -> None:

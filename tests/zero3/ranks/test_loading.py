@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tests.zero3.conftest import SmallModel
 from tiering.errors import ConfigError, DistributedError, WeightsError
-from zero3.weights import FileSource
+from zero3.building.weights import FileSource
 
 from .pool import Pool
 from .training import Trained, start, train

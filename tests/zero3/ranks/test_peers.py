@@ -16,11 +16,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import zero3.heartbeat
-import zero3.peers
+import zero3.ranks.heartbeat
+import zero3.ranks.peers
 from tiering.errors import DistributedError, RankLostError
-from zero3.board import Process, spell
-from zero3.peers import Peers, Stillness, sever
+from zero3.ranks.peers import Peers, Stillness, sever
+from zero3.ranks.store import Process, spell
 
 from .together import SOON, Done, Together, Transfer, eventually, refusal
 
@@ -145,7 +145,7 @@ def test_a_broken_collective_of_living_ranks_says_so(together: Callable[..., Tog
 def test_a_slow_rank_is_waited_for_with_one_warning(
     together: Callable[..., Together], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="zero3.peers")
+    caplog.set_level(logging.INFO, logger="zero3.ranks.peers")
     them = together(3, patience=0.2)
     transfer = Transfer()
     for rank in (1, 2):
@@ -191,7 +191,7 @@ def test_a_rank_that_moves_is_waited_for_beyond_the_timeout(together: Callable[.
 
 def test_time_that_a_process_was_suspended_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(zero3.peers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(zero3.ranks.peers.time, "monotonic", lambda: now[0])
     still = Stillness(2.0)
     seconds = []
     for passed, state in [(1, "a"), (1, "a"), (3600, "a"), (1, "a"), (1, "b"), (1, "b")]:
@@ -209,7 +209,7 @@ def test_nor_does_it_count_as_silence_of_the_others(
     heartbeat = them.ranks[0]._heartbeat
     eventually(lambda: heartbeat.seen[1].silence > 0)
     real = time.monotonic
-    monkeypatch.setattr(zero3.heartbeat, "time", SimpleNamespace(monotonic=lambda: real() + 3600))
+    monkeypatch.setattr(zero3.ranks.heartbeat, "time", SimpleNamespace(monotonic=lambda: real() + 3600))
     turns = heartbeat.turns
     eventually(lambda: heartbeat.turns > turns + 5)
     assert not call.done()
@@ -308,7 +308,7 @@ def test_communicators_are_aborted_at_once(
     both = [Communicator(device) for _ in range(2)]
     sever(both)
     assert all(one.aborted for one in both)
-    monkeypatch.setattr(zero3.peers, "SEVERED_WITHIN", 0.1)
+    monkeypatch.setattr(zero3.ranks.peers, "SEVERED_WITHIN", 0.1)
     alone = Communicator(device)
     sever([alone])
     assert not alone.aborted

@@ -19,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import zero3.board
-import zero3.peers
+import zero3.ranks.peers
+import zero3.ranks.store
 from tiering.errors import DistributedError, RankLostError, RankOrderError, TieringError
-from zero3.peers import Peers
+from zero3.ranks.peers import Peers
 
 from .pool import Outcome, Pool
 from .together import SOON, Transfer, eventually
@@ -31,7 +31,7 @@ Ranks = Callable[..., Pool]
 
 
 def peers_of(rank: int, world_size: int, name: str, **settings: Any) -> Peers:
-    zero3.peers.FIRST_SLICE, zero3.peers.SLICE = 0.05, 0.1
+    zero3.ranks.peers.FIRST_SLICE, zero3.ranks.peers.SLICE = 0.05, 0.1
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
@@ -67,7 +67,7 @@ def lose(rank: int, world_size: int, how: str, **settings: Any) -> tuple[int, fl
     except DistributedError as error:
         peers.fail(error)
         # And the connections of this rank break, as they do when it ends.
-        zero3.peers.sever([dist.group.WORLD])
+        zero3.ranks.peers.sever([dist.group.WORLD])
         dist.destroy_process_group()
         raise
 
@@ -139,7 +139,7 @@ def test_only_its_own_host_sees_a_rank_compute_and_tells_the_others(ranks: Ranks
 def keep_of_two_hosts(rank: int, **settings: Any) -> float:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(zero3.board.socket, "gethostname", lambda: "another")
+            patch.setattr(zero3.ranks.store.socket, "gethostname", lambda: "another")
         return keep(rank, 3, "two hosts", computing=True, **settings)
 
 
@@ -211,7 +211,7 @@ def test_a_rank_that_closed_and_ended_has_not_died(doomed: Ranks) -> None:
 
 def lose_the_store(rank: int, how: str) -> int:
     """Rank 2 serves the store of the two others; that is all it does."""
-    zero3.peers.FIRST_SLICE, zero3.peers.SLICE = 0.05, 0.1
+    zero3.ranks.peers.FIRST_SLICE, zero3.ranks.peers.SLICE = 0.05, 0.1
     meeting = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     if rank == 2:
         served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -275,7 +275,7 @@ def test_a_job_that_is_suspended_and_resumed_goes_on(doomed: Ranks, tmp_path: Pa
 ENDS = """
 import os, signal, sys, threading
 import torch.distributed as dist
-from zero3.peers import Peers
+from zero3.ranks.peers import Peers
 
 read, write = os.pipe()
 rank = 1 if os.fork() == 0 else 0

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import tiering.comm as comm
-from zero3.peers import newest
+from zero3.ranks.peers import newest
 
 from . import models
 from .pool import Outcome, Pool
@@ -135,14 +135,14 @@ def test_a_rank_that_ends_is_named(doomed: Ranks, nvme: Path) -> None:
 def test_torchs_own_collectives_hang_and_the_log_has_the_name(doomed: Ranks, nvme: Path) -> None:
     outcome = doomed(2).outcomes(lose, nvme, "SIGSTOP", "torch", frozen=[1], limit=60)[0]
     assert outcome.exit_code == 7, outcome.report()
-    assert "CRITICAL zero3.heartbeat: [rank 0] [TIER-RANK-LOST] rank 1 (host" in outcome.log
+    assert "CRITICAL zero3.ranks.heartbeat: [rank 0] [TIER-RANK-LOST] rank 1 (host" in outcome.log
     assert "gave no sign of life" in outcome.log
 
 
 def test_silence_is_logged_once_and_so_is_its_end(
     together: Callable[..., Together], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, logger="zero3.heartbeat")
+    caplog.set_level(logging.WARNING, logger="zero3.ranks.heartbeat")
     them = together(2, silence=0.5)
     write = them.ranks[1]._heartbeat.board.write
     them.silence(1)

@@ -14,7 +14,7 @@ import tiering
 from tests.zero3.conftest import config
 from tests.zero3.plain import differing
 from tiering.errors import PlacementError
-from zero3 import released
+from zero3.engine import released
 
 from .pool import Pool
 from .training import start, tokens

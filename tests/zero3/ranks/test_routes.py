@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tiering.config import DistributedConfig
+from tiering.config.training import DistributedConfig
 from tiering.errors import DistributedError
-from zero3 import collectives, joining, workload
-from zero3.collectives import Collectives
-from zero3.gathered_storage import DeviceGatheredStorage, ShardGathers
-from zero3.partition import lay_out
-from zero3.timeline import StallClock, Timeline
+from zero3.device.timeline import StallClock, Timeline
+from zero3.params.gathered_storage import DeviceGatheredStorage, ShardGathers
+from zero3.params.layout import lay_out
+from zero3.ranks import collectives, joining
+from zero3.ranks.collectives import Collectives
+from zero3.setup import model_size
 
 from .pool import Pool
 from .training import Trained, train
@@ -50,7 +51,7 @@ def by_copy(patch: pytest.MonkeyPatch) -> list[int]:
         taken.append(1)
         gather(storage, foreseen=foreseen)
 
-    patch.setattr(workload, "can_exchange", lambda: False)
+    patch.setattr(model_size, "can_exchange", lambda: False)
     patch.setattr(DeviceGatheredStorage, "gather", counted)
     return taken
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import tiering as deepspeed
+from tests.zero3.engine.test_script_styles import engine_of, gan, maybe_zero_3, perceptrons
 from tests.zero3.plain import differing
-from tests.zero3.test_script_styles import engine_of, gan, maybe_zero_3, perceptrons
 
 from .pool import Pool
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tiering.errors import DistributedError
-from zero3.peers import Peers
+from zero3.ranks.peers import Peers
 
 SOON = 20.0  # seconds that a wait for something certain may take
 

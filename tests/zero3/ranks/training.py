@@ -24,7 +24,7 @@ import tiering
 from optim_cpu.formats import round_parameters
 from tests.zero3.conftest import SEQUENCE, VOCABULARY, SmallModel, config
 from tests.zero3.plain import ADAM, CLIP, DTYPES, differing
-from zero3.update import CLIP_EPSILON
+from zero3.loop.step import CLIP_EPSILON
 
 from .pool import Pool
 

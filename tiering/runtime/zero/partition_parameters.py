@@ -8,10 +8,10 @@ from tiering import lazy
 
 if TYPE_CHECKING:
     from zero3.deepspeed.zero import GatheredParameters, Init
-    from zero3.resharded import ZeroParamStatus
+    from zero3.params.resharded import ZeroParamStatus
 
 __all__ = ["GatheredParameters", "Init", "ZeroParamStatus"]
 __getattr__, __dir__ = lazy.names(
     __name__,
-    {"zero3.deepspeed.zero": ("GatheredParameters", "Init"), "zero3.resharded": ("ZeroParamStatus",)},
+    {"zero3.deepspeed.zero": ("GatheredParameters", "Init"), "zero3.params.resharded": ("ZeroParamStatus",)},
 )

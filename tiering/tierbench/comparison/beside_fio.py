@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from tiering.config import format_size
+from tiering.config.training import format_size
 from tiering.errors import ConfigError, SwapError
 from tiering.tierbench.bench import Asked, Phases
 from tiering.tierbench.comparison import fio

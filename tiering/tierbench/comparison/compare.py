@@ -100,8 +100,8 @@ def _results(options: argparse.Namespace) -> int:
 
 
 def _beside_fio(options: argparse.Namespace) -> int:
+    from tiering.config.fields import legible
     from tiering.errors import ConfigError
-    from tiering.fields import legible
     from tiering.tierbench.bench import Asked
     from tiering.tierbench.comparison import beside_fio, fio
     from tiering.tierbench.display.progress import Progress

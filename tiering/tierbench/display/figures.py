@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from tiering.fields import legible as legible
+from tiering.config.fields import legible as legible
 from tiering.tierbench.result import Result, Row
 from tiering.tierbench.words import NAMES, brief
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tiering.drives import Drive, FileSystem
-from tiering.fields import format_size
+from tiering.config.fields import format_size
+from tiering.host.drives import Drive, FileSystem
 from tiering.text import counted
 from tiering.tierbench.display import figures
 from tiering.tierbench.display.sparkline import levels, spark

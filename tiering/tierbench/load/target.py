@@ -15,11 +15,11 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tiering import drives
-from tiering.drives import Backing
+from tiering.config.fields import format_size
 from tiering.errors import SwapSpaceError, UnsafeTargetError
-from tiering.fields import format_size
-from tiering.swap_file import free_bytes, memory_file_system
+from tiering.host import drives
+from tiering.host.drives import Backing
+from tiering.storage.swap_file import free_bytes, memory_file_system
 from tiering.text import counted
 from tiering.tierbench.result import Target
 

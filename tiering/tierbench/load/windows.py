@@ -19,13 +19,13 @@ from itertools import pairwise
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from tiering.aio import AioContext
 from tiering.errors import ConfigError
-from tiering.latencies import LatencyHistogram
+from tiering.storage.aio import AioContext
+from tiering.storage.latencies import LatencyHistogram
 from tiering.text import counted
 from tiering.tierbench.interrupts import Interrupts
-from tiering.tierbench.load.ground import Ground
-from tiering.tierbench.load.lane import Count, Lane
+from tiering.tierbench.load.block_mover import Count, Lane
+from tiering.tierbench.load.work_files import Ground
 from tiering.tierbench.result import Engine, Latencies, PathRow, Row, Sample, Settings, Traffic
 from tiering.tierbench.words import ReadWrite, writes
 

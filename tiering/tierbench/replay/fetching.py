@@ -1,4 +1,4 @@
-"""Parameters come and go as in zero3/prefetch.py: in the order of their use, as far ahead as there is room."""
+"""Parameters come and go as in zero3/passes/prefetch.py: in the order of their use, as far ahead as there is room."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tiering.arena import Arena, Lease
 from tiering.errors import NotDoneError, SwapError
-from tiering.plan import Plan
-from tiering.swap_space import StripedExtent, SwapSpace
-from tiering.tickets import Transfer
+from tiering.placement.plan import Plan
+from tiering.storage.arena import Arena, Lease
+from tiering.storage.swap_space import StripedExtent, SwapSpace
+from tiering.storage.tickets import Transfer
 
 FETCH_PRIORITY = 1  # what compute waits for goes before write-back, and before what is read ahead of a step
 FARTHEST = 64  # groups in a row that are in use or there: what comes behind can wait

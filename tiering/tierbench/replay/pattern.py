@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tiering.arena import round_up
-from tiering.config import format_size
+from tiering.config.training import format_size
 from tiering.errors import ConfigError
-from tiering.plan import GroupSizes, Plan, Tier
+from tiering.placement.plan import GroupSizes, Plan, Tier
+from tiering.storage.arena import round_up
 
 Pattern = Literal["optimizer", "params", "mixed"]
 Phase = Literal["forward", "backward", "step"]

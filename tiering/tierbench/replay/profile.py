@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print; the exit code."""
     from tiering.tierbench.display.progress import Progress
     from tiering.tierbench.replay import rounds
-    from tiering.tierbench.replay.profiled import show
+    from tiering.tierbench.replay.profile_result import show
 
     asked = _asked(options)
     with Progress(quiet=options.quiet) as progress:

@@ -13,19 +13,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tiering import ds_config
-from tiering.arena import PAGE
-from tiering.config import OptimizerConfig, TieringConfig, format_size
+from tiering.config import ds_config
+from tiering.config.training import OptimizerConfig, TieringConfig, format_size
 from tiering.errors import ConfigError
-from tiering.plan import Plan
+from tiering.placement.plan import Plan
 from tiering.planning.rates import Rates
 from tiering.planning.setting import Setting, usual_config, with_changes
 from tiering.planning.sizing import plan_of_size
+from tiering.storage.arena import PAGE
 from tiering.tierbench.bench import Phases
 from tiering.tierbench.load import target
 from tiering.tierbench.load.windows import SAMPLE_SECONDS, Ground, Load, Watch
 from tiering.tierbench.replay.pattern import Pattern
-from tiering.tierbench.replay.profiled import Profile, Round, results
+from tiering.tierbench.replay.profile_result import Profile, Round, results
 from tiering.tierbench.replay.step import Replay, Taken
 from tiering.tierbench.result import Engine, Row, Sample, Settings, header
 from tiering.tierbench.verdict import rates_of

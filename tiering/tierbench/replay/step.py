@@ -14,13 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tiering.aio import AioContext
-from tiering.budgets import host_memory
-from tiering.config import TiersConfig, format_size
+from tiering.config.training import TiersConfig, format_size
 from tiering.errors import ConfigError
-from tiering.io_stats import EngineInfo
-from tiering.plan import Plan
-from tiering.swap_space import Section, SwapSpace
+from tiering.placement.budgets import host_memory
+from tiering.placement.plan import Plan
+from tiering.storage.aio import AioContext
+from tiering.storage.io_stats import EngineInfo
+from tiering.storage.swap_space import Section, SwapSpace
 from tiering.tierbench.replay.fetching import Ended, Fetches, Transfers
 from tiering.tierbench.replay.pattern import Kind, Pattern, Shared, Turn, around, order_of, share, turns_of
 from tiering.tierbench.replay.stepping import Gradients, Kernel, Tile, Tiles, scratch_bytes

@@ -1,4 +1,7 @@
-"""Tiles go through staging slots as in zero3/pipeline.py, gradients through their window as in zero3/grads.py."""
+"""Tiles go through staging slots, gradients through their window, as in the engine.
+
+See zero3/optimizer/pipeline.py and zero3/passes/gradients.py.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from optim_cpu.kernels import DType, StateFormat, StepBatch
-from tiering.arena import Arena, Completion, Lease, round_up
-from tiering.plan import FP32, Plan, SubGroup, Tier
+from tiering.placement.plan import FP32, Plan, SubGroup, Tier
 from tiering.planning.measure import usual_rule
-from tiering.swap_space import StripedExtent
-from tiering.tickets import AllOf, Transfer
+from tiering.storage.arena import Arena, Completion, Lease, round_up
+from tiering.storage.swap_space import StripedExtent
+from tiering.storage.tickets import AllOf, Transfer
 from tiering.tierbench.replay.fetching import FETCH_PRIORITY, Extents, Transfers, give_up
 
 IN_PLACE_NUMEL = 4 << 20  # elements stepped in memory between two looks at what has arrived

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tiering.config.json_comments import plain
 from tiering.errors import ConfigError
-from tiering.json_comments import plain
 from tiering.strict_json import FormatError, parse
 
 _DECODER = json.JSONDecoder()

@@ -11,7 +11,7 @@ from tiering.text import counted
 from tiering.tierbench.bench import Phases
 from tiering.tierbench.load.windows import Watch
 from tiering.tierbench.result import Row, Sample, moved
-from tiering.tierbench.tuning.sweep import Cell, Reading, Sweep, pairs
+from tiering.tierbench.tuning.search import Cell, Reading, Sweep, pairs
 
 _SEED = 11
 

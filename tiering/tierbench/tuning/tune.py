@@ -1,6 +1,6 @@
 """``tierbench tune DIR ...``: the I/O engine, block size and depth that suit the drives, or that the defaults do.
 
-One set of files is laid out once; each window is a load of its own over them. ``sweep.py`` says what to measure next
+One set of files is laid out once; each window is a load of its own over them. ``search.py`` says what to measure next
 and judges, this module measures and tells. Short windows in many rounds: what swings within minutes then meets all
 settings alike.
 """
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiering.config import ALIGNMENT, DEEPEST, IoConfig
+from tiering.config.fields import format_size
+from tiering.config.training import ALIGNMENT, DEEPEST, IoConfig
 from tiering.errors import ConfigError, SwapError
-from tiering.fields import format_size
 from tiering.text import counted
 from tiering.tierbench import words
 from tiering.tierbench.bench import Phases
@@ -25,9 +25,9 @@ from tiering.tierbench.exits import INTERRUPTED
 from tiering.tierbench.load import target
 from tiering.tierbench.load.windows import Ground, Load, Watch
 from tiering.tierbench.result import Engine, Row, Settings, header
-from tiering.tierbench.tuning import config_file, tuned
+from tiering.tierbench.tuning import config_file, tuning_result
 from tiering.tierbench.tuning.explore import CannotStart, Ended, Taken, explore, taken
-from tiering.tierbench.tuning.sweep import MOST_IN_FLIGHT, Cell, Grid, Sweep
+from tiering.tierbench.tuning.search import MOST_IN_FLIGHT, Cell, Grid, Sweep
 from tiering.tierbench.verdict import io_block
 from tiering.tierbench.words import ReadWrite, brief, writes
 
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        tuned.show(result, Console())
+        tuning_result.show(result, Console())
     if result.interrupted:
         return INTERRUPTED
     if options.write_config is not None:
@@ -225,7 +225,7 @@ def tune(
     max_write: int | None = None,
     phases: Phases | None = None,
     command: str = "tierbench tune",
-) -> tuned.Tuned:
+) -> tuning_result.Tuned:
     """Find what suits the drives behind ``directories``, which are used together, in ``runtime`` seconds.
 
     After Ctrl-C what there is until then; KeyboardInterrupt if that is nothing. Raises what ``bench.run`` raises.
@@ -244,7 +244,7 @@ def tune(
                 raise
             interrupted, ended = True, "it was interrupted"
         used = min(min(each) for each in ground.written_once)
-    return tuned.found(
+    return tuning_result.found(
         sweep,
         left_out,
         config=_block(_portable(sweep)),

@@ -1,0 +1,224 @@
+"""docs/tools/sizing.md: what trains where, from 1.5 to 70 billion parameters.
+
+python -m docs.generate.sizing_page > docs/tools/sizing.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tiering.errors import PlacementError
+from tiering.placement.budgets import AUTO_SHARE, NVME_SHARE
+from tiering.placement.placement import place
+from tiering.placement.plan import Budgets, Tier, Workload
+from tiering.planning.fit import UNLIMITED, least_budget
+from tiering.planning.forecast import HIDDEN, forecast
+from tiering.planning.profiles import PROFILES, SSD_990_PRO, Profile
+from tiering.planning.setting import TOKENS, Setting, profile_budgets, usual_config, with_changes
+from tiering.planning.sizing import decoder, load_of, parse_count
+from tiering.planning.update_share import best_share
+
+SIZES = ("1.5B", "3B", "7B", "13B", "30B", "70B")
+STATES = ("fp32", "split+bf16")
+MICRO_BATCHES = 16
+LAPTOP_BYTES = 16 << 30
+GIB = 1 << 30
+
+INTRO = """\
+# What trains where
+
+Made by `python -m docs.generate.sizing_page` with the code that plans: each row is a plan, for the decoder that
+`tiering plan --params` takes for a size (7B is Llama 2 7B to the parameter; `tiering/planning/sizing.py` has the rule).
+It trains in bf16 with AdamW in ZeRO stage 3, and what memory has no room for is on NVMe. `fp32` state is a master and
+two moments of 4 bytes; `split+bf16` is the other half of the master and moments of 2 bytes: 6 in place of 12.
+
+For a machine or a model of your own, ask:
+
+```sh
+tiering plan --params 13B --profile rtx4090    # a machine of those below
+tiering plan --model config.json --measure /nvme0 /nvme1    # a transformers model, on this machine
+tiering plan --params 70B --gpu 24GiB --host-budget 48GiB --nvme-budget 2TB    # without rates no step time
+tiering plan --params 70B --profile a100 --micro-batches 4 --json
+```
+
+or in Python `tiering.plan_for(model=model, config=config)`, which makes the plan that `initialize` would make.
+[planning.md](planning.md) has the formulas of a step's time. The plan does not count activations, and says so: a
+micro-batch of many tokens may not fit where the plan does. Sizes below 1 MiB are refused: `--gpu 24` is 24 bytes. A
+budget is what the engine may own: beside it a GPU holds activations, and the host Python, torch and data.
+
+`--json` is in bytes and seconds. Of a rank: `budgets`, `plan.tiers` (what each holds, by kind), `plan.nvme_read` and
+`nvme_written` in a step, `micro_batch_tokens`, `forecast.seconds`, its `phases` with what bounds them, and
+`tokens_that_hide`, of a micro-batch; `not_counted` is what takes memory beside the budgets. Of a node, all its ranks
+together: `forecast.tokens` of a step, `tokens_per_second`, `nvme_written_per_day`, `drive_life`, and the budgets in
+`remedies`, whose `change` is by keys of the configuration. `rates` are of a node or a rank as
+[planning.md](planning.md) says. `fits` tells whether there is a plan, `refusal` why not. `schema_version` goes up when
+a name goes or changes its meaning; `schema` is its former name.
+The exit code is 0 for what fits, 1 for what does not, 2 for a wrong question.
+"""
+
+LEAST = """\
+## The least
+
+GiB of parameters, gradients and state, and the least budgets of one GPU and its host with which each trains, all else
+on NVMe: room for the largest groups on their way.
+"""
+
+MACHINES = f"""\
+## Machines
+
+A step is {MICRO_BATCHES} micro-batches of one sequence of {TOKENS:,} tokens on each GPU, with activation checkpointing.
+Budgets are half of a GPU's memory, four fifths of the host's, and 95 % of the drives. Sizes are GiB, of each rank.
+
+The rates are those of data sheets (`tiering/planning/profiles.py` has their sources), at which no machine trains: **a
+step takes at least so long**. Real layers get half of a GPU's peak more often than all of it, and a consumer drive
+writes at its peak until its cache is full. What is moved does not depend on that, and `tiering plan --measure` knows
+better.
+
+More than one micro-batch accumulates gradients in fp32. Where the host has no room for them, each micro-batch moves
+them to NVMe and back: then few micro-batches of many tokens train faster than many of few.
+
+*Hides*: tokens in each micro-batch from which on all else waits for NVMe during less than {1 - HIDDEN:.0%} of a step.
+*Days*: until the endurance of the drives is written, training day and night.
+"""
+
+LAPTOP = f"""\
+### A laptop without GPU
+
+{LAPTOP_BYTES // GIB} GiB of RAM, of which {AUTO_SHARE:.0%} are the budgets, one {SSD_990_PRO.name}, one micro-batch. No
+data sheet says how fast a CPU trains in bf16: the last column is how long the drive alone takes for a step.
+"""
+
+
+def page(sizes: Sequence[str] = SIZES) -> str:
+    """docs/tools/sizing.md, or with fewer sizes its first rows."""
+    heads: Sequence[str] = ("model", "bytes, fp32", "bytes, split+bf16", "least GPU", "least host")
+    parts = [INTRO, LEAST, _table(heads, map(_least, sizes)), MACHINES]
+    heads = (
+        "model",
+        "state",
+        "host",
+        "NVMe",
+        "read",
+        "written",
+        "step, s",
+        "bound by",
+        "tokens/s",
+        "hides",
+        "days",
+    )
+    for profile in PROFILES.values():
+        parts += [f"### {profile.name}\n\n{profile}.\n", _table(heads, _rows_of(profile, sizes))]
+    heads = ("model", "state", "device and host", "NVMe", "read", "written", "drive alone, s")
+    return "\n".join([*parts, LAPTOP, _table(heads, _laptop_rows(sizes))])
+
+
+def _least(size: str) -> Sequence[str]:
+    in_fp32, in_halves = (load for _, _, load in _loads([size], Setting(gpu_memory=UNLIMITED)))
+    budgets = Budgets(UNLIMITED, UNLIMITED, UNLIMITED)
+    for tier in (Tier.DEVICE, Tier.HOST):
+        budgets = least_budget(in_fp32, budgets, tier) or budgets
+    return size, *map(_gib, (_bytes(in_fp32), _bytes(in_halves), budgets.device, budgets.host))
+
+
+def _bytes(load: Workload) -> int:
+    numel = sum(group.trainable_numel for group in load.groups)
+    return numel * (load.compute_itemsize + load.grad_itemsize + load.state_itemsize)
+
+
+def _rows_of(profile: Profile, sizes: Sequence[str]) -> Iterator[Sequence[str]]:
+    ranks, shares = profile.devices, profile_budgets(profile)
+    budgets = Budgets(
+        profile.device.memory_bytes // 2, shares["host_budget"] // ranks, shares["nvme_budget"] // ranks
+    )
+    setting = Setting(ranks, ranks, profile.device.memory_bytes)
+    for size, state, load in _loads(sizes, setting, micro_batches=MICRO_BATCHES):
+        rates = profile.rates(load)
+        load = replace(load, update_on_device=best_share(load, budgets, rates.of_rank(ranks)))
+        try:
+            plan = place(load, budgets)
+        except PlacementError:
+            yield _absent(size, state, 9)
+            continue
+        shape = decoder(parse_count(size))
+        told = forecast(
+            plan,
+            rates,
+            tokens=TOKENS,
+            local_ranks=ranks,
+            checkpointed=True,
+            attention_flops=setting.attention_flops(shape.layers, shape.hidden),
+        )
+        days = told.drive_days(profile.endurance)
+        held = (plan.total(Tier.HOST), plan.total(Tier.NVME))
+        yield (
+            size,
+            state,
+            *map(_gib, (*held, *plan.nvme_traffic())),
+            _digits(told.seconds),
+            told.bound.value,
+            f"{told.tokens_per_second:,.0f}",
+            f"{told.tokens_that_hide:,}" if told.read else "-",
+            f"{days:,.0f}" if days is not None else "-",
+        )
+
+
+def _laptop_rows(sizes: Sequence[str]) -> Iterator[Sequence[str]]:
+    half = int(LAPTOP_BYTES * AUTO_SHARE) // 2  # device and host are one memory
+    budgets = Budgets(half, half, int(SSD_990_PRO.capacity * NVME_SHARE))
+    for size, state, load in _loads(sizes, Setting()):
+        try:
+            plan = place(load, budgets)
+        except PlacementError:
+            yield _absent(size, state, 5)
+            continue
+        read, written = plan.nvme_traffic()
+        memory = plan.total(Tier.DEVICE) + plan.total(Tier.HOST)
+        seconds = read / SSD_990_PRO.read + written / SSD_990_PRO.write
+        moved = (memory, plan.total(Tier.NVME), read, written)
+        yield size, state, *map(_gib, moved), _digits(seconds)
+
+
+def _loads(
+    sizes: Sequence[str], setting: Setting, *, micro_batches: int = 1
+) -> Iterator[tuple[str, str, Workload]]:
+    """Each size in each format: (size, state, its Workload)."""
+    usual = usual_config(Path(), world_size=setting.world_size)
+    for size in sizes:
+        for state in STATES:
+            config = with_changes(usual, micro_batches=micro_batches, tiers={"state": state})
+            yield size, state, load_of(decoder(parse_count(size)), config, setting)
+
+
+def _absent(size: str, state: str, columns: int) -> Sequence[str]:
+    """The row of what does not fit."""
+    return size, state, "too small", *("-" for _ in range(columns - 1))
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown, as wide as its cells."""
+    cells = [heads, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    rule = ["-" * width for width in widths[:1]] + ["-" * (width - 1) + ":" for width in widths[1:]]
+    lines = [
+        [
+            cell.ljust(width) if not at else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in (cells[0], rule, *cells[1:])
+    ]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _gib(nbytes: int) -> str:
+    return _digits(nbytes / GIB)
+
+
+def _digits(number: float) -> str:
+    """Three digits at least; nothing for nothing."""
+    return f"{number:,.{2 if number < 10 else 1 if number < 100 else 0}f}" if number else "-"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,234 @@
+"""What the CPU does without torch: kernels called by address, transfers of NVMe, threads that tell each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import pytest
+
+from optim_cpu import kernels
+from tiering.errors import SwapError
+from tiering.storage.aio import _KIND_NAMES, AioContext, Ticket
+from zero3.checkpoint.saver import Saver
+from zero3.optimizer.tiles import Tile
+
+from .operations import place
+from .order import Access, Agent, Clock, merge
+
+if TYPE_CHECKING:
+    from tests.fakes.fake_device import FakeDevice
+
+SIZES = {int(kernels.DType.FP32): 4, int(kernels.DType.BF16): 2, int(kernels.DType.FP16): 2}
+
+
+class Kernels:
+    """The library of kernels, with what each of them reads and writes."""
+
+    def __init__(self, library: Any, device: FakeDevice) -> None:
+        self._library = library
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def opt_split(self, param: int, remainder: int, master: int, numel: int) -> int:
+        self._notes("split", numel, reads=[(master, 4)], writes=[(param, 2), (remainder, 2)])
+        return int(self._library.opt_split(param, remainder, master, numel))
+
+    def opt_join(self, master: int, param: int, remainder: int, numel: int) -> int:
+        self._notes("join", numel, reads=[(param, 2), (remainder, 2)], writes=[(master, 4)])
+        return int(self._library.opt_join(master, param, remainder, numel))
+
+    def opt_accumulate(self, dst: int, to: int, src: int, of: int, numel: int, overwrite: bool) -> int:
+        self._notes("accumulate", numel, reads=[(src, SIZES[of])], writes=[(dst, SIZES[to])])
+        return int(self._library.opt_accumulate(dst, to, src, of, numel, overwrite))
+
+    def opt_reduce(
+        self,
+        dst: int,
+        to: int,
+        sources: list[int],
+        count: int,
+        of: int,
+        numel: int,
+        factor: float,
+        over: bool,
+    ) -> int:
+        self._notes("reduce", numel, reads=[(s, SIZES[of]) for s in sources], writes=[(dst, SIZES[to])])
+        return int(self._library.opt_reduce(dst, to, sources, count, of, numel, factor, over))
+
+    def opt_sum_of_squares(self, address: int, of: int, numel: int, initial: float, result: Any) -> int:
+        self._notes("sum_of_squares", numel, reads=[(address, SIZES[of])], writes=[])
+        return int(self._library.opt_sum_of_squares(address, of, numel, initial, result))
+
+    def opt_run(self, segments: Any, count: int, rules: Any, grad_scale: float) -> int:
+        for index in range(count):
+            s = segments[index]
+            states = self._library.opt_state_count(rules + s.rule)
+            kept = kernels.StateFormat(s.state_format).itemsize
+            writes = [(s.param, 2 if s.remainder else 4), (s.remainder, 2), (s.out, SIZES[s.out_dtype])]
+            writes += [(s.state[number], kept) for number in range(states)]
+            self._notes("step", s.numel, reads=[(s.grad, SIZES[s.grad_dtype])], writes=writes)
+        return int(self._library.opt_run(segments, count, rules, grad_scale))
+
+    def _notes(
+        self, what: str, numel: int, reads: list[tuple[Any, int]], writes: list[tuple[Any, int]]
+    ) -> None:
+        for ranges, written in ((reads, False), (writes, True)):
+            for pointer, size in ranges:
+                address = int(kernels.ffi.cast("intptr_t", pointer))
+                if address and numel:
+                    self._device.on_host(address, address + numel * size, written, f"kernel {what}")
+
+
+class Transfer:
+    """A transfer of NVMe: it uses its buffer from when it is asked for until somebody knows that it is over."""
+
+    def __init__(self, device: FakeDevice, agent: Agent, start: int, end: int, access: Access) -> None:
+        self._device = device
+        self._agent = agent
+        self._range = start, end
+        self._access = access
+        self._end: Clock = {}  # of those who came to know
+
+    def known(self) -> bool:
+        """Whether somebody has seen its end."""
+        return bool(self._end)
+
+    def ended(self) -> None:
+        """The calling thread has seen its end."""
+        host = self._device.host
+        host.learn(self._end)
+        if not self._end:
+            host.learn(self._agent.clock)
+            seen = self._access._replace(agent=host, moment=host.tick())
+            self._device.history.rename(*self._range, self._agent, seen)
+            self._end = {host.number: seen.moment}
+
+
+def watch_transfers(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
+    submit, wait, done, close = AioContext._submit, Ticket.wait, Ticket.done, AioContext.close
+    live: list[Transfer] = []
+
+    def transfer_of(ticket: Ticket) -> Transfer | None:
+        found: Transfer | None = getattr(ticket._request, "fake", None)
+        return found
+
+    def submitted(context: AioContext, request: Any) -> int:
+        code, kind, buffer, nbytes = submit(context, request), request.kind, request.buffer, request.nbytes
+        if code >= 0 and buffer is not None and nbytes:
+            with device.lock:
+                what = f"{_KIND_NAMES[kind]} of NVMe, {', '.join(request.names)[:60]}"
+                agent = Agent(f"a transfer ({what})")
+                agent.learn(device.host.clock)
+                for earlier in request.after:
+                    if (before := getattr(earlier, "fake", None)) is not None:
+                        agent.learn(before._agent.clock)
+                start, end = buffer.address, buffer.address + nbytes
+                access = Access(agent, agent.tick(), _KIND_NAMES[kind] == "read", what, place())
+                device.note(start, end, access, agent.clock)
+                request.fake = transfer = Transfer(device, agent, start, end, access)
+                live.append(transfer)
+        return code
+
+    def has_ended(ticket: Ticket) -> None:
+        if (transfer := transfer_of(ticket)) is not None:
+            with device.lock:
+                transfer.ended()
+
+    def waited(ticket: Ticket, timeout: float | None = None) -> int:
+        try:
+            result = wait(ticket, timeout)
+        except SwapError:
+            has_ended(ticket)
+            raise
+        has_ended(ticket)
+        return result
+
+    def asked(ticket: Ticket) -> bool:
+        transfer = transfer_of(ticket)
+        if transfer is not None and not transfer.known() and not device.transfer_answers():
+            return False
+        over = done(ticket)
+        if over:
+            has_ended(ticket)
+        return over
+
+    def closed(context: AioContext) -> None:
+        try:
+            close(context)
+        finally:
+            with device.lock:
+                for transfer in live:
+                    transfer.ended()
+                live.clear()
+
+    for name, replacement in {"wait": waited, "done": asked}.items():
+        patch.setattr(Ticket, name, replacement)
+    patch.setattr(AioContext, "_submit", submitted)
+    patch.setattr(AioContext, "close", closed)
+
+
+def watch_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
+    """A thread knows what the one that started it knew; who gets a lock, what those knew that have given it back."""
+    start, join = threading.Thread.start, threading.Thread.join
+    enter, leave, wait = (getattr(threading.Condition, name) for name in ("__enter__", "__exit__", "wait"))
+    told: WeakKeyDictionary[threading.Condition, Clock] = WeakKeyDictionary()
+
+    def tell(condition: threading.Condition) -> None:
+        with device.lock:
+            merge(told.setdefault(condition, {}), device.host.clock)
+
+    def listen(condition: threading.Condition) -> None:
+        with device.lock:
+            device.host.learn(told.get(condition, {}))
+
+    def started(thread: threading.Thread) -> None:
+        run, known = thread.run, dict(device.host.clock)
+
+        def watched() -> None:
+            device.begin_thread(thread.name).learn(known)
+            with device.watching():  # which is for each thread
+                run()
+
+        thread.run = watched  # type: ignore[method-assign]
+        start(thread)
+
+    def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+        join(thread, timeout)
+        if not thread.is_alive() and thread.ident is not None:
+            device.host.learn(device.thread(thread.ident).clock)
+
+    def entered(condition: threading.Condition) -> Any:
+        result = enter(condition)
+        listen(condition)
+        return result
+
+    def left(condition: threading.Condition, *error: Any) -> Any:
+        tell(condition)
+        return leave(condition, *error)
+
+    def waited(condition: threading.Condition, timeout: float | None = None) -> bool:
+        tell(condition)
+        try:
+            return bool(wait(condition, timeout))
+        finally:
+            listen(condition)
+
+    has_copied = Saver.has_copied
+
+    def may_change(saver: Saver, tile: Tile) -> bool:
+        """It looks without the lock, under which was written what it finds."""
+        answer = has_copied(saver, tile)
+        listen(saver._change)
+        return answer
+
+    patch.setattr(Saver, "has_copied", may_change)
+    replacements: dict[str, Callable[..., Any]] = {"__enter__": entered, "__exit__": left, "wait": waited}
+    for name, replacement in replacements.items():
+        patch.setattr(threading.Condition, name, replacement)
+    patch.setattr(threading.Thread, "start", started)
+    patch.setattr(threading.Thread, "join", joined)

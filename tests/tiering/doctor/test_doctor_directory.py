@@ -1,0 +1,253 @@
+"""What the doctor says of a directory: its file system, its drives, its space, and who holds nameless files there."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.machines import CGROUP, NODE, STATUS, V1, machine
+from tiering.commands.doctor import examine
+from tiering.doctor import directory, nameless
+from tiering.doctor.directory import Trial, judge_trial, try_swap_file
+from tiering.doctor.finding import Finding, Verdict, problem
+from tiering.doctor.nameless import Holder
+from tiering.host.drives import Backing, Drive, FileSystem, Link
+from tiering.telemetry import PageWriter, Snapshot
+
+OK, NOTE, PROBLEM = Verdict.OK, Verdict.NOTE, Verdict.PROBLEM
+GIB = 1 << 30
+MIB = 1 << 20
+NVIDIA = {
+    "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue",
+    "proc/driver/nvidia/gpus/0000:17:00.0/information": "Model: \t NVIDIA H200\nGPU UUID: \t GPU-8a7c",
+}
+
+
+def backing(
+    type_: str = "ext4",
+    kind: str = "disk",
+    *options: str,
+    upper: FileSystem | None = None,
+    drives: tuple[Drive, ...] = (),
+) -> Backing:
+    return Backing(FileSystem(type_, kind, "/dev/x", "/mnt", ("rw", *options), upper), drives)
+
+
+@pytest.mark.parametrize(
+    ("mounted", "copied", "verdict", "found"),
+    [
+        (backing(), None, OK, "ext4, rw"),
+        (backing("tmpfs", "memory"), None, PROBLEM, "tmpfs, which lives in RAM"),
+        (backing("overlay", "overlay", upper=backing("tmpfs", "memory").file_system), None, PROBLEM, "tmpfs"),
+        (backing("overlay", "overlay", upper=backing().file_system), None, NOTE, "root of a container"),
+        (backing("nfs4", "network"), None, NOTE, "nfs4"),
+        (backing("btrfs"), True, NOTE, "copy-on-write"),
+        (backing("btrfs"), False, OK, "btrfs"),
+        (backing("ext4", "disk", "data=journal"), None, NOTE, "twice"),
+        (backing("xfs", "disk", "sync"), None, NOTE, "sync"),
+    ],
+)
+def test_file_systems(mounted: Backing, copied: bool | None, verdict: Verdict, found: str) -> None:
+    finding = directory.file_system(mounted, copied)
+    assert (finding.verdict, bool(finding.remedy)) == (verdict, verdict is not OK)
+    assert found in finding.found
+
+
+FAST = Drive(
+    "nvme0n1", transport="pcie", scheduler="none", numa_node=1, link=Link("PCIe 5.0 x4", 15.8e9), discard=True
+)
+HARD_DISK = Drive("sda", transport="sata", rotational=True, scheduler="bfq")
+
+
+@pytest.mark.parametrize(
+    ("drive", "found"),
+    [
+        (FAST, None),
+        (replace(FAST, rotational=True, transport="virtio"), None),  # hypervisors say that of any disk
+        (HARD_DISK, "rotates"),
+        (replace(FAST, transport="tcp"), "behind a network (tcp)"),
+        (Drive("md0", layer="raid0", members=(FAST, FAST)), None),
+        (Drive("md0", layer="raid5", members=(FAST, FAST)), "raid5 reads before"),
+        (Drive("dm-0", layer="LVM", members=(Drive("dm-1", layer="crypt", members=(FAST,)),)), "encryption"),
+        (Drive("loop0", layer="loop"), "file posing"),
+        (Drive("zram0"), "memory posing"),
+    ],
+)
+def test_drives(drive: Drive, found: str | None) -> None:
+    finding = directory.drive(backing(drives=(drive,)))
+    assert drive.name in finding.found
+    assert finding.verdict is (OK if found is None else NOTE)
+    assert found is None or (found in finding.found and finding.remedy)
+
+
+def test_links_and_schedulers() -> None:
+    slow = replace(FAST, link=Link("PCIe 3.0 x2", 2e9), best_link=FAST.link)
+    assert directory.link(backing(drives=(FAST,))) == Finding("nvme0n1 PCIe 5.0 x4, 15.8 GB/s")
+    finding = directory.link(backing(drives=(Drive("md0", members=(slow,)),)))
+    assert finding.verdict is NOTE
+    assert finding.found == "nvme0n1 has PCIe 3.0 x2, 2.0 GB/s, and could have PCIe 5.0 x4, 15.8 GB/s"
+
+    assert directory.scheduler(backing(drives=(FAST,))) == Finding("nvme0n1 none")
+    assert directory.scheduler(backing(drives=(replace(HARD_DISK, scheduler="mq-deadline"),))).verdict is OK
+    for wrong in (replace(FAST, scheduler="mq-deadline"), HARD_DISK):
+        finding = directory.scheduler(backing(drives=(wrong,)))
+        assert finding.verdict is NOTE
+        assert finding.remedy == f"echo none | sudo tee /sys/block/{wrong.name}/queue/scheduler"
+
+
+def test_a_drive_on_another_numa_node(tmp_path: Path) -> None:
+    files = {f"{NODE}0/cpulist": "0-7", f"{NODE}1/cpulist": "8-15"}
+    finding = directory.numa(backing(drives=(FAST,)), machine(tmp_path, files))
+    assert finding.verdict is NOTE
+    assert "nvme0n1 on node 1, but this process runs on CPUs 0-7" in finding.found
+    assert "numactl --cpunodebind=1" in finding.remedy
+    for own in ("8-9", "0-15"):
+        machine(tmp_path, {"proc/self/status": STATUS.replace("0-7", own)})
+        assert directory.numa(backing(drives=(FAST,)), tmp_path) == Finding("nvme0n1 on node 1")
+
+
+def test_discard(tmp_path: Path) -> None:
+    finding = directory.discard(backing(drives=(FAST,)), tmp_path)
+    assert (finding.verdict, finding.remedy) == (NOTE, "sudo systemctl enable --now fstrim.timer")
+    assert (
+        "at once"
+        in directory.discard(backing("btrfs", "disk", "discard=async", drives=(FAST,)), tmp_path).found
+    )
+    assert directory.discard(backing(drives=(HARD_DISK,)), tmp_path).verdict is OK
+    machine(tmp_path, {"etc/systemd/system/timers.target.wants/fstrim.timer": ""})
+    assert directory.discard(backing(drives=(FAST,)), tmp_path) == Finding("by fstrim.timer")
+
+
+def test_limits_of_cgroups_on_the_drive(tmp_path: Path) -> None:
+    on = backing(drives=(FAST,))
+    files = {
+        "sys/class/block/nvme0n1/dev": "259:0",
+        "proc/self/cgroup": "0::/job",
+        f"{CGROUP}/io.max": "8:0 rbps=1 wbps=max riops=max wiops=max\n259:0 rbps=max wbps=max riops=max wiops=max",
+    }
+    assert directory.io_limit(on, machine(tmp_path, files)) == Finding("none")
+    machine(tmp_path, files | {f"{CGROUP}/job/io.max": "259:0 rbps=max wbps=1048576 riops=max wiops=120"})
+    finding = directory.io_limit(on, tmp_path)
+    assert finding.verdict is NOTE
+    assert "nvme0n1 io.max: wbps=1048576 wiops=120" in finding.found
+    machine(
+        tmp_path, {"proc/self/cgroup": V1, f"{CGROUP}/blkio/job/blkio.throttle.read_bps_device": "259:0 77"}
+    )
+    assert "blkio.throttle.read_bps_device: 77" in directory.io_limit(on, tmp_path).found
+    machine(
+        tmp_path,
+        {"proc/self/cgroup": V1, f"{CGROUP}/blkio/blkio.throttle.write_iops_device": "259:0 90"},
+    )
+    assert "blkio.throttle.write_iops_device: 90" in directory.io_limit(on, tmp_path).found
+
+
+def test_a_swap_file_is_really_made(tmp_path: Path) -> None:
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    trial = try_swap_file(tmp_path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    assert trial.nameless
+    assert trial.error == 0
+    assert judge_trial(trial).verdict is (OK if trial.direct and trial.reserved else NOTE)
+    assert list(tmp_path.iterdir()) == []
+    assert try_swap_file(tmp_path / "none").error == errno.ENOENT
+    assert try_swap_file(Path("/proc")) != trial
+
+
+@pytest.mark.parametrize(
+    ("trial", "verdict", "found"),
+    [
+        (Trial(), OK, "O_DIRECT work"),
+        (Trial(direct=False), NOTE, "no O_DIRECT"),
+        (Trial(reserved=False), NOTE, "no fallocate"),
+        (Trial(nameless=False), NOTE, "O_TMPFILE"),
+        (Trial(error=errno.ENOSPC), PROBLEM, "ENOSPC"),
+        (Trial(error=errno.EIO), PROBLEM, "EIO"),
+    ],
+)
+def test_what_a_swap_file_was_given(trial: Trial, verdict: Verdict, found: str) -> None:
+    finding = judge_trial(trial)
+    assert (finding.verdict, bool(finding.remedy)) == (verdict, verdict is not OK)
+    assert found in finding.found
+
+
+def test_space() -> None:
+    def of(free: int, inodes: int = 9) -> Finding:
+        return directory.space(
+            os.statvfs_result(
+                (4096, 4096, 1000 * GIB >> 12, free >> 12, free >> 12, 10, inodes, inodes, 0, 255)
+            )
+        )
+
+    assert of(500 * GIB) == Finding("500.00 GiB of 1000.00 GiB free")
+    assert of(40 * GIB).verdict is NOTE
+    assert of(GIB // 2).verdict is PROBLEM
+    assert of(500 * GIB, inodes=0).verdict is PROBLEM
+
+
+def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert directory.reachable(tmp_path) == Finding("writable")
+    assert directory.reachable(tmp_path / "none") == problem(
+        "does not exist", f"mkdir -p {tmp_path / 'none'}"
+    )
+    assert directory.reachable(tmp_path / "file").verdict is PROBLEM
+    assert [entry.check for entry in examine([tmp_path / "none"]) if entry.directory] == ["directory"]
+
+
+def test_files_without_a_name_are_found(tmp_path: Path) -> None:
+    """The real ones of this process, through the real /proc."""
+    named = tmp_path / "with a name (deleted)"
+    with (
+        named.open("wb") as file,
+        os.fdopen(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR, 0o600), "wb") as swap,
+    ):
+        for each in (file, swap):
+            each.write(bytes(3 << 20))
+            each.flush()
+            os.fsync(each.fileno())  # blocks are counted once they are allocated
+        other = os.dup(swap.fileno())
+        status = os.fstat(other)
+        own = [holder for holder in nameless.holders() if holder.process == os.getpid()]
+        os.close(other)
+        assert named.stat().st_ino not in {holder.inode for holder in own}
+        (held,) = (holder for holder in own if holder.inode == status.st_ino)
+        assert (held.device, held.nbytes) == (status.st_dev, status.st_blocks * 512)
+        finding = directory.checks(tmp_path)["files without a name"]()
+        assert finding.verdict is NOTE
+        assert f"(process {os.getpid()})" in finding.found
+        assert directory.checks(Path("/proc"))["files without a name"]() == Finding("none")
+    assert status.st_ino not in {
+        holder.inode for holder in nameless.holders() if holder.process == os.getpid()
+    }
+
+
+def test_a_file_of_several_processes_counts_once() -> None:
+    held = [Holder(process, "python", 1, 7, GIB) for process in range(10, 17)] + [
+        Holder(10, "python", 1, 8, 3 * GIB)
+    ]
+    finding = nameless.judge([*held, Holder(30, "empty", 1, 9, 0)])
+    assert finding.found.startswith("4.00 GiB in 2 files")
+    assert "python (process 10) 4.00 GiB, python (process 11) 1.00 GiB" in finding.found
+    assert finding.found.endswith("2 more")
+    assert nameless.judge([Holder(30, "empty", 1, 9, 0)]) == Finding("none")
+
+
+def test_swap_space_of_a_run_that_trains_is_as_it_should_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERING_RUN_DIR", str(tmp_path / "run"))
+    own, other = Holder(os.getpid(), "python", 1, 8, 4 * MIB), Holder(30, "stuck", 1, 9, MIB)
+    assert nameless.judge([own]).verdict is NOTE
+    with closing(PageWriter("gpt")) as writer:
+        writer.publish(Snapshot("gpt", 0, 1, os.getpid(), 1.0, global_step=12))
+        assert nameless.judge([own]) == Finding("swap space of run gpt, step 12")
+        found = nameless.judge([own, other])
+        assert found.verdict is NOTE and found.found.startswith("1.00 MiB in 1 file without")
+        assert "stuck (process 30)" in found.found and "python" not in found.found
+        assert found.remedy.endswith("ps -fp 30") and "kill" not in found.remedy
+    assert nameless.judge([own]).verdict is NOTE, "its page is gone"

@@ -1,0 +1,95 @@
+"""Descriptors that are a process's own: forked children have none of them, and there is room for more than 1024."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+
+from tests.tiering.checkpoint.saving import write_checkpoint
+from tiering.checkpoint.reader import open_checkpoint
+from tiering.config.training import IoConfig
+from tiering.storage.descriptors import close_alone, open_alone
+from tiering.weights.reader import WeightReader
+from tiering.weights.sums_file import SumsFile
+from tiering.weights.tensor_file import Output, TensorFileWriter, TensorSpec
+
+IO = IoConfig(engine="threads")
+
+
+def held(path: Path) -> set[str]:
+    """The files below ``path`` that this process has open."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # that of the list itself
+            target = descriptor.readlink()
+            if path in target.parents:
+                found.add(target.name)
+    return found
+
+
+def held_by_child(path: Path) -> str:
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(write, repr(sorted(held(path))).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        return answer.read()
+
+
+def test_a_child_has_none_of_what_is_saved_and_loaded(tmp_path: Path) -> None:
+    with Output(IO) as output:
+        (tmp_path / "old").mkdir()
+        write_checkpoint(tmp_path / "old", 1, output)
+        weights = open_checkpoint(tmp_path / "old").weights
+        tensor = weights.tensors["bias"]
+        writer = TensorFileWriter(tmp_path / "new", [TensorSpec("a", "U8", (5,))], output=output)
+        with closing(SumsFile(tmp_path / "sums", {"new": 1})), WeightReader(weights, IO) as reader:
+            reader.read(tensor, 0, tensor.numel)
+            sums = next(iter(weights.sums)).name.replace("weights", "checksums")
+            assert held(tmp_path) == {"new", "sums", tensor.file.name, sums}
+            assert held_by_child(tmp_path) == "[]"
+            assert held(tmp_path) == {"new", "sums", tensor.file.name, sums}
+        writer.abandon()
+    del weights, reader
+    assert held(tmp_path) == set()
+
+
+def test_closed_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    fd = open_alone(tmp_path / "file", os.O_RDONLY)
+    assert not os.get_inheritable(fd)
+    close_alone(fd)
+    close_alone(fd)
+    assert held(tmp_path) == set()
+
+
+MANY = """
+import resource, sys
+from pathlib import Path
+hard = int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+from tiering.checkpoint.inspection import inspect
+found = inspect(Path(sys.argv[1]))
+print(found.whole, resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 64, *(each.what for each in found.damage))
+"""
+
+
+def test_a_checkpoint_of_more_files_than_the_limit(tmp_path: Path) -> None:
+    """The limit is raised; where that is not allowed, the limit is what is told, and not that there is damage alone."""
+    with Output(IO) as output:
+        write_checkpoint(tmp_path, 1, output, ranks=40)
+
+    def told(hard: int) -> str:
+        command = [sys.executable, "-c", MANY, str(tmp_path), str(hard)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert told(1024) == "True True\n"
+    assert told(64).startswith("False False") and "Too many open files" in told(64)

@@ -1,0 +1,473 @@
+"""Swap space on real files: reserved, nameless, given back; and no read ever returns bytes that a write replaced."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tiering.errors import SwapError, SwapSpaceError
+from tiering.storage.aio import AioContext, Fault, FaultPlan, Ticket
+from tiering.storage.arena import PAGE, Arena, Lease
+from tiering.storage.slab_file import Extent, SlabFile
+from tiering.storage.swap_file import free_bytes
+
+MIB = 1 << 20
+OpenSlab = Callable[..., SlabFile]
+
+
+@pytest.fixture
+def arena() -> Arena:
+    return Arena.map(2 * MIB, "host")
+
+
+@pytest.fixture
+def open_slab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenSlab]:
+    """Slabs under ``tmp_path``, each with an I/O context of its own in blocks of a page; closed at the end."""
+    uses_engine = "engine" in request.fixturenames
+    name = request.getfixturevalue("engine") if uses_engine else "threads"
+    with ExitStack() as stack:
+
+        def open_one(nbytes: int, *faults: Fault) -> SlabFile:
+            plan = FaultPlan(faults) if faults else None
+            aio = AioContext(engine=name, block_size=PAGE, fault=plan)
+            try:
+                slab = SlabFile(tmp_path, nbytes, aio)
+            except BaseException:
+                aio.close()
+                raise
+            stack.callback(slab.close)
+            stack.enter_context(aio)
+            return slab
+
+        yield open_one
+
+
+def filled(arena: Arena, content: bytes) -> Lease:
+    lease = arena.lease(len(content), "out")
+    lease.view[:] = content
+    return lease
+
+
+def read(slab: SlabFile, extent: Extent, arena: Arena, offset: int = 0, nbytes: int | None = None) -> bytes:
+    nbytes = extent.nbytes - offset if nbytes is None else nbytes
+    lease = arena.lease(nbytes, "in")
+    try:
+        assert slab.swap_in(extent, lease, offset=offset, nbytes=nbytes).wait() == nbytes
+        return bytes(lease.view[:nbytes])
+    finally:
+        lease.release()
+
+
+def until(condition: Callable[[], bool], seconds: float = 30) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+# Space
+
+
+def test_it_has_no_name_and_is_private(open_slab: OpenSlab, arena: Arena, tmp_path: Path) -> None:
+    slab = open_slab(4 * PAGE)
+    extent = slab.allocate(PAGE, ("w",))
+    slab.swap_out(extent, filled(arena, b"x" * PAGE)).wait()
+    status = os.fstat(slab.fd)
+    assert (status.st_nlink, status.st_mode & 0o777) == (0, 0o600)
+    assert os.get_inheritable(slab.fd) is False
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE, 5 * PAGE + 1, 3 * MIB])
+def test_its_space_is_reserved_up_front(open_slab: OpenSlab, nbytes: int) -> None:
+    slab = open_slab(nbytes)
+    status = os.fstat(slab.fd)
+    assert slab.capacity == status.st_size == -(-nbytes // PAGE) * PAGE
+    assert status.st_blocks * 512 >= slab.capacity
+    assert (slab.used, slab.direct) == (0, True)
+
+
+def test_space_comes_back_when_it_is_closed(open_slab: OpenSlab, tmp_path: Path) -> None:
+    size = 512 * MIB
+    before = free_bytes(tmp_path)
+    slab = open_slab(size)
+    assert until(lambda: free_bytes(tmp_path) < before - size // 2)
+    slab.aio.close()
+    slab.close()
+    assert until(lambda: free_bytes(tmp_path) > before - size // 2)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(slab.fd)
+    slab.close()
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from tiering.storage.aio import AioContext
+from tiering.storage.slab_file import SlabFile
+slab = SlabFile(Path(sys.argv[1]), int(sys.argv[2]), AioContext(engine="threads"))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_space_comes_back_after_kill_9(tmp_path: Path) -> None:
+    size = 512 * MIB
+    before = free_bytes(tmp_path)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path), str(size)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "ready\n"
+            assert until(lambda: free_bytes(tmp_path) < before - size // 2)
+        finally:
+            holder.kill()
+        assert holder.wait() == -signal.SIGKILL
+    assert until(lambda: free_bytes(tmp_path) > before - size // 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_extents_are_exact_disjoint_and_reused(open_slab: OpenSlab) -> None:
+    slab = open_slab(4 * PAGE)
+    extents = [slab.allocate(nbytes, (name,)) for nbytes, name in ((1, "a"), (PAGE, "b"), (PAGE + 1, "c"))]
+    assert [(extent.offset, extent.nbytes) for extent in extents] == [
+        (0, PAGE),
+        (PAGE, PAGE),
+        (2 * PAGE, 2 * PAGE),
+    ]
+    assert slab.used == 4 * PAGE
+    with pytest.raises(SwapSpaceError) as caught:
+        slab.allocate(PAGE, ("d", "e", "f", "g", "h"))
+    assert f"no extent of {PAGE} bytes left for d, e, f and 2 more" in str(caught.value)
+    assert f"({4 * PAGE} of {4 * PAGE} bytes used); raise nvme_budget" in str(caught.value)
+    slab.free(extents[1])
+    assert slab.used == 3 * PAGE
+    assert slab.allocate(PAGE, ("d",)).offset == PAGE
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_an_extent_has_at_least_a_byte(open_slab: OpenSlab, nbytes: int) -> None:
+    slab = open_slab(4 * PAGE)
+    with pytest.raises(ValueError, match=rf"at least one byte, not {nbytes} \(layers\.0\.w\)"):
+        slab.allocate(nbytes, ("layers.0.w",))
+    assert slab.used == 0
+
+
+def test_two_slabs_in_one_directory_never_meet(engine: str, open_slab: OpenSlab, arena: Arena) -> None:
+    slabs = [open_slab(8 * PAGE), open_slab(8 * PAGE)]
+    assert os.fstat(slabs[0].fd).st_ino != os.fstat(slabs[1].fd).st_ino
+    extents = [slab.allocate(8 * PAGE, ("w",)) for slab in slabs]
+    for content in (b"1", b"2"):
+        for slab, extent, letter in zip(slabs, extents, (b"a", b"b"), strict=True):
+            out = filled(arena, (letter + content) * (4 * PAGE))
+            slab.swap_out(extent, out).wait()
+            out.release()
+    for slab, extent, letter in zip(slabs, extents, (b"a", b"b"), strict=True):
+        assert read(slab, extent, arena) == (letter + b"2") * (4 * PAGE)
+
+
+FORKED = """
+import errno, os, sys
+from pathlib import Path
+from tiering.storage.aio import AioContext
+from tiering.storage.arena import Arena
+from tiering.errors import EngineStateError
+from tiering.storage.slab_file import SlabFile
+arena = Arena.map(1 << 16, "host")
+with AioContext(engine="threads") as aio:
+    slab = SlabFile(Path(sys.argv[1]), 8192, aio)
+    fd, inode = slab.fd, os.fstat(slab.fd).st_ino
+    extent = slab.allocate(8192, ("w",))
+    lease = arena.lease(8192, "state")
+    lease.view[:] = b"w" * 8192
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.fstat(fd)
+        except OSError as error:
+            code = 0 if error.errno == errno.EBADF and slab.fd == -1 else 2
+        try:
+            slab.swap_in(extent, lease)
+            code = 3
+        except EngineStateError:
+            pass
+        slab.close()
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert os.fstat(fd).st_ino == inode
+    slab.swap_out(extent, lease).wait()
+    back = arena.lease(8192, "state")
+    slab.swap_in(extent, back).wait()
+    assert bytes(back.view) == b"w" * 8192
+slab.close()
+print("done")
+"""
+
+
+def test_a_forked_child_closes_its_copy(tmp_path: Path) -> None:
+    done = subprocess.run(
+        # Newer interpreters dislike a fork beside threads, which is what is tested here.
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+# Transfers
+
+
+def test_transfers_must_fit_extent_and_buffer(open_slab: OpenSlab, arena: Arena) -> None:
+    slab = open_slab(8 * PAGE)
+    slab.allocate(PAGE, ("before",))
+    extent = slab.allocate(2 * PAGE, ("layers.0.w",))
+    lease = arena.lease(4 * PAGE, "state")
+    for offset, nbytes in ((-PAGE, PAGE), (0, 0), (0, 3 * PAGE), (PAGE, 2 * PAGE), (2 * PAGE, None), (0, -1)):
+        for transfer in (slab.swap_in, slab.swap_out):
+            with pytest.raises(ValueError, match=r"does not fit an extent of 8192 bytes .*\(layers\.0\.w\)"):
+                transfer(extent, lease, offset=offset, nbytes=nbytes)
+    with pytest.raises(ValueError, match="a buffer of 4096 bytes"):
+        slab.swap_out(extent, lease.part(0, PAGE), nbytes=2 * PAGE)
+    assert slab.swap_out(extent, lease).wait() == 2 * PAGE  # by default: what fits
+    assert slab.swap_in(extent, lease, offset=PAGE).wait() == PAGE
+
+
+def test_an_extent_lies_where_it_says(engine: str, open_slab: OpenSlab, arena: Arena) -> None:
+    slab = open_slab(6 * PAGE)
+    extents = [slab.allocate(2 * PAGE, (name,)) for name in "abc"]
+    for extent in extents:
+        out = filled(arena, extent.names[0].encode() * (2 * PAGE))
+        slab.swap_out(extent, out).wait()
+    slab.swap_out(extents[1], filled(arena, b"B" * PAGE), offset=PAGE).wait()
+    assert [read(slab, extent, arena) for extent in extents] == [
+        b"a" * (2 * PAGE),
+        b"b" * PAGE + b"B" * PAGE,
+        b"c" * (2 * PAGE),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads"),
+    [((0, 8), (0, 8)), ((0, 4), (2, 4)), ((2, 4), (0, 4)), ((1, 6), (3, 2)), ((3, 1), (0, 8))],
+    ids=["same", "tail", "head", "inside", "around"],
+)
+def test_a_read_right_behind_a_slow_write_returns_the_new_bytes(
+    engine: str, open_slab: OpenSlab, arena: Arena, wrote: tuple[int, int], reads: tuple[int, int]
+) -> None:
+    # The first eight pages go at once.
+    slab = open_slab(10 * PAGE, Fault("write", first=9, count=0, delay=0.02))
+    extent = slab.allocate(8 * PAGE, ("w",))
+    slab.swap_out(extent, filled(arena, b"o" * (8 * PAGE))).wait()
+    expected = bytearray(b"o" * (8 * PAGE))
+    expected[wrote[0] * PAGE : sum(wrote) * PAGE] = b"n" * (wrote[1] * PAGE)
+    slab.swap_out(extent, filled(arena, b"n" * (wrote[1] * PAGE)), offset=wrote[0] * PAGE)
+    start, end = reads[0] * PAGE, sum(reads) * PAGE
+    assert read(slab, extent, arena, start, end - start) == expected[start:end]
+
+
+def test_a_write_right_behind_a_slow_read_waits(engine: str, open_slab: OpenSlab, arena: Arena) -> None:
+    slab = open_slab(4 * PAGE, Fault("read", count=4, delay=0.05))
+    extent = slab.allocate(4 * PAGE, ("w",))
+    slab.swap_out(extent, filled(arena, b"o" * (4 * PAGE))).wait()
+    lease = arena.lease(4 * PAGE, "in")
+    early = slab.swap_in(extent, lease)
+    slab.swap_out(extent, filled(arena, b"n" * (4 * PAGE))).wait()
+    early.wait()
+    assert bytes(lease.view) == b"o" * (4 * PAGE)
+    assert read(slab, extent, arena) == b"n" * (4 * PAGE)
+
+
+def test_writes_of_the_same_bytes_end_in_order(engine: str, open_slab: OpenSlab, arena: Arena) -> None:
+    slab = open_slab(PAGE, *(Fault("write", first=n, delay=0.02) for n in (1, 3, 5)))
+    extent = slab.allocate(PAGE, ("w",))
+    for content in b"abcdef":
+        slab.swap_out(extent, filled(arena, bytes([content]) * PAGE))
+    assert read(slab, extent, arena) == b"f" * PAGE
+
+
+def test_what_does_not_overlap_does_not_wait(engine: str, open_slab: OpenSlab, arena: Arena) -> None:
+    slab = open_slab(8 * PAGE, Fault("write", first=9, count=0, delay=1.0))
+    extents = [slab.allocate(4 * PAGE, (name,)) for name in "ab"]
+    for extent in extents:
+        slab.swap_out(extent, filled(arena, b"o" * (4 * PAGE))).wait()
+    write = slab.swap_out(extents[0], filled(arena, b"n" * PAGE), offset=PAGE)
+    assert read(slab, extents[0], arena, 2 * PAGE) == b"o" * (2 * PAGE)
+    assert read(slab, extents[0], arena, 0, PAGE) == b"o" * PAGE
+    assert read(slab, extents[1], arena) == b"o" * (4 * PAGE)
+    concurrent = not write.done()
+    write.wait()
+    if not concurrent:
+        pytest.skip("this machine slept through the delay of a second: the reads prove nothing")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_interleavings_read_what_was_written_last(
+    engine: str, open_slab: OpenSlab, arena: Arena, seed: int
+) -> None:
+    """In the order of the calls, whatever the order in which the disk gets to them."""
+    rng = random.Random(seed)
+    late = [Fault("write", first=n, delay=rng.uniform(0.0005, 0.004)) for n in rng.sample(range(1, 400), 32)]
+    slab = open_slab(24 * PAGE, *late, Fault("write", count=0, delay=0.0002))
+    extents = [slab.allocate(8 * PAGE, (f"e{index}",)) for index in range(3)]
+    model = [bytearray(8 * PAGE) for _ in extents]
+    for extent, content in zip(extents, model, strict=True):
+        slab.swap_out(extent, filled(arena, bytes(content))).wait()
+    pending: list[tuple[Ticket, Lease, bytes | None]] = []
+    for _ in range(200):
+        which, start = rng.randrange(3), rng.randrange(8)
+        offset, nbytes = start * PAGE, rng.randint(1, 8 - start) * PAGE
+        lease = arena.lease(nbytes, "transfer")
+        if rng.random() < 0.5:
+            lease.view[:] = rng.randbytes(16) * (nbytes // 16)
+            model[which][offset : offset + nbytes] = lease.view
+            ticket = slab.swap_out(extents[which], lease, offset=offset, priority=rng.randrange(3))
+            pending.append((ticket, lease, None))
+        else:
+            ticket = slab.swap_in(extents[which], lease, offset=offset, priority=rng.randrange(3))
+            pending.append((ticket, lease, bytes(model[which][offset : offset + nbytes])))
+        while len(pending) > rng.randrange(24):
+            settle(*pending.pop(rng.randrange(len(pending))))
+    for transfer in pending:
+        settle(*transfer)
+    assert [read(slab, extent, arena) for extent in extents] == model
+
+
+def settle(ticket: Ticket, lease: Lease, expected: bytes | None) -> None:
+    assert ticket.wait() == lease.nbytes
+    if expected is not None:
+        assert bytes(lease.view) == expected
+    lease.release()
+
+
+# Failures
+
+
+def poisoned(slab: SlabFile, extent: Extent, arena: Arena) -> list[int]:
+    """The pages of ``extent`` that cannot be read; the others hold what ``content`` put there."""
+    found = []
+    for page in range(extent.nbytes // PAGE):
+        try:
+            held = read(slab, extent, arena, page * PAGE, PAGE)
+        except SwapError:
+            found.append(page)
+        else:
+            assert held == content(page, page + 1)
+    return found
+
+
+def content(first: int, last: int) -> bytes:
+    return b"".join(bytes([97 + page]) * PAGE for page in range(first, last))
+
+
+def broken(open_slab: OpenSlab, arena: Arena) -> tuple[SlabFile, Extent, SwapError]:
+    """An extent of six pages, a to f, whose pages 2 to 4 a failed write has made unreadable."""
+    slab = open_slab(8 * PAGE, Fault("write", first=7, count=3, error=errno.EIO))
+    extent = slab.allocate(6 * PAGE, ("layers.1.w",))
+    slab.swap_out(extent, filled(arena, content(0, 6))).wait()
+    with pytest.raises(SwapError) as caught:
+        slab.swap_out(extent, filled(arena, content(2, 5)), offset=2 * PAGE).wait()
+    assert (caught.value.errno, caught.value.names) == (errno.EIO, ("layers.1.w",))
+    return slab, extent, caught.value
+
+
+def test_a_failed_write_poisons_its_range_and_no_other(
+    engine: str, open_slab: OpenSlab, arena: Arena
+) -> None:
+    slab, extent, error = broken(open_slab, arena)
+    assert poisoned(slab, extent, arena) == [2, 3, 4]
+    lease = arena.lease(6 * PAGE, "in")
+    for offset, nbytes in ((0, 6), (1, 2), (4, 2), (3, 1)):
+        with pytest.raises(SwapError) as caught:
+            slab.swap_in(extent, lease, offset=offset * PAGE, nbytes=nbytes * PAGE)
+        assert caught.value.args == error.args
+    other = slab.allocate(2 * PAGE, ("other",))
+    slab.swap_out(other, filled(arena, content(0, 2))).wait()
+    assert poisoned(slab, other, arena) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "left"),
+    [
+        (2, 5, []),
+        (0, 6, []),
+        (0, 3, [3, 4]),
+        (3, 4, [2, 4]),
+        (4, 6, [2, 3]),
+        (0, 2, [2, 3, 4]),
+        (5, 6, [2, 3, 4]),
+    ],
+)
+def test_rewriting_heals_what_it_covers(
+    engine: str, open_slab: OpenSlab, arena: Arena, first: int, last: int, left: list[int]
+) -> None:
+    slab, extent, _ = broken(open_slab, arena)
+    assert poisoned(slab, extent, arena) == [2, 3, 4]
+    slab.swap_out(extent, filled(arena, content(first, last)), offset=first * PAGE).wait()
+    assert poisoned(slab, extent, arena) == left
+
+
+def test_a_write_that_is_refused_heals_nothing(open_slab: OpenSlab, arena: Arena) -> None:
+    slab, extent, _ = broken(open_slab, arena)
+    lease = arena.lease(5 * PAGE, "out")
+    with pytest.raises(SwapError, match="to be multiples of 4096"):
+        slab.swap_out(extent, lease.part(512, 3 * PAGE), offset=2 * PAGE)
+    assert poisoned(slab, extent, arena) == [2, 3, 4]
+
+
+def test_a_read_behind_a_write_that_fails_does_not_return_the_old_bytes(
+    engine: str, open_slab: OpenSlab, arena: Arena
+) -> None:
+    slab = open_slab(PAGE, Fault("write", first=2, error=errno.EIO, delay=0.05))
+    extent = slab.allocate(PAGE, ("w",))
+    slab.swap_out(extent, filled(arena, b"o" * PAGE)).wait()
+    write = slab.swap_out(extent, filled(arena, b"n" * PAGE))
+    lease = arena.lease(PAGE, "in")
+    with pytest.raises(SwapError):
+        slab.swap_in(extent, lease).wait()
+    assert bytes(lease.view) == bytes(PAGE)
+    with pytest.raises(SwapError):
+        write.wait()
+    with pytest.raises(SwapError) as caught:
+        slab.swap_in(extent, lease)
+    assert caught.value.errno == errno.EIO
+
+
+def test_a_failed_write_nobody_asked_about_still_poisons(
+    engine: str, open_slab: OpenSlab, arena: Arena
+) -> None:
+    slab = open_slab(PAGE, Fault("write", error=errno.ENOSPC))
+    extent = slab.allocate(PAGE, ("w",))
+    slab.swap_out(extent, filled(arena, b"n" * PAGE))
+    assert until(lambda: all(transfer.ticket.done() for transfer in extent.in_flight))
+    with pytest.raises(SwapError) as caught:
+        slab.swap_in(extent, arena.lease(PAGE, "in"))
+    assert caught.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize("error", [0, errno.EIO], ids=["succeeds", "fails"])
+def test_an_extent_is_free_only_after_its_transfers(
+    engine: str, open_slab: OpenSlab, arena: Arena, error: int
+) -> None:
+    slab = open_slab(4 * PAGE, Fault("write", first=1, count=4, delay=0.05, error=error))
+    extent = slab.allocate(4 * PAGE, ("old",))
+    write = slab.swap_out(extent, filled(arena, b"o" * (4 * PAGE)))
+    slab.free(extent)
+    assert write.done()
+    assert slab.used == 0
+    again = slab.allocate(4 * PAGE, ("new",))
+    slab.swap_out(again, filled(arena, b"n" * (4 * PAGE))).wait()
+    assert read(slab, again, arena) == b"n" * (4 * PAGE)

@@ -1,0 +1,509 @@
+"""Swap files: which directories will do, what a full disk says, and what is lost where something is lacking."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiering.errors import SwapSpaceError
+from tiering.storage import swap_file
+from tiering.storage.aio import AioContext
+from tiering.storage.arena import PAGE, Arena
+from tiering.storage.slab_file import SlabFile
+from tiering.storage.swap_file import SwapFile, check_directory, disk_of, free_bytes, memory_file_system
+
+MIB = 1 << 20
+NO_DIRECT = "it refuses O_DIRECT: the page cache uses memory beyond the budgets"
+NO_FALLOCATE = "it cannot reserve space (no fallocate): a full disk will show only when written"
+NO_TMPFILE = (
+    "it has no nameless files (O_TMPFILE): a process killed in the instant of making one leaves an empty file"
+    " .tiering-*.swap there"
+)
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.fixture
+def swap_file_in() -> Iterator[Callable[[Path, int], SwapFile]]:
+    with ExitStack() as stack:
+
+        def make(directory: Path, nbytes: int) -> SwapFile:
+            made = SwapFile(directory, nbytes)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+EXT4 = ("mkfs.ext4", "-q", "-F", "-m", "0")
+
+
+def run_or_skip(*command: str) -> None:
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip(f"there is no {command[0]} here")
+    if ran.returncode:
+        pytest.skip(f"{' '.join(command)} is not possible here: {ran.stderr.strip()}")
+
+
+def unmount(where: Path) -> None:
+    if subprocess.run(["umount", str(where)]).returncode:
+        subprocess.run(["umount", "--lazy", str(where)], check=True)
+        pytest.fail(f"something on {where} is still open")
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """``mounted("-t", "ext2")`` mounts a new 16 MiB image made by ``mkfs.ext4`` with these options."""
+    with ExitStack() as stack:
+
+        def mount(*options: str, mkfs: tuple[str, ...] = EXT4, nbytes: int = 16 * MIB) -> Path:
+            if os.geteuid() != 0:
+                pytest.skip("mounting a file system takes root")
+            image, where = tmp_path / "image.to.mount", tmp_path / "mounted"
+            image.touch()
+            os.truncate(image, nbytes)
+            where.mkdir()
+            run_or_skip(*mkfs, *options, str(image))
+            run_or_skip("mount", "-o", "loop", str(image), str(where))
+            stack.callback(unmount, where)
+            return where
+
+        yield mount
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def round_trip(directory: Path, nbytes: int, *, direct: bool) -> None:
+    """Write and read a slab through the I/O engine."""
+    arena = Arena.map(2 * nbytes, "host")
+    content = random.Random(1).randbytes(nbytes)
+    with AioContext(engine="threads") as aio:
+        slab = SlabFile(directory, nbytes, aio, allow_memory_file_system=True)
+        assert slab.direct is direct
+        assert bool(fcntl.fcntl(slab.fd, fcntl.F_GETFL) & os.O_DIRECT) is direct
+        assert [file.direct for file in aio.stats()] == [direct]
+        extent = slab.allocate(nbytes, ("w",))
+        out, back = arena.lease(nbytes, "out"), arena.lease(nbytes, "in")
+        out.view[:] = content
+        slab.swap_out(extent, out)
+        slab.swap_in(extent, back).wait()
+        assert bytes(back.view) == content
+    slab.close()
+
+
+# Directories
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """Root may do everything: be nobody for a moment."""
+    if os.getuid() != 0:
+        yield
+        return
+    os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that others can reach."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    missing = tmp_path / "swap"
+    with pytest.raises(SwapSpaceError) as caught:
+        check_directory(missing)
+    assert str(caught.value) == (
+        f"[TIER-SPACE] nvme_path {missing} does not exist; create it (mkdir -p {missing}) or name another"
+    )
+    assert not missing.exists()
+
+
+@pytest.mark.parametrize("below", [".", "swap"])
+def test_a_file_is_no_directory(tmp_path: Path, below: str) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(SwapSpaceError, match=r"is not a directory|cannot be reached: Not a directory"):
+        check_directory(file / below)
+
+
+def test_a_directory_that_this_user_may_not_write(public: Path) -> None:
+    (public / "swap").mkdir(mode=0o555)
+    with unprivileged(), pytest.raises(SwapSpaceError, match="not writable by this user; change its mode"):
+        check_directory(public / "swap")
+
+
+def test_a_directory_that_this_user_cannot_reach(public: Path) -> None:
+    (public / "closed").mkdir()
+    (public / "closed" / "swap").mkdir()
+    (public / "closed").chmod(0)
+    with unprivileged(), pytest.raises(SwapSpaceError, match="cannot be reached: Permission denied; change"):
+        check_directory(public / "closed" / "swap")
+
+
+READ_ONLY = """
+import sys
+from pathlib import Path
+from tiering.errors import SwapSpaceError
+from tiering.storage.swap_file import check_directory
+try:
+    check_directory(Path(sys.argv[1]))
+except SwapSpaceError as error:
+    print(error)
+"""
+
+
+def test_a_read_only_file_system(tmp_path: Path) -> None:
+    mount = (
+        'mount --bind "$0" "$0" 2>/dev/null && mount -o remount,bind,ro "$0" 2>/dev/null || exit 77;'
+        ' exec "$@" "$0"'
+    )
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare command")
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", mount, str(tmp_path), sys.executable, "-c", READ_ONLY],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"a private read-only mount is not allowed here: {done.stderr.strip()}")
+    assert done.stdout == (
+        f"[TIER-SPACE] nvme_path {tmp_path} is on a file system that is mounted read-only; remount it or name another"
+        " directory\n"
+    )
+
+
+# What a directory is on
+
+
+def test_memory_is_no_swap_space() -> None:
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or memory_file_system(shm) != "tmpfs":
+        pytest.skip("/dev/shm is not a tmpfs here")
+    with pytest.raises(SwapSpaceError) as caught:
+        check_directory(shm)
+    assert str(caught.value) == (
+        "[TIER-SPACE] nvme_path /dev/shm is on tmpfs, which lives in RAM: state swapped there would use the memory it"
+        " is meant to save; name a directory on a disk, or allow it with tiering.io.allow_memory_file_system"
+    )
+    with AioContext(engine="threads") as aio, pytest.raises(SwapSpaceError, match="is on tmpfs"):
+        SlabFile(shm, PAGE, aio)
+    round_trip(shm, 4 * PAGE, direct=True)
+
+
+def test_a_disk_is_no_memory(tmp_path: Path, mounted: Callable[..., Path]) -> None:
+    assert memory_file_system(mounted()) == ""
+    assert memory_file_system(tmp_path / "missing") == ""
+
+
+ON_OVERLAY = """
+import sys
+from pathlib import Path
+from tiering.storage.swap_file import memory_file_system
+print(repr(memory_file_system(Path(sys.argv[1]) / "merged")))
+"""
+
+
+@pytest.mark.parametrize(("where", "kind"), [("memory", "'tmpfs'"), ("disk", "''")])
+def test_an_overlay_is_what_its_upper_directory_is(tmp_path: Path, where: str, kind: str) -> None:
+    script = (
+        'cd "$0" && mkdir memory disk merged lower && { mount -t tmpfs none memory'
+        f" && mkdir {where}/upper {where}/work"
+        f' && mount -t overlay none -o lowerdir="$0/lower,upperdir=$0/{where}/upper,workdir=$0/{where}/work" merged;'
+        ' } || exit 77; exec "$@" "$0"'
+    )
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare command")
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script, str(tmp_path), sys.executable, "-c", ON_OVERLAY],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"a private overlay is not allowed here: {done.stderr.strip()}")
+    assert (done.stdout.strip(), done.stderr) == (kind, "")
+
+
+def test_directories_on_one_disk_are_known(tmp_path: Path, mounted: Callable[..., Path]) -> None:
+    (tmp_path / "a").mkdir()
+    other = mounted()
+    assert disk_of(tmp_path) == disk_of(tmp_path / "a")
+    assert Path(disk_of(other)).name.startswith("loop")
+    assert disk_of(tmp_path) != disk_of(other)
+
+
+# Space
+
+
+def test_a_disk_that_is_too_full(
+    swap_file_in: Callable[..., SwapFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SwapSpaceError, match=r"has [0-9]+ free; free [0-9]+ bytes"):
+        swap_file_in(tmp_path, 4 * shutil.disk_usage(tmp_path).total)  # for real
+    monkeypatch.setattr(swap_file, "free_bytes", lambda _: 10 * PAGE)
+    with pytest.raises(SwapSpaceError) as caught:
+        swap_file_in(tmp_path, 11 * PAGE)
+    assert str(caught.value) == (
+        f"[TIER-SPACE] the swap file needs {11 * PAGE} bytes but {tmp_path} has {10 * PAGE} free; free {PAGE} bytes,"
+        " name another nvme_path, or raise host_budget so that less is swapped"
+    )
+    assert swap_file_in(tmp_path, 10 * PAGE).nbytes == 10 * PAGE
+
+
+def test_a_disk_that_fills_between_asking_and_reserving(
+    mounted: Callable[..., Path], swap_file_in: Callable[..., SwapFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """statvfs says that there is enough; the allocation meets the truth, and gives back what it got."""
+    disk = mounted("-O", "^has_journal")
+    free, descriptors = free_bytes(disk), open_descriptors()
+    answers = iter([64 * MIB])
+    monkeypatch.setattr(swap_file, "free_bytes", lambda where: next(answers, None) or free_bytes(where))
+    with pytest.raises(SwapSpaceError) as caught:
+        swap_file_in(disk, 32 * MIB)
+    message = str(caught.value)
+    assert f"the swap file needs {32 * MIB} bytes but {disk} has " in message
+    assert " free (ENOSPC: others are filling it, or blocks are set aside); free " in message
+    assert open_descriptors() == descriptors
+    assert list(disk.iterdir()) == [disk / "lost+found"]
+    assert free_bytes(disk) == free
+    assert swap_file_in(disk, 8 * MIB).nbytes == 8 * MIB
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (
+            errno.EDQUOT,
+            "the disk quota does not allow them (EDQUOT); raise the quota, name another nvme_path",
+        ),
+        (
+            errno.EFBIG,
+            "a file may not be that large (EFBIG; a limit of the file system); raise the limit, name",
+        ),
+        (errno.EIO, "EIO, Input/output error; see dmesg, name another nvme_path"),
+    ],
+)
+def test_a_reservation_that_is_refused(
+    swap_file_in: Callable[..., SwapFile],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(swap_file, "_fallocate", lambda *_: code)
+    descriptors = open_descriptors()
+    with pytest.raises(SwapSpaceError) as caught:
+        swap_file_in(tmp_path, 3 * PAGE)
+    assert f"the swap file needs {3 * PAGE} bytes in {tmp_path}, of which " in str(caught.value)
+    assert f" are free, but {reason}" in str(caught.value)
+    assert "raise host_budget so that less is swapped" in str(caught.value)
+    assert open_descriptors() == descriptors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_real_quota(mounted: Callable[..., Path]) -> None:
+    disk = mounted(mkfs=("mkfs.btrfs", "-q"), nbytes=200 * MIB)
+    home = disk / "home"
+    run_or_skip("btrfs", "quota", "enable", str(disk))
+    run_or_skip("btrfs", "subvolume", "create", str(home))
+    run_or_skip("btrfs", "qgroup", "limit", "20M", str(home))
+    assert free_bytes(home) > 40 * MIB
+    with pytest.raises(SwapSpaceError) as caught:
+        SwapFile(home, 40 * MIB)
+    assert "but the disk quota does not allow them (EDQUOT); raise the quota" in str(caught.value)
+    assert list(home.iterdir()) == []
+    made = SwapFile(home, 10 * MIB)
+    assert os.fstat(made.fd).st_blocks * 512 >= 10 * MIB
+    made.close()
+
+
+def test_the_limit_of_a_file(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with AioContext(engine="threads") as aio:
+        before = open_descriptors()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * MIB, limits[1]))
+        try:
+            with pytest.raises(SwapSpaceError) as caught:
+                SlabFile(tmp_path, 65 * MIB, aio)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert open_descriptors() == before
+    assert "a file may not be that large (EFBIG; ulimit -f is 64.00 MiB); raise the limit" in str(
+        caught.value
+    )
+
+
+def test_resizing(swap_file_in: Callable[..., SwapFile], tmp_path: Path) -> None:
+    made = swap_file_in(tmp_path, 3 * MIB)
+    for nbytes in (MIB, 5 * MIB, 0, PAGE):
+        made.resize(nbytes)
+        status = os.fstat(made.fd)
+        assert made.nbytes == status.st_size == nbytes
+        assert nbytes <= status.st_blocks * 512 <= nbytes + MIB
+
+
+# What a file system lacks
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, refused: Callable[[int], int]) -> None:
+    """Make os.open for writing fail with the errno that ``refused`` gives for its flags, unless it is 0."""
+    real = os.open
+
+    def fake(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        code = refused(flags) if flags & os.O_RDWR else 0
+        if code:
+            raise OSError(code, os.strerror(code))
+        return real(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", fake)
+
+
+def tmpfile(flags: int) -> bool:
+    return flags & os.O_TMPFILE == os.O_TMPFILE
+
+
+def test_a_whole_file_system_gives_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    round_trip(tmp_path, 3 * PAGE, direct=True)
+    assert warnings(caplog) == []
+
+
+def test_without_o_direct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse(monkeypatch, lambda flags: errno.EINVAL if flags & os.O_DIRECT else 0)
+    round_trip(tmp_path, 4 * PAGE, direct=False)
+    assert warnings(caplog) == [f"the file system of nvme_path {tmp_path} does not give all: {NO_DIRECT}"]
+
+
+@pytest.mark.parametrize("refused", ["pwritev", "preadv"])
+def test_o_direct_that_only_the_transfer_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: str
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, refused, fails)
+    round_trip(tmp_path, 4 * PAGE, direct=False)
+    assert warnings(caplog) == [f"the file system of nvme_path {tmp_path} does not give all: {NO_DIRECT}"]
+
+
+def test_the_probing_page_finds_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", fails)
+    with pytest.raises(SwapSpaceError, match="ENOSPC"):
+        SwapFile(tmp_path, PAGE)
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_without_fallocate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    monkeypatch.setattr(swap_file, "_fallocate", lambda *_: code)
+    round_trip(tmp_path, 4 * PAGE, direct=True)
+    assert warnings(caplog) == [f"the file system of nvme_path {tmp_path} does not give all: {NO_FALLOCATE}"]
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EISDIR, errno.ENOSYS])
+def test_without_nameless_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    names: list[Path] = []
+    real = os.open
+
+    def seen(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if tmpfile(flags):
+            raise OSError(code, os.strerror(code))
+        fd = real(path, flags, *rest, **options)
+        if flags & os.O_CREAT:
+            names.append(path)
+            assert flags & os.O_EXCL and rest == (0o600,)
+        return fd
+
+    monkeypatch.setattr(os, "open", seen)
+    for _ in range(2):
+        round_trip(tmp_path, 4 * PAGE, direct=True)
+    assert len(set(names)) == 2
+    assert all(name.parent == tmp_path and name.match(".tiering-*.swap") for name in names)
+    assert list(tmp_path.iterdir()) == []
+    message = f"the file system of nvme_path {tmp_path} does not give all: {NO_TMPFILE}"
+    assert warnings(caplog) == [message, message]
+
+
+def test_without_anything_there_is_one_warning_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """O_DIRECT is refused as by kernels that have made the file by then."""
+    real = os.open
+
+    def fake(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if tmpfile(flags):
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        fd = real(path, flags & ~os.O_DIRECT, *rest, **options)
+        if flags & os.O_DIRECT:
+            os.close(fd)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return fd
+
+    monkeypatch.setattr(os, "open", fake)
+    monkeypatch.setattr(swap_file, "_fallocate", lambda *_: errno.EOPNOTSUPP)
+    round_trip(tmp_path, 4 * PAGE, direct=False)
+    assert warnings(caplog) == [
+        f"the file system of nvme_path {tmp_path} does not give all: {NO_TMPFILE}; {NO_FALLOCATE}; {NO_DIRECT}"
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ext2_has_no_fallocate(mounted: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    """A real file system that cannot reserve space."""
+    disk = mounted("-t", "ext2")
+    round_trip(disk, 2 * MIB, direct=True)
+    assert warnings(caplog) == [f"the file system of nvme_path {disk} does not give all: {NO_FALLOCATE}"]
+    with pytest.raises(SwapSpaceError, match=r"has [0-9]+ free; free [0-9]+ bytes"):
+        SwapFile(disk, 20 * MIB)
+    assert list(disk.iterdir()) == [disk / "lost+found"]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (errno.EROFS, r"mounted read-only\); remount it or name another directory"),
+        (errno.EACCES, r"Permission denied; check its mode and owner"),
+        (errno.ENOSPC, r"not even an empty file has room\); free space there"),
+    ],
+)
+def test_a_file_that_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, message: str
+) -> None:
+    refuse(monkeypatch, lambda flags: code)
+    with pytest.raises(SwapSpaceError, match=message):
+        SwapFile(tmp_path, PAGE)

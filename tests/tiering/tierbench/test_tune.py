@@ -1,0 +1,249 @@
+"""The command on a real directory: what it measures and writes, what it tells, and how it ends early."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.fakes.fake_drive import FakeDrive, flat, peaked, played
+from tests.tiering.tierbench import results
+from tiering.config.ds_config import load
+from tiering.config.training import IoConfig
+from tiering.errors import ConfigError, SwapError
+from tiering.tierbench import cli
+from tiering.tierbench.load.windows import Load
+from tiering.tierbench.result import Machine, Row, Settings
+from tiering.tierbench.tuning import search as sweep
+from tiering.tierbench.tuning import tune, tuning_result
+from tiering.tierbench.tuning.search import Sweep
+from tiering.tierbench.tuning.tuning_result import Tuned, show
+from tiering.tierbench.words import brief
+
+MIB = 1 << 20
+QUICK = ("--size", "64M", "--quiet", "--bs", "1M")
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "WINDOW", 0.03)
+    monkeypatch.setattr(tune, "RAMP", 0.0)
+
+
+def io_of(block: dict[str, Any]) -> IoConfig:
+    return load({"train_micro_batch_size_per_gpu": 1, **block})[0].tiering.io
+
+
+def test_all_that_was_read_is_told_and_the_block_is_what_is_recommended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tune, "PREPARATION", 20.0)  # files are written whole, however busy the disk is
+    monkeypatch.setattr(sweep, "_DISTURBED", 100.0)  # and readings count
+    monkeypatch.setattr(sweep, "_STILL", 0.0)
+    config = tmp_path / "ds.json"
+    config.write_text('{\n  "train_batch_size": 16, // as before\n}\n')
+    where = tmp_path / "swap"
+    where.mkdir()
+    code = cli.main(
+        [
+            "tune",
+            str(where),
+            *QUICK,
+            *("--write-config", str(config)),
+            "--json",
+            "--runtime",
+            "0.8",
+            "--bs",
+            "64K,1M",
+            "--iodepth",
+            "4,16",
+        ]
+    )
+    told = capsys.readouterr()
+    assert code == 0
+    assert "set tiering.io" in told.err
+    found = Tuned.model_validate_json(told.out)
+    assert json.loads(told.out)["schema_version"] == 1
+    assert (found.kind, found.rw, found.size) == ("tune", "rw", 64 * MIB)
+    assert [target.directory for target in found.targets] == [str(where)]
+    tried = {each.cell: each for each in found.tried}
+    assert len(tried) == len(found.tried) >= 3
+    assert {cell.bs for cell in tried} <= {64 << 10, MIB}
+    assert {cell.iodepth for cell in tried} <= {4, 16}
+    assert found.defaults.cell[1:] == (MIB, 16, True)
+    assert [each.ratio.point for each in found.tried] == sorted(
+        (each.ratio.point for each in found.tried), reverse=True
+    )
+    for each in found.tried:
+        assert each.readings
+        assert each.ratio.low <= each.ratio.point <= each.ratio.high
+        assert each.in_flight == each.bs * each.iodepth
+    windows = sum(len(each.readings) for each in found.tried)
+    assert found.written_bytes > 64 * MIB + windows * MIB
+    used = io_of(found.config)
+    assert (used.block_size, used.queue_depth, used.registered) == found.recommended.cell[1:]
+    same = found.recommended.ioengine == found.defaults.ioengine
+    assert used.engine == ("auto" if same else found.recommended.ioengine)
+    assert load(config)[0].tiering.io == used
+    assert "// as before" in config.read_text()
+    assert not list(where.iterdir())
+
+
+def test_max_write_ends_it_and_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tune", str(tmp_path), "--quiet", "--json", "--bs", "1M", "--iodepth", "4"]
+    assert cli.main([*arguments, "--runtime", "20", "--max-write", "150M"]) == 0
+    found = Tuned.model_validate_json(capsys.readouterr().out)
+    assert found.ended == "no more than --max-write 150.00 MiB may be written"
+    assert found.size <= 75 * MIB
+    assert found.written_bytes <= 150 * MIB
+    assert cli.main([*arguments, "--max-write", "20M"]) == 2
+    assert "give 130.00 MiB" in capsys.readouterr().err
+
+
+def test_an_engine_that_cannot_start_is_told_and_the_rest_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Poor(Load):
+        def __init__(self, ground: Any, settings: Settings) -> None:
+            if settings.ioengine == "libaio":
+                raise SwapError("aio-max-nr is used up; raise it", errno=11, filename="", offset=0)
+            super().__init__(ground, settings)
+
+    monkeypatch.setattr(tune, "Load", Poor)
+    monkeypatch.setattr(tune, "PREPARATION", 20.0)  # files are written whole, however busy the disk is
+    arguments = ["tune", str(tmp_path), *QUICK, "--runtime", "0.7", "--iodepth", "4"]
+    assert cli.main([*arguments, "--ioengine", "libaio,threads"]) == 0
+    told = capsys.readouterr().out
+    assert "Left out: libaio: aio-max-nr is used up; raise it." in " ".join(told.split())
+    assert "threads" in told
+    assert cli.main([*arguments, "--ioengine", "libaio"]) == 2
+    assert "engines that start here: none" in capsys.readouterr().err
+
+
+def test_ctrl_c_prints_what_there_is_and_writes_no_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text("{}")
+    windows = 0
+
+    def run(load: Load, *arguments: Any, **others: Any) -> Row:
+        nonlocal windows
+        windows += 1
+        row = real(load, *arguments, **others)
+        return row.model_copy(update={"complete": windows < 6})
+
+    real = Load.run
+    monkeypatch.setattr(Load, "run", run)
+    arguments = ["tune", str(tmp_path), *QUICK, "--iodepth", "4", "--rw", "read", "--runtime", "20"]
+    assert cli.main([*arguments, "--write-config", str(config)]) == 130
+    told = capsys.readouterr().out
+    assert told.startswith("interrupted: this is what was measured until then")
+    assert "Nothing is recommended" in told and "to have this in a configuration" not in told
+    assert config.read_text() == "{}"
+    windows = 5  # at the first
+    assert cli.main(arguments) == 130
+    assert "before anything was measured" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ioengine", "auto"], "auto is what others are compared with"),
+        (["--bs", "1000"], "a multiple of 4096"),
+        (["--iodepth", "0,4"], "choose 1 .. 512"),
+        (["--iodepth", "many"], "whole numbers"),
+        (["--write-config", "/nowhere/ds.json"], "cannot be read"),
+    ],
+)
+def test_what_cannot_be_swept_is_told_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    try:
+        code = cli.main(["tune", str(tmp_path), *arguments])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    told = capsys.readouterr()
+    assert said in told.err
+    assert not told.out
+
+
+def test_short_preparation_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Load, "lay_out", lambda load, **others: ROW)
+    with pytest.raises(ConfigError, match="give a longer --runtime"):
+        tune.tune([tmp_path], size=64 * MIB)
+
+
+ROW = Row.model_validate(
+    {
+        "rw": "write",
+        "seconds": 1,
+        "read": {},
+        "write": {},
+        "cpu_seconds": 0,
+        "worst_second": None,
+        "paths": (),
+    }
+)
+
+
+def printed(sweep: Sweep, width: int) -> str:
+    found = tuning_result.found(
+        sweep,
+        {"io_uring": "forbidden"},
+        ended="the time was over",
+        interrupted=False,
+        seconds=60.0,
+        read_bytes=10**10,
+        written_bytes=2 * 10**10,
+        rw="rw",
+        size=2 << 30,
+        window=0.4,
+        version="1",
+        date="",
+        command="",
+        machine=Machine.this(),
+        targets=(results.target("/odd [name]\x1b[2J", results.NVME.targets[0].backing),),
+        notes=("/data: an overlay",),
+        config={"tiering": {"io": {"engine": "libaio"}}},
+    )
+    out = io.StringIO()
+    show(found, Console(file=out, width=width))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_table_fits_and_says_what_it_comes_to(width: int) -> None:
+    sweep, _ = played(FakeDrive(peaked, noise=0.01, swings=False))
+    told = printed(sweep, width)
+    assert max(map(len, told.splitlines())) <= width
+    assert "…" not in told and "\x1b" not in told
+    assert "/odd [name]\\x1b[2J: reads and writes at once" in told.splitlines()
+    rows = [
+        line
+        for line in told.splitlines()
+        if line.startswith(("io_uring ", "io_uring,", "libaio ", "threads "))
+    ]
+    assert 4 <= len(rows) <= tuning_result.ROWS
+    assert sum("the defaults" in row for row in rows) == 1
+    text = " ".join(told.split())
+    best = sweep.verdict().recommended.cell
+    assert f"Use {best}: it moves 1." in text
+    assert f"It has {brief(best.in_flight)} in flight, the defaults 16M, and a p99 of" in text
+    assert f"of {len(sweep.readings) + 1} settings are as fast as {best}, or at most 5% slower" in text
+    assert "Left out: io_uring: forbidden." in text
+    assert "Note: /data: an overlay." in text
+    assert "wrote 20.0 GB, read 10.0 GB" in text
+
+
+def test_that_the_defaults_are_as_good_is_said_and_what_would_be_cheaper() -> None:
+    told = " ".join(printed(played(FakeDrive(flat, noise=0.01, swings=False))[0], 120).split())
+    assert "Keep the defaults, io_uring 1M x 16: no setting is faster." in told
+    assert "blocks of 128K .. 4M (at depth 16) and depths 4 .. 64 (at 1M) are all the same" in told
+    noisy = " ".join(printed(played(FakeDrive(flat, noise=0.3))[0], 120).split())
+    assert "a longer --runtime tells more" in noisy

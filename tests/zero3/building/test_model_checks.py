@@ -1,0 +1,235 @@
+"""Models that the engine refuses, each by name and before anything has moved; what it casts, it says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tiering.errors import ConfigError
+from zero3.device.tiers import Tiers
+
+Start = Callable[..., Any]
+PLACEMENTS: list[dict[str, Any]] = [
+    {},
+    {"offload_param": "cpu", "offload_optimizer": "cpu"},
+    {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False},
+]
+WIDTH = 16
+
+
+class Packed(nn.Parameter):
+    """Looks like the parameter of a quantised layer: bytes whose dtype is only their storage, and how to read them."""
+
+    quant_state: Any
+    bnb_quantized: bool
+
+
+class QuantisedLinear(nn.Module):
+    """A frozen weight of 8 bits in a parameter of another dtype, with a trained offset, as an adapter would be."""
+
+    def __init__(self, storage: torch.dtype) -> None:
+        super().__init__()
+        self.codes = torch.randint(256, (WIDTH * WIDTH,), dtype=torch.uint8)
+        self.weight = Packed(self.codes.view(storage), requires_grad=False)
+        self.weight.quant_state = SimpleNamespace(scale=1 / 256)
+        self.weight.bnb_quantized = True
+        self.offset = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = self.weight.view(torch.uint8).view(WIDTH, WIDTH)
+        scale: float = self.weight.quant_state.scale
+        return x @ (codes.to(x.dtype) * scale) + self.offset
+
+
+def quantised(storage: torch.dtype) -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(QuantisedLinear(storage), QuantisedLinear(storage))
+
+
+@pytest.fixture
+def no_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("tiers were built")
+
+    monkeypatch.setattr(Tiers, "__init__", refuse)
+
+
+@pytest.mark.parametrize(
+    ("storage", "precision"),
+    [
+        (torch.bfloat16, "fp16"),
+        (torch.float16, "bf16"),
+        (torch.bfloat16, "fp32"),
+        (torch.float32, "bf16"),
+        (torch.uint8, "bf16"),
+    ],
+    ids=str,
+)
+def test_packed_bytes_that_a_cast_would_destroy(
+    start: Start, no_tiers: None, storage: torch.dtype, precision: str
+) -> None:
+    model = quantised(storage)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    with pytest.raises(ConfigError, match=rf"0\.weight.*bnb_4bit_quant_storage={dtype}"):
+        start(model, precision=precision)
+    assert torch.equal(model[0].weight.view(torch.uint8), model[0].codes)
+
+
+@pytest.mark.parametrize(("storage", "precision"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_packed_bytes_in_the_compute_dtype_are_kept(
+    start: Start, storage: torch.dtype, precision: str
+) -> None:
+    """All 256 bit patterns, those of NaN among them, are there after training in each placement."""
+    results = []
+    for placement in PLACEMENTS:
+        model = quantised(storage)
+        fixed = {"loss_scale": 8.0}
+        engine = start(model, precision=precision, fp16=fixed, accumulation=1, threshold=0, **placement)
+        x = torch.ones(2, WIDTH, dtype=storage)
+        losses = []
+        for _ in range(3):
+            loss = engine(x).float().pow(2).mean()
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        kept = engine.state_dict()["1.weight"].view(torch.uint8)
+        assert torch.equal(kept, model[1].codes)
+        results.append((losses, engine.state_dict()["1.offset"].tolist()))
+    assert results[0] == results[1] == results[2]
+    assert results[0][1] != [0.0] * WIDTH
+
+
+def test_an_export_does_not_cast_packed_bytes(start: Start, tmp_path: Path) -> None:
+    model = quantised(torch.float32)
+    engine = start(model, precision="fp32", threshold=0, **PLACEMENTS[2])
+    stored = load_file(engine.save_16bit_model(tmp_path / "export"))
+    assert torch.equal(stored["1.weight"].view(torch.uint8), model[1].codes)
+    assert stored["1.offset"].dtype is torch.bfloat16
+
+
+def test_packed_bytes_that_would_be_trained(start: Start, no_tiers: None) -> None:
+    model = quantised(torch.bfloat16)
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"0\.weight.*requires_grad_\(False\)"):
+        start(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "words"),
+    [
+        (torch.float8_e4m3fn, "bf16", ["torch.float8_e4m3fn", "torch.bfloat16", "2 times the memory"]),
+        (torch.float8_e5m2, "fp32", ["torch.float32", "4 times the memory"]),
+        (torch.float64, "fp32", ["torch.float64", "rounds"]),
+        (torch.float64, "bf16", ["torch.float64", "rounds"]),
+        (torch.float16, "bf16", ["torch.float16", "range"]),
+    ],
+    ids=str,
+)
+def test_a_cast_that_was_not_asked_for_is_logged(
+    start: Start, caplog: pytest.LogCaptureFixture, dtype: torch.dtype, precision: str, words: list[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False).to(dtype)
+    with caplog.at_level(logging.WARNING):
+        start(model, precision=precision)
+    (message,) = [r.getMessage() for r in caplog.records if r.name == "zero3.building.model_checks"]
+    assert "'0.weight' and 1 other parameters are" in message
+    assert all(word in message for word in words), message
+
+
+def test_a_cast_that_was_asked_for_is_not_logged(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        start(nn.Linear(4, 4), precision="bf16")
+        start(nn.Linear(4, 4).to(torch.bfloat16), precision="bf16")
+        start(nn.Linear(4, 4), precision="fp32")
+    assert [r for r in caplog.records if r.name == "zero3.building.model_checks"] == []
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def scripted_block() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+
+
+def sharded_by_fsdp() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, mesh=_mesh())
+    return model
+
+
+def parallel() -> nn.Module:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    return parallelize_module(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), _mesh(), {"1": ColwiseParallel()}
+    )
+
+
+def _mesh() -> Any:
+    return dist.init_device_mesh("cpu", (1,))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.DataParallel(nn.Linear(4, 4)), r"the model is wrapped in DataParallel.*\.module"),
+        (
+            lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 4)),
+            r"the model is wrapped in DistributedDataParallel.*\.module",
+        ),
+        (
+            lambda: nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(4, 4))),
+            r"module '0' is wrapped in DistributedDataParallel",
+        ),
+        (sharded_by_fsdp, "the model is sharded by FSDP.*without fully_shard"),
+        (parallel, r"'1\.weight' is a DTensor.*parallelize_module"),
+        (lambda: torch.jit.script(nn.Linear(4, 4)), r"the model was made by torch\.jit\.script"),
+        (scripted_block, r"module '1' was made by torch\.jit\.script"),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2)),
+            r"'1\.weight' of a lazy module.*one batch",
+        ),
+    ],
+    ids=["dp", "ddp", "ddp inside", "fsdp", "dtensor", "script", "script inside", "lazy"],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_wrapped_and_foreign_models(
+    start: Start, no_tiers: None, group: None, make: Callable[[], nn.Module], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        start(make())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_traced_block_trains(start: Start) -> None:
+    """What torch.jit.trace makes takes hooks, unlike what torch.jit.script makes."""
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    results = []
+    for trace in (False, True):
+        torch.manual_seed(1)
+        blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
+        if trace:
+            blocks[1] = torch.jit.trace(blocks[1], torch.ones(2, 8))
+        model = nn.Sequential(*blocks)
+        engine = start(model, accumulation=1, threshold=0, **PLACEMENTS[2])
+        for _ in range(2):
+            engine.backward(engine(x).float().pow(2).mean())
+            engine.step()
+        results.append([value.tolist() for value in engine.master_state_dict().values()])
+    assert results[0] == results[1]

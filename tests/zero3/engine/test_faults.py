@@ -1,0 +1,196 @@
+"""What fails in mid-training is told where it shows, never trained on, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tiering.errors import EngineStateError, SwapError
+from tiering.interrupts import deferred_interrupts
+from tiering.storage import arena
+from tiering.storage.aio import AioContext, Fault, FaultPlan
+from tiering.storage.swap_space import StripedExtent, SwapSpace
+from zero3.device import tiers
+from zero3.engine.engine import Engine
+from zero3.optimizer.tiered import TieredOptimizer
+
+STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
+
+
+@pytest.fixture(autouse=True)
+def starve_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that nobody gives back shows as an ArenaError, not as a test that hangs."""
+    monkeypatch.setattr(arena, "STARVED_AFTER_SECONDS", 2.0)
+
+
+@pytest.fixture
+def plan_fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fault], None]:
+    """``plan_fault(fault)`` is what every I/O context made from here on will meet."""
+
+    def plan(fault: Fault) -> None:
+        def context(**options: Any) -> AioContext:
+            return AioContext(fault=FaultPlan((fault,)), **options)
+
+        monkeypatch.setattr(tiers, "AioContext", context)
+
+    return plan
+
+
+def update(engine: Engine, batch: Any) -> float:
+    loss = engine(*batch)
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def test_a_step_that_fails_half_way_is_never_trained_on(
+    start: Callable[..., Engine], plan_fault: Callable[[Fault], None], micro_batches: Any
+) -> None:
+    failed_in_step = 0
+    (batch,) = micro_batches(1)
+    for first in range(1, 60, 6):
+        plan_fault(Fault("read", first=first, error=errno.EIO))
+        engine = start(accumulation=1, **STREAMED)
+        in_step = False
+        with pytest.raises(SwapError, match="EIO"):  # noqa: PT012 (which call meets it depends on the plan)
+            while True:
+                in_step = False
+                engine.backward(engine(*batch))
+                in_step = True
+                engine.step()
+        if in_step:
+            failed_in_step += 1
+            for call in (partial(engine, *batch), engine.state_dict, engine.master_state_dict):
+                with pytest.raises(
+                    EngineStateError, match=r"partly updated \(step \d was ended by SwapError"
+                ):
+                    call()
+        engine.close()
+    assert failed_in_step > 0, "no fault met the step: this test shows nothing"
+
+
+def test_a_write_that_fails_is_told_by_the_next_use_or_by_close(
+    start: Callable[..., Engine], plan_fault: Callable[[Fault], None], micro_batches: Any
+) -> None:
+    for first in range(1, 80, 7):
+        plan_fault(Fault("write", first=first, error=errno.EIO))
+        with pytest.raises(SwapError, match=r"EIO|ECANCELED"):  # noqa: PT012 (whichever call tells it first)
+            engine = start(accumulation=1, **STREAMED)
+            try:
+                for batch in micro_batches(12):
+                    update(engine, batch)
+                engine.master_state_dict()
+            finally:
+                engine.close()
+
+
+def test_a_failing_loss_backward_leaves_the_engine_usable(
+    start: Callable[..., Engine], micro_batches: Any
+) -> None:
+    disturbed, calm = start(accumulation=1, **STREAMED), start(accumulation=1, **STREAMED)
+    batches = list(micro_batches(3))
+
+    def stop(gradient: torch.Tensor) -> None:
+        raise ValueError("the user's own hook")
+
+    failing = disturbed(*batches[0])
+    for parameter in disturbed.module.blocks[1].parameters():  # type: ignore[index, union-attr]
+        handle = parameter.register_hook(stop)
+        break
+    with pytest.raises(ValueError, match="own hook"):
+        failing.backward()
+    handle.remove()
+    for batch in batches:
+        losses = []
+        for engine in (disturbed, calm):
+            loss = engine(*batch)
+            loss.backward()
+            engine.step()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    assert disturbed.get_global_grad_norm() == calm.get_global_grad_norm()
+
+
+@pytest.mark.parametrize("placement", [{}, STREAMED])
+def test_ctrl_c_in_a_step_waits_for_its_end(
+    start: Callable[..., Engine],
+    train: Callable[..., Any],
+    micro_batches: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    placement: dict[str, Any],
+) -> None:
+    reference = train(3, accumulation=1, **placement)
+    engine = start(accumulation=1, **placement)
+    add = TieredOptimizer._add_to_batch
+    armed = True
+
+    def interrupted(*args: Any) -> None:
+        nonlocal armed
+        if armed and engine.global_steps == 1:
+            armed = False
+            signal.raise_signal(signal.SIGINT)
+        add(*args)
+
+    monkeypatch.setattr(TieredOptimizer, "_add_to_batch", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    for number, (tokens, targets) in enumerate(micro_batches(3), start=1):
+        engine.backward(engine(tokens, targets))
+        if number == 2:
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        else:
+            engine.step()
+        assert engine.global_steps == number
+    assert not armed
+    assert signal.getsignal(signal.SIGINT) is before
+    masters = engine.master_state_dict()
+    assert all(torch.equal(masters[name], reference.masters[name]) for name in masters)
+
+
+def test_a_second_ctrl_c_goes_through_at_once() -> None:
+    reached: list[int] = []
+
+    def press_twice() -> None:
+        with deferred_interrupts():
+            for press in (1, 2):
+                signal.raise_signal(signal.SIGINT)
+                reached.append(press)
+
+    with pytest.raises(KeyboardInterrupt):
+        press_twice()
+    assert reached == [1]
+
+
+def test_a_read_ahead_that_fails_again_and_again_keeps_no_slot(
+    start: Callable[..., Engine],
+    train: Callable[..., Any],
+    micro_batches: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reference = train(1, accumulation=1, **STREAMED)
+    engine = start(accumulation=1, **STREAMED)
+    states = {tile.state.extent for tile in engine.optimizer._streamed}
+    swap_in = SwapSpace.swap_in
+    failing = True
+
+    def refused(swap: SwapSpace, extent: StripedExtent, *args: Any, **options: Any) -> Any:
+        if failing and extent in states:
+            raise SwapError("planted", errno=errno.EIO, filename="swap", offset=0)
+        return swap_in(swap, extent, *args, **options)
+
+    monkeypatch.setattr(SwapSpace, "swap_in", refused)
+    tokens, targets = next(micro_batches(1))
+    for _ in range(2 * engine.plan.staging.slots):
+        with pytest.raises(SwapError, match="planted"):
+            engine.backward(engine(tokens, targets))
+    failing = False
+    engine.backward(engine(tokens, targets))
+    engine.step()
+    masters = engine.master_state_dict()
+    assert all(torch.equal(masters[name], reference.masters[name]) for name in masters)

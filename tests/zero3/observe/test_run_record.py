@@ -1,0 +1,556 @@
+"""What an engine tells of itself: who it is, how it learns, what it waits for, and what went over each path."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fakes.fake_device import DEVICE, FakeDevice
+from tests.fakes.gpu.streams import never
+from tests.fakes.queued_device import Mark, QueuedDevice
+from tiering.config.training import TelemetryConfig
+from tiering.errors import CheckpointError, TelemetryError
+from tiering.placement.plan import Tier
+from tiering.storage.aio import AioContext
+from tiering.telemetry import (
+    CheckpointStatus,
+    CopyStatus,
+    DeviceMemoryStatus,
+    LinkStatus,
+    Snapshot,
+    find_pages,
+)
+from zero3.device import timeline
+from zero3.device.link_copies import LinkStats
+from zero3.observe import free_memory, run_record
+from zero3.observe.run_record import RunRecord
+from zero3.ranks.joining import World
+
+STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
+
+
+@pytest.mark.parametrize("chosen", ["auto", "threads"])
+def test_a_snapshot_tells_the_io_engine_and_what_went_over_the_path(
+    start: Callable[..., Any], micro_batches: Any, chosen: str
+) -> None:
+    engine = start(**STREAMED, io={"engine": chosen}, telemetry={"enabled": False})
+    for tokens, targets in micro_batches(2):
+        engine.backward(engine(tokens, targets))
+        engine.step()
+    while any(file.read.in_flight or file.write.in_flight for file in engine._tiers.aio.stats()):
+        time.sleep(0.001)
+    snapshot = engine.snapshot()  # the first one: percentiles are kept for a second
+    told = snapshot.io_engine
+    with AioContext(engine=chosen) as like:
+        assert told.name == like.engine
+    if told.name == "io_uring":
+        assert {"registered_buffers", "registered_files"} <= set(told.flags)
+        tiers = engine._tiers
+        assert told.registered_bytes == tiers.host.capacity + tiers.device_arena.capacity
+    else:
+        assert (told.flags, told.registered_bytes) == ([], 0)
+    (path,) = snapshot.io
+    for direction in (path.read, path.written):
+        assert direction.ops > 0
+        assert sum(direction.latency_buckets) == direction.ops
+        assert direction.latency_buckets[-1] > 0
+        # A transfer takes between a microsecond and a minute.
+        slowest = len(direction.latency_buckets) - 1
+        assert 10 <= slowest <= math.log2(60e9)
+        assert direction.errors_by_errno == {}
+        told = direction.latency
+        assert 0 < told.p50 <= told.p90 <= told.p99 <= told.p999 <= told.longest
+        assert 2 ** (slowest - 30) < told.longest < 2.0 ** (slowest - 28)  # a nanosecond is about 2^-30 s
+        assert told.longest <= direction.latency_seconds <= direction.ops * told.longest
+    assert 0.0 <= path.queue_full_seconds <= path.read.busy_seconds + path.written.busy_seconds
+
+
+def test_checksums_are_told(start: Callable[..., Any]) -> None:
+    assert "verify" in start(**STREAMED, verify=True).snapshot().io_engine.flags
+
+
+def test_without_swap_space_there_is_no_io_engine(start: Callable[..., Any]) -> None:
+    snapshot = start().snapshot()
+    assert (snapshot.io, snapshot.io_engine) == ([], None)
+
+
+def test_a_step_tells_what_it_came_to_and_what_it_waited_for(
+    start: Callable[..., Any], micro_batches: Any
+) -> None:
+    engine = start(**STREAMED, run_name="who.am-I", accumulation=1)
+    said = [engine.snapshot()]
+    for tokens, targets in micro_batches(2):
+        engine.backward(engine(tokens, targets))
+        engine.step()
+        said.append(engine.snapshot())
+    for number, snapshot in enumerate(said):
+        assert re.fullmatch("who_am-I-[0-9a-f]{8}", snapshot.run_id)
+        assert snapshot.run_id == said[0].run_id
+        assert (snapshot.step, snapshot.global_step, snapshot.samples) == (number, number, 2 * number)
+        assert snapshot.learning_rate == 1e-3
+    last = said[-1]
+    assert (said[0].gradient_norm, last.gradient_norm) == (None, engine.get_global_grad_norm())
+    assert (last.loss_scale, last.skipped_steps, last.phase) == (None, 0, "idle")
+    assert last.started_at <= last.steps[0].ended_at < last.steps[1].ended_at <= last.phase_since + 1
+    for step in last.steps:
+        assert 0 < sum(step.stalls.values()) == pytest.approx(step.stall)
+    in_phases = Counter[str]()
+    for waits in last.stalls_by_phase.values():
+        in_phases.update(waits)
+    assert dict(in_phases) == pytest.approx(last.stalls)
+    assert set(last.stalls_by_phase["step"]) <= {"optimizer state", "staging", "gradients"}
+    assert last.stalls_by_phase["forward"].keys() == {"parameters"}
+    assert set(last.phase_seconds) == {"forward", "backward", "step", "idle"}
+    assert 0 < sum(last.phase_seconds.values()) - last.phase_seconds["idle"] <= engine._record.elapsed
+
+
+def test_what_is_between_the_phases_is_idle(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        now = 0.0
+
+        def time(self) -> float:
+            return 1000 + self.now
+
+        def perf_counter(self) -> float:
+            return self.now
+
+        def monotonic_ns(self) -> int:
+            return 0
+
+    engine, clock = start(), Clock()
+    monkeypatch.setattr(run_record, "time", clock)
+    monkeypatch.setattr(timeline, "time", clock)
+    record = RunRecord("idle", engine._tiers, engine._schedule.activations)
+    clock.now = 50.0  # before the first forward the program may do what it likes
+    assert record.snapshot().phase_seconds == {"idle": 0}
+    expected: Counter[str] = Counter()
+    for phase, seconds in (("forward", 1), ("backward", 2), ("step", 4), ("forward", 8)):
+        with record.phase(phase):
+            since = 1000 + clock.now
+            clock.now += seconds / 2
+            told = record.snapshot()
+            assert (told.phase, told.phase_since, engine._tiers.stalls.phase) == (phase, since, phase)
+            assert told.phase_seconds[phase] == expected[phase] + seconds / 2, "while it goes on"
+            with record.phase("forward"):
+                clock.now += 16
+            clock.now += seconds / 2
+            assert record.snapshot().phase == phase
+        expected.update({phase: seconds, "idle": 100})
+        expected["forward"] += 16
+        since = 1000 + clock.now
+        clock.now += 100
+        told = record.snapshot()
+        assert (told.phase, told.phase_since, engine._tiers.stalls.phase) == ("idle", since, "idle")
+        assert told.phase_seconds == expected
+
+
+def test_a_skipped_step_and_the_loss_scale_are_told(
+    start: Callable[..., Any], micro_batches: Any, tmp_path: Path
+) -> None:
+    scaled = {"loss_scale": 0, "initial_scale_power": 40, "hysteresis": 1}
+    engine = start(precision="fp16", accumulation=1, fp16=scaled)
+    for tokens, targets in micro_batches(1):
+        engine.backward(engine(tokens, targets))
+        engine.step()
+    snapshot = engine.snapshot()
+    assert (snapshot.step, snapshot.skipped_steps, snapshot.loss_scale) == (1, 1, 2.0**39)
+    assert not math.isfinite(snapshot.gradient_norm)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.close()
+    resumed = start(precision="fp16", accumulation=1, fp16=scaled)
+    resumed.load_checkpoint(tmp_path / "saved")
+    snapshot = resumed.snapshot()
+    assert (snapshot.step, snapshot.skipped_steps) == (0, 0), "since the start of the process"
+    assert (snapshot.global_step, snapshot.global_skipped_steps) == (1, 1) == (1, resumed.skipped_steps)
+
+
+def test_the_loss_is_that_of_the_last_micro_batch(start: Callable[..., Any], micro_batches: Any) -> None:
+    engine = start(accumulation=2)
+    losses = []
+    for tokens, targets in micro_batches(2):
+        losses.append(engine(tokens, targets))
+        engine.backward(losses[-1])
+        engine.step()
+    assert engine.snapshot().loss == losses[1].item() != losses[0].item()
+
+
+def test_an_engine_describes_its_plan_and_its_configuration(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    engine = start(**STREAMED, precision="bf16", state="split", telemetry={"dir": str(tmp_path / "pages")})
+    (page,) = find_pages(tmp_path / "pages")
+    told = page.read().description
+    assert told == engine._record.description
+    assert told.versions.keys() == {"tiering", "torch", "python", "linux"}
+    assert (told.device, told.versions["torch"]) == ("cpu", torch.__version__)
+    plan, load = told.plan, engine.plan.workload
+    for planned in plan.tiers:
+        assert planned.by_kind == engine.plan.contents(Tier(planned.name))
+        assert planned.planned == sum(planned.by_kind.values()) <= planned.budget
+    assert (sum(plan.read.values()), sum(plan.written.values())) == engine.plan.nvme_traffic()
+    assert set(plan.read) == set(plan.written) == {"parameters", "optimizer state"}
+    assert (
+        plan.written["optimizer state"] == sum(t.numel for t in engine.plan.sub_groups) * load.state_itemsize
+    )
+    assert plan.parameters == sum(piece.numel for group in engine._groups for piece in group.layout.pieces)
+    assert (plan.groups, plan.micro_batches, plan.state_format) == (len(load.groups), 2, "split")
+    settings = {setting.key: (setting.value, setting.origin) for setting in told.configuration.settings}
+    assert settings["tiering.state"] == ("split", "file")
+    assert settings["tiering.verify"] == (False, "default")
+    assert settings["tiering.nvme_budget"] == (engine.plan.budgets.nvme, "auto")
+    assert settings["tiering.host_budget"] == ("64MiB", "file")
+    assert settings["tiering.grad_accum_dtype"] == ("fp32", "auto"), "of two micro-batches"
+    assert settings["tiering.io.engine"] == (engine._tiers.aio.engine, "auto")
+    assert plan.moved_by_format == engine.plan.moved_by_format and len(plan.moved_by_format) > 1
+    assert 0 < plan.host_without_nvme == engine.plan.host_without_nvme
+
+
+def test_an_engine_that_cannot_go_on_says_why(
+    start: Callable[..., Any], micro_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(accumulation=1)
+    ((tokens, targets),) = micro_batches(1)
+    engine.backward(engine(tokens, targets))
+
+    def fail(**_: object) -> None:
+        raise OSError("the disk is gone \udcff" + "!" * 2000)
+
+    monkeypatch.setattr(engine.optimizer, "step", fail)
+    assert engine.snapshot().broken == ""
+    with pytest.raises(OSError, match="gone"):
+        engine.step()
+    told = Snapshot.from_json(engine.snapshot().to_json()).broken
+    assert told.startswith("step 1 was ended by OSError: the disk is gone ?!!!")
+    assert len(told) == 1000
+
+
+def test_saves_are_told(start: Callable[..., Any], tmp_path: Path) -> None:
+    engine = start()
+    assert engine.snapshot().checkpoint == CheckpointStatus()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError):
+        engine.save_checkpoint(tmp_path / "file", tag="nowhere")
+    refused = engine.snapshot().checkpoint
+    assert (refused.saved, refused.failed, refused.path) == (0, 1, str(tmp_path / "file" / "nowhere"))
+    assert refused.error and refused.nbytes == 0
+    engine.save_checkpoint(tmp_path / "saves", tag="first")
+    saved = engine.snapshot().checkpoint
+    assert (saved.under_way, saved.saved, saved.failed, saved.error) == (False, 1, 1, "")
+    assert saved.path == str(tmp_path / "saves" / "first")
+    assert saved.seconds >= saved.stalled > 0
+    assert saved.ended_at >= engine.snapshot().started_at
+    assert saved.nbytes > 0
+
+
+def test_free_room_is_asked_for_now_and_then(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, now, free = start(**STREAMED), 100.0, 5000
+    monkeypatch.setattr(free_memory.time, "monotonic", lambda: now)
+    monkeypatch.setattr(free_memory, "available_memory", lambda: free)
+    monkeypatch.setattr(free_memory, "free_by_file_system", lambda _: {1: free, 2: 7})
+    asked = free_memory.Room(engine._tiers)
+    for moment, there, told in ((100.0, 5000, 5000), (101.9, 4000, 5000), (102.0, 3000, 3000)):
+        now, free = moment, there
+        found = [asked.available(tier) for tier in Tier]
+        assert found == [told, told, told + 7]
+
+    def gone(_: object) -> dict[int, int]:
+        raise FileNotFoundError
+
+    now = 200.0
+    assert asked.device_memory() is None
+    counted = {
+        "allocated_bytes.all.current": 3,
+        "allocated_bytes.all.peak": 9,
+        "reserved_bytes.all.current": 10,
+    }
+    gpu = torch.device("cuda:1")
+    for name, told in (("memory_stats", counted), ("memory_reserved", 4), ("mem_get_info", (60, 100))):
+        monkeypatch.setattr(free_memory.torch.cuda, name, {gpu: told}.__getitem__)
+    on_gpu = free_memory.Room(SimpleNamespace(device=gpu, device_is_host=False, swap=None))
+    monkeypatch.delattr(free_memory.torch.cuda, "mem_get_info")  # while it trains, nobody may ask the driver
+    assert on_gpu.device_memory() == DeviceMemoryStatus(allocated=3, peak=9, reserved=10)
+    assert on_gpu.available(Tier.DEVICE) == 54, "64 were torch's or free at the start"
+    counted["reserved_bytes.all.current"] = 70
+    now = 300.0
+    assert on_gpu.available(Tier.DEVICE) == 0, "others have gone, and torch has what they had"
+    monkeypatch.setattr(free_memory, "free_by_file_system", gone)
+    assert asked.available(Tier.NVME) is None
+    assert [tier.available is not None for tier in start().snapshot().tiers] == [True, True, False]
+    disk = os.statvfs(engine._tiers.swap.directories[0])
+    assert engine.snapshot().tiers[2].capacity == disk.f_blocks * disk.f_frsize, "used by others or not"
+
+
+def test_waits_are_told_by_the_phase_in_which_they_began_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0
+    monkeypatch.setattr(timeline, "time", SimpleNamespace(monotonic_ns=lambda: now))
+    clock = timeline.StallClock(timeline.Timeline())
+
+    def wait(cause: str, seconds: int) -> None:
+        nonlocal now
+        with clock.waiting_for(cause):
+            now += seconds * 10**9
+
+    wait("agreement", 1)
+    clock.phase = "forward"
+    wait("parameters", 2)
+    with clock.waiting_for("checkpoint"):
+        clock.phase = "step"
+        wait("agreement", 4)  # for the checkpoint, too
+        other = threading.Thread(target=wait, args=("parameters", 8))
+        other.start()
+        other.join()
+    with pytest.raises(KeyError), clock.waiting_for("staging"):
+        raise KeyError
+    wait("parameters", 16)
+    assert clock.by_phase() == {
+        "idle": {"agreement": 1.0},
+        "forward": {"parameters": 2.0, "checkpoint": 12.0},
+        "step": {"parameters": 24.0, "staging": 0.0},
+    }
+    assert clock.seconds == {"agreement": 1.0, "parameters": 26.0, "checkpoint": 12.0, "staging": 0.0}
+
+
+def test_a_wait_counts_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0
+    monkeypatch.setattr(timeline, "time", SimpleNamespace(monotonic_ns=lambda: now))
+    clock = timeline.StallClock(timeline.Timeline())
+    begun, over = threading.Barrier(3), threading.Event()
+
+    def wait(cause: str) -> None:
+        with clock.waiting_for(cause), clock.waiting_for("within"):
+            begun.wait(20)
+            over.wait(20)
+
+    clock.phase = "forward"
+    waiting = [threading.Thread(target=wait, args=(cause,)) for cause in ("parameters", "agreement")]
+    for thread in waiting:
+        thread.start()
+    begun.wait(20)
+    clock.phase = "backward"
+    for now in (10**9, 3 * 10**9):  # nobody has stopped to wait yet
+        assert clock.by_phase() == {"forward": {"parameters": now / 1e9, "agreement": now / 1e9}}
+    over.set()
+    for thread in waiting:
+        thread.join()
+    now = 9 * 10**9
+    assert clock.seconds == {"parameters": 3.0, "agreement": 3.0}
+
+
+def test_on_a_device_phases_are_its_own_and_told_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = QueuedDevice(monkeypatch)
+    clock = timeline.PhaseClock(device)
+    device.works(100)
+    for _ in range(2):  # in no time; between the steps the program reads the loss
+        clock.enter("forward")
+        device.works(2)
+        clock.enter("backward")
+        device.works(4)
+        clock.enter("step")
+        device.works(1)
+        clock.enter("idle")
+        assert (clock.phase, clock.seconds) == ("idle", {"idle": 0.0})
+    device.passes(106)
+    assert clock.seconds == pytest.approx({"forward": 2.0, "backward": 4.0, "idle": 0.0})
+    device.passes(8 + 3)  # it has nothing to do for the last three of them
+    clock.enter("forward")
+    device.works(2)
+    clock.enter("backward")
+    assert clock.seconds == pytest.approx({"forward": 4.0, "backward": 8.0, "step": 2.0, "idle": 3.0})
+
+
+def test_on_a_device_a_stall_is_what_it_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU waits for what the device is not out of work for, and runs ahead of what the device waits for."""
+    device = QueuedDevice(monkeypatch)
+    clock = timeline.StallClock(timeline.Timeline())
+    clock.streams = device
+    told: list[dict[str, dict[str, float]]] = []
+
+    def look() -> dict[str, dict[str, float]]:
+        found = clock.by_phase()
+        for phase, causes in (told[-1] if told else {}).items():
+            assert all(found[phase][cause] >= seconds for cause, seconds in causes.items())
+        told.append(found)
+        return {
+            phase: {cause: pytest.approx(seconds) for cause, seconds in causes.items() if seconds}
+            for phase, causes in found.items()
+        }
+
+    clock.phase = "forward"
+    device.works(5)
+    with clock.waiting_for("parameters"):
+        device.passes(3)
+        assert look() == {"forward": {}}, "it has work for two seconds more"
+    with clock.waiting_for("parameters"):
+        device.passes(3)
+        look()  # it is seen to have run dry, a second late
+        device.passes(2)
+        assert look() == {"forward": {"parameters": 2.0}}, "while it goes on: no more than is known"
+    assert look() == {"forward": {"parameters": 3.0}}
+    # A copy that ends in four seconds, and one for computing before it is waited for.
+    device.works(1)
+    clock.hold(Mark(device, device.now + 4 * 10**9), "copies of parameters")
+    clock.phase = "backward"
+    assert look() == {"forward": {"parameters": 3.0}}
+    device.passes(2)
+    look()
+    device.passes(1)
+    assert look() == {"forward": {"parameters": 3.0, "copies of parameters": 1.0}}
+    device.passes(6)
+    assert look() == {"forward": {"parameters": 3.0, "copies of parameters": 3.0}}
+    # A wait of the CPU, and in it one for the copy of what it waited for: told apart, and not twice.
+    with clock.waiting_for("parameters"):
+        device.passes(2)
+        clock.hold(Mark(device, device.now + 5 * 10**9), "copies of parameters")
+        with clock.waiting_for("gradients"):
+            device.passes(6)
+    device.passes(1)
+    assert look() == {
+        "forward": {"parameters": 3.0, "copies of parameters": 3.0},
+        "backward": {"parameters": 3.0, "copies of parameters": 5.0},
+    }
+
+
+class Counted:
+    """Traffic under the test's control."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+
+    def count(self, kind: str, nbytes: int) -> None:
+        self.calls[kind] += 1
+        self.sent[kind] += nbytes
+
+
+def test_a_rank_tells_who_it_is_and_what_it_sent(start: Callable[..., Any], tmp_path: Path) -> None:
+    engine, traffic = start(), Counted()
+    traffic.count("control", 1000)  # building the engine is not part of the first step
+    world = World(rank=1, size=4, local_rank=1, local_size=2)
+    record = RunRecord("many", engine._tiers, engine._schedule.activations, world=world, traffic=traffic)
+    traffic.count("all-gather", 300)
+    traffic.count("reduce", 50)
+    record.end_step()
+    traffic.count("reduce", 70)
+    record.end_step()
+    snapshot = record.snapshot()
+    assert (snapshot.rank, snapshot.world_size) == (1, 4)
+    assert (snapshot.local_rank, snapshot.local_world_size, snapshot.node) == (1, 2, socket.gethostname())
+    assert [(one.kind, one.calls, one.sent_bytes) for one in snapshot.collectives] == [
+        ("control", 1, 1000),
+        ("all-gather", 1, 300),
+        ("reduce", 2, 120),
+    ]
+    assert [step.sent_bytes for step in snapshot.steps] == [350, 70]
+    publisher = record.publish(TelemetryConfig(dir=tmp_path / "pages"))
+    (page,) = find_pages(tmp_path / "pages")
+    publisher.close()
+    assert (page.run_name, page.rank) == ("many", 1)
+
+
+def test_what_goes_over_the_link_is_told_by_step(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, device = start(), QueuedDevice(monkeypatch)
+    assert engine.snapshot().link is None, "the CPU is the device"
+    stats = {"h2d": LinkStats(1000, 1, 0.5), "d2h": LinkStats()}  # building the engine is no step
+    linked = copy.copy(engine._tiers)
+    linked.streams, linked.copies = device, SimpleNamespace(stats=lambda: dict(stats))
+    record = RunRecord("linked", linked, engine._schedule.activations, link_rate=52_500_000_000)
+    stats |= {"h2d": LinkStats(1700, 3, 0.75)}
+    with record.phase("forward"):
+        device.works(2)
+    device.passes(2)
+    record.end_step()
+    stats |= {"h2d": LinkStats(1800, 4, 1.0), "d2h": LinkStats(30, 2, 0.25)}
+    record.end_step()
+    snapshot = record.snapshot()
+    assert [(one.h2d_bytes, one.d2h_bytes, one.forward) for one in snapshot.steps] == [
+        (700, 0, 2.0),
+        (100, 30, 0.0),
+    ]
+    assert snapshot.link == LinkStatus(CopyStatus(1800, 4, 1.0), CopyStatus(30, 2, 0.25), 52_500_000_000)
+
+
+def test_an_engine_on_a_device_tells_its_copies_and_waits(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine as it is, on a device made of CPU memory; events say of nothing that it is over."""
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2)]
+    with FakeDevice(answers=never) as device:
+        device.run_engines(monkeypatch)
+        offloaded = {"offload_param": "cpu", "offload_optimizer": "cpu", "threshold": 0}
+        engine = start(nn.Sequential(*layers), precision="fp32", accumulation=1, **offloaded)
+        engine.trace(tmp_path / "trace.json")
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 64, device=DEVICE)).sum())
+            engine.step()
+        device.streams.synchronize()
+        snapshot = engine.snapshot()
+    trained = sum(4 * parameter.numel() for layer in layers for parameter in layer.parameters())
+    assert snapshot.link is not None
+    assert snapshot.link.d2h.bytes == 2 * trained <= snapshot.link.h2d.bytes
+    assert {"copies of parameters", "copies of gradients"} <= set(snapshot.stalls)
+    told = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"h2d", "d2h", "wait"} <= {event.get("cat") for event in told}
+
+
+def test_one_rank_alone_sends_nothing(start: Callable[..., Any]) -> None:
+    snapshot = start().snapshot()
+    assert (snapshot.rank, snapshot.world_size, snapshot.collectives) == (0, 1, [])
+
+
+@pytest.mark.parametrize("wrong", ["parent", "mode", "temporary"])
+def test_a_run_directory_that_cannot_be_used_stops_no_training(
+    wrong: str,
+    start: Callable[..., Any],
+    micro_batches: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    directory = tmp_path / "no" / "parent" if wrong == "parent" else tmp_path / "open"
+    monkeypatch.setenv("TIERING_RUN_DIR", str(directory))
+    if wrong == "temporary":  # the default, which anybody may have made before
+        monkeypatch.delenv("TIERING_RUN_DIR")
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        directory = tmp_path / f"tiering-{os.geteuid()}"
+        directory.symlink_to(tmp_path / "open")
+    engine = start(**STREAMED, telemetry={"enabled": True})
+    message = next(text for text in caplog.messages if "[TIER-TELEMETRY]" in text)
+    assert str(directory) in message
+    private = Path(message.partition("tierd --dir ")[2].partition(" ")[0])
+    (page,) = find_pages(private)
+    for tokens, targets in micro_batches(1):
+        engine.backward(engine(tokens, targets))
+        engine.step()
+    engine.close()
+    assert not private.exists()
+    assert page.path.parent == private and engine.micro_steps == 1
+
+
+def test_a_directory_that_the_configuration_names_must_hold_pages(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    with pytest.raises(TelemetryError, match=r"run directory .*no/parent cannot be used"):
+        start(**STREAMED, telemetry={"enabled": True, "dir": str(tmp_path / "no" / "parent")})

@@ -1,0 +1,202 @@
+"""The flat layout: aligned, padded, without overlap, and the same bytes however it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero3.params.layout import (
+    QUANTUM,
+    FlatLayout,
+    Piece,
+    lay_out,
+    product,
+    segments,
+    shard,
+    shard_ranges,
+    tiles,
+)
+
+shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple) | st.sampled_from([(), (0,), (64, 65), (4097,)])
+flags = st.lists(st.tuples(shapes, st.booleans()), max_size=12)
+
+
+def laid_out(params: list[tuple[tuple[int, ...], bool]], itemsize: int, world_size: int) -> FlatLayout:
+    named = [(10 + i, f"p{i}", shape, trainable) for i, (shape, trainable) in enumerate(params)]
+    return lay_out(named, itemsize, world_size)
+
+
+@given(params=flags, itemsize=st.sampled_from([2, 4]), world_size=st.integers(1, 5))
+def test_the_layout_keeps_its_promises(
+    params: list[tuple[tuple[int, ...], bool]], itemsize: int, world_size: int
+) -> None:
+    layout = laid_out(params, itemsize, world_size)
+    given_order = [(10 + i, f"p{i}", shape, trainable) for i, (shape, trainable) in enumerate(params)]
+    wanted = [p for p in given_order if p[3]] + [p for p in given_order if not p[3]]
+    assert [(p.index, p.name, p.shape, p.trainable) for p in layout.pieces] == wanted
+
+    end = 0
+    for piece in layout.pieces:
+        assert piece.start * itemsize % 256 == 0
+        assert piece.start >= end  # no overlap, in order
+        assert piece.numel == product(piece.shape) == piece.end - piece.start
+        assert (
+            piece.end <= layout.trainable_numel if piece.trainable else piece.start >= layout.trainable_numel
+        )
+        end = piece.end
+    assert end <= layout.numel
+
+    trained, frozen = layout.trainable_numel, layout.numel - layout.trainable_numel
+    for numel, kind in ((trained, True), (frozen, False)):
+        assert numel % (QUANTUM * world_size) == 0
+        assert QUANTUM * 2 % 4096 == 0  # every boundary is one of 4096 bytes, in the smallest dtype
+        used = sum(
+            -(-p.numel * itemsize // 256) * 256 // itemsize for p in layout.pieces if p.trainable is kind
+        )
+        assert used <= numel + 256 // itemsize
+        assert numel < used + QUANTUM * world_size  # and no more padding than that
+
+
+@given(params=flags, data=st.data())
+def test_segments_are_found_wherever_a_range_begins(
+    params: list[tuple[tuple[int, ...], bool]], data: st.DataObject
+) -> None:
+    layout = laid_out(params, 2, 1)
+    start, end = sorted(data.draw(st.tuples(st.integers(0, layout.numel), st.integers(0, layout.numel))))
+    wanted = [
+        (piece.index, max(piece.start, start), min(piece.end, end) - max(piece.start, start))
+        for piece in layout.pieces
+        if max(piece.start, start) < min(piece.end, end)
+    ]
+    assert [
+        (each.piece.index, each.start, each.numel) for each in segments(layout.pieces, start, end)
+    ] == wanted
+
+
+def test_segments_look_at_few_pieces_of_a_large_group() -> None:
+    class Watched(tuple[Piece, ...]):  # noqa: SLOT001 (it counts)
+        looks = 0
+
+        def __getitem__(self, at: int) -> Piece:  # type: ignore[override] # no slices are taken
+            self.looks += 1
+            return super().__getitem__(at)
+
+        def __iter__(self) -> Iterator[Piece]:
+            raise AssertionError("all pieces are looked at")
+
+    layout = laid_out([((64, 64), True)] * 1000, 2, 1)
+    pieces = Watched(layout.pieces)
+    found = list(segments(pieces, 900 * 4096 + 10, 900 * 4096 + 20))
+    assert [(each.piece.index, each.numel) for each in found] == [(910, 10)]
+    assert pieces.looks < 20
+
+
+@given(params=flags, world_size=st.integers(1, 4), tile=st.integers(1, 9).map(lambda n: n * 512))
+def test_tiles_and_segments_cover_every_parameter_once(
+    params: list[tuple[tuple[int, ...], bool]], world_size: int, tile: int
+) -> None:
+    layout = laid_out(params, 2, world_size)
+    cut = list(tiles(layout.numel, tile))
+    assert [start for start, _ in cut] == list(range(0, layout.numel, tile))
+    assert [end for _, end in cut] == [start for start, _ in cut[1:]] + [layout.numel] * bool(cut)
+    covered: dict[int, list[tuple[int, int]]] = {piece.index: [] for piece in layout.pieces}
+    for start, end in cut:
+        last = start
+        for segment in segments(layout.pieces, start, end):
+            assert last <= segment.start < segment.start + segment.numel <= end
+            last = segment.start + segment.numel
+            covered[segment.piece.index].append((segment.start, last))
+    for piece in layout.pieces:
+        parts = covered[piece.index]
+        if piece.numel == 0:
+            assert parts == []
+            continue
+        assert parts[0][0] == piece.start
+        assert parts[-1][1] == piece.end
+        assert all(before[1] == after[0] for before, after in pairwise(parts))
+
+
+@given(params=flags, world_size=st.integers(1, 6))
+def test_shards_are_equal_and_cover_everything(
+    params: list[tuple[tuple[int, ...], bool]], world_size: int
+) -> None:
+    layout = laid_out(params, 4, world_size)
+    ranges = [shard_ranges(layout, world_size, rank) for rank in range(world_size)]
+    edges = (0, layout.trainable_numel, layout.numel)
+    for part, (begin, end) in enumerate(pairwise(edges)):
+        mine = [both[part] for both in ranges]
+        assert (mine[0].start, mine[-1].stop) == (begin, end)
+        assert all(before.stop == after.start for before, after in pairwise(mine))
+        assert {len(share) for share in mine} == {(end - begin) // world_size}
+        assert len(mine[0]) * 2 % 4096 == 0
+
+
+@given(params=flags, world_size=st.integers(1, 6), trainable_only=st.booleans())
+def test_shards_hold_every_element_of_every_parameter_once(
+    params: list[tuple[tuple[int, ...], bool]], world_size: int, trainable_only: bool
+) -> None:
+    layout = laid_out(params, 4, world_size)
+    whole = {piece.index: piece for piece in layout.pieces}
+    seen: dict[int, list[int]] = {piece.index: [] for piece in layout.pieces}
+    for rank in range(world_size):
+        kept = shard(layout, world_size, rank, trainable_only=trainable_only)
+        prefix, rest = shard_ranges(layout, world_size, rank)
+        assert kept.trainable_numel == len(prefix)
+        assert kept.numel == len(prefix) + (0 if trainable_only else len(rest))
+        for part in kept.pieces:
+            piece = whole[part.index]
+            assert (part.name, part.shape, part.trainable) == (piece.name, piece.shape, piece.trainable)
+            assert part.start * 4 % 256 == 0
+            # What lies at ``start`` of the shard lies here in the whole.
+            base = prefix.start if part.trainable else rest.start - len(prefix)
+            assert base + part.start == piece.start + part.first
+            assert part.end <= (kept.trainable_numel if part.trainable else kept.numel)
+            seen[part.index] += range(part.first, part.first + part.numel)
+    for index, elements in seen.items():
+        wanted = whole[index].trainable or not trainable_only
+        assert elements == (list(range(whole[index].numel)) if wanted else [])
+
+
+def test_an_example_by_hand() -> None:
+    params = [
+        (0, "w", (10, 20), True),
+        (1, "frozen", (3000,), False),
+        (2, "b", (5,), True),
+        (3, "s", (), True),
+    ]
+    assert lay_out(params, 2) == FlatLayout(
+        (
+            Piece(0, "w", 0, (10, 20), 200, True),
+            Piece(2, "b", 256, (5,), 5, True),
+            Piece(3, "s", 384, (), 1, True),
+            Piece(1, "frozen", 2048, (3000,), 3000, False),
+        ),
+        trainable_numel=2048,
+        numel=6144,
+    )
+    assert lay_out(params, 4).pieces[1].start == 256
+    assert lay_out(params, 2, world_size=3).trainable_numel == 6144
+    assert lay_out([], 2) == FlatLayout((), 0, 0)
+
+
+def test_segments_leave_padding_out() -> None:
+    pieces = lay_out([(0, "w", (200,), True), (1, "b", (5,), True)], 2).pieces
+    found = [(s.piece.name, s.start, s.numel) for s in segments(pieces, 100, 260)]
+    assert found == [("w", 100, 100), ("b", 256, 4)]
+    assert list(segments(pieces, 200, 256)) == []
+
+
+def test_what_does_not_divide_is_caught() -> None:
+    with pytest.raises(AssertionError, match="10 elements do not divide into 3 shards"):
+        shard_ranges(FlatLayout((), 10, 10), 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "numel"), [((), 1), ((0, 5), 0), ((2, 3, 4), 24), ((1 << 20, 1 << 20), 1 << 40)]
+)
+def test_product(shape: tuple[int, ...], numel: int) -> None:
+    assert product(shape) == numel

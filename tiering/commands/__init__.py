@@ -1,0 +1,1 @@
+"""The subcommands of ``tiering``, one file each."""

@@ -1,0 +1,125 @@
+"""``tiering check``: what becomes of each key of a configuration file, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tiering.errors import ConfigError
+
+LOADS, REFUSED, UNREADABLE = 0, 1, 2
+
+
+def add_arguments(check: argparse.ArgumentParser) -> None:
+    check.description = (
+        "Says of each key what it is here: honoured, mapped, of no effect, deprecated or refused."
+    )
+    check.epilog = (
+        "exit code: 0 the file loads, 1 keys are refused (with --strict also: do nothing, or are deprecated), 2 it"
+        " cannot be read."
+    )
+    check.add_argument(
+        "file", type=_file, help="a ds_config.json, - for stdin; comments and trailing commas are fine"
+    )
+    check.add_argument(
+        "--ranks",
+        type=_ranks,
+        default=1,
+        metavar="N",
+        help="for training with N ranks (default: %(default)s)",
+    )
+    check.add_argument(
+        "--strict", action="store_true", help="also fail for keys without effect and deprecated ones"
+    )
+    check.add_argument("--all", action="store_true", help="also show what the file does not set")
+    check.add_argument("--json", action="store_true", help="print JSON")
+    check.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help='a config.json of transformers, for what "auto" makes of its sizes',
+    )
+    check.add_argument(
+        "--args",
+        nargs="+",
+        default=[],
+        type=_argument,
+        metavar="NAME=VALUE",
+        help='of the trainer, for "auto", as learning_rate=2e-5 per_device_train_batch_size=4',
+    )
+    check.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from tiering.config.ds_config import examine
+
+    try:
+        _, report = examine(options.file, world_size=options.ranks, known=_known(options))
+    except ConfigError as error:
+        print(f"tiering check: {error}", file=sys.stderr)
+        return UNREADABLE
+    wrong = [*report.refused, *((*report.without_effect, *report.deprecated) if options.strict else ())]
+    code = REFUSED if wrong else LOADS
+    if options.json:
+        print(json.dumps(report.as_json() | {"exit_code": code}, indent=2, allow_nan=False))
+        return code
+
+    from rich.console import Console
+
+    console = Console()
+    # With a closed pipe, rich exits with its own code, which means "refused" here: let it write to a string.
+    with console.capture() as table:
+        console.print(report.shown(console.width, defaults=options.all))
+    print(table.get(), end="")
+    if report.outcome:
+        print(report.outcome)
+    counts = report.counts().items()
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts if count), flush=True)
+    for entry in wrong:
+        line = "" if entry.line is None else f":{entry.line}"
+        print(f"{options.file}{line}: {entry.verdict}: {entry.key}: {entry.note}", file=sys.stderr)
+    return code
+
+
+def _known(options: argparse.Namespace) -> Any:
+    from tiering.config.ds_config.auto import Known, hidden_size_of
+    from tiering.strict_json import FormatError, parse
+
+    hidden_size, dtype = None, None
+    if options.model is not None:
+        path = options.model / "config.json" if options.model.is_dir() else options.model
+        try:
+            model = parse(path.read_bytes(), constant=float)
+        except OSError as problem:
+            raise ConfigError(
+                f"cannot read the model's configuration {path}: {problem.strerror}"
+            ) from problem
+        except FormatError as problem:
+            raise ConfigError(f"the model's configuration {path} cannot be used: {problem}") from problem
+        hidden_size = hidden_size_of(model)
+        dtypes = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+        dtype = dtypes.get(str(model.get("dtype", model.get("torch_dtype"))))
+    return Known(hidden_size=hidden_size, dtype=dtype, arguments=dict(options.args))
+
+
+def _file(text: str) -> Path:
+    return Path("/dev/stdin" if text == "-" else text)
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"at least 1 rank trains, not {text}")
+    return int(text)
+
+
+def _argument(text: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"NAME=VALUE is needed, not {text!r}")
+    try:
+        return name, json.loads(value.lower() if value in ("True", "False") else value)
+    except ValueError:
+        return name, value

@@ -1,0 +1,357 @@
+"""``tiering plan``: from what a command line says to a report. Without torch, unless a model has to be built."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiering.errors import ConfigError, SwapSpaceError, TieringError
+
+if TYPE_CHECKING:
+    from tiering.config.training import IoConfig, TieringConfig
+    from tiering.placement.plan import Workload
+    from tiering.planning.measure import Measurement
+    from tiering.planning.profiles import Profile
+    from tiering.planning.rates import Rates
+    from tiering.planning.report import PlanReport
+    from tiering.planning.setting import Setting
+
+LEAST_MEMORY = 1 << 20  # bytes
+FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 1, 2
+
+EPILOG = """\
+sizes: 4K, 1M, 1GiB (1024-based) or 1GB (10^9), as in the configuration; budgets are of a node, for all its ranks.
+exit code: 0 it fits, 1 it does not (what would make it fit is printed), 2 the question was wrong.
+"""
+
+_SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_RATE = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kMGTP]?)(?:B|FLOPS?|FLOP)?(?:/s)?", re.ASCII)
+RATE_NAMES = {
+    "nvme-read": "read from all drives of a node: 7GB/s",
+    "nvme-write": "written to them",
+    "nvme-mixed": "read and written at once",
+    "host-copy": "copied within host memory",
+    "host-memory": "read and written there by CPUs and links together",
+    "device-link": "one way between host memory and a GPU",
+    "device-link-both": "both ways together, at the same time",
+    "device-memory": "of a GPU's own memory",
+    "optimizer": "elements stepped by the CPUs of a node: 1.5G",
+    "gradients": "elements of gradients taken in by the CPUs",
+    "flops": "of each device, in the compute dtype: 165T",
+    "network": "sent by each rank",
+    "checksum": "summed by the I/O thread of each rank, for tiering.verify",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``tiering plan`` can be asked."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--params", type=_count, metavar="N", help="a decoder of about N parameters: 350M, 7B")
+    what.add_argument(
+        "--model", type=Path, metavar="PATH", help="a transformers config.json, or its directory"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON: bytes and seconds")
+
+    _add_training(parser.add_argument_group("how it is trained"))
+    _add_machine(parser.add_argument_group("where"))
+    _add_rates(parser.add_argument_group("how fast that is; bytes per second unless named"))
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a ds_config.json (default: bf16, AdamW, stage 3, all to nvme)",
+    )
+    group.add_argument("--state", metavar="FORMAT", help="fp32, split, bf16 or split+bf16")
+    group.add_argument("--micro-batches", type=_positive, metavar="N", help="in a step")
+    group.add_argument(
+        "--tokens", type=_positive, metavar="N", help="in a micro-batch, of each rank (default: 4096)"
+    )
+    group.add_argument(
+        "--sequence",
+        type=_positive,
+        metavar="N",
+        help="tokens of a sequence (default: those of a micro-batch)",
+    )
+    group.add_argument("--checkpointing", action="store_true", help="backward computes each forward again")
+
+
+def _add_machine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--profile", metavar="NAME", help="a machine of docs/tools/sizing.md, by its data sheets"
+    )
+    group.add_argument("--gpu", type=memory_size, metavar="SIZE", help="memory of each GPU (default: no GPU)")
+    group.add_argument(
+        "--ranks", type=_positive, metavar="N", help="on all nodes (default: 1, or a profile's)"
+    )
+    group.add_argument(
+        "--nodes",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="(default: 1); no profile knows the network between them",
+    )
+    for tier in ("device", "host", "nvme"):
+        group.add_argument(
+            f"--{tier}-budget",
+            type=memory_size,
+            metavar="SIZE",
+            help="(default: the profile's, the configuration's, or this machine's)",
+        )
+
+
+def _add_rates(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--measure",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="this machine, with the disks behind DIR ...; what was measured in the last seven days is not again",
+    )
+    group.add_argument("--measure-again", action="store_true", help="all of it, whatever is known")
+    group.add_argument("--save-rates", type=Path, metavar="FILE", help="keep what was measured")
+    group.add_argument("--rates", type=Path, metavar="FILE", help="what was kept")
+    for name, text in RATE_NAMES.items():
+        group.add_argument(f"--{name}", type=_rate, metavar="RATE", help=text)
+    group.add_argument(
+        "--tbw",
+        type=_written,
+        metavar="SIZE",
+        help="bytes that a node's drives may be written in their life: 1200TB, or 1200 alone",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answer, and return the exit code."""
+    try:
+        report = answer(options)
+    except (TieringError, OSError) as error:
+        elsewhere = isinstance(error, SwapSpaceError) and not options.measure
+        hint = "; for a machine that is not this one, give --nvme-budget" if elsewhere else ""
+        print(f"tiering plan: {error}{hint}", file=sys.stderr)
+        return CANNOT_TELL
+    if options.measure and not report.fits:
+        print("nothing was measured, since the model does not fit", file=sys.stderr)
+    if options.json:
+        print(json.dumps(report.as_dict(), indent=1))
+    else:
+        from rich.console import Console
+
+        console = Console()
+        with console.capture() as text:  # rich has an exit code of its own for a closed pipe
+            report.print(console)
+        print(text.get(), end="")
+    return FITS if report.fits else DOES_NOT_FIT
+
+
+def answer(options: argparse.Namespace) -> PlanReport:
+    """The report that ``options`` ask for."""
+    from tiering.planning.setting import TOKENS, Setting
+
+    if options.save_rates is not None and not options.measure:
+        raise ConfigError("--save-rates keeps what --measure finds: give both")
+    if options.measure_again and not options.measure:
+        raise ConfigError("--measure-again says how --measure DIR works: give both")
+    profile = _profile(options.profile)
+    ranks = options.ranks or (profile.devices * options.nodes if profile else 1)
+    if ranks % options.nodes:
+        from tiering.text import counted
+
+        raise ConfigError(f"{counted(ranks, 'rank')} cannot be divided over {counted(options.nodes, 'node')}")
+    gpu = options.gpu if options.gpu is not None else profile.device.memory_bytes if profile else None
+    endurance = profile.endurance if profile else None
+    setting = Setting(
+        world_size=ranks,
+        local_size=ranks // options.nodes,
+        gpu_memory=gpu,
+        tokens=options.tokens or TOKENS,
+        sequence=options.sequence,
+        checkpointed=options.checkpointing,
+        endurance=endurance if options.tbw is None else options.tbw,
+    )
+    config = _config(options, profile, ranks)
+    rates = _rates(options, profile, setting, config.tiering.io)
+    if options.model is None:
+        from tiering.planning.sizing import plan_of_size
+
+        return plan_of_size(options.params, config, setting, rates)
+    import tiering
+
+    return tiering.plan_for(
+        model=options.model,
+        config=config,
+        world_size=setting.world_size,
+        ranks_per_node=setting.local_size,
+        gpu_memory=setting.gpu_memory,
+        rates=rates,
+        tokens=setting.tokens,
+        sequence=setting.sequence,
+        checkpointed=setting.checkpointed,
+        endurance=setting.endurance,
+    )
+
+
+def _profile(name: str | None) -> Profile | None:
+    from tiering.planning.profiles import PROFILES
+
+    if name is not None and name not in PROFILES:
+        raise ConfigError(f"there is no profile {name!r}; there are {', '.join(PROFILES)}")
+    return None if name is None else PROFILES[name]
+
+
+def _config(options: argparse.Namespace, profile: Profile | None, ranks: int) -> TieringConfig:
+    """The configuration: the file's or the usual one, with what the command line says in its place."""
+    from tiering.config import ds_config
+    from tiering.config.training import OptimizerConfig
+    from tiering.planning.setting import profile_budgets, usual_config, with_changes
+
+    if options.config is None:
+        directory = options.measure[0] if options.measure else Path()
+        if profile is None and options.nvme_budget is None and not options.measure:
+            print(
+                f"nvme budget: from what is free in {directory.absolute()}; for another machine give --nvme-budget",
+                file=sys.stderr,
+            )
+        config = usual_config(directory, world_size=ranks)
+    else:
+        config, _ = ds_config.load(options.config, world_size=ranks)
+        if config.optimizer is None:
+            print(f"{options.config} names no optimizer; AdamW is assumed", file=sys.stderr)
+            config = config.model_copy(update={"optimizer": OptimizerConfig()})
+    keys = ("device_budget", "host_budget", "nvme_budget", "state")
+    given = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
+    tiers = {} if profile is None else profile_budgets(profile)
+    return with_changes(config, micro_batches=options.micro_batches, tiers=tiers | given)
+
+
+def _rates(
+    options: argparse.Namespace, profile: Profile | None, setting: Setting, io: IoConfig
+) -> Callable[[Workload], Rates]:
+    """The profile's rates, with what a file says in their place, then what is measured, then what is given."""
+    from tiering.planning.rates import Rates
+
+    kept = Rates.load(options.rates) if options.rates is not None else Rates()
+    given = Rates(**{field.name: getattr(options, field.name) for field in fields(Rates)})
+
+    def known(load: Workload) -> Rates:
+        rates = profile.rates(load) if profile is not None else Rates()
+        if options.nodes > 1:
+            rates = replace(rates, network=None)  # a profile's is that within a node
+        rates = rates.updated(kept)
+        if options.measure:
+            import tiering
+
+            shelf = _Shelf(options.measure_again)
+            measured = tiering.measure_rates(
+                *options.measure,
+                workload=load,
+                on_gpu=setting.gpu_memory is not None,
+                tokens=setting.tokens,
+                io=io,
+                take=shelf.take,
+            )
+            shelf.say()
+            if options.save_rates is not None:
+                measured.save(options.save_rates)
+            rates = rates.updated(measured)
+        return rates.updated(given)
+
+    return known
+
+
+class _Shelf:
+    """Takes the rates that are saved and fresh, unless ``again``; measures the others, and saves them."""
+
+    def __init__(self, again: bool) -> None:
+        from tiering.planning.saved_rates import SavedRates
+
+        self._saved = SavedRates.of_user()
+        self._again = again
+        self._taken: list[str] = []
+
+    def take(self, part: Measurement) -> Rates:
+        from tiering.planning import saved_rates
+        from tiering.planning.others import remark
+
+        record = None if self._again else self._saved.find(part)
+        if record is not None:
+            beside = f" ({remark(record.others)})" if remark(record.others) else ""
+            self._taken.append(f"{part.name} of {record.measured.astimezone():%Y-%m-%d %H:%M}{beside}")
+            return record.rates
+        print(f"measuring: {part.name}", file=sys.stderr, flush=True)
+        record = saved_rates.measured(part)
+        if remark(record.others):
+            print(f"{part.name}: measured {remark(record.others)}", file=sys.stderr)
+        self._saved.save(part, record)
+        return record.rates
+
+    def say(self) -> None:
+        """From when those are that were not measured now."""
+        if self._taken:
+            told = ", ".join(self._taken)
+            print(f"rates as measured before: {told}; --measure-again for new ones", file=sys.stderr)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"at least 1, not {number}")
+    return number
+
+
+def _said(read: Callable[[str], Any], text: str) -> Any:
+    """What ``read`` makes of ``text``; argparse does not show the words of a ValueError."""
+    try:
+        return read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _size(text: str) -> int:
+    from tiering.config.fields import parse_size
+
+    size: int = _said(parse_size, text)
+    return size
+
+
+def memory_size(text: str) -> int:
+    """``24GiB``. A number alone is bytes, and so few of them are a unit that was forgotten."""
+    nbytes = _size(text)
+    if 0 < nbytes < LEAST_MEMORY:
+        number = text.strip()
+        remedy = f"did you mean {number}GiB?" if number.isdigit() else "give at least 1MiB"
+        raise argparse.ArgumentTypeError(f"{number} is {nbytes} bytes; {remedy}")
+    return nbytes
+
+
+def _written(text: str) -> int:
+    """``1200TB``; a number alone is in TB, as data sheets give it."""
+    return _size(text if text.strip()[-1:].isalpha() else f"{text}TB")
+
+
+def _count(text: str) -> int:
+    from tiering.planning.sizing import parse_count
+
+    count: int = _said(parse_count, text)
+    return count
+
+
+def _rate(text: str) -> float:
+    """``3GB/s``, ``165T`` or a number: decimal, as data sheets are."""
+    match = _RATE.fullmatch(text.strip())
+    rate = float(match[1]) * _SCALES[match[2]] if match else 0.0
+    if not rate:
+        raise argparse.ArgumentTypeError(
+            f"a rate is a number above 0, as '3GB/s', '165T' or '2e9', not {text!r}"
+        )
+    return rate

@@ -1,0 +1,111 @@
+"""What a configuration that was read comes to: values by their keys, in words, and in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tiering.config.ds_config.keys import KEYS
+from tiering.config.ds_config.report import Entry, Origin
+from tiering.config.ds_config.verdicts import Key, Verdict
+from tiering.config.optimizer import RULES
+from tiering.config.scheduler import PARAMS
+from tiering.config.training import OptimizerConfig, SchedulerConfig, TieringConfig
+
+
+def tells(rule: Key, value: object) -> bool:
+    """Whether the key would have ``value`` for a field that is ``value``: some have true, say, for "bf16"."""
+    try:
+        return rule.read is None or rule.read(value) == value
+    except ValueError:
+        return False
+
+
+def shown(entry: Entry, config: TieringConfig) -> Entry:
+    """``entry`` with the default in place of an "auto" that comes to it."""
+    rule = KEYS.get(entry.key)
+    if entry.origin is not Origin.AUTO or entry.value != "auto" or rule is None:
+        return entry
+    if not rule.to or not _applies(rule.to, config):
+        return entry
+    value = value_of(config, rule.to)
+    return replace(entry, value=value) if tells(rule, value) else entry
+
+
+def defaults(config: TieringConfig, given: Mapping[str, Entry]) -> Iterator[Entry]:
+    """The settings that nobody gave, by the first of their names in use, with what the rest has made of them."""
+    settled = {KEYS[key].to for key in given if key in KEYS}
+    for key, rule in KEYS.items():
+        if not rule.to or rule.to in settled or rule.verdict is Verdict.DEPRECATED:
+            continue
+        if _applies(rule.to, config) and tells(rule, value := value_of(config, rule.to)):
+            settled.add(rule.to)
+            yield Entry(key, value, rule.verdict, description(rule.to), Origin.DEFAULT)
+
+
+def _applies(to: str, config: TieringConfig) -> bool:
+    """Whether the field ``to`` matters in ``config``."""
+    section, _, rest = to.partition(".")
+    if section == "optimizer":
+        return config.optimizer is not None and rest in RULES[config.optimizer.type]
+    if section == "scheduler":
+        name = rest.removeprefix("params.")
+        return config.scheduler is not None and name in PARAMS[config.scheduler.type].model_fields
+    if section == "loss_scale":
+        return "fp16" in (config.precision, config.autocast)
+    if section == "cast_inputs":
+        return config.precision == "fp16"
+    if section == "monitor":
+        return bool(getattr(config.monitor, rest.partition(".")[0]).enabled)
+    return True
+
+
+def value_of(config: TieringConfig, path: str) -> object:
+    """The field of ``config`` at the dotted ``path``, in values that JSON has."""
+    found: Any = config.model_dump(mode="json", include=_nested(path.split(".")))
+    for name in path.split("."):
+        found = found[name]
+    return found
+
+
+def _nested(names: list[str]) -> Any:
+    return {names[0]: _nested(names[1:]) if len(names) > 1 else True}
+
+
+def description(path: str) -> str:
+    """What the schema says about the field at the dotted ``path``."""
+    *sections, name = path.split(".")
+    if sections == ["scheduler", "params"]:
+        return next(str(p.model_fields[name].description) for p in PARAMS.values() if name in p.model_fields)
+    model: Any = TieringConfig
+    for section in sections:
+        model = _SCHEMAS.get(section) or model.model_fields[section].annotation
+    return str(model.model_fields[name].description)
+
+
+_SCHEMAS = {"optimizer": OptimizerConfig, "scheduler": SchedulerConfig}
+
+
+def outcome(config: TieringConfig) -> str:
+    """What ``config`` comes to, in one line."""
+    zero, accumulation, ranks = config.zero, config.gradient_accumulation_steps, config.world_size
+    batch = f"batch {config.train_batch_size}"
+    if accumulation * ranks > 1:
+        factors = [f"{config.micro_batch_size}", f"{accumulation} micro-batches", f"{ranks} ranks"]
+        batch += (
+            f" = {' x '.join(factors[:1] + factors[1:2] * (accumulation > 1) + factors[2:] * (ranks > 1))}"
+        )
+    autocast = f" under autocast to {config.autocast}" if config.autocast else ""
+    parts = [batch, f"{config.precision}{autocast}", f"ZeRO stage {zero.stage}"]
+    if zero.offload_param.device != "none":
+        parts.append(f"parameters on {zero.offload_param.device}")
+    if zero.offload_optimizer.device != "none":
+        parts.append(f"optimizer state on {zero.offload_optimizer.device}")
+    if config.optimizer is not None:
+        adamw = config.optimizer.type == "Adam" and config.optimizer.decoupled
+        parts.append("Adam as AdamW" if adamw else config.optimizer.type)
+    if config.scheduler is not None:
+        parts.append(config.scheduler.type)
+    clipping = config.gradient_clipping
+    return ", ".join([*parts, f"gradients clipped at {clipping:g}" if clipping else "no clipping"])

@@ -1,0 +1,1 @@
+"""The machine: CPUs, NUMA nodes, drives, control groups, and kernel files. No torch."""

@@ -1,0 +1,482 @@
+"""What is behind a directory: its file system, and the drives under that, as the kernel tells of them. No torch.
+
+Of mounts /proc/self/mountinfo tells, of block devices sysfs. Neither tells everything everywhere: containers hide
+parts, hypervisors invent others, drivers leave files out. So what is not told, or makes no sense, is None, and nothing
+here raises for it. Serial numbers are not read: what is found ends up in reports and issues.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tiering.host.kernel_files import listed, number, said
+
+SYSFS = Path("/sys")
+MOUNTINFO = Path("/proc/self/mountinfo")
+
+Kind = Literal["disk", "network", "memory", "overlay", "unknown"]
+
+SECTOR = 512
+"""Bytes: the unit of a block device's ``size`` and ``stat``, whatever its sectors are."""
+
+_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"})
+_NETWORK = frozenset(
+    {
+        "9p",
+        "acfs",
+        "afs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "coda",
+        "fuse",
+        "glusterfs",
+        "gpfs",
+        "lustre",
+        "nfs",
+        "nfs4",
+    }
+    | {"orangefs", "panfs", "prl_fs", "pvfs2", "smb3", "smbfs", "vboxsf", "virtiofs", "vmhgfs", "wekafs"}
+)
+
+# Transfers per second of a lane: (generation, part of the bits that are data).
+_PCIE = {
+    2.5: ("1.0", 8 / 10),
+    5.0: ("2.0", 8 / 10),
+    8.0: ("3.0", 128 / 130),
+    16.0: ("4.0", 128 / 130),
+    32.0: ("5.0", 128 / 130),
+    # Of each flit of 256 bytes, 6 are link control, 8 a checksum and 6 error correction.
+    64.0: ("6.0", 236 / 256),
+}
+_PCIE_LANES = frozenset({1, 2, 4, 8, 12, 16, 32})  # 0, 63 and 255 stand for "unknown"
+
+# By a directory above the device; the first match counts.
+_TRANSPORTS = (
+    (re.compile(r"usb\d+"), "usb"),
+    (re.compile(r"ata\d+"), "sata"),
+    (re.compile(r"virtio\d+"), "virtio"),
+    (re.compile(r"session\d+"), "iscsi"),
+    (re.compile(r"rport-.*"), "fc"),
+    (re.compile(r"end_device-.*"), "sas"),
+    (re.compile(r"mmc\d+"), "mmc"),
+    (re.compile(r"vbd-\d+"), "xen"),
+    (re.compile(r"VMBUS:.*|vmbus.*", re.IGNORECASE), "vmbus"),
+)
+
+_LAYERS = {"LVM": "LVM", "CRYPT": "crypt", "mpath": "multipath", "DMRAID": "dmraid"}  # how dm's uuids begin
+_DEEPEST = 8  # layers: a stack that looks deeper is a loop
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """What is mounted. ``upper`` is what an overlay writes to, where this process can see it."""
+
+    type: str
+    kind: Kind
+    source: str
+    mount_point: str
+    options: tuple[str, ...]
+    upper: FileSystem | None = None
+
+    def __str__(self) -> str:
+        # Values name hosts, users and other people's directories, except those that tune a disk.
+        told = [option for option in self.options if self.kind == "disk" or "=" not in option]
+        return f"{self.type} on {self.source} at {self.mount_point} ({','.join(told)})"
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a drive is attached by, and the bytes per second that passes in one direction, protocol included."""
+
+    name: str
+    bytes_per_second: float
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.bytes_per_second / 1e9:.1f} GB/s"
+
+
+@dataclass(frozen=True)
+class Drive:
+    """A block device: a whole disk, or a layer (RAID, LVM, encryption, loop) over ``members``. None: not told.
+
+    ``name`` is the kernel's. ``nbytes`` is its capacity; ``max_sectors_kb`` KiB is the most one request to it
+    moves, ``nr_requests`` how many its queue holds. ``best_link`` is there when ``link`` is below what the drive
+    itself can do.
+    """
+
+    name: str
+    layer: str | None = None
+    members: tuple[Drive, ...] = ()
+    transport: str | None = None
+    model: str | None = None
+    firmware: str | None = None
+    nbytes: int | None = None
+    link: Link | None = None
+    best_link: Link | None = None
+    numa_node: int | None = None
+    rotational: bool | None = None
+    scheduler: str | None = None
+    max_sectors_kb: int | None = None
+    nr_requests: int | None = None
+    write_cache: str | None = None
+    logical_block_size: int | None = None
+    discard: bool | None = None
+
+    @property
+    def disks(self) -> tuple[Drive, ...]:
+        """What lies at the bottom, once each."""
+        if not self.members:
+            return (self,)
+        return tuple({disk.name: disk for member in self.members for disk in member.disks}.values())
+
+    @property
+    def poses(self) -> str | None:
+        """What it is where it only looks like a disk; None for a disk. Its rates are those of memory."""
+        if self.layer == "loop":
+            return "a file posing as a disk"
+        return "memory posing as a disk" if self.name.startswith(("zram", "ram")) else None
+
+    @property
+    def stack(self) -> Iterator[Drive]:
+        """It, and all that it lies on."""
+        yield self
+        for member in self.members:
+            yield from member.stack
+
+    def __str__(self) -> str:
+        parts = [self.name, self.layer, self.model, self.firmware and f"firmware {self.firmware}"]
+        if self.nbytes is not None:
+            parts.append(
+                f"{self.nbytes / 1e9:.3g} GB" if self.nbytes < 100e9 else f"{self.nbytes / 1e9:.0f} GB"
+            )
+        parts += [
+            str(self.link) if self.link else self.transport,
+            None if self.numa_node is None else f"NUMA node {self.numa_node}",
+            self.scheduler and f"scheduler {self.scheduler}",
+            None if self.max_sectors_kb is None else f"max_sectors_kb {self.max_sectors_kb}",
+            self.write_cache and f"{self.write_cache} cache",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class Backing:
+    """A directory's file system, and the block devices that it is on.
+
+    Those are one as a rule, several of a btrfs or bcachefs over many, and none of a network, of memory, of ZFS, or
+    where a container hides them.
+    """
+
+    file_system: FileSystem
+    drives: tuple[Drive, ...] = ()
+
+    @property
+    def disks(self) -> tuple[Drive, ...]:
+        """What lies at the bottom, once each."""
+        return tuple({disk.name: disk for drive in self.drives for disk in drive.disks}.values())
+
+
+def posing(backing: Backing) -> list[str]:
+    """Of what ``backing`` lies on, what only looks like a disk, each in words: "loop0 is a file posing as a disk"."""
+    return [
+        f"{drive.name} is {drive.poses}"
+        for top in backing.drives
+        for drive in top.stack
+        if drive.poses is not None
+    ]
+
+
+def behind(directory: Path, sysfs: Path = SYSFS, mountinfo: Path = MOUNTINFO) -> Backing:
+    """What ``directory``, which need not exist, is on."""
+    return _behind(directory, sysfs, _mounts(mountinfo), _DEEPEST)
+
+
+def io_counters(drive: Drive, sysfs: Path = SYSFS) -> tuple[int, int] | None:
+    """Bytes that were (read from, written to) the drive since it appeared, by everybody; None if nobody counts.
+
+    A layer counts what passes through it: of a mirror half of what its members write, of an LVM volume nothing of what
+    its neighbours on the same disk do.
+    """
+    fields = (said(sysfs / "class/block" / drive.name / "stat") or "").split()
+    try:
+        read, written = int(fields[2]) * SECTOR, int(fields[6]) * SECTOR
+    except (IndexError, ValueError):
+        return None
+    # A drive that nothing was ever read from: older kernels count for an NVMe drive's paths, not for the drive.
+    return (read, written) if read or written else None
+
+
+@dataclass(frozen=True)
+class _Mount:
+    number: str  # of the device, "major:minor"
+    point: Path
+    type: str
+    source: str
+    options: tuple[str, ...]
+
+
+def _mounts(mountinfo: Path) -> list[_Mount]:
+    """Parsed as proc(5) has it; a line that is not like that is left out."""
+    mounts = []
+    for line in (said(mountinfo) or "").split("\n"):
+        before, _, after = line.partition(" - ")
+        mount, file_system = before.split(" "), after.split(" ")
+        if len(mount) < 6 or len(file_system) < 3:
+            continue
+        options = [*mount[5].split(","), *_plain(file_system[2]).split(",")]
+        mounts.append(
+            _Mount(
+                number=mount[2],
+                point=Path(_plain(mount[4])),
+                type=file_system[0],
+                source=_plain(file_system[1]),
+                options=tuple(dict.fromkeys(option for option in options if option)),
+            )
+        )
+    return mounts
+
+
+def _plain(field: str) -> str:
+    """Spaces and the like are written as \\040 there."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
+
+
+def _mount_of(directory: Path, mounts: list[_Mount]) -> _Mount | None:
+    """The mount that ``directory`` is reached through: the deepest above it, the last where several are stacked.
+
+    One of the directory's own device number goes first: deeper ones may lie hidden under it. Where there is none
+    (subvolumes of btrfs have numbers that are nowhere else) the path decides.
+    """
+    try:
+        directory = directory.resolve()
+        device = directory.stat().st_dev
+        device_number = f"{os.major(device)}:{os.minor(device)}"
+    except (OSError, RuntimeError):
+        device_number = ""
+    above = [mount for mount in mounts if directory.is_relative_to(mount.point)]
+    own = [mount for mount in above if mount.number == device_number]
+    candidates = own or above or [mount for mount in mounts if mount.number == device_number]
+    return max(reversed(candidates), key=lambda mount: len(mount.point.parts), default=None)
+
+
+def _kind(type_: str) -> Kind:
+    if type_ in _MEMORY:
+        return "memory"
+    if type_ in _NETWORK or type_.startswith("fuse."):
+        return "network"
+    return "overlay" if type_ == "overlay" else "disk"
+
+
+def _behind(directory: Path, sysfs: Path, mounts: list[_Mount], depth: int) -> Backing:
+    mount = _mount_of(directory, mounts)
+    if mount is None:
+        return Backing(FileSystem("unknown", "unknown", "?", "?", ()))
+    kind = _kind(mount.type)
+    upper: Backing | None = None
+    if kind == "overlay":
+        named = [option.partition("=")[2] for option in mount.options if option.startswith("upperdir=")]
+        # Another mount namespace's path means nothing here, nor does one relative to who mounted it.
+        if depth and named and Path(named[0]).is_absolute() and Path(named[0]).is_dir():
+            upper = _behind(Path(named[0]), sysfs, mounts, depth - 1)
+    file_system = FileSystem(
+        mount.type,
+        kind,
+        mount.source,
+        str(mount.point),
+        mount.options,
+        upper.file_system if upper else None,
+    )
+    if upper:
+        return Backing(file_system, upper.drives)
+    if kind != "disk":
+        return Backing(file_system)
+    stack = _Stack(sysfs, mounts)
+    drives = (stack.drive(found, depth) for found in stack.devices_of(mount))
+    return Backing(file_system, tuple(drive for drive in drives if drive is not None))
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Block devices over block devices, in one sysfs."""
+
+    sysfs: Path
+    mounts: list[_Mount]
+
+    def devices_of(self, mount: _Mount) -> list[Path]:
+        """The directories of the block devices that are mounted there."""
+        numbered = self.sysfs / "dev/block" / mount.number
+        if numbered.exists():
+            return [numbered]
+        # One that invents its device number names a device as its source, or with bcachefs several.
+        named = mount.source.split(":/")
+        sources = [mount.source] if len(named) == 1 else [named[0], *(f"/{name}" for name in named[1:])]
+        found = [place for place in map(self._named, sources) if place is not None]
+        if mount.type == "btrfs" and found:
+            for pool in listed(self.sysfs / "fs/btrfs"):
+                names = [device.name for device in listed(pool / "devices")]
+                if found[0].name in names:
+                    return [self.sysfs / "class/block" / name for name in names]
+        return found
+
+    def _named(self, source: str) -> Path | None:
+        """The block device called ``source``: /dev/sda1, a link to it, or a name of device mapper's."""
+        if not source.startswith("/dev/"):
+            return None
+        for name in (Path(source).name, _target(source)):
+            place = self.sysfs / "class/block" / name
+            if name and place.exists():
+                return place
+        for place in listed(self.sysfs / "class/block"):
+            if said(place / "dm/name") == Path(source).name:
+                return place
+        return None
+
+    def drive(self, place: Path, depth: int) -> Drive | None:
+        """The device at ``place``, of a partition its whole disk, with what it is made of."""
+        try:
+            place = place.resolve(strict=True)
+        except (OSError, RuntimeError):
+            return None
+        if (place / "partition").exists():
+            place = place.parent
+        queue = place / "queue"
+        nbytes = number(place / "size")
+        link, best_link = _links(place)
+        discard = number(queue / "discard_max_bytes")
+        return Drive(
+            name=place.name,
+            layer=_layer(place),
+            members=tuple(self._members(place, depth - 1)) if depth else (),
+            transport=_transport(place),
+            model=_model(place),
+            firmware=said(place / "device/firmware_rev") or said(place / "device/rev"),
+            nbytes=None if nbytes is None else nbytes * SECTOR,
+            link=link,
+            best_link=best_link,
+            numa_node=_numa_node(place, self.sysfs),
+            rotational=_flag(queue / "rotational"),
+            scheduler=_chosen(said(queue / "scheduler")),
+            max_sectors_kb=number(queue / "max_sectors_kb"),
+            nr_requests=number(queue / "nr_requests"),
+            write_cache=said(queue / "write_cache"),
+            logical_block_size=number(queue / "logical_block_size"),
+            discard=None if discard is None else discard > 0,
+        )
+
+    def _members(self, place: Path, depth: int) -> Iterator[Drive]:
+        for member in listed(place / "slaves"):
+            drive = self.drive(member, depth)
+            if drive is not None:
+                yield drive
+        file = said(place / "loop/backing_file")
+        if file is not None:
+            yield from _behind(Path(file).parent, self.sysfs, self.mounts, depth).drives
+
+
+def _layer(place: Path) -> str | None:
+    if (place / "md").is_dir():
+        return said(place / "md/level") or "md"
+    if (place / "dm").is_dir():
+        return _LAYERS.get((said(place / "dm/uuid") or "").partition("-")[0], "device mapper")
+    return "loop" if (place / "loop").is_dir() else None
+
+
+def _model(place: Path) -> str | None:
+    model = said(place / "device/model") or said(place / "device/name")
+    vendor = said(place / "device/vendor")  # of SCSI; a PCI number elsewhere, and "ATA" for all of SATA
+    if model is None or vendor is None or vendor == "ATA" or vendor.startswith("0x"):
+        return model
+    return f"{vendor} {model}"
+
+
+def _controllers(place: Path) -> list[Path]:
+    """An NVMe drive's. One with several paths is a child of its subsystem, which lists them."""
+    if not place.name.startswith("nvme"):
+        return []
+    device = place / "device"
+    if (device / "transport").exists():
+        return [device]
+    return [entry for entry in listed(device) if (entry / "transport").exists()]
+
+
+def _origin(place: Path) -> Path:
+    """Where to look for what the device hangs on."""
+    controllers = _controllers(place)
+    found = controllers[0] if controllers else place / "device"
+    try:
+        return found.resolve()
+    except (OSError, RuntimeError):
+        return place
+
+
+def _transport(place: Path) -> str | None:
+    controllers = _controllers(place)
+    if controllers:
+        return said(controllers[0] / "transport")
+    parts = _origin(place).parts
+    return next(
+        (name for form, name in _TRANSPORTS if any(form.fullmatch(part) for part in parts)),
+        None,
+    )
+
+
+def _links(place: Path) -> tuple[Link | None, Link | None]:
+    """The link in use, and the best that the drive can do if that is more."""
+    if controllers := _controllers(place):
+        # Only here is the PCI device the drive: others hang on an adapter that serves many, or a hypervisor's.
+        function = controllers[0] / "device"
+        link, best = (_pcie(function, which) for which in ("current", "max"))
+        faster = link is not None and best is not None and best.bytes_per_second > link.bytes_per_second
+        return link, best if faster else None
+    port = next((above for above in _origin(place).parents if re.fullmatch(r"ata\d+", above.name)), None)
+    speeds = sorted(port.glob("link*/ata_link/link*/sata_spd")) if port is not None else []
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) Gbps", (said(speeds[0]) or "") if speeds else "")
+    # 8 bits of data are sent as 10.
+    return (Link(f"SATA {found[1]} Gb/s", float(found[1]) * 1e9 / 10), None) if found else (None, None)
+
+
+def _pcie(function: Path, which: str) -> Link | None:
+    speed = re.match(r"(\d+(?:\.\d+)?) GT/s", said(function / f"{which}_link_speed") or "")
+    lanes = number(function / f"{which}_link_width")
+    if speed is None or lanes not in _PCIE_LANES or float(speed[1]) not in _PCIE:
+        return None
+    generation, data = _PCIE[float(speed[1])]
+    return Link(f"PCIe {generation} x{lanes}", lanes * float(speed[1]) * 1e9 / 8 * data)
+
+
+def _numa_node(place: Path, sysfs: Path) -> int | None:
+    origin, root = _origin(place), sysfs.resolve()
+    for above in (origin, *origin.parents):
+        if above == root:
+            break
+        node = number(above / "numa_node")
+        if node is not None:
+            return node if node >= 0 else None  # -1: the firmware does not say
+    return None
+
+
+def _chosen(text: str | None) -> str | None:
+    """The word in brackets, or the only one."""
+    if text is None:
+        return None
+    found = re.search(r"\[([^\]]+)\]", text)
+    if found:
+        return found[1]
+    return text if len(text.split()) == 1 else None
+
+
+def _flag(path: Path) -> bool | None:
+    return {"0": False, "1": True}.get(said(path) or "")
+
+
+def _target(source: str) -> str:
+    try:
+        return Path(source).resolve().name
+    except (OSError, RuntimeError):
+        return ""

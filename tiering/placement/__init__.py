@@ -1,0 +1,1 @@
+"""Placement: budgets and a workload in, a plan out. No torch."""

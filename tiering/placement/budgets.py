@@ -1,0 +1,145 @@
+"""What this machine can give: the numbers behind ``"auto"`` budgets. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tiering.config.training import TiersConfig
+from tiering.errors import PlacementError
+from tiering.host import cgroups
+from tiering.host.kernel_files import number, said
+from tiering.placement.placement import AMPLE, make_plan
+from tiering.placement.plan import Budgets, Plan, Tier, Workload
+from tiering.storage.swap_file import check_directory, free_by_file_system, wait_for_space
+
+AUTO_SHARE = 0.8  # of the memory limit, less what is in use
+_OF_MEMORY = f"of {AUTO_SHARE:.0%} of the host's memory what is not in use"
+NVME_SHARE = 0.95  # of the free space, so that the file system is not filled to the brim
+
+
+# By version of cgroups: the files of the limit and of the use, and the line of memory.stat with cached files.
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """Bytes of (limit, now in use): those of the cgroup with the least limit, if it is below the machine's memory.
+
+    Files that the kernel caches and would drop first are not in use: a cgroup counts them, but nobody needs them.
+    """
+    return min(_memory_limits(root), key=lambda level: level[0])
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes of host memory that this process could still take: whichever of the limits leaves the least."""
+    return max(0, min(limit - in_use for limit, in_use in _memory_limits(root)))
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Bytes of (limit, now in use) of the machine, then of each cgroup that has a limit."""
+    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    total, available = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    yield total, total - available
+    for version, directory in cgroups.levels("memory", root):
+        limit_name, use_name, cached_name = _MEMORY_FILES[version]
+        limit, in_use = number(directory / limit_name), number(directory / use_name)
+        if limit is not None and in_use is not None:  # None: "max", or none here
+            yield limit, in_use - _cached(directory / "memory.stat", cached_name)
+
+
+def resolve_budgets(
+    config: TiersConfig, *, device_memory: int | None, nvme_paths: Iterable[Path] = (), ranks_on_node: int = 1
+) -> Budgets:
+    """Bytes for one rank, ``"auto"`` replaced by what the machine has; the ranks of a node share it evenly.
+
+    ``device_memory`` is what a GPU has free, None when the CPU is the device: device and host then share memory, and
+    what is left of it is halved between those that are ``"auto"``. Half of a GPU is left to activations. Directories in
+    one file system share its free space.
+    """
+    nvme_paths = [Path(path).absolute() for path in nvme_paths]
+    limit, in_use = host_memory()
+    spare = max(0, int(limit * AUTO_SHARE) - in_use)
+    device, host, nvme = config.device_budget, config.host_budget, config.nvme_budget
+    if device_memory is not None:
+        device = device_memory // 2 * ranks_on_node if device == "auto" else device
+        host = spare if host == "auto" else host
+    elif device == "auto" and host == "auto":
+        device = host = spare // 2
+    elif device == "auto":
+        device = max(0, spare - int(host))
+    elif host == "auto":
+        host = max(0, spare - device)
+    if nvme == "auto":
+        allowed = config.io.allow_memory_file_system
+        usable = [check_directory(path, allow_memory_file_system=allowed) for path in nvme_paths]
+        nvme = int(_free(usable) * NVME_SHARE)
+    sources = {
+        Tier.DEVICE: _OF_MEMORY if device_memory is None else "half of what the GPU has free",
+        Tier.HOST: _OF_MEMORY,
+    }
+    if nvme_paths:
+        sources[Tier.NVME] = f"{NVME_SHARE:.0%} of what is free in {', '.join(map(str, nvme_paths))}"
+    given = {Tier.DEVICE: config.device_budget, Tier.HOST: config.host_budget, Tier.NVME: config.nvme_budget}
+    return Budgets(
+        int(device) // ranks_on_node,
+        int(host) // ranks_on_node,
+        int(nvme) // ranks_on_node,
+        {tier: source for tier, source in sources.items() if given[tier] == "auto"},
+    )
+
+
+def plan_within(
+    load: Workload,
+    budgets: Budgets,
+    config: TiersConfig,
+    nvme_paths: Sequence[Path],
+    resolve_anew: Callable[[], Budgets],
+) -> Plan:
+    """The plan for ``load``. Where free space is the budget, and too little, what comes free in a moment counts, too.
+
+    Ranks have one set of budgets, so all of them come to ``resolve_anew``, or none.
+    """
+    try:
+        return make_plan(load, budgets)
+    except PlacementError:
+        if config.nvme_budget != "auto" or not nvme_paths or not _fits(load, replace(budgets, nvme=AMPLE)):
+            raise
+    free = max(1, _free(nvme_paths))
+
+    def fits_now() -> bool:
+        return _fits(load, replace(budgets, nvme=budgets.nvme * _free(nvme_paths) // free))
+
+    wait_for_space(nvme_paths, fits_now)
+    return make_plan(load, resolve_anew())
+
+
+def _fits(load: Workload, budgets: Budgets) -> bool:
+    try:
+        make_plan(load, budgets)
+    except PlacementError:
+        return False
+    return True
+
+
+def _free(directories: Iterable[Path]) -> int:
+    return sum(free_by_file_system(directories).values())
+
+
+def least_of(ranks: Iterable[Budgets]) -> Budgets:
+    """Budgets that every rank can keep to, so that all have one plan, from what each rank has resolved.
+
+    Ranks must tell each other before the first of them allocates. Then none has counted another's tiers as in use, and
+    the last to look has seen the models of all: what it found to be spare is the least, and its share is right for all.
+    """
+    found = list(ranks)
+    device, host, nvme = zip(*((each.device, each.host, each.nvme) for each in found), strict=True)
+    return Budgets(min(device), min(host), min(nvme), found[0].sources)
+
+
+def _cached(stat: Path, key: str) -> int:
+    fields = dict(line.split() for line in (said(stat) or "").splitlines())
+    return int(fields.get(key, 0))

@@ -1,0 +1,532 @@
+"""Placement: which tier holds what, decided once before the first step. Pure: sizes and budgets in, a Plan out.
+
+Access is cyclic, so a fixed resident set is as good as any eviction policy; the question is only what to keep. A byte
+kept in host memory saves, per step, as many NVMe bytes as it would move: a 16-bit parameter about 2 x micro-batches
++ 1, a gradient 2 x micro-batches, optimizer state 2. So the host budget is filled in that order, and what is left over
+streams through fixed windows, which are planned first: without them nothing could move at all.
+
+Budgets are ceilings. What cannot fit is refused here with the numbers and the remedy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tiering.config.fields import format_need
+from tiering.config.training import format_size
+from tiering.errors import PlacementError
+from tiering.placement.plan import (
+    Budgets,
+    Plan,
+    ReductionRoom,
+    Staging,
+    SubGroup,
+    Tier,
+    Workload,
+    checksum_bytes,
+)
+from tiering.storage.arena import PAGE, round_up
+
+AMPLE = 1 << 60  # bytes: more than any budget that is needed
+FEWEST_SLOTS = 3  # one read, one stepped, one written
+FEWEST_VISITS = 2  # one on its way to the device, one stepped and on its way back
+USUAL_SLOTS = 6
+STAGING_SHARE = 3  # staging takes at most this fraction (1/n) of the host budget when there is a choice
+SMALLEST_TILE = 2048
+LARGEST_TILE = 2 << 20  # 24 MiB of Adam's state: many requests, and slots leave room for what is kept
+MOST_TILES = 64  # of a group, as long as the configuration wants no more: each costs bookkeeping
+
+
+def make_plan(load: Workload, budgets: Budgets) -> Plan:
+    """Place ``load`` within ``budgets``. Raises PlacementError, with numbers and remedy, when it cannot fit."""
+    try:
+        plan = place(load, budgets)
+    except PlacementError as error:
+        raise PlacementError(f"{error.words}. {load.beside_budgets()}") from None
+    moved = {load.state_format: sum(plan.nvme_traffic())}
+    host_without_nvme = None
+    if moved[load.state_format]:
+        with contextlib.suppress(PlacementError):
+            host_without_nvme = _host_without_nvme(load, budgets)
+        for other in load.other_formats():
+            with contextlib.suppress(PlacementError):
+                moved[other.state_format] = sum(place(other, budgets).nvme_traffic())
+    return replace(plan, moved_by_format=moved, host_without_nvme=host_without_nvme)
+
+
+def _host_without_nvme(load: Workload, budgets: Budgets) -> int | None:
+    """A host budget with which a step would move nothing over NVMe; None if it would with any."""
+    load = replace(load, cache_in_host=True)
+    ample = place(load, replace(budgets, host=AMPLE))
+    if sum(ample.nvme_traffic()):
+        return None
+    # With less than now there may be no plan: windows and checksums need room before it is clear what streams.
+    need = max(ample.total(Tier.HOST), budgets.host)
+    while sum((plan := place(load, replace(budgets, host=need))).nvme_traffic()):
+        need += plan.total(Tier.NVME)
+    return need
+
+
+def place(load: Workload, budgets: Budgets) -> Plan:
+    """As ``make_plan``, without what other formats of the state, or another budget, would come to."""
+    try:
+        return _place(load, budgets, keep=load.cache_in_host)
+    except PlacementError:
+        # What was kept in host memory may have left no room there for what must be, or was not needed there after all.
+        if load.cache_in_host:
+            with contextlib.suppress(PlacementError):
+                return _place(load, budgets, keep=False)
+        raise
+
+
+def _room(budgets: Budgets, tier: Tier, other: str = "") -> str:
+    """The remedy for a budget that is too small. One that is all that is free cannot be raised."""
+    if tier is Tier.NVME and tier in budgets.sources:
+        return "free space there, or name another directory, or several, in nvme_path"
+    return f"raise {tier.value}_budget" + (f", or {other}" if other else "")
+
+
+def _place(load: Workload, budgets: Budgets, *, keep: bool) -> Plan:
+    fixed, param_tiers, grad_tiers = _mandatory(load, budgets)
+    if keep:
+        _keep_what_cannot_move(load, fixed, param_tiers)
+
+    # Apart from each other: each can be waited for without the other's leases being in the way.
+    largest = max((load.home_bytes(group) for group in load.groups), default=0)
+    fetch_window = 2 * largest if load.fetch_by_copy and Tier.NVME in param_tiers else 0
+    offload_window = 2 * _largest_arrival(load) if load.steps_copy_out else 0
+    fixed.take(Tier.HOST, fetch_window + offload_window, "copies to and from the device")
+    largest_tile = _largest_tile(load)
+
+    # Where the device has memory of its own, updated parameters reach it through a slot.
+    filled = (
+        None if load.steps_copy_out else _fill_host(load, fixed, param_tiers, grad_tiers, largest_tile, None)
+    )
+    if filled is None:
+        # Of all that might go to NVMe: what stays in host memory after all needs none, so this is enough.
+        fixed.take(Tier.HOST, checksum_bytes(load, _most_on_nvme(load, param_tiers, grad_tiers)), "checksums")
+        tile, slots = _staging(load, fixed, param_tiers, grad_tiers, largest_tile)
+        fixed.take(Tier.HOST, _slots(load, tile, slots, param_tiers, grad_tiers).nbytes, "staging")
+        fixed.take(Tier.HOST, _grad_window(load, grad_tiers), "gradients on their way to NVMe")
+        fixed.check()
+        filled = _fill_host(load, fixed, param_tiers, grad_tiers, tile, slots)
+    assert filled is not None
+    least_working = max(
+        (_chain_bytes(load, index, filled.params) for index in range(len(load.groups))), default=0
+    )
+    tiles, update_window = _visits(load, filled, fixed.left(Tier.DEVICE) - least_working)
+    fixed.take(Tier.DEVICE, update_window.nbytes, "update window")
+    working = _working_set(load, filled.params, fixed)
+    least, usual = _reduction(load), _reduction(load, ahead=1)
+    fits = usual.nbytes - least.nbytes <= fixed.left(Tier.DEVICE) - working
+    reduction = usual if fits else least
+    spare = fixed.left(Tier.DEVICE) - working - (reduction.nbytes - least.nbytes)
+    plan = Plan(
+        workload=load,
+        budgets=budgets,
+        param_tiers=tuple(filled.params),
+        grad_tiers=tuple(_stay_to_be_used(load, tiles, filled.grads, spare)),
+        sub_groups=tuple(tiles),
+        working_bytes=working,
+        staging=filled.staging,
+        grad_window_bytes=_grad_window(load, filled.grads),
+        fetch_window_bytes=fetch_window,
+        offload_window_bytes=offload_window,
+        reduction=reduction,
+        update_window=update_window,
+    )
+    for tier in Tier:
+        if plan.total(tier) > budgets.of(tier):
+            raise PlacementError(
+                f"{tier.value} needs {format_need(plan.total(tier))} but its budget is"
+                f" {budgets.told(tier)}: {_listed(plan.contents(tier))}; {_room(budgets, tier)}"
+            )
+    return plan
+
+
+def _mandatory(load: Workload, budgets: Budgets) -> tuple[_Room, list[Tier], list[Tier]]:
+    """The room that is left beside what has to be where the configuration wants it, and the tiers of all else."""
+    fixed = _Room(budgets)
+    param_tiers = [Tier.DEVICE if group.persistent else load.offload_param for group in load.groups]
+    # Groups that stay open for a whole pass would hold their window all the time: their gradients stay in memory.
+    grad_tiers = [
+        Tier.HOST if tier is Tier.NVME and open_ else tier
+        for tier, open_ in zip(load.optimizer_tiers, _stay_open(load), strict=True)
+    ]
+    for index in _too_large_to_stream(load, grad_tiers):
+        grad_tiers[index] = Tier.HOST
+    for index, group in enumerate(load.groups):
+        if param_tiers[index] is not Tier.NVME:
+            fixed.take(param_tiers[index], load.home_bytes(group), f"parameters of {group.name}")
+        if grad_tiers[index] is not Tier.NVME:
+            fixed.take(grad_tiers[index], load.home_grad_bytes(group), f"gradients of {group.name}")
+        if load.optimizer_tiers[index] is not Tier.NVME:
+            fixed.take(
+                load.optimizer_tiers[index], load.state_bytes(group), f"optimizer state of {group.name}"
+            )
+    fixed.take(Tier.DEVICE, load.local_grad_bytes, "local gradients")
+    fixed.take(Tier.DEVICE, _reduction(load).nbytes, "gradient reduction")
+    fixed.check()
+    return fixed, param_tiers, grad_tiers
+
+
+def _stay_open(load: Workload) -> list[bool]:
+    """Which groups get gradients through a whole backward: those that enclose others, and the small parameters."""
+    parents = {group.parent for group in load.groups}
+    return [group.persistent or index in parents for index, group in enumerate(load.groups)]
+
+
+def _reduction(load: Workload, *, ahead: int = 0) -> ReductionRoom:
+    """Device room to reduce gradients in: the least, and for ``ahead`` more groups of those that come and go.
+
+    What stays open fills its send buffers until the end of backward. Beside them one group fills its own while the one
+    before it is reduced. What a rank has no gradients of it sends as zeros, which need room like any others.
+    """
+    opened, passing = [(0, 0)], [(0, 0)]
+    for group, open_ in zip(load.groups, _stay_open(load), strict=True):
+        (opened if open_ else passing).append(load.reduce_buffers(group))
+    send = max(send for send, _ in passing)
+    both = max(send + receive for send, receive in passing)
+    last = max(receive for _, receive in opened) + (0 if load.collects else max(send for send, _ in opened))
+    return ReductionRoom(
+        opened=sum(send for send, _ in opened) if load.collects else 0,
+        collected=(1 + ahead) * send if load.collects else 0,
+        exchanged=max(last, both) + ahead * (both - send if load.collects else both),
+    )
+
+
+def _largest_arrival(load: Workload) -> int:
+    """Bytes of the largest group's gradients as they leave a device with memory of its own."""
+    if load.world_size == 1:
+        return max((group.param_bytes for group in load.groups), default=0)
+    widest = {group: max(load.of(group).sent_itemsize, load.of(group).grad_itemsize) for group in load.groups}
+    return max((load.grad_numel(group) * widest[group] for group in load.groups), default=0)
+
+
+def _largest_tile(load: Workload) -> int:
+    if load.whole_groups:
+        return max([SMALLEST_TILE, *(load.state_numel(group) for group in load.groups)])
+    return min(LARGEST_TILE, max(SMALLEST_TILE, load.sub_group_numel // SMALLEST_TILE * SMALLEST_TILE))
+
+
+def _keep_what_cannot_move(load: Workload, fixed: _Room, param_tiers: list[Tier]) -> None:
+    """Groups too large for the device's room live in host memory if that is where they compute and it can hold them.
+
+    Before anything else is decided: whether a plan exists must not depend on what the rest of the budget is used for.
+    """
+    for index, group in enumerate(load.groups):
+        too_large = _chain_bytes(load, index, param_tiers) > fixed.left(Tier.DEVICE)
+        kept = (
+            too_large
+            and load.computes_in_place(group, Tier.HOST)
+            and group.param_bytes <= fixed.left(Tier.HOST)
+        )
+        if kept and param_tiers[index] is Tier.NVME:
+            param_tiers[index] = Tier.HOST
+            fixed.take(Tier.HOST, group.param_bytes, f"parameters of {group.name}")
+
+
+class _Room:
+    """What is left of each budget while mandatory bytes are laid out."""
+
+    def __init__(self, budgets: Budgets) -> None:
+        self.budgets = budgets
+        self.taken: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
+
+    def take(self, tier: Tier, nbytes: int, what: str) -> None:
+        if nbytes:
+            kind = what.split(" of ")[0]
+            self.taken[tier][kind] = self.taken[tier].get(kind, 0) + nbytes
+
+    def left(self, tier: Tier) -> int:
+        return self.budgets.of(tier) - sum(self.taken[tier].values())
+
+    def check(self) -> None:
+        for tier in Tier:
+            if self.left(tier) < 0:
+                reduced_later = "local gradients" in self.taken[tier]
+                slower = {
+                    Tier.DEVICE: "use ZeRO stage 2 or 3" if reduced_later else "offload to cpu or nvme",
+                    Tier.HOST: "offload to nvme",
+                    Tier.NVME: "free disk space",
+                }[tier]
+                raise PlacementError(
+                    f"{tier.value} needs at least {format_need(sum(self.taken[tier].values()))} but its budget is"
+                    f" {self.budgets.told(tier)} ({_listed(self.taken[tier])}); {_room(self.budgets, tier, slower)}"
+                )
+
+
+@dataclass
+class _Filled:
+    """What the host budget was spent on; the tiers follow the order of the groups."""
+
+    params: list[Tier]
+    grads: list[Tier]
+    tiles: list[SubGroup]
+    staging: Staging
+
+
+def _fill_host(
+    load: Workload,
+    fixed: _Room,
+    param_tiers: Sequence[Tier],
+    grad_tiers: Sequence[Tier],
+    tile: int,
+    slots: int | None,
+) -> _Filled | None:
+    """Fill what is left of the host budget, best ratio first; ``slots`` None: all of it or None.
+
+    The gradient window, and what slots need not hold, are spent too. ``cache_in_host`` false keeps parameters and state
+    out of host memory, not gradients: they are no offloaded state, only spilled.
+    """
+    room = fixed.left(Tier.HOST)
+    params, grads = list(param_tiers), list(grad_tiers)
+    whole = True
+
+    def keep(nbytes: int, *, cached: bool = True) -> bool:
+        nonlocal room, whole
+        if not nbytes:  # SGD's state in fp32: there is nothing to move
+            return True
+        if nbytes <= room and (load.cache_in_host or not cached):
+            room -= nbytes
+            return True
+        whole = False
+        return False
+
+    def saved_per_byte(index: int) -> float:
+        group = load.groups[index]
+        return sum(load.param_traffic(group)) / max(load.home_bytes(group), 1)
+
+    for index in sorted(range(len(params)), key=saved_per_byte, reverse=True):
+        if params[index] is Tier.NVME and keep(load.home_bytes(load.groups[index])):
+            params[index] = Tier.HOST
+    # Gradients that cause no traffic keep their extent: it is there for what turns out not to be final in time.
+    streamed = [i for i, tier in enumerate(grads) if tier is Tier.NVME]
+    waiting = [i for i in streamed if slots is None or load.grad_traffic(load.groups[i])]
+    sizes = {index: load.home_grad_bytes(load.groups[index]) for index in waiting}
+    window = _grad_window(load, grad_tiers) if slots is not None and waiting == streamed else 0
+    if sum(sizes.values()) <= room + window:
+        room += window
+    for index in waiting:
+        if keep(sizes[index], cached=False):
+            grads[index] = Tier.HOST
+    staging = Staging()
+    if slots is not None:
+        staging = _slots(load, tile, slots, params, grads)
+        room += _slots(load, tile, slots, param_tiers, grad_tiers).nbytes - staging.nbytes
+    tiles: list[SubGroup] = []
+    for index, (group, home) in enumerate(zip(load.groups, load.optimizer_tiers, strict=True)):
+        numel = load.state_numel(group)
+        # What visits the device needs no slots of host memory, whose room must not decide about the device's.
+        step = _even(numel, _largest_tile(load) if _has_to_visit(load, home, params[index]) else tile)
+        for start in range(0, numel, step):
+            end = min(start + step, numel)
+            tier = home
+            if tier is Tier.NVME and keep((end - start) * load.of(group).state_itemsize):
+                tier = Tier.HOST
+            tiles.append(SubGroup(index, start, end, tier))
+    return _Filled(params, grads, tiles, staging) if whole or slots is not None else None
+
+
+def _staging(
+    load: Workload,
+    fixed: _Room,
+    param_tiers: Sequence[Tier],
+    grad_tiers: Sequence[Tier],
+    largest_tile: int,
+) -> tuple[int, int]:
+    """The elements of a tile, and the number of slots, for what may have to stream."""
+    room = fixed.left(Tier.HOST) - _grad_window(load, grad_tiers)
+    longest = max((load.state_numel(group) for group in load.groups), default=0)
+    tile = min(largest_tile, max(SMALLEST_TILE, longest))
+    least = min(tile, round_up(max(1, -(-longest // MOST_TILES)), SMALLEST_TILE))
+
+    def slot(tile: int) -> int:
+        return _slots(load, tile, 1, param_tiers, grad_tiers).nbytes
+
+    while tile > least and USUAL_SLOTS * slot(tile) > room // STAGING_SHARE:
+        tile = max(least, tile // 2 // SMALLEST_TILE * SMALLEST_TILE)
+    fit = room // STAGING_SHARE // slot(tile) if slot(tile) else 0
+    return tile, min(USUAL_SLOTS, max(FEWEST_SLOTS, fit))
+
+
+def _slots(
+    load: Workload, tile: int, slots: int, param_tiers: Sequence[Tier], grad_tiers: Sequence[Tier]
+) -> Staging:
+    """``slots`` for tiles of at most ``tile`` elements, as groups are really cut, with room for what streams."""
+    tiles = [(_even(load.state_numel(group), tile), load.of(group)) for group in load.groups] or [
+        (tile, load)
+    ]
+    return _slots_for(
+        slots,
+        state=[n * sizes.state_itemsize for n, sizes in tiles] if Tier.NVME in load.optimizer_tiers else [],
+        param=[n * sizes.compute_itemsize for n, sizes in tiles]
+        if Tier.NVME in param_tiers or load.steps_copy_out
+        else [],
+        grad=[n * sizes.grad_itemsize for n, sizes in tiles] if Tier.NVME in grad_tiers else [],
+    )
+
+
+def _slots_for(slots: int, *, state: Sequence[int], param: Sequence[int], grad: Sequence[int]) -> Staging:
+    """``slots`` with room for the largest of each kind, in bytes."""
+    sizes = [max(each, default=0) for each in (state, param, grad)]
+    return Staging(slots, sum(sizes), sizes[0], sizes[0] + sizes[1])
+
+
+def _visits(load: Workload, filled: _Filled, room: int) -> tuple[list[SubGroup], Staging]:
+    """The tiles, with those marked that visit a GPU to be updated, and the slots for them in ``room`` bytes there.
+
+    Those have to whose state lives on the GPU while their parameters do not. Of those with state in host memory the
+    first ones do, as many as are asked for: their gradients come last in backward, and the next forward needs their
+    parameters first. Without room for two none of these do.
+    """
+    if load.device_is_host or load.whole_groups:
+        return filled.tiles, Staging()
+    must, could = list[SubGroup](), list[SubGroup]()
+    for tile in filled.tiles:
+        tiers = tile.tier, filled.params[tile.group], filled.grads[tile.group]
+        if Tier.NVME not in tiers and tile.tier is not Tier.DEVICE:
+            could.append(tile)
+        elif _has_to_visit(load, *tiers[:2]):
+            must.append(tile)
+    asked = load.update_on_device * sum(tile.numel for tile in could)
+    chosen, taken = list[SubGroup](), 0
+    for tile in could:
+        if taken >= asked:
+            break
+        chosen.append(tile)
+        taken += tile.numel
+    window = _visitors(load, filled, must + chosen, room)
+    if window.nbytes > room and chosen:
+        chosen, window = [], _visitors(load, filled, must, room)
+    visiting = {id(tile) for tile in must + chosen}
+    return [replace(tile, visits=True) if id(tile) in visiting else tile for tile in filled.tiles], window
+
+
+def _stay_to_be_used(
+    load: Workload, tiles: Sequence[SubGroup], grad_tiers: Sequence[Tier], room: int
+) -> list[Tier]:
+    """The tiers of gradients: while the device has ``room``, those that are used there stay there until then."""
+    visiting = {tile.group for tile in tiles if tile.visits} - {
+        tile.group for tile in tiles if not tile.visits
+    }
+    stay = list(grad_tiers)
+    for index in sorted(visiting):
+        nbytes = load.home_grad_bytes(load.groups[index])
+        if stay[index] is Tier.HOST and nbytes <= room:
+            stay[index] = Tier.DEVICE
+            room -= nbytes
+    return stay
+
+
+def _has_to_visit(load: Workload, state: Tier, param: Tier) -> bool:
+    """Whether parameters come to a GPU to be updated, since it keeps their state; never from NVMe, nor its cache."""
+    in_host_memory = load.offload_param is param is Tier.HOST
+    return in_host_memory and state is Tier.DEVICE and not load.device_is_host
+
+
+def _visitors(load: Workload, filled: _Filled, tiles: Sequence[SubGroup], room: int) -> Staging:
+    """Device slots for ``tiles``, with room for what of them lives in host memory: two at least."""
+    sized = [(tile.numel, load.of(load.groups[tile.group])) for tile in tiles]
+    on_host = any(tile.tier is Tier.HOST for tile in tiles)
+    params_on_host = any(filled.params[tile.group] is Tier.HOST for tile in tiles)
+    grads_on_host = any(filled.grads[tile.group] is Tier.HOST for tile in tiles)
+    one = _slots_for(
+        1,
+        state=[numel * sizes.state_itemsize for numel, sizes in sized] if on_host else [],
+        param=[numel * sizes.compute_itemsize for numel, sizes in sized] if params_on_host else [],
+        grad=[numel * sizes.grad_itemsize for numel, sizes in sized] if grads_on_host else [],
+    )
+    slots = min(USUAL_SLOTS, max(FEWEST_VISITS, room // one.nbytes)) if one.nbytes else FEWEST_VISITS
+    return replace(one, slots=slots) if tiles else Staging()
+
+
+def _even(numel: int, tile: int) -> int:
+    """The elements of each of the fewest tiles, of at most ``tile`` and about one size, that ``numel`` is cut into."""
+    count = max(1, -(-numel // tile))
+    return max(SMALLEST_TILE, round_up(-(-numel // count), SMALLEST_TILE))
+
+
+def _too_large_to_stream(load: Workload, grad_tiers: Sequence[Tier]) -> list[int]:
+    """Groups whose gradients need less memory to stay than the window needs through which they would go to NVMe.
+
+    An embedding beside small blocks, say: the window is for two of the largest.
+    """
+    tiers = enumerate(zip(load.groups, grad_tiers, strict=True))
+    sizes = [(round_up(load.home_grad_bytes(group)), i) for i, (group, tier) in tiers if tier is Tier.NVME]
+    sizes.sort(reverse=True)
+    kept, stay = 0, 0
+    least = 2 * sizes[0][0] if sizes else 0
+    for count, (nbytes, _) in enumerate(sizes, start=1):
+        stay += nbytes
+        window = 2 * sizes[count][0] if count < len(sizes) else 0
+        if stay + window < least:
+            kept, least = count, stay + window
+    return [index for _, index in sizes[:kept]]
+
+
+def _grad_window(load: Workload, grad_tiers: Sequence[Tier]) -> int:
+    """Two of the largest streamed gradient: one group accumulates while the one before it is written."""
+    return 2 * max(
+        (
+            round_up(load.home_grad_bytes(group))
+            for group, tier in zip(load.groups, grad_tiers, strict=True)
+            if tier is Tier.NVME
+        ),
+        default=0,
+    )
+
+
+def _most_on_nvme(load: Workload, param_tiers: Sequence[Tier], grad_tiers: Sequence[Tier]) -> int:
+    """Bytes on NVMe if nothing that may live there were kept in host memory."""
+    total = 0
+    kinds = zip(load.groups, param_tiers, grad_tiers, load.optimizer_tiers, strict=True)
+    for group, param, grad, state in kinds:
+        total += load.home_bytes(group) if param is Tier.NVME else 0
+        total += load.home_grad_bytes(group) if grad is Tier.NVME else 0
+        total += load.state_bytes(group) if state is Tier.NVME else 0
+    return total
+
+
+def _chain_bytes(load: Workload, index: int, param_tiers: Sequence[Tier]) -> int:
+    """Device room for a group and those around it, as far as they have to be unsharded to compute."""
+    chain = 0
+    at: int | None = index
+    while at is not None:
+        group = load.groups[at]
+        chain += 0 if load.computes_in_place(group, param_tiers[at]) else round_up(group.param_bytes)
+        at = group.parent
+    return chain
+
+
+def _working_set(load: Workload, param_tiers: Sequence[Tier], fixed: _Room) -> int:
+    """Device room for the groups that are unsharded at one time, plus as much prefetch as fits."""
+    least, deepest = 0, ""
+    for index, group in enumerate(load.groups):
+        chain = _chain_bytes(load, index, param_tiers)
+        if chain > least:
+            least, deepest = chain, group.name
+    if least > fixed.left(Tier.DEVICE):
+        raise PlacementError(
+            f"the largest group, {deepest!r}, needs {format_need(least)} on the device while it computes, but"
+            f" {format_size(fixed.left(Tier.DEVICE))} of device_budget {format_size(fixed.budgets.device)} are left"
+            f" ({_listed(fixed.taken[Tier.DEVICE]) or 'nothing else is planned there'}); raise device_budget to at"
+            f" least {format_need(fixed.budgets.device - fixed.left(Tier.DEVICE) + least)}"
+        )
+    moving = [
+        0 if load.computes_in_place(group, tier) else round_up(group.param_bytes)
+        for group, tier in zip(load.groups, param_tiers, strict=True)
+    ]
+    # Groups are fetched whole: room for less than the next one would be room for nothing. What encloses others is
+    # there with them.
+    enclosing = {group.parent for group in load.groups}
+    inner = [nbytes for index, nbytes in enumerate(moving) if index not in enclosing]
+    ahead = max(round_up(load.prefetch_bytes), *inner) if load.prefetch_bytes and inner else 0
+    room = fixed.left(Tier.DEVICE) // PAGE * PAGE
+    return min(sum(moving), room, least + ahead)
+
+
+def _listed(kinds: dict[str, int]) -> str:
+    return ", ".join(f"{kind} {format_size(nbytes)}" for kind, nbytes in kinds.items())

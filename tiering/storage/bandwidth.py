@@ -1,0 +1,124 @@
+"""How fast each path is, measured when swap space is made: by that, and not by its size, it gets its share.
+
+All paths are measured at the same time. That is how they will be used, so whatever they have in common (a disk, a bus,
+a network, this machine's cores) counts as it will then: two directories on one disk get half of it each. One after the
+other would flatter them, and take as many times longer.
+
+Each phase is a window of time, not of bytes: a slow path is not waited for, and a fast one is not left alone for the
+rest. A path begins with one small block and gets more as they come back; when time is up, what was not begun is taken
+back. So a path of a megabyte a second is measured in a second, not in a minute. First writes are not counted, since a
+file's new blocks cost more than used ones; then come counted writes of the same blocks, then reads. The lower of both
+rates is what a path can be relied on for: a training step reads and writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+from tiering.errors import SwapError
+from tiering.storage.aio import AioContext, Ticket
+from tiering.storage.arena import PAGE, Arena, Lease
+
+SECONDS = 0.1  # of a window; there are three
+MOST_BYTES = 64 << 20  # of a file that is written, and of a window
+FASTEST_TO_SLOWEST = 64  # a ratio beyond it is taken for a hiccup of the measurement
+
+_BLOCK = 256 << 10
+_DEPTH = 24  # blocks in flight: enough for a disk's plateau
+
+
+def weights(rates: Sequence[int]) -> list[int]:
+    """Rates in bytes per second as weights: absurd ratios are cut off, and none is zero."""
+    least = max(1, max(rates, default=1) // FASTEST_TO_SLOWEST)
+    return [max(rate, least) for rate in rates]
+
+
+def measure(aio: AioContext, files: Sequence[tuple[int, int]]) -> list[int]:
+    """Bytes per second of each (file of ``aio``, bytes at its start that may be overwritten); those are at least 4096.
+
+    Takes about 0.3 s, whatever the number of files. Raises SwapError when a transfer fails.
+    """
+    lanes = [_Lane(aio, file, min(span, MOST_BYTES)) for file, span in files]
+    # Python waits without the GIL, so one thread per path is enough.
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        list(pool.map(_Lane.first_writes, lanes))
+        written = list(pool.map(_Lane.writes, lanes))
+        read = list(pool.map(_Lane.reads, lanes))
+    return [min(rates) for rates in zip(written, read, strict=True)]
+
+
+_Kind = Literal["read", "write"]
+
+
+class _Lane:
+    """One path under measurement. Every block has the same content, so it does not matter which write comes last."""
+
+    def __init__(self, aio: AioContext, file: int, span: int) -> None:
+        self._aio = aio
+        self._file = file
+        self._block = min(_BLOCK, span // PAGE * PAGE)
+        self._span = span // self._block * self._block
+        self._valid = self._block  # bytes that reads may ask for: unwritten blocks cost the disk nothing
+        arena = Arena.map(_DEPTH * self._block, "bandwidth")
+        content = os.urandom(self._block)  # not zeros, which some disks do not store
+        self._buffers = [arena.lease(self._block, "bandwidth") for _ in range(_DEPTH)]
+        for buffer in self._buffers:
+            buffer.view[:] = content
+
+    def first_writes(self) -> None:
+        moved, _ = self._run("write", self._span, self._span)
+        self._valid = min(self._span, moved)
+
+    def writes(self) -> int:
+        return self._rate("write")
+
+    def reads(self) -> int:
+        return self._rate("read")
+
+    def _rate(self, kind: _Kind) -> int:
+        moved, seconds = self._run(kind, self._valid, MOST_BYTES)
+        return int(moved / seconds)
+
+    def _run(self, kind: _Kind, span: int, most: int) -> tuple[int, float]:
+        """Transfer blocks of [0, span), over and over, until the window or ``most`` is over: (bytes, seconds)."""
+        began = time.monotonic()
+        idle, in_flight = self._buffers[:], deque[tuple[Lease, Ticket]]()
+        at = submitted = moved = 0
+        try:
+            while not submitted or (submitted < most and time.monotonic() - began < SECONDS):
+                if idle and len(in_flight) * self._block <= moved:
+                    buffer = idle.pop()
+                    ticket = self._aio.prepare(kind, self._file, buffer, at, self._block)
+                    in_flight.append((buffer, ticket))
+                    ticket.begin()
+                    submitted += self._block
+                    at = (at + self._block) % span
+                else:
+                    buffer, ticket = in_flight.popleft()
+                    moved += ticket.wait()
+                    idle.append(buffer)
+            if in_flight:
+                moved += in_flight.popleft()[1].wait()  # one is the least that tells
+        finally:
+            moved += _end([ticket for _, ticket in in_flight])
+        return moved, time.monotonic() - began
+
+
+def _end(tickets: Sequence[Ticket]) -> int:
+    """Take back what was not begun, from the last, and wait for the rest. Returns the bytes moved."""
+    moved = 0
+    taken_back = {ticket for ticket in reversed(tickets) if ticket.cancel()}
+    failed: SwapError | None = None
+    for ticket in tickets:
+        try:
+            moved += ticket.wait()
+        except SwapError as error:
+            failed = failed or (None if ticket in taken_back else error)
+    if failed is not None:
+        raise failed
+    return moved

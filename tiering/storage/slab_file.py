@@ -1,0 +1,219 @@
+"""Slabs: a swap file cut into extents, whose transfers are kept in order.
+
+**Ordering.** ``O_DIRECT`` orders nothing: of a write and a read of the same bytes that are in flight together, either
+may come first. Each extent therefore remembers its transfers in flight, and a new one that conflicts (they overlap and
+one of them writes) is submitted to run *after* the earlier ones. A failed write marks its extent: until the range is
+written anew, reading it raises the write's error instead of returning stale bytes.
+
+**Signals.** A signal handler may raise between any two statements. So a transfer is noted in its extent before it is
+submitted: ``settle`` then waits for all that the kernel has, whatever became of the call that submitted it. A note of a
+transfer that was never submitted is harmless, and goes with the next transfer of the extent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tiering.errors import SwapError, SwapSpaceError
+from tiering.storage.aio import AioContext, Buffer, Ticket
+from tiering.storage.arena import round_up
+from tiering.storage.ranges import FreeRanges
+from tiering.storage.swap_file import SwapFile, check_directory
+from tiering.text import shorten
+
+_Failure = tuple[int, int, SwapError]
+"""First byte of a range of an extent, its end, and the error of the write that did not replace it."""
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    ticket: Ticket
+    start: int
+    end: int
+    writes: bool
+    replaces: list[_Failure]  # failures that end with it, if it was submitted
+
+    def conflicts(self, start: int, end: int, writes: bool) -> bool:
+        return self.start < end and start < self.end and (writes or self.writes)
+
+
+@dataclass(eq=False)
+class Extent:
+    """A range of a slab file: ``nbytes`` at ``offset``, both multiples of 4096. ``names`` say what lives there."""
+
+    offset: int
+    nbytes: int
+    names: tuple[str, ...]
+    in_flight: list[_Transfer] = field(default_factory=list, repr=False)
+    failed: list[_Failure] = field(default_factory=list, repr=False)
+
+
+class SlabFile:
+    """``nbytes`` of swap space in ``directory``, served through ``aio`` as its file number ``file``.
+
+    Raises SwapSpaceError when the directory is missing, not writable, held in memory (tmpfs) or too full.
+    Thread-safe.
+    """
+
+    def __init__(
+        self, directory: Path, nbytes: int, aio: AioContext, *, allow_memory_file_system: bool = False
+    ) -> None:
+        self.directory = check_directory(directory, allow_memory_file_system=allow_memory_file_system)
+        self.aio = aio
+        self._lock = threading.Lock()
+        self._swap = SwapFile(self.directory, round_up(nbytes))
+        try:
+            self.file = aio.add_file(self._swap.fd, direct=self._swap.direct, name=str(self.directory))
+        except BaseException:
+            self._swap.close()
+            raise
+        self._free = FreeRanges(self._swap.nbytes)
+        self.used = 0
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, -1 once closed."""
+        return self._swap.fd
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers go around the page cache."""
+        return self._swap.direct
+
+    @property
+    def capacity(self) -> int:
+        """Bytes reserved."""
+        return self._swap.nbytes
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest extent that ``allocate`` can give now."""
+        with self._lock:
+            return self._free.largest
+
+    def resize(self, nbytes: int) -> None:
+        """Reserve ``nbytes`` (rounded up to 4096) in all, before the first extent is allocated."""
+        assert not self.used, "a slab with extents is not resized"
+        self._swap.resize(round_up(nbytes))
+        self._free = FreeRanges(self._swap.nbytes)
+
+    def allocate(self, nbytes: int, names: tuple[str, ...]) -> Extent:
+        """An extent of ``nbytes`` rounded up to 4096, first fit. Raises SwapSpaceError when none is left."""
+        if nbytes <= 0:
+            raise ValueError(f"an extent has at least one byte, not {nbytes} ({shorten(names)})")
+        size = round_up(nbytes)
+        with self._lock:
+            start = self._free.take(size)
+            if start is not None:
+                self.used += size
+                return Extent(start, size, names)
+        raise SwapSpaceError(
+            f"swap file in {self.directory}: no extent of {size} bytes left for {shorten(names)}"
+            f" ({self.used} of {self.capacity} bytes used); raise nvme_budget"
+        )
+
+    def free(self, extent: Extent) -> None:
+        """Give an extent back; its transfers in flight are waited for, and what failed no longer matters.
+
+        It has no bytes afterwards: a transfer of it is refused, or it would meet whoever has its place then.
+        """
+        self.settle(extent)
+        with self._lock:
+            nbytes, extent.nbytes = extent.nbytes, 0
+            if nbytes:
+                self._free.give(extent.offset, nbytes)
+                self.used -= nbytes
+
+    def swap_in(
+        self, extent: Extent, buffer: Buffer, *, offset: int = 0, nbytes: int | None = None, priority: int = 0
+    ) -> Ticket:
+        """Start reading ``nbytes`` (default: the buffer's) at ``offset`` of ``extent`` into ``buffer``.
+
+        A signal handler may raise before the ticket is in the caller's hands: after an exception ``settle`` the extent
+        before the memory is given back.
+        """
+        return self._start(extent, buffer, offset, nbytes, priority, writes=False)
+
+    def swap_out(
+        self, extent: Extent, buffer: Buffer, *, offset: int = 0, nbytes: int | None = None, priority: int = 0
+    ) -> Ticket:
+        """Start writing ``nbytes`` (default: the buffer's) from ``buffer`` at ``offset`` of ``extent``."""
+        return self._start(extent, buffer, offset, nbytes, priority, writes=True)
+
+    def spoil(self, extent: Extent, offset: int, nbytes: int, error: SwapError) -> None:
+        """Let reads of [offset, offset + nbytes) of ``extent`` raise ``error`` until the range is written anew."""
+        with self._lock:
+            extent.failed.append((offset, offset + nbytes, error))
+
+    def settle(self, extent: Extent) -> None:
+        """Wait for all transfers of ``extent`` that are under way. What fails is told to those who read it."""
+        for transfer in tuple(extent.in_flight):
+            if transfer.ticket.begun:
+                with contextlib.suppress(SwapError):
+                    transfer.ticket.wait()
+
+    def close(self) -> None:
+        """Close the descriptor; the kernel frees the space. The I/O context must have been closed first."""
+        self._swap.close()
+
+    def _start(
+        self, extent: Extent, buffer: Buffer, offset: int, nbytes: int | None, priority: int, *, writes: bool
+    ) -> Ticket:
+        length = min(buffer.nbytes, extent.nbytes - offset) if nbytes is None else nbytes
+        if offset < 0 or length <= 0 or offset + length > extent.nbytes or length > buffer.nbytes:
+            raise ValueError(
+                f"transfer [{offset}, {offset + length}) does not fit an extent of {extent.nbytes} bytes and a"
+                f" buffer of {buffer.nbytes} bytes ({shorten(extent.names)})"
+            )
+        end = offset + length
+        with self._lock:
+            self._settle(extent)
+            overlapping = [failure for failure in extent.failed if failure[0] < end and offset < failure[1]]
+            if overlapping and not writes:
+                raise overlapping[0][2].with_traceback(None)  # or each time it is raised would add to it
+            ticket = self.aio.prepare(
+                "write" if writes else "read",
+                self.file,
+                buffer,
+                extent.offset + offset,
+                length,
+                priority=priority,
+                after=[t.ticket for t in extent.in_flight if t.conflicts(offset, end, writes)],
+                names=extent.names,
+            )
+            # See Signals, above. If it is not submitted in the end, _settle restores the failures that it replaces.
+            extent.in_flight.append(_Transfer(ticket, offset, end, writes, overlapping))
+            if overlapping:
+                extent.failed = list(_without(extent.failed, offset, end))
+            return ticket.begin()
+
+    def _settle(self, extent: Extent) -> None:
+        """Forget the transfers that have ended; remember the writes that failed."""
+        in_flight, failed = extent.in_flight, extent.failed
+        if in_flight and not in_flight[-1].ticket.begun:  # the last one was refused, or interrupted before
+            failed, in_flight = failed + in_flight[-1].replaces, in_flight[:-1]
+        still: list[_Transfer] = []
+        for transfer in in_flight:
+            if not transfer.ticket.done():
+                still.append(transfer)
+            elif transfer.writes:
+                try:
+                    transfer.ticket.wait()
+                except SwapError as error:
+                    failed = [*failed, (transfer.start, transfer.end, error)]
+        # In this order: interrupted between the two, the same failures are found, and noted, once more.
+        extent.failed = failed
+        extent.in_flight = still
+
+
+def _without(ranges: list[_Failure], start: int, end: int) -> Iterator[_Failure]:
+    """``ranges`` less [start, end)."""
+    for first, last, error in ranges:
+        if first < min(last, start):
+            yield first, min(last, start), error
+        if max(first, end) < last:
+            yield max(first, end), last, error

@@ -1,0 +1,338 @@
+"""Swap files: nameless, private, their space reserved; and what to do where a file system cannot give all of that.
+
+The file is made with ``O_TMPFILE``: it has no name, so two jobs in one directory cannot meet, and the kernel frees it
+when the last descriptor closes, also after ``kill -9``. That may take the kernel a moment, so who is started again at
+once waits for the space. Its blocks are reserved by ``fallocate(2)`` before the first step, so a full disk is found at
+start and not in the middle of a run. It is opened with ``O_DIRECT``, so that swapping takes no memory beyond the
+budgets. Forked children close their copy of the descriptor at once, or a data worker would keep the space alive.
+
+Not every file system has all three (NFS, vfat, 9p, FUSE). Each is replaced by the next best, and one warning per path
+names what is lost. Memory posing as a disk (tmpfs) is refused, unless it is allowed for tests and demonstrations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import resource
+import secrets
+import stat
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from tiering._aio import lib
+from tiering.config.training import format_size
+from tiering.errors import SwapSpaceError
+from tiering.storage.arena import PAGE
+
+log = logging.getLogger(__name__)
+
+# <linux/magic.h>. devtmpfs is a tmpfs.
+_OVERLAY = 0x794C7630
+_MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
+
+IN_TRAINING = "name another nvme_path, or raise host_budget so that less is swapped"
+"""What else there is to do where space is short."""
+
+PATIENCE_SECONDS = 2.0
+"""Where space is short: so long it may take to grow, and then to grow further, before that is an error."""
+
+LONGEST_WAIT_SECONDS = 30.0
+
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOSYS)  # EISDIR: a kernel that does not know the flag
+_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS)
+
+_OPEN_FILES: weakref.WeakSet[SwapFile] = weakref.WeakSet()
+
+
+class SwapFile:
+    """``nbytes`` of reserved space in ``directory``. ``fd`` is -1 once closed; ``direct`` says that O_DIRECT is in use.
+
+    ``lost`` says what the file system does not give. ``direct=False`` asks for the page cache.
+
+    Raises SwapSpaceError when the file cannot be made or the space is not there; nothing is left behind then.
+    """
+
+    def __init__(self, directory: Path, nbytes: int, *, direct: bool = True) -> None:
+        self.directory = directory
+        self.nbytes = 0
+        lost: list[str] = []
+        self.fd, self.direct, nameless = _open(directory, direct)
+        try:
+            if not nameless:
+                lost.append(
+                    "it has no nameless files (O_TMPFILE): a process killed in the instant of making one leaves"
+                    " an empty file .tiering-*.swap there"
+                )
+            self._reserves = True
+            self.resize(nbytes)
+            if not self._reserves:
+                lost.append("it cannot reserve space (no fallocate): a full disk will show only when written")
+            if self.direct and nbytes and not _takes_direct_transfers(self.fd, directory):
+                fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+                self.direct = False
+            if direct and not self.direct:
+                lost.append("it refuses O_DIRECT: the page cache uses memory beyond the budgets")
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.lost = tuple(lost)
+        if lost:
+            log.warning("the file system of nvme_path %s does not give all: %s", directory, "; ".join(lost))
+        _OPEN_FILES.add(self)
+
+    def resize(self, nbytes: int) -> None:
+        """Reserve ``nbytes`` in all; what is beyond is given back. Raises SwapSpaceError when they are not there."""
+        if nbytes > self.nbytes:
+            self._grow(nbytes)
+        elif nbytes < self.nbytes:
+            os.ftruncate(self.fd, nbytes)
+        self.nbytes = nbytes
+
+    def _grow(self, nbytes: int) -> None:
+        needed = nbytes - self.nbytes
+        if not wait_for_space([self.directory], lambda: needed <= free_bytes(self.directory)):
+            raise too_full(self.directory, needed, free_bytes(self.directory))
+        code = _fallocate(self.fd, nbytes) if self._reserves else errno.EOPNOTSUPP
+        if code in _NO_FALLOCATE:
+            self._reserves = False
+            try:
+                os.ftruncate(self.fd, nbytes)
+            except OSError as error:
+                code = error.errno or errno.EIO
+            else:
+                return
+        if code:
+            raise _refused(self.directory, nbytes, code)
+
+    def close(self) -> None:
+        """Close the descriptor; the kernel frees the space. The I/O context must have been closed first."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def check_directory(directory: Path, *, allow_memory_file_system: bool = False) -> Path:
+    """``directory`` itself if swap space can be made in it, else SwapSpaceError with the reason and the remedy."""
+    try:
+        mode = directory.stat().st_mode
+    except FileNotFoundError:
+        raise SwapSpaceError(
+            f"nvme_path {directory} does not exist; create it (mkdir -p {directory}) or name another"
+        ) from None
+    except OSError as error:
+        raise SwapSpaceError(
+            f"nvme_path {directory} cannot be reached: {error.strerror}; change the mode of the directories above it"
+            " or name another"
+        ) from error
+    if not stat.S_ISDIR(mode):
+        raise SwapSpaceError(f"nvme_path {directory} is not a directory; name one")
+    kind = memory_file_system(directory)
+    if kind and not allow_memory_file_system:
+        raise SwapSpaceError(
+            f"nvme_path {directory} is on {kind}, which lives in RAM: state swapped there would use the memory it is"
+            " meant to save; name a directory on a disk, or allow it with tiering.io.allow_memory_file_system"
+        )
+    if os.statvfs(directory).f_flag & os.ST_RDONLY:
+        raise SwapSpaceError(
+            f"nvme_path {directory} is on a file system that is mounted read-only; remount it or name another directory"
+        )
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise SwapSpaceError(
+            f"nvme_path {directory} is not writable by this user; change its mode or name another"
+        )
+    return directory
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that an unprivileged user may still write in ``directory``'s file system."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def free_by_file_system(directories: Iterable[Path]) -> dict[int, int]:
+    """Free bytes of each file system that holds one of ``directories``, once each, by its device number."""
+    return {directory.stat().st_dev: free_bytes(directory) for directory in directories}
+
+
+def wait_for_space(directories: Sequence[Path], enough: Callable[[], bool]) -> bool:
+    """Whether there is ``enough`` free space in ``directories``; waits for a moment if not, and while it grows."""
+    if enough():
+        return True
+    began = grown = time.monotonic()
+    free = sum(free_by_file_system(directories).values())
+    where = ", ".join(map(str, directories))
+    log.info(
+        "%d bytes are free in %s, which is too little: waiting, as a process that has just ended may hold more",
+        free,
+        where,
+    )
+    while not enough():
+        now = time.monotonic()
+        if now > min(grown + PATIENCE_SECONDS, began + LONGEST_WAIT_SECONDS):
+            return False
+        time.sleep(0.02)
+        before, free = free, sum(free_by_file_system(directories).values())
+        grown = now if free > before else grown
+    return True
+
+
+def size_by_file_system(directories: Iterable[Path]) -> dict[int, int]:
+    """Bytes of each file system that holds one of ``directories``, used or free, by its device number."""
+    found = {directory.stat().st_dev: os.statvfs(directory) for directory in directories}
+    return {device: stats.f_blocks * stats.f_frsize for device, stats in found.items()}
+
+
+def memory_file_system(directory: Path) -> str:
+    """The kind of file system in memory that holds ``directory``; "" for a disk, or if nobody can tell.
+
+    By the magic number, which no mount table has to be read for. An overlay (a container's root) keeps what is written
+    in its upper directory, so that is looked at too; out of this mount namespace's sight it counts as a disk.
+    """
+    magic = _magic(directory)
+    if magic == _OVERLAY:
+        upper = _upper_directory(directory)
+        magic = _magic(upper) if upper is not None else 0
+    return _MEMORY_FILE_SYSTEMS.get(magic, "")
+
+
+def disk_of(directory: Path) -> str:
+    """What two directories on one disk have in common: the disk's place in /sys, or the file system's number."""
+    number = directory.stat().st_dev
+    block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    if not block.exists():
+        return str(number)
+    return str(block.parent if (block / "partition").exists() else block)
+
+
+def too_full(directory: Path, nbytes: int, available: int, why: str = "") -> SwapSpaceError:
+    """``nbytes`` more do not fit into ``directory``'s file system, where ``available`` are free."""
+    lacking = f"free {nbytes - available} bytes" if nbytes > available else "free some space"
+    return SwapSpaceError(
+        f"the swap file needs {nbytes} bytes but {directory} has {available} free{why}; {lacking},"
+        f" {IN_TRAINING}"
+    )
+
+
+def _refused(directory: Path, nbytes: int, code: int) -> SwapSpaceError:
+    """The kernel did not give the space, although statvfs had said that it was there."""
+    available = free_bytes(directory)
+    if code == errno.ENOSPC:
+        return too_full(
+            directory, nbytes, available, " (ENOSPC: others are filling it, or blocks are set aside)"
+        )
+    reason, remedy = {
+        errno.EDQUOT: ("the disk quota does not allow them (EDQUOT)", "raise the quota"),
+        errno.EFBIG: (f"a file may not be that large (EFBIG; {_largest_file()})", "raise the limit"),
+    }.get(code, (f"{errno.errorcode.get(code, code)}, {os.strerror(code)}", "see dmesg"))
+    return SwapSpaceError(
+        f"the swap file needs {nbytes} bytes in {directory}, of which {available} are free, but {reason}; {remedy},"
+        f" {IN_TRAINING}"
+    )
+
+
+def _largest_file() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    own = limit != resource.RLIM_INFINITY
+    return f"ulimit -f is {format_size(limit)}" if own else "a limit of the file system"
+
+
+def _open(directory: Path, direct: bool) -> tuple[int, bool, bool]:
+    """A private file in ``directory``: (descriptor, whether O_DIRECT is in use, whether it never had a name)."""
+    try:
+        try:
+            return *_open_once_or_twice(directory, os.O_TMPFILE, direct), True
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+        return *_open_once_or_twice(directory, os.O_CREAT | os.O_EXCL, direct), False
+    except OSError as error:
+        remedy = {
+            errno.EROFS: " (the file system is mounted read-only); remount it or name another directory",
+            errno.ENOSPC: " (not even an empty file has room); free space there or name another directory",
+            errno.EDQUOT: " (the quota is used up); raise it or name another directory",
+        }.get(error.errno or 0, "; check its mode and owner")
+        raise SwapSpaceError(f"cannot create a swap file in {directory}: {error.strerror}{remedy}") from error
+
+
+def _open_once_or_twice(directory: Path, way: int, direct: bool) -> tuple[int, bool]:
+    """With O_DIRECT if that is asked for and possible, else without."""
+    if direct:
+        try:
+            return _open_once(directory, way | os.O_DIRECT), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    return _open_once(directory, way), False
+
+
+def _open_once(directory: Path, flags: int) -> int:
+    flags |= os.O_RDWR | os.O_CLOEXEC
+    if not flags & os.O_CREAT:
+        return os.open(directory, flags, 0o600)
+    name = directory / f".tiering-{secrets.token_hex(8)}.swap"
+    try:
+        return os.open(name, flags, 0o600)
+    finally:  # also when O_DIRECT is refused: some kernels have made the file by then
+        with contextlib.suppress(FileNotFoundError):
+            name.unlink()
+
+
+def _fallocate(fd: int, nbytes: int) -> int:
+    """The errno of the system call, 0 if it did it: glibc's posix_fallocate would fall back to writing zeros."""
+    return -int(lib.aio_reserve(fd, nbytes))
+
+
+def _takes_direct_transfers(fd: int, directory: Path) -> bool:
+    """Write and read a page: some file systems accept O_DIRECT and refuse the transfer, or want larger blocks."""
+    with mmap.mmap(-1, PAGE) as page:
+        try:
+            os.pwritev(fd, [page], 0)
+            os.preadv(fd, [page], 0)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise _refused(directory, PAGE, error.errno or errno.EIO) from error
+    return True
+
+
+def _magic(path: Path) -> int:
+    """``f_type`` of statfs(2), the first word of the answer; 0 if there is none."""
+    answer = (ctypes.c_long * 32)()
+    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), answer) != 0:
+        return 0
+    return answer[0] & 0xFFFFFFFF
+
+
+def _upper_directory(directory: Path) -> Path | None:
+    """The ``upperdir`` of the overlay that holds ``directory``."""
+    device = directory.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == wanted:
+            options = after.split()[-1].split(",")
+            uppers = [
+                option.removeprefix("upperdir=") for option in options if option.startswith("upperdir=")
+            ]
+            return Path(uppers[0]) if uppers else None
+    return None
+
+
+def _close_in_child() -> None:
+    for file in list(_OPEN_FILES):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

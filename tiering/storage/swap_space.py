@@ -1,0 +1,361 @@
+"""Swap space: all the slabs of a rank, one per path, and the extents that lie on several of them.
+
+Each kind of state has its own paths (a *section*). What a section needs is divided over its paths in proportion to
+their measured bandwidth, as far as they have room (see striping.py); a slab is as large as all its parts together.
+Everything goes through one I/O context, which keeps a queue of its own per path, so a slow path delays only what lies
+on it.
+
+A transfer over several pieces is submitted in one go under a lock: two writes of one range come in the same order on
+every path. Its memory is free only when all of its pieces are over. If a piece of a write cannot even be submitted,
+the range holds old bytes and new ones, and reading what was left out raises the error. So that this holds wherever an
+exception cuts in, all pieces of a write are marked as left out before the first one is submitted: each submission
+takes its own mark away.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiering import logs
+from tiering.config.training import format_size
+from tiering.errors import SwapError, SwapSpaceError
+from tiering.storage.aio import AioContext, Buffer, Ticket
+from tiering.storage.arena import round_up
+from tiering.storage.bandwidth import MOST_BYTES, measure, weights
+from tiering.storage.slab_file import Extent, SlabFile
+from tiering.storage.striping import Need, Piece, StripeMap, apportion, shares_of
+from tiering.storage.swap_file import check_directory, disk_of, free_by_file_system, too_full, wait_for_space
+from tiering.storage.tickets import StripedTicket, Transfer
+from tiering.text import shorten
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Section:
+    """What one kind of state needs: ``nbytes``, a multiple of 4096, over ``paths``."""
+
+    nbytes: int
+    paths: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What an extent has on one path."""
+
+    slab: SlabFile
+    extent: Extent
+
+
+@dataclass(frozen=True, eq=False)
+class StripedExtent:
+    """``nbytes`` of swap space, a multiple of 4096. ``names`` say what lives there."""
+
+    nbytes: int
+    names: tuple[str, ...]
+    section: str
+    parts: tuple[Part, ...]
+    stripes: StripeMap
+
+    def where(self, offset: int) -> str:
+        """The place on disk of the byte at ``offset``."""
+        (piece,) = self.stripes.pieces(offset, 1)
+        part = self.parts[piece.path]
+        return f"byte {part.extent.offset + piece.offset} of the swap file in {part.slab.directory}"
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A part of a buffer, which it keeps alive."""
+
+    buffer: Buffer
+    address: int
+    nbytes: int
+
+
+class SwapSpace:
+    """Swap space for ``sections``, reserved. Thread-safe.
+
+    ``weights`` are bytes per second of each path that was measured, which is done where a section has several paths.
+    Raises SwapSpaceError when a directory will not do or the sections do not fit, with the numbers.
+    """
+
+    def __init__(
+        self, sections: Mapping[str, Section], aio: AioContext, *, allow_memory_file_system: bool = False
+    ) -> None:
+        self.directories = _directories(sections, allow_memory_file_system)
+        self.weights: dict[Path, int] = {}
+        self._aio = aio
+        self._lock = threading.Lock()
+        self._allow = allow_memory_file_system
+        self.slabs: tuple[SlabFile, ...] = ()
+        number = {directory: index for index, directory in enumerate(self.directories)}
+        needs = {
+            name: Need(section.nbytes, tuple(number[path.resolve()] for path in section.paths))
+            for name, section in sections.items()
+        }
+        try:
+            planned = self._make_slabs(needs)
+        except BaseException:
+            self.close()
+            raise
+        self._planned = {
+            name: [by_path.get(index, 0) for index in range(len(self.slabs))]
+            for name, by_path in zip(needs, planned, strict=True)
+        }
+        self._left = {name: list(left) for name, left in self._planned.items()}
+
+    def allocate(self, nbytes: int, names: tuple[str, ...], section: str) -> StripedExtent:
+        """An extent of ``nbytes`` rounded up to 4096 on the paths of ``section``; SwapSpaceError when none is left."""
+        if nbytes <= 0:
+            raise ValueError(f"an extent has at least one byte, not {nbytes} ({shorten(names)})")
+        size = round_up(nbytes)
+        with self._lock:
+            left = self._left[section]
+            # After extents were given back, what is left on a path may be in pieces.
+            room = [min(rest, slab.largest) for rest, slab in zip(left, self.slabs, strict=True)]
+            shares = shares_of(size, room, self._planned[section])
+            if shares is None:
+                where = ", ".join(
+                    str(slab.directory)
+                    for slab, planned in zip(self.slabs, self._planned[section], strict=True)
+                    if planned
+                )
+                raise SwapSpaceError(
+                    f"swap space for {section} in {where}: no extent of {size} bytes left for {shorten(names)}"
+                    f" ({sum(left)} of {sum(self._planned[section])} bytes left); raise nvme_budget"
+                )
+            parts = []
+            for index, (slab, share) in enumerate(zip(self.slabs, shares, strict=True)):
+                left[index] -= share
+                if share:
+                    parts.append(Part(slab, slab.allocate(share, names)))
+        return StripedExtent(
+            size, names, section, tuple(parts), StripeMap([part.extent.nbytes for part in parts])
+        )
+
+    def free(self, extent: StripedExtent) -> None:
+        """Give an extent back; its transfers in flight are waited for, and what failed no longer matters."""
+        for part in extent.parts:
+            nbytes = part.extent.nbytes
+            part.slab.free(part.extent)
+            with self._lock:
+                self._left[extent.section][self.slabs.index(part.slab)] += nbytes
+
+    def swap_in(
+        self,
+        extent: StripedExtent,
+        buffer: Buffer,
+        *,
+        offset: int = 0,
+        nbytes: int | None = None,
+        priority: int = 0,
+    ) -> Transfer:
+        """Start reading ``nbytes`` (default: the buffer's) at ``offset`` of ``extent`` into ``buffer``.
+
+        A signal handler may raise before the ticket is in the caller's hands: after an exception ``settle`` the extent
+        before the memory is given back.
+        """
+        if len(extent.parts) == 1:
+            only = extent.parts[0]
+            return only.slab.swap_in(only.extent, buffer, offset=offset, nbytes=nbytes, priority=priority)
+        return self._start(extent, buffer, offset, nbytes, priority, writes=False)
+
+    def swap_out(
+        self,
+        extent: StripedExtent,
+        buffer: Buffer,
+        *,
+        offset: int = 0,
+        nbytes: int | None = None,
+        priority: int = 0,
+    ) -> Transfer:
+        """Start writing ``nbytes`` (default: the buffer's) from ``buffer`` at ``offset`` of ``extent``.
+
+        After an exception, ``settle`` as with ``swap_in``.
+        """
+        if len(extent.parts) == 1:
+            only = extent.parts[0]
+            return only.slab.swap_out(only.extent, buffer, offset=offset, nbytes=nbytes, priority=priority)
+        return self._start(extent, buffer, offset, nbytes, priority, writes=True)
+
+    def settle(self, extent: StripedExtent) -> None:
+        """Wait for all transfers of ``extent`` that are under way. What fails is told to those who read it."""
+        for part in extent.parts:
+            part.slab.settle(part.extent)
+
+    @property
+    def used(self) -> int:
+        """Bytes in extents."""
+        return sum(slab.used for slab in self.slabs)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes reserved."""
+        return sum(slab.capacity for slab in self.slabs)
+
+    def close(self) -> None:
+        """Close the files; the kernel frees the space. The I/O context must have been closed first."""
+        for slab in self.slabs:
+            slab.close()
+
+    def _start(
+        self,
+        extent: StripedExtent,
+        buffer: Buffer,
+        offset: int,
+        nbytes: int | None,
+        priority: int,
+        *,
+        writes: bool,
+    ) -> Transfer:
+        length = min(buffer.nbytes, extent.nbytes - offset) if nbytes is None else nbytes
+        if offset < 0 or length <= 0 or offset + length > extent.nbytes or length > buffer.nbytes:
+            raise ValueError(
+                f"transfer [{offset}, {offset + length}) does not fit an extent of {extent.nbytes} bytes and a"
+                f" buffer of {buffer.nbytes} bytes ({shorten(extent.names)})"
+            )
+        pieces = list(extent.stripes.pieces(offset, length))
+        tickets: list[Ticket] = []
+        with self._lock:
+            if writes and len(pieces) > 1:
+                _mark_left_out(extent, pieces)
+            try:
+                for piece in pieces:
+                    part = extent.parts[piece.path]
+                    move = part.slab.swap_out if writes else part.slab.swap_in
+                    window = _Window(buffer, buffer.address + piece.start - offset, piece.nbytes)
+                    tickets.append(move(part.extent, window, offset=piece.offset, priority=priority))
+            except BaseException:
+                self.settle(extent)  # the memory is the caller's again
+                raise
+        return tickets[0] if len(tickets) == 1 else StripedTicket(tickets)
+
+    def _make_slabs(self, needs: Mapping[str, Need]) -> list[dict[int, int]]:
+        """Open the slabs, measure those that share a section, give each its size. Returns bytes per need and path."""
+        disks = [directory.stat().st_dev for directory in self.directories]
+        wait_for_space(
+            self.directories,
+            lambda: (
+                apportion(
+                    list(needs.values()), [1] * len(disks), disks, free_by_file_system(self.directories)
+                )
+                is not None
+            ),
+        )
+        room = free_by_file_system(self.directories)
+        striped = sorted({path for need in needs.values() if len(need.paths) > 1 for path in need.paths})
+        even = self._apportion(needs, [1] * len(disks), disks, room)
+        if not striped:
+            for index, size in enumerate(_totals(even, len(disks))):
+                self._open(index, size)
+            return even
+        self._warn_of_shared_disks(needs)
+        # Preallocated only as far as is measured; how much each gets in the end depends on the answer.
+        for index, size in enumerate(_totals(even, len(disks))):
+            self._open(index, min(size, MOST_BYTES) if index in striped else size)
+        rates = [1] * len(disks)
+        measured = [index for index in striped if self.slabs[index].capacity]
+        if len(measured) > 1:
+            found = weights(
+                measure(self._aio, [(self.slabs[i].file, self.slabs[i].capacity) for i in measured])
+            )
+            for index, rate in zip(measured, found, strict=True):
+                rates[index] = self.weights[self.directories[index]] = rate
+        planned = self._apportion(needs, rates, disks, room)
+        totals = _totals(planned, len(disks))
+        for slab, size in sorted(
+            zip(self.slabs, totals, strict=True), key=lambda pair: pair[1] - pair[0].capacity
+        ):
+            slab.resize(size)  # those that give back come first: they may share a file system with the others
+        for index, slab in enumerate(self.slabs):
+            if index in striped and not slab.capacity:
+                log.warning(
+                    "nvme_path %s is left out: its share of the space, by speed and room, is nothing",
+                    slab.directory,
+                )
+            known = self.weights.get(slab.directory)
+            speed = f"{format_size(known)}/s measured" if known else "not measured"
+            log.info("swap space in %s: %s, %s", slab.directory, format_size(slab.capacity), speed)
+        return planned
+
+    def _open(self, index: int, nbytes: int) -> None:
+        slab = SlabFile(self.directories[index], nbytes, self._aio, allow_memory_file_system=self._allow)
+        self.slabs = (*self.slabs, slab)
+
+    def _apportion(
+        self, needs: Mapping[str, Need], rates: Sequence[int], disks: Sequence[int], room: Mapping[int, int]
+    ) -> list[dict[int, int]]:
+        placed = apportion(list(needs.values()), rates, disks, room)
+        if placed is not None:
+            return placed
+        if len(disks) == 1:
+            total = sum(need.nbytes for need in needs.values())
+            raise too_full(self.directories[0], total, room[disks[0]])
+        wanted = ", ".join(
+            f"{need.nbytes} bytes for {name} in {' and '.join(str(self.directories[path]) for path in need.paths)}"
+            for name, need in needs.items()
+        )
+        first = dict(zip(reversed(disks), reversed(self.directories), strict=True))
+        free = ", ".join(f"{nbytes} in the file system of {first[disk]}" for disk, nbytes in room.items())
+        raise SwapSpaceError(
+            f"the swap files need {wanted}, but free are {free}; free some space, name more directories in nvme_path,"
+            " or raise host_budget so that less is swapped"
+        )
+
+    def _warn_of_shared_disks(self, needs: Mapping[str, Need]) -> None:
+        for paths in {tuple(sorted(need.paths)) for need in needs.values()}:  # sections often share theirs
+            on_disk: defaultdict[str, list[str]] = defaultdict(list)
+            for path in paths:
+                on_disk[disk_of(self.directories[path])].append(str(self.directories[path]))
+            for together in on_disk.values():
+                if len(together) > 1:
+                    log.log(
+                        logs.once(logging.WARNING),
+                        "nvme_path %s are on one disk: striping over them is no faster than over one of them",
+                        " and ".join(together),
+                    )
+
+
+def _mark_left_out(extent: StripedExtent, pieces: Sequence[Piece]) -> None:
+    """Let reads of ``pieces`` raise until each is written."""
+    first = extent.parts[pieces[0].path]
+    error = SwapError(
+        f"{shorten(extent.names)}: a write was refused or interrupted between two of its pieces and left these bytes"
+        " out; write them anew",
+        errno=errno.ECANCELED,
+        filename=str(first.slab.directory),
+        offset=first.extent.offset + pieces[0].offset,
+        names=extent.names,
+    )
+    # Those of one path lie one behind the other there: a range for each, of which every submission takes the beginning.
+    ranges: dict[int, tuple[int, int]] = {}
+    for piece in pieces:
+        start, _ = ranges.get(piece.path, (piece.offset, 0))
+        ranges[piece.path] = start, piece.offset + piece.nbytes
+    for path, (start, end) in ranges.items():
+        part = extent.parts[path]
+        part.slab.spoil(part.extent, start, end - start, error)
+
+
+def _directories(sections: Mapping[str, Section], allow_memory_file_system: bool) -> tuple[Path, ...]:
+    """The directories of all sections, once each, in order, if they will do."""
+    found: dict[Path, None] = {}
+    for section in sections.values():
+        resolved = [path.resolve() for path in section.paths]
+        twice = [path for path, times in Counter(resolved).items() if times > 1]
+        if twice:
+            raise SwapSpaceError(f"nvme_path names {twice[0]} twice; name each directory once")
+        for path in resolved:
+            found[check_directory(path, allow_memory_file_system=allow_memory_file_system)] = None
+    return tuple(found)
+
+
+def _totals(planned: Sequence[Mapping[int, int]], paths: int) -> list[int]:
+    return [sum(by_path.get(path, 0) for by_path in planned) for path in range(paths)]

@@ -1,0 +1,100 @@
+"""Where the sums of a rank's files are kept: a file of their own, written beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from tiering.storage.arena import PAGE, round_up
+from tiering.storage.descriptors import close_alone, open_alone
+from tiering.weights.pages import SUM, sums_of_bytes
+from tiering.weights.tensor_file import SumSink, TensorSpec, header_of, naming
+
+_PIECE = 1 << 20  # bytes, whole pages
+
+
+class SumsFile:
+    """Where the sums of files are written as they come: the new file ``path``, with room for ``pages`` of each file.
+
+    Its last tensor, which has the name of the file itself, has the sums of the pages before that tensor.
+    """
+
+    def __init__(
+        self, path: Path, pages: Mapping[str, int], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        self.path = path
+        tensors, header = _laid_out(path.name, pages, metadata or {})
+        self._begins: dict[str, int] = {}
+        self._fd = -1
+        at = len(header)
+        for tensor in tensors:
+            self._begins[tensor.name] = at
+            at += tensor.nbytes
+        self.nbytes = at
+        with naming(path, at):
+            self._fd = open_alone(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                os.truncate(self._fd, at)
+                self._write(header, 0)
+            except BaseException:
+                self.abandon()
+                raise
+
+    def of(self, name: str) -> SumSink:
+        """Takes the sums of the pages of file ``name`` from one on."""
+        begin = self._begins[name]
+
+        def put(page: int, sums: np.ndarray) -> None:
+            with naming(self.path, self.nbytes):
+                self._write(sums.tobytes(), begin + page * SUM)
+
+        return put
+
+    def _write(self, content: bytes, at: int) -> None:
+        """All of it: where a disk is nearly full the system writes a part, and says so by the number alone."""
+        written = 0
+        while written < len(content):
+            written += os.pwrite(self._fd, content[written:], at + written)
+
+    def close(self) -> str:
+        """Wait until all is on the disk; returns the SHA-256, as hex digits, of the last tensor."""
+        with naming(self.path, self.nbytes):
+            digest = self._write_own()
+            os.fsync(self._fd)
+        self.abandon()
+        return digest
+
+    def _write_own(self) -> str:
+        """The sums of all that was written, which is read again: it came in no order, and is in the page cache."""
+        end, digest = self._begins[self.path.name], hashlib.sha256()
+        for at in range(0, end, _PIECE):
+            sums = sums_of_bytes(os.pread(self._fd, min(_PIECE, end - at), at)).tobytes()
+            self._write(sums, end + at // PAGE * SUM)
+            digest.update(sums)
+        return digest.hexdigest()
+
+    def abandon(self) -> None:
+        """Close the file as it is. A second call does nothing."""
+        if self._fd >= 0:
+            close_alone(self._fd)
+            self._fd = -1
+
+
+def _laid_out(
+    own: str, pages: Mapping[str, int], metadata: Mapping[str, str]
+) -> tuple[list[TensorSpec], bytes]:
+    """The tensors of a file with the sums of ``pages`` and, under the name ``own``, of itself; and its header."""
+    others = [TensorSpec(name, "U32", (count,)) for name, count in pages.items()]
+    nbytes = sum(tensor.nbytes for tensor in others)
+    count = 0
+    while True:  # the header is part of what has sums, and grows with their number
+        tensors = [*others, TensorSpec(own, "U32", (count,))]
+        header = header_of(tensors, metadata)
+        needed = round_up(len(header) + nbytes) // PAGE
+        if needed <= count:
+            return tensors, header
+        count = needed

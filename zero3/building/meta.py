@@ -1,0 +1,166 @@
+"""Models that were built on the meta device: their parameters and buffers have shapes, and nobody ran an initialiser.
+
+What an ordinary build would have done is done now, as far as modules tell: each module's ``reset_parameters``, in the
+order in which constructors finish, and for models of transformers their ``initialize_weights``. It runs under
+``zero.Init``, so it takes no memory either. What only a constructor does is lost, and refused where that shows.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tiering.errors import ConfigError
+from zero3.building.weights import Matched
+from zero3.building.zero_init import Init, forget
+from zero3.params import resharded
+
+REMEDY = "build this model inside `with tiering.zero.Init():`, which repeats whatever was done"
+
+
+def build_on_meta(model: nn.Module, loaded: Matched | None = None) -> None:
+    """Give what is on the meta device values: buffers at once, parameters when they are needed.
+
+    What is in ``loaded`` gets them elsewhere. ConfigError, and everything is on meta again, where nobody knows the
+    values: constructors wrote a parameter otherwise than ``reset_parameters`` does, or nothing ever writes it.
+    """
+    names = {param: name for name, param in model.named_parameters() if param.is_meta}
+    absent = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
+    if not names and not absent:
+        return
+    stored = () if loaded is None else loaded.sources
+    stored_buffers = () if loaded is None else {module._buffers[short] for module, short, _ in loaded.buffers}
+    referred = [name for param, name in names.items() if weakref.getweakrefs(param)]
+    if referred:
+        raise ConfigError(
+            f"{_first(referred)}: on the meta device, and it cannot get memory there while weak references to it exist,"
+            f" such as those of nn.LSTM; {REMEDY}"
+        )
+    wanted = {param: param._version for param in names if param not in stored}
+    replaced = _replaced(model, wanted)
+    try:
+        with Init() as build:
+            for param in names:
+                _give_memory(param)
+                build.tape.may_go(param)
+                if param in stored:
+                    param._is_hf_initialized = True  # type: ignore[attr-defined] # the mark of transformers
+            for module, short, param in replaced:
+                other = nn.Parameter(torch.empty(param.shape, dtype=param.dtype))
+                build.tape.may_go(other)
+                module._parameters[short] = other
+                wanted[other] = 0
+            made = {name: torch.empty_like(buffer, device="cpu") for name, buffer in absent.items()}
+            for name, buffer in made.items():
+                _put_buffer(model, name, buffer)
+            added: Counter[nn.Parameter] = Counter()
+            for module in _children_first(model):
+                added.update(_initialise(module, wanted, set(made.values())))
+            unset = [
+                name
+                for param, name in names.items()
+                if param in wanted and (param._version == 0 or param._version - added[param] != wanted[param])
+            ]
+            for name, buffer in absent.items():
+                if buffer not in stored_buffers and model.get_buffer(name)._version == 0:
+                    unset.append(name)
+            if unset:
+                raise ConfigError(
+                    f"{_first(unset)}: built on the meta device, and no initialiser does what the constructors did;"
+                    f" {REMEDY}"
+                )
+    except BaseException:
+        for param in names:
+            _back_to_meta(param)
+        for name, buffer in absent.items():
+            _put_buffer(model, name, buffer)
+        raise
+    finally:
+        for module, short, param in replaced:
+            module._parameters[short] = param
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:10]) + (" and others" if len(names) > 10 else "")
+
+
+def _replaced(
+    model: nn.Module, wanted: Collection[nn.Parameter]
+) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """(module, name, parameter) where a tied parameter took the place of one that the constructor had initialised.
+
+    In models of transformers that is every place but the first. Elsewhere either order is common.
+    """
+    found, seen = [], set()
+    for name, module in model.named_modules():
+        for short, param in module._parameters.items():
+            if param is None or param not in wanted:
+                continue
+            if param in seen and not _is_of_transformers(model):
+                raise ConfigError(
+                    f"{name}.{short} is tied to another parameter, and both are on the meta device, where nobody knows"
+                    f" whose initial values they have; {REMEDY}"
+                )
+            if param in seen:
+                found.append((module, short, param))
+            seen.add(param)
+    return found
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    transformers: Any = sys.modules.get("transformers.modeling_utils")
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
+def _give_memory(param: nn.Parameter) -> None:
+    """Memory for a parameter on meta, without values. It stays the same object."""
+    _become(param, torch.empty_strided(param.size(), param.stride(), dtype=param.dtype, device="cpu"))
+
+
+def _back_to_meta(param: nn.Parameter) -> None:
+    forget([param])
+    resharded.release(param)
+    _become(param, torch.empty(param.size(), dtype=param.dtype, device="meta"))
+
+
+def _become(param: nn.Parameter, values: Tensor) -> None:
+    """Let ``param`` have ``values``, which may be on another device."""
+    other = nn.Parameter(values, requires_grad=param.requires_grad)
+    other.__class__ = type(param)
+    other.__dict__.update(param.__dict__)
+    torch.utils.swap_tensors(param, other)
+
+
+def _put_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
+    module, _, short = name.rpartition(".")
+    model.get_submodule(module)._buffers[short] = buffer
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules in the order in which constructors finish."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _initialise(
+    module: Any, wanted: Collection[nn.Parameter], buffers: Collection[Tensor]
+) -> dict[nn.Parameter, int]:
+    """Do what the constructor did to the module's own parameters and buffers, and what transformers does after it.
+
+    Returns how often transformers has written parameters.
+    """
+    own = any(param in wanted for param in module._parameters.values())
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if reset is not None and (own or any(buffer in buffers for buffer in module._buffers.values())):
+        reset()
+    before = {param: param._version for param in module.parameters()} if _is_of_transformers(module) else {}
+    if before:
+        module.initialize_weights()
+    return {param: param._version - version for param, version in before.items()}

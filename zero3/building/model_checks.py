@@ -1,0 +1,172 @@
+"""Which models the engine can take: what is refused by name, before anything is planned or moved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from tiering import logs
+from tiering.config.training import TieringConfig
+from tiering.errors import ConfigError, EngineStateError
+from zero3.building.zero_init import recipe_of
+from zero3.params import resharded
+from zero3.params.compiled_modules import is_wrapped
+from zero3.params.kept_in_fp32 import kept_in_fp32, unmatched
+from zero3.params.precision import COMPUTE_DTYPES
+
+log = logging.getLogger(__name__)
+
+FLOAT8 = tuple(
+    dtype
+    for name, dtype in vars(torch).items()
+    if name.startswith("float8_") and isinstance(dtype, torch.dtype)
+)
+CONVERTIBLE = frozenset({*COMPUTE_DTYPES.values(), torch.float64, *FLOAT8})
+"""Dtypes whose elements are single numbers, which a cast to a compute dtype keeps up to rounding."""
+
+
+def check_model(model: nn.Module) -> None:
+    """ConfigError or EngineStateError for a model that another engine, wrapper or library has a hold of."""
+    _check_unowned(model)
+    if is_wrapped(model):
+        raise ConfigError(
+            "the model is wrapped by torch.compile, which does not see parameters come and go; initialize the model as"
+            " it was before, and compile its blocks: `for block in model.layers: block.compile()`"
+        )
+    for name, module in model.named_modules():
+        _check_module(f"module {name!r}" if name else "the model", module)
+    for name, param in model.named_parameters():
+        _check_tensor(name, param)
+
+
+def check_dtypes(model: nn.Module, config: TieringConfig) -> None:
+    """ConfigError for parameters that cannot be cast to the compute dtype; a log line for those that lose by it."""
+    compute = COMPUTE_DTYPES[config.precision]
+    for pattern in unmatched(model, config):
+        log.log(
+            logs.once(logging.WARNING), "tiering.keep_fp32: no parameter of the model matches %r", pattern
+        )
+    kept = kept_in_fp32(model, config)
+    changed: dict[torch.dtype, list[str]] = {}
+    for name, param in model.named_parameters():
+        if is_packed(param):
+            _check_packed(name, param, torch.float32 if param in kept else compute)
+        elif param.dtype not in CONVERTIBLE:
+            raise ConfigError(
+                f"only floating-point parameters can be tiered, not {name} ({param.dtype}). If it is a quantised"
+                f" weight, use 4-bit weights of bitsandbytes with bnb_4bit_quant_storage={compute}; if it is an"
+                " ordinary tensor, register it as a buffer, which stays on the device as it is"
+            )
+        # 16 bits for a model in fp32 is what the user asked for
+        if param.dtype not in (compute, torch.float32) and param not in kept:
+            changed.setdefault(param.dtype, []).append(name)
+    for dtype, names in changed.items():
+        level = logging.INFO if compute is torch.float32 and dtype.itemsize == 2 else logging.WARNING
+        log.log(logs.once(level), "%s", _cast_message(dtype, compute, names))
+
+
+def check_dense_gradients(model: nn.Module, trained: Container[Tensor]) -> None:
+    """ConfigError for an embedding whose gradient will be sparse, among the ``trained`` parameters."""
+    for name, module in model.named_modules():
+        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if sparse and module.weight in trained:
+            raise ConfigError(
+                f"module {name!r} has sparse=True, which gives {name + '.weight'!r} sparse gradients, and only dense"
+                f" ones can be tiered: build it with sparse=False, or set model.{name}.sparse = False"
+            )
+
+
+def is_packed(param: Tensor) -> bool:
+    """Whether ``param`` holds the packed bytes of a quantised weight, whatever its dtype says."""
+    return getattr(param, "quant_state", None) is not None or bool(getattr(param, "bnb_quantized", False))
+
+
+def _check_unowned(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if not resharded.is_adopted(param) or recipe_of(param) is not None:
+            continue
+        if resharded.owner_of(param) is None:
+            raise EngineStateError(
+                f"{name!r} belonged to an engine that was closed, which drops the values: build the model anew and load"
+                " what engine.state_dict() gave, or end an engine by engine.release() in place of close()"
+            )
+        raise EngineStateError(
+            f"{name!r} belongs to an engine that is open: train with that one, or end it by engine.release(), which"
+            " gives the parameters back with their values"
+        )
+
+
+def _check_module(title: str, module: nn.Module) -> None:
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        raise ConfigError(
+            f"{title} is wrapped in {type(module).__name__}, which averages gradients by itself, and the engine does"
+            " that, too: initialize the model inside of it (its attribute .module)"
+        )
+    if is_subclass_by_name(type(module), ("FSDPModule", "FullyShardedDataParallel")):
+        raise ConfigError(
+            f"{title} is sharded by FSDP, and the engine shards parameters itself: initialize the model as it was"
+            " built, without fully_shard() or FullyShardedDataParallel"
+        )
+    if is_subclass_by_name(type(module), ("RecursiveScriptModule",)):  # what is traced takes hooks
+        raise ConfigError(
+            f"{title} was made by torch.jit.script, whose modules take none of the hooks by which parameters come and"
+            " go: initialize the Python module that it was made of, and compile blocks with block.compile() instead"
+        )
+
+
+def _check_tensor(name: str, param: nn.Parameter) -> None:
+    if is_lazy(param):
+        raise ConfigError(
+            f"parameter {name!r} of a lazy module has no shape yet: run one batch through the model under"
+            " torch.no_grad() before initialize"
+        )
+    kind = type(param)
+    if is_subclass_by_name(kind, ("DTensor",)):
+        raise ConfigError(
+            f"parameter {name!r} is a DTensor, sharded by parallelize_module, distribute_tensor or fully_shard. The"
+            " engine shards ordinary parameters over all ranks itself: initialize the model without those calls"
+        )
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise ConfigError(
+            f"parameter {name!r} is a {kind.__name__}, a tensor subclass that keeps its values in a form of its own"
+            " (a quantised one?), and those cannot be tiered: convert the model after training, or keep the tensor"
+            " outside of the model's parameters"
+        )
+    if param.layout is not torch.strided:
+        raise ConfigError(f"parameter {name!r} is {param.layout}; only dense parameters can be tiered")
+
+
+def is_subclass_by_name(kind: type, names: Iterable[str]) -> bool:
+    """Whether a class of torch's that is one of ``names`` is among the bases of ``kind``; importing them is slow."""
+    return any(base.__name__ in names and base.__module__.startswith("torch.") for base in kind.__mro__)
+
+
+def _check_packed(name: str, param: nn.Parameter, compute: torch.dtype) -> None:
+    if param.requires_grad:
+        raise ConfigError(
+            f"parameter {name!r} holds the packed bytes of a quantised weight and requires a gradient, which would"
+            " change them as if they were numbers: freeze it with requires_grad_(False), and train an adapter"
+        )
+    if param.dtype is not compute:
+        raise ConfigError(
+            f"parameter {name!r} holds the packed bytes of a quantised weight, stored as {param.dtype}, which a cast to"
+            f" {compute} would destroy: quantise the model with bnb_4bit_quant_storage={compute}"
+            " (BitsAndBytesConfig; quant_storage of bitsandbytes.nn.Linear4bit), which stores the same bytes"
+        )
+
+
+def _cast_message(dtype: torch.dtype, compute: torch.dtype, names: list[str]) -> str:
+    others = f" and {len(names) - 1} other parameters" if len(names) > 1 else ""
+    are = "are" if others else "is"
+    if dtype.itemsize < compute.itemsize:
+        effect = f"takes {compute.itemsize // dtype.itemsize} times the memory"
+    else:
+        effect = "rounds them" if dtype.itemsize > compute.itemsize else "rounds them, or changes their range"
+    return (
+        f"{names[0]!r}{others} {are} {dtype} and will be cast to the compute dtype {compute}, which {effect}"
+    )

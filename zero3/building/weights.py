@@ -1,0 +1,290 @@
+"""The values of a model's parameters and buffers, out of files of weights."""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+import itertools
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from tiering.config.training import IoConfig
+from tiering.errors import EngineStateError, WeightsError
+from tiering.text import counted
+from tiering.weights.files import StoredTensor, WeightFiles, same_bytes
+from tiering.weights.reader import Wanted, WeightReader
+from zero3.building.model_names import ModelNames
+from zero3.building.weight_names import Partners, Values, pair
+
+log = logging.getLogger(__name__)
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_OTHERS = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_DTYPES = _FLOATS | _OTHERS
+STORED_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""The format's word for each dtype."""
+
+_TOLD = 10  # names in a message
+_COMPARED = 300  # names among which the nearest is looked for, which takes a while
+
+
+@dataclass
+class OpenFiles:
+    """The reader of some files, while they are open."""
+
+    reader: WeightReader | None = None
+
+    @contextmanager
+    def reading(self, files: WeightFiles, io: IoConfig, order: Iterable[Wanted]) -> Iterator[None]:
+        """Open ``files``; in ``order``, and from their first elements on, tensors are read fastest."""
+        with WeightReader(files, io, order) as self.reader:
+            try:
+                yield
+            finally:
+                self.reader = None
+
+
+class FileSource:
+    """The values of a parameter, in files, in the precision that they were saved in (``dtype``)."""
+
+    def __init__(self, parts: Iterable[StoredTensor], files: OpenFiles) -> None:
+        self.parts = tuple(parts)
+        self.dtype = _DTYPES[self.parts[0].dtype]
+        self._files = files
+        self._ends = list(itertools.accumulate(part.numel for part in self.parts))
+
+    def read(self, first: int, numel: int) -> Tensor:
+        """Elements [first, first + numel), flat, on the CPU: valid until any source of the same files is read again.
+
+        Raises WeightsError if the file cannot be read, EngineStateError while the files are not open.
+        """
+        if self._files.reader is None:
+            raise EngineStateError(
+                f"{self.parts[0].name!r} was read while its file is not open: read it within Matched.reading()"
+            )
+        if first < 0 or numel < 0 or first + numel > self._ends[-1]:
+            raise ValueError(
+                f"{self.parts[0].name!r} has {self._ends[-1]} elements, not [{first}, {first + numel})"
+            )
+        pieces = list(self._pieces(first, first + numel))
+        if len(pieces) == 1:
+            return self._read(self._files.reader, *pieces[0])
+        joined, at = torch.empty(numel, dtype=self.dtype, device="cpu"), 0
+        for part, start, count in pieces:
+            joined[at : at + count] = self._read(self._files.reader, part, start, count)
+            at += count
+        return joined
+
+    def release(self) -> None:
+        """Nothing is kept of a parameter: the reader's windows are used over and over."""
+
+    def _pieces(self, start: int, end: int) -> Iterator[tuple[StoredTensor, int, int]]:
+        """The parts that make up elements [start, end): which, from which of its elements, how many."""
+        number = bisect.bisect_right(self._ends, start)
+        while start < end:
+            stop = min(end, self._ends[number])
+            part = self.parts[number]
+            yield part, start - self._ends[number] + part.numel, stop - start
+            start, number = stop, number + 1
+
+    def _read(self, reader: WeightReader, part: StoredTensor, first: int, numel: int) -> Tensor:
+        return torch.frombuffer(reader.read(part, first, numel), dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Matched:
+    """What a model takes from ``files``. ``missing`` and ``unexpected`` are names that found no partner.
+
+    Parameters without a source keep their values: those in ``missing``, and those that may be absent by the model's
+    own word.
+    """
+
+    files: WeightFiles
+    sources: dict[nn.Parameter, FileSource]
+    buffers: list[tuple[nn.Module, str, StoredTensor]]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    opened: OpenFiles = field(repr=False)
+
+    @contextmanager
+    def reading(self, io: IoConfig) -> Iterator[Self]:
+        """Open the files; in the order of ``sources``, and from their first elements on, they are read fastest."""
+        order = [part for source in self.sources.values() for part in source.parts]
+        with self.opened.reading(self.files, io, order):
+            yield self
+
+    def fill_buffers(self) -> None:
+        """Give buffers their stored values, in the buffers' own dtypes; those on meta get memory on the CPU."""
+        for module, name, tensor in self.buffers:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            source = FileSource(self.files.parts_of(tensor), self.opened)
+            stored = source.read(0, tensor.numel).view(tensor.shape)
+            if buffer.is_meta:
+                module._buffers[name] = stored.to(buffer.dtype, copy=True)
+            else:
+                with torch.no_grad():
+                    buffer.copy_(stored)
+
+
+def match(
+    model: nn.Module,
+    files: WeightFiles,
+    *,
+    names: ModelNames | None = None,
+    strict: bool = True,
+    excluded: Collection[str] = (),
+) -> Matched:
+    """Find by ``names`` (None: those of now) each parameter's and persistent buffer's tensor in ``files``.
+
+    No tensor is read, but those stored twice. Raises WeightsError for shapes and dtypes that do not agree and, if
+    ``strict``, for names without a partner, which are logged otherwise; that those ``excluded`` are missing is known.
+    F64, F32, BF16 and F16 serve every floating-point parameter; other dtypes only themselves.
+    """
+    partners, absent, unknown = pair(model, files, names or ModelNames(model))
+    _check_shapes(files, partners)
+    _check_dtypes(files, partners)
+    _warn_of_doubles(partners)
+    absent = [name for name in absent if name not in excluded]
+    missing = _not_ignored(absent, _patterns(model, "_keys_to_ignore_on_load_missing"))
+    ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected") | _outdated(model)
+    unexpected = _not_ignored(unknown, ignored)
+    if missing or unexpected:
+        difference = _difference(files, missing, unexpected)
+        if strict:
+            raise WeightsError(
+                difference, "build the model that these files belong to, or load it with strict=False"
+            )
+        outcome = "what is missing keeps the model's values" if missing else "they are not loaded"
+        log.warning("%s; %s", difference, outcome)
+    opened = OpenFiles()
+    return Matched(
+        files=files,
+        sources={
+            target.tensor: FileSource(
+                itertools.chain.from_iterable(map(files.parts_of, values[0].parts)), opened
+            )
+            for target, values in partners.items()
+            if isinstance(target.tensor, nn.Parameter)
+        },
+        buffers=[
+            (module, name, values[0].parts[0])
+            for target, values in partners.items()
+            if not isinstance(target.tensor, nn.Parameter)
+            for module, name in target.places
+        ],
+        missing=missing,
+        unexpected=unexpected,
+        opened=opened,
+    )
+
+
+def _check_shapes(files: WeightFiles, partners: Partners) -> None:
+    wrong = [
+        f"{values.name!r} {_verb(values)} {list(values.shape)} and should be {list(target.tensor.shape)}"
+        for target, found in partners.items()
+        for values in found
+        if values.shape != tuple(target.tensor.shape)
+    ]
+    if wrong:
+        raise WeightsError(
+            f"{files.path} holds {counted(len(wrong), 'tensor')} of other shapes than the model's: {_first(wrong)}",
+            "build the model from the config.json beside the weights",
+        )
+
+
+def _check_dtypes(files: WeightFiles, partners: Partners) -> None:
+    wrong = [
+        f"{values.name!r} is {values.dtype} and should be {target.tensor.dtype}"
+        for target, found in partners.items()
+        for values in found
+        if not _serves(values.dtype, target.tensor.dtype)
+    ]
+    if wrong:
+        raise WeightsError(
+            f"{files.path} holds {counted(len(wrong), 'tensor')} of dtypes that the model's cannot be made of:"
+            f" {_first(wrong)}",
+            "quantised weights must be dequantised and saved anew",
+        )
+
+
+def _verb(values: Values) -> str:
+    return "is" if len(values.parts) == 1 else f"and {len(values.parts) - 1} more make up"
+
+
+def _serves(stored: str, wanted: torch.dtype) -> bool:
+    return stored in _FLOATS if wanted in _FLOATS.values() else _DTYPES.get(stored) == wanted
+
+
+def _warn_of_doubles(partners: Partners) -> None:
+    for taken, *others in partners.values():
+        for other in others:
+            if len(taken.parts) != len(other.parts) or not all(map(same_bytes, taken.parts, other.parts)):
+                log.warning(
+                    "the model ties %r and %r, but their stored values differ: those of %r are taken; to keep both,"
+                    " build the model untied (tie_word_embeddings=False)",
+                    taken.name,
+                    other.name,
+                    taken.name,
+                )
+
+
+def _patterns(model: nn.Module, attribute: str) -> set[str]:
+    return set(getattr(model, attribute, None) or ())
+
+
+def _outdated(model: nn.Module) -> set[str]:
+    """Buffers that older versions of transformers saved and newer ones compute."""
+    names = [name for name, _ in model.named_buffers()]
+    rotary = (
+        {r"rotary_emb\.inv_freq"} if any(name.endswith("rotary_emb.inv_freq") for name in names) else set()
+    )
+    positions = {r"(^|\.)position_ids$"} if any(name.endswith("position_ids") for name in names) else set()
+    return rotary | positions
+
+
+def _not_ignored(names: Iterable[str], patterns: set[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if not any(re.search(pattern, name) for pattern in patterns))
+
+
+def _difference(files: WeightFiles, missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str:
+    parts = []
+    if missing:
+        parts.append(f"{len(missing)} that it needs are missing ({_with_nearest(missing, unexpected)})")
+    if unexpected:
+        parts.append(f"{len(unexpected)} are not its own ({_with_nearest(unexpected, missing)})")
+    return f"the tensors in {files.path} are not the model's: {' and '.join(parts)}"
+
+
+def _with_nearest(names: tuple[str, ...], others: tuple[str, ...]) -> str:
+    """The first names, each with the one of ``others`` that was perhaps meant."""
+    told = []
+    for name in names[:_TOLD]:
+        nearest = difflib.get_close_matches(name, others[:_COMPARED], n=1)
+        told.append(f"{name!r}, perhaps {nearest[0]!r}" if nearest else repr(name))
+    return _first(told, len(names))
+
+
+def _first(told: list[str], count: int | None = None) -> str:
+    count = len(told) if count is None else count
+    return "; ".join(told[:_TOLD]) + (f" and {count - _TOLD} more" if count > _TOLD else "")

@@ -1,0 +1,244 @@
+"""Building a model without memory for it: ``tiering.zero.Init``.
+
+    with tiering.zero.Init():
+        model = Model()                  # an ordinary build; a parameter's memory goes when the next ones are written
+    engine, *_ = tiering.initialize(model=model, config=config)
+
+Under ``Init`` everything runs as it would without, on a tape (see tape.py): same random numbers, same values. When the
+context ends, parameters have no memory; ``initialize`` makes their values again, one at a time, on their way to the
+tiers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tiering.errors import ConfigError, EngineStateError
+from zero3.building.recorded_operations import Slice
+from zero3.building.tape import Tape
+from zero3.params import resharded
+
+
+class Init:
+    """Within this context a model is built as ever, but the memory of its parameters goes once they have been written.
+
+    Afterwards they have shapes and dtypes, but no values before ``initialize``: using one raises ResidencyError.
+    Values that did not come from torch operations inside of the context (from numpy, or a file) stay in memory.
+
+    With ``enabled`` False it does nothing. ``dtype`` is torch's default dtype inside: parameters are built in it, and
+    get their first values in it. Without it they keep the dtype of the model's code, and masters that precision. The
+    other arguments are DeepSpeed's and make no difference: where parameters go is up to ``initialize``.
+
+    For one thread, and not reentrant: the context replaces ``nn.Module.register_parameter`` for the process.
+    """
+
+    _register = nn.Module.register_parameter
+    _deepcopy: Callable[..., Any] = nn.Parameter.__deepcopy__
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: object = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: object = None,
+        config: object = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: object = None,
+        zero_param_parallel_group: object = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: object = None,
+        param_swapper: object = None,
+        tensor_overrides: object = None,
+    ) -> None:
+        if module is not None:
+            raise ConfigError(
+                "zero.Init(module=...) is not supported in this version: build the model inside the context"
+            )
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            raise ConfigError(
+                "zero.Init(zero_quantized_weights=...) would round the weights, which is not done here; leave it out"
+            )
+        if dtype is not None and not dtype.is_floating_point:
+            raise ConfigError(
+                f"zero.Init(dtype={dtype}) is no dtype of parameters; use torch.float32 or bfloat16"
+            )
+        self.tape = Tape()
+        self._enabled = enabled
+        self._dtype = dtype
+        self._usual_dtype = torch.get_default_dtype()
+
+    def __enter__(self) -> Self:
+        if not self._enabled:
+            return self
+        if nn.Module.register_parameter is not Init._register:
+            raise EngineStateError("zero.Init is open already: build the whole model in one context")
+        tape = self.tape
+
+        def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            Init._register(module, name, param)
+            if param is not None and not resharded.is_adopted(param):
+                tape.may_go(param)
+
+        def copied(param: nn.Parameter, memo: dict[int, Any]) -> Any:
+            found = Init._deepcopy(param, memo)
+            tape.may_go(found)
+            return found
+
+        nn.Module.register_parameter = register  # type: ignore[method-assign,assignment] # replaced on purpose
+        nn.Parameter.__deepcopy__ = copied  # type: ignore[method-assign,assignment] # a copied module registers none
+        tape.__enter__()
+        self._usual_dtype = torch.get_default_dtype()
+        if self._dtype is not None:
+            torch.set_default_dtype(self._dtype)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._enabled:
+            return
+        if self._dtype is not None:
+            torch.set_default_dtype(self._usual_dtype)
+        nn.Module.register_parameter = Init._register  # type: ignore[method-assign]
+        nn.Parameter.__deepcopy__ = Init._deepcopy  # type: ignore[method-assign]
+        self.tape.__exit__(kind, error, trace)
+        hide(self.tape)
+
+
+class Recipe(NamedTuple):
+    """How a parameter without memory gets its values."""
+
+    tape: Tape
+    what: Slice
+
+    def make(self) -> Tensor:
+        return self.tape.replay(self.what)
+
+
+class _Unbuilt:
+    """The owner of parameters that have no memory yet. See ``resharded.Owner``."""
+
+    def borrow(self, param: nn.Parameter) -> bool:
+        return False
+
+    def __init__(self) -> None:
+        # Parameter -> version and address when it was lent.
+        self._lent: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def lend(self, param: nn.Parameter, *, modify: bool) -> None:
+        if param in self._lent:
+            raise EngineStateError(f"{self.where(param)}, is gathered already; nest no blocks")
+        values = self.copy_of(param)
+        resharded.make_plain(param)
+        resharded.set_data(param, values)
+        self._lent[param] = param._version, values.data_ptr()
+
+    def take_back(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
+        edited = self._lent.pop(param) != (param._version, param.data_ptr())
+        if modify and rank == 0:  # whose values ``initialize`` takes
+            resharded.release(param)
+            forget([param])
+            return ""
+        _hide(param)
+        if modify:
+            return f"rank {rank} was to set {self.where(param)}, but initialize takes rank 0's values: let rank 0 do it"
+        return f"{self.where(param)}, was changed without modify=True" if edited else ""
+
+    def saving_copies(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def copy_of(self, param: nn.Parameter) -> Tensor:
+        recipe: Recipe = _recipes[param]
+        return recipe.make().clone()
+
+    def copy_to_save(self, param: nn.Parameter) -> Tensor | None:
+        return None
+
+    def gradient_asked_for(self, param: nn.Parameter) -> None: ...
+
+    def gradient_assigned(self, param: nn.Parameter, values: Tensor | None) -> bool:
+        """No engine keeps gradients yet."""
+        return False
+
+    def data_asked_for(self, param: nn.Parameter) -> None: ...
+
+    def where(self, param: nn.Parameter) -> str:
+        return f"a parameter of shape {tuple(param.shape)} that was built without memory"
+
+    def remedy(self) -> str:
+        return (
+            "it has no values before tiering.initialize. What sets or reads initial values belongs into the zero.Init"
+            " context, or into `with tiering.gathered(param):` (modify=True to change it)"
+        )
+
+
+_recipes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> its Recipe
+_UNBUILT = _Unbuilt()
+
+
+def recipe_of(param: nn.Parameter) -> Recipe | None:
+    """How the values of ``param`` are made; None if it has them, or another owner."""
+    if resharded.owner_of(param) is not _UNBUILT:
+        return None
+    found: Recipe = _recipes[param]
+    return found
+
+
+def forget(params: Iterable[nn.Parameter]) -> None:
+    """The values of ``params`` need not be made any more."""
+    for param in params:
+        _recipes.pop(param, None)
+
+
+def hide(tape: Tape) -> None:
+    """Take the memory of the parameters on ``tape``, which has ended, and remember how their values are made."""
+    slices = {param: made for param in tape.params if (made := tape.slice_of(param)) is not None}
+    for param, made in slices.items():
+        _recipes[param] = Recipe(tape, made)
+        _hide(param)
+    resharded.adopt(slices, _UNBUILT)
+    tape.finish()
+
+
+def _hide(param: nn.Parameter) -> None:
+    """Take the memory of ``param``."""
+    nan = torch.full((), torch.nan, dtype=param.dtype, device="cpu")
+    resharded.set_data(param, nan.expand(param.shape))
+    param.__class__ = resharded.resharded_form(type(param))
+
+
+def check_apart(model: nn.Module) -> None:
+    """Parameters get memory of their own each: two over the same would be equal no longer."""
+    ranges: dict[object, list[tuple[int, int, str]]] = {}
+    for name, param in model.named_parameters():
+        if not param.numel() or param.is_meta or param.layout is not torch.strided:
+            continue
+        recipe = recipe_of(param)
+        if recipe is not None:
+            where: object = recipe.what.cell
+            span = recipe.what.span
+        else:
+            last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+            where = param.device
+            span = range(param.data_ptr(), param.data_ptr() + (last + 1) * param.element_size())
+        ranges.setdefault(where, []).append((span.start, span.stop, name))
+    for spans in ranges.values():
+        end, holder = 0, ""
+        for begin, stop, name in sorted(spans):
+            if begin < end:
+                raise ConfigError(
+                    f"{holder!r} and {name!r} are two parameters over the same memory, and would be two after"
+                    " initialize; tie them by giving both modules the same nn.Parameter"
+                )
+            end, holder = stop, name

@@ -1,0 +1,243 @@
+"""Exports: files of a model's weights for others, streamed out of the tiers.
+
+Nobody holds more than a range of a parameter beside the tiers. Of several ranks the first one writes, and gets the
+others' shares range by range; if it cannot write, all of them are told, and training can go on.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from optim_cpu.formats import round_parameters
+from tiering import logs
+from tiering.config.training import TieringConfig, format_size, parse_size
+from tiering.errors import ConfigError
+from tiering.weights.tensor_file import TensorSpec
+from tiering.weights.writer import SUFFIX, WeightWriter
+from zero3.building.fill import RANGE
+from zero3.building.model_checks import is_packed
+from zero3.building.weights import STORED_NAMES
+from zero3.checkpoint.saved_names import (
+    Saved,
+    adapter_names,
+    has_adapter,
+    is_from_peft,
+    is_from_transformers,
+    own_names,
+    transformers_names,
+)
+from zero3.params.layout import tiles
+from zero3.params.precision import COMPUTE_DTYPES
+from zero3.ranks.agreement import Leading
+from zero3.state.tensors import TieredState
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PICKLES = (".bin", ".pt", ".pth")
+
+
+class Export:
+    """Writes what ``state`` keeps of ``model``. Every rank makes the same calls.
+
+    Raises CheckpointError, on every rank, where files cannot be written; then there is nothing of them.
+    """
+
+    def __init__(self, model: nn.Module, config: TieringConfig, state: TieredState) -> None:
+        self._model = model
+        self._config = config
+        self._state = state
+        self._places = state.places()
+        self._collectives = state.collectives
+        self._writes = self._collectives is None or self._collectives.world.rank == 0
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> Path:
+        """Write the model's ``state_dict`` as one safetensors file; returns its path.
+
+        A pickle's name, which DeepSpeed's scripts have, gives a safetensors file of that name: pytorch_model.bin is
+        model.safetensors. Parameters have 16 bits: those that they compute in or, of a model in fp32, as bf16. Buffers
+        and packed bytes of quantised weights are as they are, and so is what ``tiering.keep_fp32`` keeps.
+        """
+        stem = _stem(save_filename)
+        tensors = own_names(self._model)
+        if exclude_frozen_parameters:
+            frozen = {param for param, (_, piece) in self._places.items() if not piece.trainable}
+            tensors = [saved for saved in tensors if saved.tensor not in frozen]
+        precision = self._config.precision
+        dtype = COMPUTE_DTYPES[(self._config.autocast or "bf16") if precision == "fp32" else precision]
+        self._write(Path(save_dir), tensors, dtype, stem=stem)
+        path = Path(save_dir) / f"{stem}{SUFFIX}"
+        if path.name != save_filename:
+            log.log(
+                logs.once(logging.WARNING),
+                "%s was written in place of %s: pickles run code when they are read; read it with"
+                " safetensors.torch.load_file",
+                *(path, save_filename),
+            )
+        return path
+
+    def save_pretrained(self, save_dir: str | Path, max_shard_size: int | str = "5GB") -> Path:
+        """Write what ``from_pretrained`` loads, in the compute dtype; returns the directory.
+
+        Of a model with an adapter of peft's only that is written, as peft and transformers do. Raises ConfigError for
+        models that are neither transformers' nor peft's.
+        """
+        try:
+            most_bytes = parse_size(max_shard_size)
+        except ValueError as error:
+            raise ConfigError(f"max_shard_size: {error}") from None
+        model, directory = self._model, Path(save_dir)
+        dtype = COMPUTE_DTYPES[self._config.precision]
+        if has_adapter(model):
+            adapter = _only_adapter(model)
+            files = partial(_write_adapter_config, model, adapter)
+            self._write(directory, adapter_names(model, adapter), dtype, stem="adapter_model", files=files)
+        elif is_from_transformers(model):
+            files = partial(_write_transformers_config, model, dtype)
+            self._write(directory, transformers_names(model), dtype, most_bytes=most_bytes, files=files)
+        else:
+            raise ConfigError(
+                f"save_pretrained needs a model of transformers or peft, whose config says how to build it, not"
+                f" {type(model).__name__}; save its weights with save_16bit_model(DIR)"
+            )
+        return directory
+
+    def _write(
+        self,
+        directory: Path,
+        tensors: Sequence[Saved],
+        dtype: torch.dtype,
+        *,
+        stem: str = "model",
+        most_bytes: int | None = None,
+        files: Callable[[Path], None] | None = None,
+    ) -> None:
+        # The widest elements first, so that each tensor begins at a multiple of its own.
+        wanted = sorted(tensors, key=lambda saved: -self._stored_as(saved, dtype).itemsize)
+        specs = [
+            TensorSpec(saved.name, _word(saved, self._stored_as(saved, dtype)), saved.shape)
+            for saved in wanted
+        ]
+        leading = Leading(self._collectives, f"save {directory}")
+        io = self._config.tiering.io
+        new = partial(WeightWriter, directory, specs, stem=stem, most_bytes=most_bytes, io=io)
+        writer = leading.attempt(new)
+        try:
+            if files is not None:
+                leading.attempt(lambda: files(_there(writer).folder))
+            for saved in wanted:
+                leading.settle()
+                with closing(self._ranges(saved, self._stored_as(saved, dtype))) as values:
+                    for each in values:
+                        leading.attempt(partial(_append, writer, each))
+            leading.attempt(lambda: _there(writer).finish())
+            leading.settle()
+        finally:
+            if writer is not None:
+                writer.abandon()
+        total = sum(spec.nbytes for spec in specs)
+        log.log(
+            logs.once(logging.INFO), "saved %d tensors, %s, in %s", len(specs), format_size(total), directory
+        )
+
+    def _stored_as(self, saved: Saved, dtype: torch.dtype) -> torch.dtype:
+        if saved.tensor not in self._places or is_packed(saved.tensor):
+            return saved.tensor.dtype
+        return torch.float32 if self._places[saved.tensor][0].in_fp32 else dtype
+
+    def _ranges(self, saved: Saved, dtype: torch.dtype) -> Generator[Tensor]:
+        """The elements of what is stored, flat, in host memory, a range after the other."""
+        if saved.tensor not in self._places:  # a buffer
+            flat = saved.tensor.detach().flatten()[saved.first : saved.first + saved.numel]
+            for first, end in tiles(saved.numel, RANGE):
+                yield flat[first:end].cpu()
+            return
+        group, piece = self._places[saved.tensor]
+        if not (group.sharded or self._writes):
+            return
+        with closing(self._state.weight_ranges(group, piece, saved.first, saved.numel, RANGE)) as ranges:
+            for values in ranges:
+                if values.dtype is dtype:
+                    yield values
+                else:
+                    rounded = torch.empty(values.numel(), dtype=dtype, device="cpu")
+                    round_parameters(values, rounded)
+                    yield rounded
+
+
+def _stem(save_filename: str) -> str:
+    """The name of the file that is written, without its suffix."""
+    path = Path(save_filename)
+    if path.name != save_filename or path.suffix not in (SUFFIX, *_PICKLES):
+        raise ConfigError(
+            f"save_filename {save_filename!r} is not the name of a {SUFFIX} file, and no other kind is written: name it"
+            " model.safetensors"
+        )
+    return "model" if path.stem == "pytorch_model" else path.stem
+
+
+def _there(writer: WeightWriter | None) -> WeightWriter:
+    assert writer is not None
+    return writer
+
+
+def _append(writer: WeightWriter | None, values: Tensor) -> None:
+    _there(writer).append(values.contiguous().view(torch.uint8).numpy())
+
+
+def _word(saved: Saved, dtype: torch.dtype) -> str:
+    if dtype not in STORED_NAMES:
+        raise ConfigError(
+            f"{saved.name!r} is {dtype}, which safetensors files cannot hold; register it with persistent=False, or"
+            " keep it in another dtype"
+        )
+    return STORED_NAMES[dtype]
+
+
+def _write_transformers_config(model: Any, dtype: torch.dtype, folder: Path) -> None:
+    """What ``from_pretrained`` builds the model from, as transformers writes it."""
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, folder, config)
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _write_adapter_config(model: Any, adapter: str, folder: Path) -> None:
+    """What peft builds the adapter from, as it writes it."""
+    config = copy.deepcopy(model.peft_config[adapter])
+    if config.base_model_name_or_path is None:
+        base = model.get_base_model() if is_from_peft(model) else model
+        config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
+    config.inference_mode = True
+    config.save_pretrained(folder)
+
+
+def _only_adapter(model: Any) -> str:
+    adapters = list(model.peft_config)
+    if len(adapters) > 1:
+        raise ConfigError(
+            f"save_pretrained writes one adapter, and the model has {', '.join(map(repr, adapters))}; delete others"
+            " before initialize, or save all of it with save_16bit_model(DIR)"
+        )
+    return str(adapters[0])

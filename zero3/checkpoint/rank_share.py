@@ -1,0 +1,168 @@
+"""A rank's share of the state: what it saves, in which order, and as which tensors of which files.
+
+Each rank saves its shard of each group, and of what is replicated an equal part; nothing is sent between ranks. Of the
+trained part of a group there is a file for each kind of state; frozen parameters are in that of the weights, or in
+none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from tiering.checkpoint.manifest import WEIGHTS
+from tiering.weights.tensor_file import WINDOW, TensorSpec
+from zero3.building.weights import STORED_NAMES
+from zero3.device.tiers import Home
+from zero3.optimizer.tiles import Tile
+from zero3.params.layout import Piece, Segment, product, segments, shard_ranges, tiles
+from zero3.params.param_group import ParamGroup
+from zero3.parts import Assembly
+
+CHUNK = WINDOW // 4
+"""Elements that are copied at once: whatever their state is made of, all of it fits a window."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes of a home."""
+
+    home: Home
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements of one kind of state, in ``source``; where masters are split, ``upper`` has their upper halves.
+
+    ``parts`` are those that belong to parameters: each the first element in the chunk, and how many. With the chunk all
+    of ``tile`` is copied, if it is not None.
+    """
+
+    kind: str
+    dtype: torch.dtype  # of the elements in the file
+    source: Range
+    upper: Range | None
+    parts: tuple[tuple[int, int], ...]
+    tile: Tile | None = None
+
+
+class Share:
+    """What one rank saves of the state of ``parts``; ``frozen`` says whether frozen parameters belong to it."""
+
+    def __init__(self, parts: Assembly, *, frozen: bool) -> None:
+        self._world = parts.world
+        self._groups = parts.groups
+        self._layout = parts.layout
+        self.has_frozen = frozen
+        self._shards_state = parts.world.size > 1 and parts.plan.workload.stage >= 1
+        self._tiles: dict[ParamGroup, list[Tile]] = {group: [] for group in parts.groups}
+        for tile in parts.tiles:
+            self._tiles[tile.group].append(tile)
+        self.kinds = (WEIGHTS, *parts.optimizer.state_names)
+        # Of what is replicated, others save these.
+        self.not_here = frozenset(tile for tile in parts.tiles if not self._range(tile))
+
+    def tensors(self, kind: str) -> tuple[list[TensorSpec], dict[str, str]]:
+        """The tensors of the file of ``kind``, and its metadata: the first element of those that are parts."""
+        specs: list[TensorSpec] = []
+        firsts: dict[str, str] = {}
+        for group in self._groups:
+            held = [(segment, self._dtype(kind)) for segment in self._trained(group)]
+            if kind == WEIGHTS and self.has_frozen:
+                held += [(segment, group.dtype) for segment in self._frozen(group)]
+            for segment, dtype in held:
+                shape = segment.piece.shape
+                if segment.numel < product(shape):
+                    firsts[segment.piece.name] = str(segment.first)
+                    shape = (segment.numel,)
+                specs.append(TensorSpec(segment.piece.name, STORED_NAMES[dtype], shape))
+            for piece in self._empty(group):
+                if piece.trainable or (kind == WEIGHTS and self.has_frozen):
+                    dtype = self._dtype(kind) if piece.trainable else group.dtype
+                    specs.append(TensorSpec(piece.name, STORED_NAMES[dtype], piece.shape))
+        return specs, firsts
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All of it, tile after tile, in the order of each file."""
+        for group in self._groups:
+            for tile in self._tiles[group]:
+                mine = self._range(tile)
+                made = [
+                    self._of_tile(number, tile, mine.start + first, mine.start + last)
+                    for number in range(len(self.kinds))
+                    for first, last in tiles(len(mine), CHUNK)
+                ]
+                if made:
+                    yield from made[:-1]
+                    yield replace(made[-1], tile=tile)
+            if self.has_frozen:
+                yield from self._of_frozen(group)
+
+    def _range(self, tile: Tile) -> range:
+        """What of ``tile`` this rank saves, in the coordinates of the group's tiles."""
+        own = self._own(tile.group)
+        return range(max(tile.start, own.start), min(tile.end, own.stop))
+
+    def _of_tile(self, number: int, tile: Tile, start: int, end: int) -> Chunk:
+        """Elements [start, end) of a kind of state of ``tile``, in the tile's coordinates."""
+        layout, group, kind = self._layout.for_group(tile.group), tile.group, self.kinds[number]
+        inside, upper = start - tile.start, None
+        numel, itemsize = end - start, group.dtype.itemsize
+        params = Range(group.shard_home, start * itemsize, numel * itemsize)
+        if number:
+            nbytes = numel * layout.moment_format.itemsize
+            source = Range(tile.state, layout.moment_at(number - 1, tile.numel, inside), nbytes)
+        elif layout.master_itemsize:
+            source = Range(tile.state, inside * layout.master_itemsize, numel * layout.master_itemsize)
+            upper = params if layout.splits else None
+        else:
+            source = params
+        held = segments(self._pieces(group), start, end)
+        parts = tuple((segment.start - start, segment.numel) for segment in held if segment.piece.trainable)
+        return Chunk(kind, self._dtype(kind), source, upper, parts)
+
+    def _of_frozen(self, group: ParamGroup) -> Iterator[Chunk]:
+        pieces, own = self._rest(group)
+        itemsize = group.dtype.itemsize
+        for first, last in tiles(len(own), CHUNK):
+            start, end = own.start + first, own.start + last
+            parts = tuple((held.start - start, held.numel) for held in segments(pieces, start, end))
+            source = Range(group.home, start * itemsize, (end - start) * itemsize)
+            yield Chunk(WEIGHTS, group.dtype, source, None, parts)
+
+    def _dtype(self, kind: str) -> torch.dtype:
+        """Of the state of trained parameters in its file."""
+        return torch.float32 if kind == WEIGHTS else self._layout.moment_dtype()
+
+    def _pieces(self, group: ParamGroup) -> tuple[Piece, ...]:
+        """Trained parameters, or parts of them, in the coordinates of the group's tiles."""
+        return group.shard.pieces if self._shards_state else group.layout.pieces
+
+    def _own(self, group: ParamGroup) -> range:
+        """What of the tiles' elements this rank saves."""
+        if self._shards_state:
+            return range(group.shard.trainable_numel)
+        return shard_ranges(group.layout, self._world.size, self._world.rank)[0]
+
+    def _rest(self, group: ParamGroup) -> tuple[tuple[Piece, ...], range]:
+        """Frozen parameters, and what of them this rank saves, in the coordinates of the group's home."""
+        if group.sharded:
+            return group.shard.pieces, range(group.shard.trainable_numel, group.shard.numel)
+        return group.layout.pieces, shard_ranges(group.layout, self._world.size, self._world.rank)[1]
+
+    def _trained(self, group: ParamGroup) -> Iterator[Segment]:
+        own = self._own(group)
+        held = segments(self._pieces(group), own.start, own.stop)
+        return (segment for segment in held if segment.piece.trainable)
+
+    def _frozen(self, group: ParamGroup) -> Iterator[Segment]:
+        pieces, own = self._rest(group)
+        return segments(pieces, own.start, own.stop)
+
+    def _empty(self, group: ParamGroup) -> Iterator[Piece]:
+        """Parameters without elements, which no range has."""
+        return (piece for piece in group.layout.pieces if self._world.rank == 0 and not product(piece.shape))

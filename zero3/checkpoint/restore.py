@@ -1,0 +1,290 @@
+"""What a checkpoint holds, back on the tiers: each rank reads what it keeps, whoever wrote it.
+
+Names and element ranges decide, so the run may have had other ranks, another stage, placement, grouping or format of
+state. Every page is compared with its sum as it is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from tiering import logs
+from tiering.checkpoint.reader import Checkpoint, RankFiles, reading_checkpoint
+from tiering.config.training import IoConfig
+from tiering.errors import CheckpointError, WeightsError
+from tiering.weights.files import StoredTensor, WeightFiles
+from tiering.weights.reader import Wanted
+from zero3.building.fill import Given
+from zero3.building.weights import STORED_NAMES, FileSource, OpenFiles, match
+from zero3.checkpoint.run_state import RankState
+from zero3.optimizer.client import ClientOptimizer
+from zero3.optimizer.tiered import TieredOptimizer
+from zero3.optimizer.update_rules import ADAM
+from zero3.params.layout import Piece
+from zero3.params.param_group import ParamGroup
+from zero3.parts import Assembly
+
+log = logging.getLogger(__name__)
+
+
+class Restore:
+    """Fills the tiers of ``parts`` from ``checkpoint``; ``states`` says whether optimizer state is taken from there.
+
+    To make one checks that the checkpoint is this model's, and changes nothing: CheckpointError if it is not. Frozen
+    parameters that the save has excluded keep their values, and so do, unless it is to be ``strict``, all that only the
+    model has; what only the checkpoint has is left.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: nn.Module,
+        parts: Assembly,
+        io: IoConfig,
+        *,
+        states: bool,
+        strict: bool,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._model = model
+        self._parts = parts
+        self._io = io
+        excluded = checkpoint.manifest.excluded
+        try:
+            files = checkpoint.with_buffers(parts.world.rank)
+            self._matched = match(model, files, names=parts.names, strict=strict, excluded=excluded)
+        except WeightsError as error:
+            remedy = "build the model that was saved"
+            if strict:
+                remedy += "; load_module_strict=False leaves what only one side has"
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} is of another model: {error.what}; {remedy}"
+            ) from error
+        self.filled = frozenset(self._matched.sources)
+        self._kept = {name: param for name, param in parts.names.parameters() if param not in self.filled}
+        for name, param in self._kept.items():
+            if name in excluded and excluded[name].shape != tuple(param.shape):
+                raise CheckpointError(
+                    f"checkpoint {checkpoint.path} is of another model: its {name!r}, which it excludes, is"
+                    f" {list(excluded[name].shape)} and not {list(param.shape)}; build the model that was saved"
+                )
+        self._names = {param: source.parts[0].name for param, source in self._matched.sources.items()}
+        self._states = self._kinds() if states else {}
+        self._tell_kept()
+
+    @property
+    def of_run(self) -> bool:
+        """Whether the checkpoint is of a run, and not made of files of weights."""
+        return self._checkpoint.manifest.optimizer is not None
+
+    @property
+    def run_id(self) -> str:
+        """The run that saved it."""
+        return self._checkpoint.manifest.run
+
+    def check_kept(self, uncertain: AbstractSet[nn.Parameter]) -> None:
+        """CheckpointError if a parameter would keep its value that is ``uncertain``."""
+        lost = [name for name, param in self._kept.items() if param in uncertain]
+        if lost:
+            raise CheckpointError(
+                f"checkpoint {self._checkpoint.path} does not have {_first(lost)}, and this engine does no longer,"
+                " after a load that failed: load a checkpoint that has all parameters, or build the engine anew"
+            )
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Open all files that this rank reads. From then on they may be removed, as a save removes older ones."""
+        groups, matched = self._parts.groups, self._matched
+        buffers = {tensor.file for _, _, tensor in matched.buffers}
+        with reading_checkpoint(self._checkpoint.path), ExitStack() as files:
+            order = _order(groups, matched.sources)
+            self._open(files, matched.files, matched.opened, order, buffers)
+            for kind, opened, sources in self._states.values():
+                self._open(files, kind, opened, _order(groups, sources, states=True))
+            yield
+
+    def run(self) -> None:
+        """Fill the tiers, while ``reading``. CheckpointError in mid-way if a file is not what was written."""
+        given = {
+            param: Given(
+                source, tuple(self._moment(kind, param) for kind in self._parts.optimizer.state_names)
+            )
+            for param, source in self._matched.sources.items()
+        }
+        with reading_checkpoint(self._checkpoint.path):
+            self._matched.fill_buffers()
+            if self._parts.tiers.streams is not None:
+                self._parts.tiers.streams.before_host_changes()
+            self._parts.fill.again(self._parts.groups, given)
+
+    def _open(
+        self,
+        opening: ExitStack,
+        files: WeightFiles,
+        opened: OpenFiles,
+        order: Sequence[Wanted],
+        others: AbstractSet[Path] = frozenset(),
+    ) -> None:
+        opening.enter_context(opened.reading(files, self._io, order))
+        assert opened.reader is not None
+        tensors = (wanted if isinstance(wanted, StoredTensor) else wanted[0] for wanted in order)
+        opened.reader.open_files({tensor.file for tensor in tensors} | others)
+
+    def count_steps(self) -> None:
+        """Let the optimizer know how many updates have used each parameter's state."""
+        optimizer, parameters = self._parts.optimizer, self._checkpoint.manifest.parameters
+        optimizer.steps.clear()
+        if not self._states:
+            return
+        for group in self._parts.groups:
+            for piece, param in zip(group.layout.pieces, group.params, strict=True):
+                stored = parameters[self._names[param]] if param in self._names else None
+                if piece.trainable and stored is not None and stored.steps:
+                    optimizer.steps[piece.index] = stored.steps
+
+    def _kinds(self) -> dict[str, tuple[WeightFiles, OpenFiles, dict[nn.Parameter, FileSource]]]:
+        """The files, and their parameters' sources, of each kind of state that the optimizer has."""
+        manifest, optimizer = self._checkpoint.manifest, self._parts.optimizer
+        if not self.of_run:
+            log.log(
+                logs.once(logging.WARNING),
+                "%s has weights alone: the optimizer starts anew",
+                self._checkpoint.path,
+            )
+            return {}
+        wanted = optimizer_name(optimizer)
+        if set(manifest.kinds) != set(optimizer.state_names) or (
+            not optimizer.state_names and manifest.optimizer != wanted
+        ):
+            raise CheckpointError(
+                f"checkpoint {self._checkpoint.path} has the state of {manifest.optimizer}"
+                f" ({', '.join(manifest.kinds) or 'none'}), and this engine trains with {wanted}"
+                f" ({', '.join(optimizer.state_names) or 'none'}): choose the optimizer that was saved, or"
+                " load_optimizer_states=False to start it anew"
+            )
+        if isinstance(optimizer, ClientOptimizer) and (self._matched.missing or self._matched.unexpected):
+            raise CheckpointError(
+                f"checkpoint {self._checkpoint.path} has other parameters than this model, and a {wanted} keeps its"
+                " state by their numbers: build the model that was saved, or start the optimizer anew"
+                " (load_optimizer_states=False)"
+            )
+        if manifest.optimizer != wanted:
+            log.log(
+                logs.once(logging.WARNING),
+                "the state of %s goes on as that of %s, which keeps the same",
+                *(manifest.optimizer, wanted),
+            )
+        found = {}
+        for kind in optimizer.state_names:
+            files, opened = self._checkpoint.states[kind], OpenFiles()
+            sources = {
+                param: FileSource(files.parts_of(files.tensors[name]), opened)
+                for param, name in self._names.items()
+                if name in files.tensors
+            }
+            found[kind] = files, opened, sources
+        self._tell_conversions()
+        return found
+
+    def _tell_conversions(self) -> None:
+        """What is not as it was saved."""
+        manifest, parts = self._checkpoint.manifest, self._parts
+        if manifest.world_size != parts.world.size:
+            self._tell(f"saved by {manifest.world_size} ranks, loaded by {parts.world.size}")
+        wanted = STORED_NAMES[parts.layout.moment_dtype()]
+        stored = {
+            tensor.dtype
+            for kind in manifest.kinds
+            for tensor in self._checkpoint.states[kind].tensors.values()
+        }
+        for dtype in stored - {wanted}:
+            loss = ", which rounds them" if dtype == "F32" else ""
+            self._tell(f"moments saved as {dtype} are kept as {wanted} here{loss}")
+        stateless = [name for name, param in self._trained() if not self._had_state(param)]
+        if stateless and manifest.kinds:
+            self._tell(
+                f"{len(stateless)} parameters were not trained then and are now ({stateless[0]!r}): their state starts"
+                " anew"
+            )
+
+    def _tell_kept(self) -> None:
+        """What a save has excluded, or the model says may be absent, is trusted to be the same here."""
+        kept = [name for name in self._kept if name not in self._matched.missing]
+        if kept:
+            log.log(
+                logs.once(logging.WARNING),
+                "checkpoint %s was saved without %s: they stay as this model has them, and should be those of the run"
+                " that saved",
+                *(self._checkpoint.path, _first(kept)),
+            )
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for group in self._parts.groups:
+            for piece, param in zip(group.layout.pieces, group.params, strict=True):
+                if piece.trainable:
+                    yield piece.name, param
+
+    def _had_state(self, param: nn.Parameter) -> bool:
+        return param in self._names and self._checkpoint.manifest.parameters[self._names[param]].trained
+
+    def _tell(self, what: str) -> None:
+        log.log(logs.once(logging.INFO), "checkpoint %s: %s", self._checkpoint.path, what)
+
+    def _moment(self, kind: str, param: nn.Parameter) -> FileSource | None:
+        if kind not in self._states:
+            return None
+        return self._states[kind][2].get(param)
+
+
+def rank_state(files: RankFiles, io: IoConfig) -> RankState:
+    """What a rank had beside the tiers, in memory. CheckpointError if a tensor is not what was written."""
+    opened, tensors = OpenFiles(), dict[str, Tensor]()
+    with (
+        reading_checkpoint(files.tensors.path.parent),
+        opened.reading(files.tensors, io, files.tensors.tensors.values()),
+    ):
+        for name, stored in files.tensors.tensors.items():
+            source = FileSource((stored,), opened)
+            tensors[name] = source.read(0, stored.numel).clone().view(stored.shape)
+    return RankState(files.content, tensors)
+
+
+def optimizer_name(optimizer: TieredOptimizer | ClientOptimizer) -> str:
+    """What messages and checkpoints call it."""
+    if isinstance(optimizer, ClientOptimizer):
+        return type(optimizer.client).__name__
+    if optimizer.rule is ADAM and optimizer.param_groups[0]["decoupled_weight_decay"]:
+        return "AdamW"
+    return optimizer.rule.name
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
+
+
+def _order(
+    groups: Sequence[ParamGroup], sources: Mapping[nn.Parameter, FileSource], *, states: bool = False
+) -> list[Wanted]:
+    """What this rank reads of which parts, in its order: of parameters what it keeps, of ``states`` what it steps."""
+    order: list[Wanted] = []
+    for group in groups:
+        layout = group.shard if states or group.sharded else group.layout
+        kept: dict[int, Piece] = {piece.index: piece for piece in layout.pieces}
+        for piece, param in zip(group.layout.pieces, group.params, strict=True):
+            mine = kept.get(piece.index)
+            if mine is None or param not in sources:
+                continue
+            begin = 0
+            for part in sources[param].parts:
+                first, end = max(mine.first - begin, 0), min(mine.first + mine.numel - begin, part.numel)
+                if first < end:
+                    order.append((part, first, end))
+                begin += part.numel
+    return order

@@ -1,0 +1,1 @@
+"""The tiers of one process: device memory, streams, copies over the link, and kernels."""

@@ -1,0 +1,168 @@
+"""Storages that torch refuses to read: whatever asks for their memory gets an error.
+
+Note [A closed storage cannot be read]
+    Torch keeps a mark on each storage. While it is set, everything that asks for the address of the memory raises: each
+    kernel, ``numpy()``, ``data_ptr()``, an extension. (CUDA graphs set it for tensors whose memory was taken over.) It
+    costs nothing where it is not set, because torch looks at it either way. Exchanging the memory of two storages
+    exchanges their marks as well (storage_swap.py). So a group's storage is closed once: it is open while it has the
+    memory of a lease, and closed again when it has given that back.
+
+    Builds of torch with CUDA have a function that sets the mark, and a message for the error. Other builds have the
+    mark alone. There its byte in torch's object is found by an experiment on a storage made for that: it lies behind
+    the marks that another function sets, and it counts as found only if reads of that storage fail while it is set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tiering.errors import ResidencyError
+from zero3.device.storage_swap import can_exchange, exchange_pointers
+
+log = logging.getLogger(__name__)
+
+TORCH_MESSAGE = "Cannot access data pointer of Storage that is invalid"  # where torch takes none from us
+_FIRST_BYTES = 72  # of torch's object, which is longer
+
+
+def refusal(name: str) -> str:
+    """The message of an error about a read of ``name`` that the engine has not seen."""
+    return (
+        f"[{ResidencyError.code}] {name} was read while its bytes are on another tier, and in a way that brings none:"
+        " through a view that was kept beyond its block, in code that bypasses __torch_function__, or by an extension."
+        " Keep a copy, as by weight.detach().clone(), or read the parameter itself inside `with"
+        " tiering.gathered(param):`. A view that was taken in the same forward had to make room: raise device_budget"
+    )
+
+
+def close_storage(tensor: Tensor, name: str) -> None:
+    """Refuse every read of the storage of ``tensor`` from now on, if torch can; ``name`` is what an error calls it."""
+    if can_close():
+        _close(tensor, refusal(name))
+
+
+class Placeholder:
+    """What the parameters of a group hold while their bytes are elsewhere: a NaN that has their shapes, and is closed.
+
+    It is open while it is put in a parameter's place, or taken from there: torch's profiler looks at the memory of both
+    in that moment. ``name`` is what an error calls a parameter that is read.
+    """
+
+    def __init__(
+        self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, device: torch.device, name: str
+    ) -> None:
+        nan, self._other = (torch.full((), torch.nan, dtype=dtype, device=device) for _ in range(2))
+        self.views = [nan.expand(tuple(shape)) for shape in shapes]
+        self._nan = nan
+        self._closes = can_close()
+        self._closed = False
+        if self._closes:
+            _close(nan, refusal(name))  # the words stay, the mark goes to and fro
+            exchange_pointers(nan, self._other)
+
+    def open(self) -> None:
+        """Let torch look at it."""
+        if self._closed:
+            exchange_pointers(self._nan, self._other)
+            self._closed = False
+
+    def close(self) -> None:
+        """Refuse reads."""
+        if self._closes and not self._closed:
+            exchange_pointers(self._nan, self._other)
+            self._closed = True
+
+
+def explain(error: BaseException) -> None:
+    """Add ``refusal`` as a note to an error about a closed storage that has torch's own message."""
+    if isinstance(error, RuntimeError) and TORCH_MESSAGE in str(error):
+        error.add_note(refusal("an offloaded parameter"))
+
+
+@cache
+def can_close() -> bool:
+    """Whether this torch can close a storage, and exchanges the mark with the memory."""
+    with _disable_current_modes():  # a mode that looks at the memory of operands would fail
+        works = can_exchange() and _closes() and _exchanges_the_mark()
+    if not works:
+        log.debug(
+            "torch %s cannot refuse reads of a storage: what is elsewhere reads as NaN", torch.__version__
+        )
+    return works
+
+
+def _close(tensor: Tensor, message: str) -> None:
+    address = tensor.untyped_storage()._cdata
+    if _has_function():
+        torch._C._set_storage_data_ptr_access_error_msg(address, message)
+        return
+    place = _place_of_mark()
+    assert place is not None
+    # For a writer torch looks at the mark only if another one is set, too.
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    _byte(address + place).value = 1
+
+
+def _has_function() -> bool:
+    return hasattr(torch._C, "_set_storage_data_ptr_access_error_msg")
+
+
+def _closes() -> bool:
+    return _has_function() or _place_of_mark() is not None
+
+
+@cache
+def _place_of_mark() -> int | None:
+    """Where in a storage's object the mark is; None if it is not behind the two of a storage that nobody may write."""
+    if not hasattr(torch._C, "_set_throw_on_mutable_data_ptr"):
+        return None
+    probe = torch.zeros(1, device="cpu")
+    address = probe.untyped_storage()._cdata
+    before = ctypes.string_at(address, _FIRST_BYTES)
+    torch._C._set_throw_on_mutable_data_ptr(probe)
+    after = ctypes.string_at(address, _FIRST_BYTES)
+    changed = [(place, after[place]) for place in range(_FIRST_BYTES) if before[place] != after[place]]
+    first = changed[0][0] if changed else _FIRST_BYTES
+    place = first + 2
+    if changed != [(first, 1), (first + 1, 1)] or place >= _FIRST_BYTES or after[place] != 0:
+        return None
+    mark = _byte(address + place)
+    mark.value = 1
+    refuses = _refuses(probe)
+    mark.value = 0
+    return place if refuses and probe.sum() == 0 else None
+
+
+def _exchanges_the_mark() -> bool:
+    closed, other = torch.zeros(2, device="cpu"), torch.ones(2, device="cpu")
+    view = closed[1:]
+    _close(closed, TORCH_MESSAGE)
+    if not _refuses(view):
+        return False
+    exchange_pointers(closed, other)
+    if _refuses(view) or not _refuses(other):
+        return False
+    exchange_pointers(closed, other)
+    return _refuses(view) and not _refuses(other)
+
+
+def _refuses(tensor: Tensor) -> bool:
+    """Whether reading and writing ``tensor`` both fail."""
+    refused = 0
+    for use in (tensor.sum, tensor.zero_):
+        try:
+            use()
+        except RuntimeError:
+            refused += 1
+    return refused == 2
+
+
+def _byte(address: int) -> ctypes.c_ubyte:
+    return ctypes.c_ubyte.from_address(address)

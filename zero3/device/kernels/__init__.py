@@ -1,0 +1,125 @@
+"""The optimizers' arithmetic on a device: for state and gradients that are in its memory.
+
+The bits are those of optim_cpu's kernels, by either of two ways: kernels.cu, compiled when it is first needed, which
+passes over memory once (fused.py); or torch operations, some twenty passes, where it cannot be compiled. Everything is
+queued on the calling thread's stream of the tensors' device, and only ``added_up`` waits, by which sums are told.
+Tensors are flat and contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from optim_cpu.kernels import Rule, StateFormat
+from zero3.device.kernels import cuda_library, fused, torch_operations
+from zero3.device.kernels.segment import Segment
+from zero3.device.kernels.torch_operations import ELEMENTS_AT_ONCE, block_count, join, round_parameters, split
+
+__all__ = [
+    "ELEMENTS_AT_ONCE",
+    "Segment",
+    "accumulate",
+    "added_up",
+    "block_squares",
+    "join",
+    "reduce",
+    "round_parameters",
+    "split",
+    "step",
+    "step_segments",
+    "sum_of_squares",
+    "sums_of_squares",
+]
+
+
+def accumulate(target: Tensor, grad: Tensor, *, overwrite: bool) -> None:
+    """``target`` = or += ``grad``, in float32, rounded once to the dtype of ``target``."""
+    if overwrite and grad.dtype is target.dtype:
+        target.copy_(grad)
+    elif kernels := cuda_library.kernels_of(target):
+        fused.accumulate(kernels, target, grad, overwrite=overwrite)
+    else:
+        torch_operations.accumulate(target, grad, overwrite=overwrite)
+
+
+def reduce(target: Tensor, sources: Sequence[Tensor], factor: float, *, overwrite: bool) -> None:
+    """``target`` = or += ``factor`` times the sum of ``sources``, which share a dtype: as optim_cpu's ``reduce``."""
+    kernels = cuda_library.kernels_of(target)
+    if kernels and len(sources) <= fused.MOST_SOURCES:
+        fused.reduce(kernels, target, sources, factor, overwrite=overwrite)
+    else:
+        torch_operations.reduce(target, sources, factor, overwrite=overwrite)
+
+
+def sum_of_squares(flat: Tensor) -> float:
+    """The float64 sum of squares of a tensor in the fixed order: lanes, their tree, blocks by index."""
+    return sums_of_squares([flat])[0]
+
+
+def sums_of_squares(flats: Sequence[Tensor]) -> list[float]:
+    """``sum_of_squares`` of each of ``flats``, tensors on one device, which the CPU asks and waits for once.
+
+    Each is finite exactly when all elements of its tensor are.
+    """
+    return added_up(block_squares(flats))
+
+
+def block_squares(flats: Sequence[Tensor]) -> list[Tensor]:
+    """The float64 sums of squares of each one's blocks, on the device. Nobody waits."""
+    if not flats:
+        return []
+    counts = [block_count(flat) for flat in flats]
+    sums = flats[0].new_empty(sum(counts), dtype=torch.float64)
+    if kernels := cuda_library.kernels_of(sums):
+        fused.block_squares(kernels, flats, sums)
+    else:
+        torch_operations.block_squares(flats, sums)
+    return list(sums.split(counts))
+
+
+def added_up(squares: Sequence[Tensor]) -> list[float]:
+    """The sum of each, of tensors that ``block_squares`` has made; the CPU waits for all of them once."""
+    if not squares:
+        return []
+    counts = [len(each) for each in squares]
+    return [_in_order(part.numpy()) for part in torch.cat(list(squares)).cpu().split(counts)]
+
+
+def _in_order(sums: NDArray[np.float64]) -> float:
+    """Added one after the other, which is what makes an accumulation of a sum: ``np.sum`` adds pairs first."""
+    return float(np.add.accumulate(sums)[-1]) if sums.size else 0.0
+
+
+def step(
+    rule: Rule,
+    param: Tensor,
+    state: Sequence[Tensor],
+    grad: Tensor,
+    *,
+    out: Tensor | None,
+    grad_scale: float,
+    remainder: Tensor | None = None,
+    state_format: StateFormat = StateFormat.FP32,
+    first_index: int = 0,
+) -> None:
+    """``step_segments`` of a single one."""
+    step_segments([Segment(rule, param, state, grad, out, remainder, state_format, first_index)], grad_scale)
+
+
+def step_segments(segments: Sequence[Segment], grad_scale: float) -> None:
+    """One step of each of ``segments``, on one device, in place, gradients multiplied by float32(``grad_scale``).
+
+    Those of one rule and the same dtypes share a launch, or few.
+    """
+    if not segments:
+        return
+    if kernels := cuda_library.kernels_of(segments[0].param):
+        fused.step(kernels, segments, grad_scale)
+        return
+    for segment in segments:
+        torch_operations.step(segment, grad_scale)

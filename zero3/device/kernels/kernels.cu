@@ -1,0 +1,337 @@
+/* kernels.cu - the optimizers' kernels on a GPU. The formulas, their order and the formats are those of
+ * optim_cpu/csrc/kernels.h; each function does to one element what its namesake there does to a vector.
+ *
+ * Compiled at run time (cuda_library.py), for the types in memory that are asked for: these are template parameters. No
+ * header is included, for there may be none. Floating-point arithmetic is written as the intrinsics that round once, to
+ * nearest even, and that no compiler contracts to a fused multiply-add; compiled without flush-to-zero. A C++ compiler
+ * takes this file, too, behind a few definitions (tests/fakes/simt.h): that is how it is tested where no GPU is.
+ *
+ * The structures are those of fused.py, field by field. A launch takes a table of them by value, so that nothing has to
+ * be copied to the device first, and nothing outlives the call: below 4096 bytes in all.
+ */
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+enum { ADAM, LION, ADAGRAD, SGD };              /* opt_rule.optimizer */
+enum { DECAY_NONE, DECAY_L2, DECAY_DECOUPLED }; /* opt_rule.decay_kind */
+enum { FP32, BF16, FP16 };                      /* types in memory */
+enum { STATE_FP32, STATE_BF16, STATE_BF16_STOCHASTIC };
+
+/* Of a block; elements of a thread; elements of a block. */
+enum { THREADS = 256, EACH = 4, CHUNK = THREADS * EACH };
+enum { LANES = 32, SQUARE_BLOCK = 4096, WARPS = THREADS / LANES };
+enum { MOST_SEGMENTS = 40, MOST_FLATS = 128, MOST_SOURCES = 256 };
+
+struct Rule {
+    float scale, decay, step_size, beta1, one_minus_beta1, beta2, one_minus_beta2;
+    float denominator_scale, denominator_eps, eps, momentum, carry, gain;
+    int decay_kind, nesterov;
+};
+
+struct Segment {
+    void *param, *remainder, *state0, *state1;
+    const void *grad;
+    void *out;                    /* or NULL */
+    u64 numel, first;             /* block of threads of the launch */
+    u32 index, key_low, key_high; /* of the random bits; the first element's index, its lower half */
+    int out_dtype;
+};
+
+struct Segments {
+    u64 count;
+    Segment of[MOST_SEGMENTS];
+};
+
+struct Flat {
+    const void *data;
+    u64 numel, first; /* block of elements of the launch */
+};
+
+struct Flats {
+    u64 count, blocks;
+    Flat of[MOST_FLATS];
+};
+
+struct Sources {
+    u64 count;
+    const void *of[MOST_SOURCES];
+};
+
+/* The place in a table of what has block `number`. */
+template <class Table> __device__ int place_of(const Table &table, u64 number)
+{
+    int low = 0, high = (int)table.count;
+
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (table.of[middle].first <= number)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+__device__ float from_fp16(u16 h)
+{
+    u32 sign = (u32)(h & 0x8000) << 16, magnitude = h & 0x7FFF;
+    u32 normal = (magnitude << 13) + (112u << 23); /* exponent bias 15 -> 127 */
+    u32 subnormal = __float_as_uint(__fmul_rn((float)magnitude, 5.9604644775390625e-8f)); /* 2^-24: exact */
+    u32 special = (magnitude << 13) | 0x7F800000 | (magnitude > 0x7C00 ? 0x400000 : 0);
+
+    return __uint_as_float(sign | (magnitude >= 0x7C00 ? special : magnitude >= 0x400 ? normal : subnormal));
+}
+
+__device__ u16 to_fp16(float x)
+{
+    u32 bits = __float_as_uint(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7FFFFFFF;
+    u32 normal = (magnitude - (112u << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
+    /* One unit of 0.5f's last place is one unit of a subnormal half: the add does the rounding. */
+    u32 subnormal = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 0.5f)) - 0x3F000000;
+    u32 finite = magnitude < 0x38800000 ? subnormal : normal;
+    u32 nan = 0x7E00 | (magnitude >> 13 & 0x3FF);
+
+    return (u16)(sign | (magnitude > 0x7F800000 ? nan : magnitude >= 0x477FF000 ? 0x7C00 : finite));
+}
+
+__device__ u16 to_bf16(float x)
+{
+    u32 bits = __float_as_uint(x), upper = bits >> 16;
+
+    return (u16)(x != x ? upper | 0x40 : (bits + 0x7FFF + (upper & 1)) >> 16);
+}
+
+/* `below`, added below the last place, is what rounds: HALF, away from zero. x is no NaN but the canonical one. */
+constexpr u32 HALF = 0x8000;
+__device__ u16 to_bf16_by(float x, u32 below) { return (u16)((__float_as_uint(x) + below) >> 16); }
+
+__device__ float canonical(float x) { return x != x ? __uint_as_float(0x7FC00000) : x; }
+
+/* Where a thread past the end reads: the loads of all its elements stand in one row, without a branch between them, so
+ * that they are on their way together, and it waits for memory once. */
+__device__ u64 within(u64 i, u64 numel) { return i < numel ? i : numel - 1; }
+
+template <int DTYPE> __device__ float load(const void *from, u64 i)
+{
+    if (DTYPE == FP32)
+        return ((const float *)from)[i];
+    u16 half = ((const u16 *)from)[i];
+    return DTYPE == BF16 ? __uint_as_float((u32)half << 16) : from_fp16(half);
+}
+
+template <int DTYPE> __device__ void store(void *to, u64 i, float x)
+{
+    if (DTYPE == FP32)
+        ((float *)to)[i] = x;
+    else
+        ((u16 *)to)[i] = DTYPE == BF16 ? to_bf16(x) : to_fp16(x);
+}
+
+/* a + (b - a) * weight, in the form with the smaller error; beta is 1 - weight. */
+__device__ float toward(float a, float b, float weight, float beta)
+{
+    if (beta >= 0.5f)
+        return __fadd_rn(a, __fmul_rn(__fsub_rn(b, a), weight));
+    return __fadd_rn(__fmul_rn(a, beta), __fmul_rn(b, weight));
+}
+
+struct Element {
+    float param, grad, state0, state1;
+};
+
+template <int OPTIMIZER, int STATES> __device__ float update(Element &e, float g, const Rule &rule)
+{
+    if (OPTIMIZER == ADAM) {
+        e.state0 = toward(e.state0, g, rule.one_minus_beta1, rule.beta1);
+        e.state1 = toward(e.state1, __fmul_rn(g, g), rule.one_minus_beta2, rule.beta2);
+        float root = __fmul_rn(__fsqrt_rn(e.state1), rule.denominator_scale);
+        return __fdiv_rn(e.state0, __fadd_rn(root, rule.denominator_eps));
+    }
+    if (OPTIMIZER == LION) {
+        float x = toward(e.state0, g, rule.one_minus_beta1, rule.beta1);
+        e.state0 = toward(e.state0, g, rule.one_minus_beta2, rule.beta2);
+        return __fmul_rn(rule.step_size, x > 0 ? 1.0f : x < 0 ? -1.0f : x);
+    }
+    if (OPTIMIZER == ADAGRAD) {
+        e.state0 = __fadd_rn(e.state0, __fmul_rn(g, g));
+        return __fmul_rn(rule.step_size, __fdiv_rn(g, __fadd_rn(__fsqrt_rn(e.state0), rule.eps)));
+    }
+    if (STATES) {
+        e.state0 = __fadd_rn(__fmul_rn(e.state0, rule.carry), __fmul_rn(g, rule.gain));
+        g = rule.nesterov ? __fadd_rn(g, __fmul_rn(e.state0, rule.momentum)) : e.state0;
+    }
+    return __fmul_rn(rule.step_size, g);
+}
+
+template <int OPTIMIZER, int STATES> __device__ void step_element(Element &e, const Rule &rule)
+{
+    float g = __fmul_rn(e.grad, rule.scale);
+
+    if (rule.decay_kind == DECAY_L2)
+        g = __fadd_rn(g, __fmul_rn(rule.decay, e.param));
+    float u = update<OPTIMIZER, STATES>(e, g, rule);
+    if (rule.decay_kind == DECAY_DECOUPLED)
+        u = __fadd_rn(u, __fmul_rn(rule.decay, e.param));
+    e.param = canonical(__fsub_rn(e.param, u));
+    e.state0 = canonical(e.state0);
+    e.state1 = canonical(e.state1);
+}
+
+__device__ u32 random_bits(u32 index, const Segment &s)
+{
+    u32 x = index ^ s.key_low;
+
+    x = (x ^ x >> 16) * 0x21F0AAADu;
+    x = (x ^ x >> 15 ^ s.key_high) * 0xD35A2D97u;
+    return x ^ x >> 15;
+}
+
+template <int STATES, int FORMAT, int SPLIT, int GRAD>
+__device__ Element load_element(const Segment &s, u64 i)
+{
+    constexpr int STATE = FORMAT == STATE_FP32 ? FP32 : BF16;
+    Element e = {};
+
+    if (SPLIT)
+        e.param = __uint_as_float(((u32)((u16 *)s.param)[i] << 16) + (u32)((short *)s.remainder)[i]);
+    else
+        e.param = load<FP32>(s.param, i);
+    e.grad = load<GRAD>(s.grad, i);
+    if (STATES > 0)
+        e.state0 = load<STATE>(s.state0, i);
+    if (STATES > 1)
+        e.state1 = load<STATE>(s.state1, i);
+    return e;
+}
+
+template <int FORMAT> __device__ void store_state(void *to, u64 i, float x, u32 below)
+{
+    if (FORMAT == STATE_FP32)
+        ((float *)to)[i] = x;
+    else
+        ((u16 *)to)[i] = to_bf16_by(x, below);
+}
+
+/* To bfloat16, of two that are equally near the one away from zero, as the upper half of a split. */
+__device__ void store_out(const Segment &s, u64 i, float param)
+{
+    if (s.out_dtype == BF16)
+        ((u16 *)s.out)[i] = to_bf16_by(param, HALF);
+    else if (s.out_dtype == FP16)
+        store<FP16>(s.out, i, param);
+    else
+        store<FP32>(s.out, i, param);
+}
+
+template <int STATES, int FORMAT, int SPLIT>
+__device__ void store_element(const Segment &s, u64 i, const Element &e)
+{
+    const int by_chance = FORMAT == STATE_BF16_STOCHASTIC;
+    u32 random = by_chance ? random_bits(s.index + (u32)i, s) : 0;
+
+    if (STATES > 0)
+        store_state<FORMAT>(s.state0, i, e.state0, by_chance ? random & 0xFFFF : HALF);
+    if (STATES > 1)
+        store_state<FORMAT>(s.state1, i, e.state1, by_chance ? random >> 16 : HALF);
+    if (SPLIT) {
+        ((u16 *)s.param)[i] = to_bf16_by(e.param, HALF);
+        ((u16 *)s.remainder)[i] = (u16)__float_as_uint(e.param);
+    } else {
+        ((float *)s.param)[i] = e.param;
+    }
+    if (s.out)
+        store_out(s, i, e.param);
+}
+
+/* One step of a table of segments, a chunk by each block of threads. `out` may be exactly `grad`: an element is read
+ * before it is written. */
+template <int OPTIMIZER, int STATES, int FORMAT, int SPLIT, int GRAD>
+__global__ void __launch_bounds__(THREADS) step(const Rule rule, const Segments segments)
+{
+    const Segment &s = segments.of[place_of(segments, blockIdx.x)];
+    u64 first = (blockIdx.x - s.first) * CHUNK + threadIdx.x;
+    Element e[EACH];
+
+#pragma unroll
+    for (int j = 0; j < EACH; j++)
+        e[j] = load_element<STATES, FORMAT, SPLIT, GRAD>(s, within(first + j * THREADS, s.numel));
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        step_element<OPTIMIZER, STATES>(e[j], rule);
+        if (first + j * THREADS < s.numel)
+            store_element<STATES, FORMAT, SPLIT>(s, first + j * THREADS, e[j]);
+    }
+}
+
+/* target = source, or += it with the sum formed in float32: rounded once, to nearest even. */
+template <int TARGET, int SOURCE, int OVERWRITE>
+__global__ void __launch_bounds__(THREADS) accumulate(void *target, const void *source, u64 numel)
+{
+    u64 first = (u64)blockIdx.x * CHUNK + threadIdx.x;
+    float x[EACH];
+
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        u64 i = within(first + j * THREADS, numel);
+        x[j] = load<SOURCE>(source, i);
+        if (!OVERWRITE)
+            x[j] = canonical(__fadd_rn(load<TARGET>(target, i), x[j]));
+    }
+#pragma unroll
+    for (int j = 0; j < EACH; j++)
+        if (first + j * THREADS < numel)
+            store<TARGET>(target, first + j * THREADS, x[j]);
+}
+
+/* target = v, or += v, v being (sources[0] + sources[1] + ...) * factor in float32: rounded once, to nearest even. */
+template <int TARGET, int SOURCE, int OVERWRITE>
+__global__ void __launch_bounds__(THREADS)
+    reduce(void *target, const Sources sources, float factor, u64 numel)
+{
+    u64 first = (u64)blockIdx.x * CHUNK + threadIdx.x;
+    float x[EACH];
+
+    for (int j = 0; j < EACH; j++)
+        x[j] = -0.0f; /* which adds nothing; 0 would turn a -0 into 0 */
+#pragma unroll 4
+    for (u32 source = 0; source < sources.count; source++)
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+            x[j] = __fadd_rn(x[j], load<SOURCE>(sources.of[source], within(first + j * THREADS, numel)));
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        u64 i = first + j * THREADS;
+        x[j] = __fmul_rn(x[j], factor);
+        if (!OVERWRITE)
+            x[j] = __fadd_rn(load<TARGET>(target, within(i, numel)), x[j]);
+        if (i < numel)
+            store<TARGET>(target, i, canonical(x[j]));
+    }
+}
+
+/* The sums of squares of all blocks of a table of flat tensors, one by each warp, whose threads are the lanes. A square
+ * is exact in double, so a fused multiply-add rounds as the addition does. */
+template <int DTYPE> __global__ void __launch_bounds__(THREADS) block_squares(const Flats flats, double *sums)
+{
+    u64 block = (u64)blockIdx.x * WARPS + threadIdx.x / LANES;
+    u32 lane = threadIdx.x % LANES;
+
+    if (block >= flats.blocks) /* the whole warp */
+        return;
+    const Flat &flat = flats.of[place_of(flats, block)];
+    u64 begin = (block - flat.first) * SQUARE_BLOCK, rest = flat.numel - begin;
+    u32 n = rest < SQUARE_BLOCK ? (u32)rest : (u32)SQUARE_BLOCK;
+    double sum = 0;
+
+#pragma unroll 8
+    for (u32 i = lane; i < n; i += LANES) {
+        double x = load<DTYPE>(flat.data, begin + i);
+        sum = __fma_rn(x, x, sum);
+    }
+    for (int half = LANES / 2; half; half /= 2)
+        sum = __dadd_rn(sum, __shfl_down_sync(0xFFFFFFFFu, sum, half));
+    if (lane == 0)
+        sums[block] = sum;
+}

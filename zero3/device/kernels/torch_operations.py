@@ -1,0 +1,252 @@
+"""The optimizers' kernels as torch operations: what a GPU runs whose own could not be compiled, and any device can.
+
+Each torch operation rounds once, and IEEE multiplication, addition, division and square root have one right answer,
+so these give the bits that optim_cpu's kernels give: the formulas, their order, the one NaN that is stored, the formats
+and the hash behind stochastic rounding are written in kernels.h. What is unsigned there is int64 here, or masked:
+torch has no unsigned arithmetic on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from optim_cpu import kernels
+from optim_cpu.kernels import StateFormat
+from zero3.device.kernels.segment import Segment
+
+BLOCK = 4096
+LANES = 32
+BLOCKS_AT_ONCE = 1024  # bounds the float64 temporaries to 64 MiB
+ELEMENTS_AT_ONCE = 1 << 24  # bounds the temporaries of a step: 64 MiB for each in float32, 128 MiB in int64
+
+WORD, HALF_WORD = (1 << 64) - 1, (1 << 32) - 1
+HALF_BF16 = 0x8000  # below a bf16's last place, half of it
+
+
+class _Optimizer(IntEnum):
+    """opt_rule.optimizer, as kernels.h numbers it."""
+
+    ADAM = 0
+    LION = 1
+    ADAGRAD = 2
+    SGD = 3
+
+
+class _Decay(IntEnum):
+    """opt_rule.decay_kind."""
+
+    NONE = 0
+    L2 = 1
+    DECOUPLED = 2
+
+
+Scalar = Callable[[str], float]  # a number of the rule, by its name in opt_rule
+
+
+def block_count(flat: Tensor) -> int:
+    """The blocks of squares that a tensor has, the last one maybe cut short."""
+    return -(-flat.numel() // BLOCK)
+
+
+def accumulate(target: Tensor, grad: Tensor, *, overwrite: bool) -> None:
+    """``target`` = or += ``grad``, in float32, rounded once to the dtype of ``target``. Flat tensors."""
+    if overwrite:
+        target.copy_(grad)
+    else:
+        target.copy_(target.float().add_(grad.float()))
+
+
+def reduce(target: Tensor, sources: Sequence[Tensor], factor: float, *, overwrite: bool) -> None:
+    """``target`` = or += ``factor`` times the sum of ``sources``, in float32 and their order, rounded once."""
+    for start in range(0, target.numel(), ELEMENTS_AT_ONCE):
+        here = slice(start, start + ELEMENTS_AT_ONCE)
+        total = sources[0][here].to(torch.float32, copy=True)
+        for source in sources[1:]:
+            total.add_(source[here])
+        accumulate(target[here], total.mul_(factor), overwrite=overwrite)
+
+
+def block_squares(flats: Sequence[Tensor], sums: Tensor) -> None:
+    """``sums`` = the sums of squares of the blocks of all tensors, in their order. They are added side by side."""
+    work = sums.new_empty(min(len(sums), BLOCKS_AT_ONCE), BLOCK)
+    filled = done = 0
+    for flat in flats:
+        taken, count = 0, block_count(flat)
+        while taken < count:
+            here = min(count - taken, len(work) - filled)
+            part = flat[taken * BLOCK : (taken + here) * BLOCK]
+            room = work[filled : filled + here].view(-1)
+            room[: part.numel()].copy_(part)
+            room[part.numel() :].zero_()
+            taken, filled = taken + here, filled + here
+            if filled == len(work):
+                _fold(work, sums[done : done + filled])
+                done, filled = done + filled, 0
+    if filled:
+        _fold(work[:filled], sums[done:])
+
+
+def _fold(blocks: Tensor, sums: Tensor) -> None:
+    """``sums`` = the sum of squares of each row of ``blocks``, which are squared in place."""
+    squares = blocks.square_().view(-1, BLOCK // LANES, LANES)
+    lanes = torch.zeros_like(squares[:, 0])
+    for row in range(squares.shape[1]):
+        lanes += squares[:, row]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    sums.copy_(lanes[:, 0])
+
+
+def round_parameters(master: Tensor, out: Tensor) -> None:
+    """``out`` = ``master`` rounded as optim_cpu.formats.round_parameters does."""
+    if out.dtype is torch.bfloat16:
+        _round_bf16(master, out, HALF_BF16)
+    else:
+        out.copy_(master)
+    # A GPU's cast writes another NaN, and the sum above may write none.
+    out.masked_fill_(master.isnan(), math.nan)
+
+
+def split(master: Tensor, param: Tensor, remainder: Tensor) -> None:
+    """bfloat16 ``param`` and int16 ``remainder`` = both halves of float32 ``master``, as optim_cpu.kernels.split."""
+    round_parameters(master, param)
+    remainder.copy_(master.view(torch.int32).to(torch.int16))  # the lower half, as a signed number
+    remainder.masked_fill_(master.isnan(), 0)
+
+
+def join(param: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 master that ``split`` took apart."""
+    return ((param.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
+
+
+def step(segment: Segment, grad_scale: float) -> None:
+    """One step of ``segment``, in place, its gradient multiplied by float32(``grad_scale``)."""
+    rule, remainder, out = segment.rule, segment.remainder, segment.out
+    for start in range(0, segment.param.numel(), ELEMENTS_AT_ONCE):
+        here = slice(start, start + ELEMENTS_AT_ONCE)
+        param, kept = segment.param[here], [tensor[here] for tensor in segment.kept]
+        master = param if remainder is None else join(param, remainder[here])
+        wide = [tensor.float() for tensor in kept]  # float32 is not copied: it is stepped in place
+        _step_fp32(rule, master, wide, segment.grad[here], grad_scale)
+        if kept and segment.state_format is not StateFormat.FP32:
+            added = _added_below(rule, segment.state_format, segment.first_index + start, master)
+            for tensor, values, below in zip(kept, wide, added, strict=False):
+                _round_bf16(values, tensor, below)
+        if remainder is not None:
+            split(master, param, remainder[here])
+        if out is not None:
+            round_parameters(master, out[here])
+
+
+def _step_fp32(
+    rule: kernels.Rule, param: Tensor, state: Sequence[Tensor], grad: Tensor, grad_scale: float
+) -> None:
+    scalar = rule.scalar
+    # `decay` may have become 0, and 0 * inf is NaN in the C kernels, too: so not `if decay`.
+    decay_kind, decay = _Decay(int(scalar("decay_kind"))), scalar("decay")
+    g = grad.float() * (scalar("scale") * grad_scale)
+    if decay_kind is _Decay.L2:
+        g = g + param * decay
+    update = _UPDATES[_Optimizer(int(scalar("optimizer")))](state, g, scalar)
+    if decay_kind is _Decay.DECOUPLED:
+        update = update + param * decay
+    param.sub_(update)
+    for tensor in (param, *state):
+        tensor.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)  # any NaN becomes the quiet one
+
+
+def _round_bf16(values: Tensor, out: Tensor, below: int | Tensor) -> None:
+    """``out`` = float32 ``values`` (if NaN, the quiet one) with ``below`` added below a bf16's last place, and cut."""
+    out.copy_(((values.view(torch.int32) + below) >> 16).to(torch.int16).view(torch.bfloat16))
+
+
+def _added_below(
+    rule: kernels.Rule, state_format: StateFormat, first_index: int, like: Tensor
+) -> tuple[int | Tensor, int | Tensor]:
+    """What the first state and the second are rounded by, on the device of ``like`` and as long."""
+    if state_format is StateFormat.BF16:
+        return HALF_BF16, HALF_BF16
+    random = _random_bits(rule.key, first_index, like)
+    return (random & 0xFFFF).to(torch.int32), (random >> 16).to(torch.int32)
+
+
+def _random_bits(key: int, first_index: int, like: Tensor) -> Tensor:
+    """random_bits() of numbers.inc: 32 bits for each element, as int64."""
+    end = first_index + like.numel()
+    wraps = range((first_index >> 32) + 1 << 32, end, 1 << 32)  # where the upper half of the index changes
+    cuts = [first_index, *wraps, end]
+    parts = []
+    for start, stop in pairwise(cuts):
+        mixed, low = mix(key + (start >> 32)), start & HALF_WORD
+        x = torch.arange(low, low + stop - start, device=like.device) ^ (mixed & HALF_WORD)
+        x = _times(x ^ (x >> 16), 0x21F0AAAD)
+        x = _times(x ^ (x >> 15) ^ (mixed >> 32), 0xD35A2D97)
+        parts.append(x ^ (x >> 15))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _times(x: Tensor, factor: int) -> Tensor:
+    """Modulo 2**32. A factor above 2**31 is taken as negative, so that no product leaves int64."""
+    return (x * (factor - (1 << 32) if factor >> 31 else factor)) & HALF_WORD
+
+
+def mix(x: int) -> int:
+    """splitmix64's finalizer."""
+    x &= WORD
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & WORD
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & WORD
+    return x ^ x >> 31
+
+
+def _adam(state: Sequence[Tensor], g: Tensor, scalar: Scalar) -> Tensor:
+    exp_avg, exp_avg_sq = state
+    _move(exp_avg, g, scalar("beta1"), scalar("one_minus_beta1"))
+    _move(exp_avg_sq, g * g, scalar("beta2"), scalar("one_minus_beta2"))
+    return exp_avg / (exp_avg_sq.sqrt() * scalar("denominator_scale") + scalar("denominator_eps"))
+
+
+def _lion(state: Sequence[Tensor], g: Tensor, scalar: Scalar) -> Tensor:
+    (exp_avg,) = state
+    direction = exp_avg.clone()
+    _move(direction, g, scalar("beta1"), scalar("one_minus_beta1"))
+    _move(exp_avg, g, scalar("beta2"), scalar("one_minus_beta2"))
+    own = (direction == 0) | direction.isnan()  # zeros and NaN are their own sign
+    return torch.where(own, direction, direction.sign()) * scalar("step_size")
+
+
+def _adagrad(state: Sequence[Tensor], g: Tensor, scalar: Scalar) -> Tensor:
+    (total,) = state
+    total.add_(g * g)
+    return g / (total.sqrt() + scalar("eps")) * scalar("step_size")
+
+
+def _sgd(state: Sequence[Tensor], g: Tensor, scalar: Scalar) -> Tensor:
+    if not state:
+        return g * scalar("step_size")
+    (momentum_buffer,) = state
+    momentum_buffer.mul_(scalar("carry")).add_(g * scalar("gain"))
+    looked_ahead = g + momentum_buffer * scalar("momentum") if scalar("nesterov") else momentum_buffer
+    return looked_ahead * scalar("step_size")
+
+
+_UPDATES = {
+    _Optimizer.ADAM: _adam,
+    _Optimizer.LION: _lion,
+    _Optimizer.ADAGRAD: _adagrad,
+    _Optimizer.SGD: _sgd,
+}
+
+
+def _move(average: Tensor, new: Tensor, beta: float, one_minus_beta: float) -> None:
+    """toward() of kernels.h, in place."""
+    if beta >= 0.5:
+        average.add_((new - average) * one_minus_beta)
+    else:
+        average.mul_(beta).add_(new * one_minus_beta)

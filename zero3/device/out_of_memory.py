@@ -1,0 +1,26 @@
+"""What a program is told when the device has no memory left: who has it, what the engine is now, what makes room."""
+
+from __future__ import annotations
+
+import torch
+
+from tiering.config.fields import format_size
+from tiering.placement.plan import Tier
+from zero3.device.tiers import Tiers
+
+
+def explain(error: BaseException, tiers: Tiers, left: str) -> None:
+    """Add that as a note to ``error``, if it is torch's OutOfMemoryError; ``left`` is what is left of the engine.
+
+    Its type and its own words stay as they are: programs look for them, to go on with a smaller batch.
+    """
+    if not isinstance(error, torch.OutOfMemoryError):
+        return
+    owned = sorted(tiers.occupancy(Tier.DEVICE).items(), key=lambda item: -item[1])
+    kinds = ", ".join(f"{kind} {format_size(nbytes)}" for kind, nbytes in owned) or "nothing"
+    error.add_note(
+        f"The engine owns {format_size(sum(nbytes for _, nbytes in owned))} of the device's memory ({kinds}), of a"
+        f" device_budget of {format_size(tiers.plan.budgets.device)}; all else there are activations, gradients on"
+        f" their way and the program's own tensors. {left}. A smaller micro-batch, activation checkpointing or a"
+        " smaller device_budget makes room."
+    )

@@ -1,0 +1,586 @@
+"""The engine: wires groups, tiers, gradients and optimizer together; the parts decide, this file does not.
+
+Reading and setting by name is in by_name.py, checkpoints and exports are in state_files.py. DeepSpeed's names for
+it are in deepspeed/engine_names.py.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from tiering.checkpoint.directory import check_keep
+from tiering.config.training import TieringConfig
+from tiering.errors import CheckpointError, ConfigError, EngineStateError
+from tiering.interrupts import deferred_interrupts
+from tiering.telemetry import ConfigurationStatus, Phase, Publisher, Snapshot, plain_name
+from zero3.checkpoint.checkpoints import Checkpoints
+from zero3.engine import released
+from zero3.engine.by_name import NamedState
+from zero3.engine.released import Released
+from zero3.engine.state_files import StateFiles
+from zero3.loop.accumulation import Accumulation
+from zero3.loop.data_loader import TrainingLoader
+from zero3.loop.lifecycle import Readiness
+from zero3.loop.preemption import Preemption
+from zero3.loop.step import Update
+from zero3.loop.step_state import StepState
+from zero3.observe.device_rates import saved_link_rate
+from zero3.observe.ending import Ending, error_under_way
+from zero3.observe.engine_description import describe
+from zero3.observe.monitors import Monitor
+from zero3.observe.progress import Progress
+from zero3.observe.run_record import RunRecord
+from zero3.observe.trace import StepTrace
+from zero3.params.eager import eager
+from zero3.params.param_group import ParamGroup
+from zero3.params.precision import COMPUTE_DTYPES, LossScale, autocast, cast_floating, explain_inputs
+from zero3.parts import Assembly
+from zero3.passes import hooks
+from zero3.passes.prefetch import Prefetcher
+from zero3.passes.schedule import PassSchedule
+from zero3.setup.assembly import Weights, assemble
+from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
+from zero3.state.access import Access
+from zero3.state.tensors import TieredState
+
+
+class Engine(NamedState, StateFiles):
+    """A model whose parameters, gradients and optimizer state live on tiers. Made by ``initialize``.
+
+    Usable as a context manager; ``close`` gives memory and swap space back. With several ranks, all of them make the
+    same calls in the same order, those that read or set parameters, gradients and state by name included.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TieringConfig,
+        model_parameters: ModelParameters | None = None,
+        optimizer: ClientOptimizerChoice | None = None,
+        weights: Weights | None = None,
+        configuration: ConfigurationStatus | None = None,
+    ) -> None:
+        self.module = model
+        self.config = config
+        self._configuration = configuration
+        self.lr_scheduler: LRScheduler | None = None
+        self.training_dataloader: TrainingLoader | None = None
+        self.collate_fn: Callable[[list[Any]], Any] | None = None
+        self._loss: Tensor | None = None
+        self._trace: StepTrace | None = None
+        self._given_optimizer = "" if optimizer is None else _name_of(optimizer)
+
+        parts = assemble(model, config, model_parameters, optimizer, weights)
+        self._collectives, self._sink = parts.collectives, parts.sink
+        try:
+            self._wire(model, parts)
+        except BaseException as error:
+            if self._collectives is not None:
+                self._collectives.peers.fail(error)
+                self._collectives.close()
+            parts.tiers.close()
+            raise
+
+    def _wire(self, model: nn.Module, parts: Assembly) -> None:
+        config, self._parts = self.config, parts
+        self.device, self.plan, self.optimizer = parts.device, parts.plan, parts.optimizer
+        self._world = parts.world
+        self._tiers, self._groups, self._gradients = parts.tiers, parts.groups, parts.gradients
+        self._updates = Update(config, parts)
+        self._accumulation = Accumulation(config.gradient_accumulation_steps)
+        self._state = TieredState(parts)
+        self._checkpoints = Checkpoints(self, model, config, parts, self._updates, self._accumulation)
+        self._state.before_write = self._checkpoints.before_write
+        self._prefetcher = Prefetcher(self._collectives.agree) if self._collectives else Prefetcher()
+        self._schedule = PassSchedule(
+            self._groups,
+            self._prefetcher,
+            self._sink,
+            self._on_backward,
+            self._on_first_gradient,
+            self._on_end_of_backward,
+            self._on_group_done,
+            self._tiers.timeline,
+        )
+        run_name, run_id = self._name_run(config.tiering.run_name)
+        self._record = RunRecord(
+            run_name,
+            self._tiers,
+            self._schedule.activations,
+            world=parts.world,
+            run_id=run_id,
+            traffic=self._collectives,
+            learning=self._updates,
+            param_groups=parts.optimizer.param_groups,
+            checkpoint=self._checkpoints.status,
+            description=describe(parts, config, self._configuration),
+            ending=Ending(parts.world.rank, self._failure_began_with()),
+            link_rate=saved_link_rate(parts.plan.workload, parts.device, local_ranks=parts.world.local_size),
+        )
+        self._publisher: Publisher | None = None
+        self._handles = hooks.install(model, self._groups, self._schedule)
+        self._serve(Access(model, self._groups, self._schedule, self._prefetcher, self._state))
+        self._ready = Readiness(
+            config, parts, self._updates, self._accumulation, self._schedule, self._access
+        )
+        self.optimizer.serve(self._updates, self._accumulation, self._ready)
+        self._preemption = Preemption(self._updates, alone=self._collectives is None)
+        self.monitor = Monitor(config, parts.world.rank)
+        self._progress = Progress(config, parts, self._updates, self._record, self.monitor)
+        self._publisher = self._record.publish(config.tiering.telemetry)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    @eager
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model. After an exception the engine is as before the call."""
+        self._ready.check_open("forward")
+        self._ready.give_up_unfinished()
+        self._access.check_residents()
+        if self.module.training and torch.is_grad_enabled() and self.optimizer.trains:
+            self._access.check_frozen()
+        if self.config.cast_inputs:
+            args, kwargs = cast_floating((args, kwargs), COMPUTE_DTYPES[self.config.precision])
+        before, self._ready.in_forward = self._ready.in_forward, True
+        with self._phase("forward"), autocast(self.config, self.device):
+            try:
+                return self.module(*args, **kwargs)
+            except BaseException as error:
+                self._schedule.abandon()
+                explain_inputs(error, (args, kwargs), self.config)
+                raise
+            finally:
+                self._ready.in_forward = before
+
+    def scale(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:
+        """``loss`` as its backward needs it: times the loss scale, divided by gradient_accumulation_steps.
+
+        ``engine.scale(loss).backward()`` is what ``engine.backward(loss)`` does.
+        """
+        if not isinstance(loss, Tensor):
+            raise EngineStateError(f"backward takes the loss, a tensor, not {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise EngineStateError(
+                f"backward needs a scalar loss, not shape {tuple(loss.shape)}; reduce it, as by .mean()"
+            )
+        if not loss.requires_grad:
+            raise EngineStateError(
+                "backward would bring no gradient, for no parameter has a part in this loss: was the forward under"
+                " no_grad(), the output detached, or the loss made anew (torch.tensor(loss))?"
+            )
+        self._loss = loss.detach()
+        self._accumulation.scaled += 1
+        self._schedule.activations.backward_of(loss)
+        if self.config.precision == "fp16" or self.config.autocast == "fp16":
+            loss = loss.float() * self.loss_scale.value
+        return loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
+
+    @eager
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Accumulate the gradients of a scalar ``loss``, divided by gradient_accumulation_steps; returns that quotient.
+
+        With ``scale_wrt_gas`` False the script has divided the loss itself.
+        After an exception the engine is as after its last step: gradients accumulated since then are gone.
+        """
+        self._ready.check_open("backward")
+        self._ready.check_trains("backward")
+        self._access.check_frozen()
+        self._schedule.check_thread()
+        waiting = self._accumulation.scaled
+        scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
+        with self._phase("backward"):
+            try:
+                # First: behind the backward nothing may fail, or gradients were kept that the caller counts as gone.
+                told = loss / self.config.gradient_accumulation_steps if scale_wrt_gas else loss
+                scaled.backward(retain_graph=retain_graph)
+            except BaseException:
+                self._loss = None
+                self._ready.give_up_backward()
+                raise
+            finally:
+                self._accumulation.scaled = waiting
+        self._updates.current_step.to_pending()  # also if the loss has reached no parameter
+        return told
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate only: backwards inside the block add to the gradients, and the next one outside completes them.
+
+        For a loop that does its own accumulation, with gradient_accumulation_steps 1 and losses that it has divided.
+        ``step`` is refused inside. With ``tiering.grad_accum_dtype`` "fp32" the sums do not round to 16 bits.
+        """
+        before, self._accumulation.syncing = self._accumulation.syncing, False
+        try:
+            yield
+        finally:
+            self._accumulation.syncing = before
+
+    @eager
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-batch; after gradient_accumulation_steps of them, update the parameters.
+
+        ``lr_kwargs`` is what the ``step`` of lr_scheduler is given then.
+
+        A step whose gradients are not finite is skipped and leaves all state as it was; with dynamic loss scaling the
+        scale is lowered, else a warning says which parameter it was, and ``tiering.max_skipped_steps`` of them in a row
+        are an EngineStateError. Ctrl-C waits for the end of the step (a second one
+        does not). A step that is ended by an exception leaves some parameters updated and others not: then the engine
+        can only be closed.
+        """
+        self._ready.check_open("step")
+        self._ready.check_trains("step")
+        self._ready.give_up_unfinished()
+        self._ready.check_step()
+        boundary = self._accumulation.at_boundary
+        if boundary:
+            self._access.check_before_update(self.module)
+            self._access.store_edits_of_residents()
+        with deferred_interrupts():
+            self._accumulation.count(updated=boundary)
+            self._updates.applied = False
+            if boundary:
+                with self._phase("step"):
+                    self._update(lr_kwargs or {})
+                self._checkpoints.after_step(all_written=self._updates.saving == 2)
+                self._record.loss = self._updates.loss
+                self._record.end_step(self.train_batch_size(), skipped=self._updates.overflow)
+                if self._trace is not None and self._trace.end_step(self.global_steps):
+                    self._trace = None
+                self._progress.end_step(self.train_batch_size(), self.global_samples)
+            else:
+                self._updates.current_step.end_micro_batch()
+            self._prefetcher.look_ahead()
+        if boundary:
+            self._preemption.answer(self.close)
+
+    def save_and_exit_on(
+        self,
+        *signals: str,
+        save: Callable[[], object] | None = None,
+        save_dir: str | os.PathLike[str] | None = None,
+        client_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        keep: int | None = None,
+    ) -> None:
+        """Take ``signals`` (default SIGTERM and SIGUSR1) as the request to stop after the step that is under way.
+
+        ``step`` then saves a checkpoint to ``save_dir`` or calls ``save``, closes the engine and raises
+        SystemExit(75), whose code says "try again later" (EX_TEMPFAIL). ``client_state``, or what it gives when it is
+        called then, and ``keep`` are the checkpoint's; what the loop does behind ``step()`` is not done yet. A save
+        that fails raises its error out of ``step``, and the engine stays open. Without ``save_dir`` and ``save`` only
+        ``stop_requested`` tells, for a loop that ends by itself. From the main thread only; until ``close``. A second
+        signal changes nothing.
+        """
+        self._ready.check_open("save_and_exit_on")
+        if save_dir is not None and save is not None:
+            raise ConfigError("save_and_exit_on got both save and save_dir; give it the one that is meant")
+        if save_dir is None and (client_state is not None or keep is not None):
+            raise ConfigError(
+                "save_and_exit_on got client_state or keep, which are of a checkpoint, and no save_dir; give it one, or"
+                " let save() do it all"
+            )
+        check_keep(keep)
+        if save_dir is not None:
+            directory = Path(save_dir).absolute()
+
+            def save() -> object:
+                state = client_state() if callable(client_state) else client_state
+                return self.save_checkpoint(directory, client_state=state, keep=keep)
+
+        self._preemption.expect(signals or ("SIGTERM", "SIGUSR1"), save)
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches so far, those that wait for their update included."""
+        return self._accumulation.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, count: int) -> None:
+        self._accumulation.resume(count)
+
+    @property
+    def global_steps(self) -> int:
+        """Updates so far, skipped ones included."""
+        return self._updates.steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all updates so far, over all ranks."""
+        return self._updates.samples
+
+    def train_batch_size(self) -> int:
+        """Samples per update, over all ranks."""
+        return self.config.micro_batch_size * self.config.gradient_accumulation_steps * self._world.size
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change how many micro-batches an update has, between updates; a micro-batch stays as large as it is.
+
+        ConfigError if it is no multiple of a micro-batch on each rank, or would need gradients accumulated in another
+        dtype than was planned.
+        """
+        self._ready.check_open("set_train_batch_size")
+        self._ready.check_no_gradients("set_train_batch_size")
+        each = self.config.micro_batch_size * self._world.size
+        if train_batch_size < each or train_batch_size % each:
+            raise ConfigError(
+                f"set_train_batch_size({train_batch_size}): a micro-batch on each of {self._world.size} ranks is {each}"
+                " samples; give a multiple of that"
+            )
+        steps = train_batch_size // each
+        fixed = self.config.tiering.grad_accum_dtype != "auto" or self.config.precision == "fp32"
+        if not fixed and (steps > 1) != (self.config.gradient_accumulation_steps > 1):
+            raise ConfigError(
+                f"set_train_batch_size({train_batch_size}): gradients of several micro-batches are summed in fp32,"
+                f" those of one are kept in {self.config.precision}, and room was planned for"
+                f' gradient_accumulation_steps {self.config.gradient_accumulation_steps}; set "tiering":'
+                ' {"grad_accum_dtype": "fp32"} in the configuration'
+            )
+        self.config = self.config.model_copy(
+            update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
+        )
+        self._accumulation.steps = steps
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The factor of the loss: 1 except in fp16."""
+        return self._updates.loss_scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped because a gradient was not finite; a checkpoint has their number, too.
+
+        Telemetry calls it ``global_skipped_steps``: its ``skipped_steps`` are since the start of the process.
+        """
+        return self._updates.skipped
+
+    @property
+    def stop_requested(self) -> str:
+        """The name of the signal that has asked to stop; empty if none has.
+
+        One rank that was asked stops all of them, after the same step; until then they do not say so.
+        """
+        return self._preemption.requested
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step`` has updated the parameters."""
+        return self._updates.applied
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last one before an update."""
+        return self._accumulation.at_boundary
+
+    def get_global_grad_norm(self) -> float | None:
+        """The 2-norm of all gradients, unscaled, before clipping; None before the first.
+
+        Between the last backward and ``step`` that of the gradients that wait there, which all ranks ask for together;
+        otherwise that of the last update. A skipped update does not count, as in DeepSpeed: the norm stays that of the
+        one before. Logs, monitors and telemetry have the norm that was not finite.
+        """
+        self._ready.check_open("get_global_grad_norm")
+        pending = self._updates.current_step.pending and not self._schedule.state.in_backward
+        waiting = pending and self._accumulation.syncing
+        if waiting and self._accumulation.at_boundary:
+            return self._updates.waiting_norm()
+        return self._updates.applied_norm
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the model into training (or evaluation) mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Put the model into evaluation mode."""
+        return self.train(False)
+
+    def snapshot(self) -> Snapshot:
+        """What telemetry publishes, as of now."""
+        return self._record.snapshot()
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the next whole step to ``path`` as a Chrome trace (JSON), which chrome://tracing and Perfetto show.
+
+        It lasts from the end of the step that is under way, or comes, to the end of the one after, where the engine
+        waits for its transfers. A step that an exception ends, or ``close``, writes what there is.
+
+        Raises TelemetryError if ``path`` cannot be written, EngineStateError if a trace is under way already.
+        """
+        self._ready.check_open("trace")
+        if self._trace is not None:
+            raise EngineStateError(
+                f"trace was called while one to {self._trace.path} is under way; end the step that it waits for first"
+            )
+        self._trace = StepTrace(path, self._tiers)
+
+    def close(self) -> None:
+        """Wait for transfers, give memory and swap space back. Idempotent.
+
+        Parameters are unusable afterwards; ``release`` ends the engine and keeps them.
+        """
+        if not self._ready.closed:
+            self._close("close()")
+
+    def release(self, device: torch.device | str | None = None, *, masters: bool = False) -> None:
+        """End the engine as ``close`` does, and give the model its parameters back as ordinary ones with their values.
+
+        The same parameter objects then hold the values of ``state_dict()`` in memory of their own, on the engine's
+        device or on ``device`` ("cpu"), and ``initialize`` takes the model again. With ``masters`` trained parameters
+        hold their fp32 masters instead, from which a next engine starts with the same masters. Optimizer state is
+        dropped, and so are gradients that no step has used. All ranks call it. Does nothing after the first time.
+
+        Raises PlacementError, with sizes and with the engine as before, where the parameters do not fit beside what
+        the engine holds; EngineStateError after ``close``, while a pass is running and after a step that failed.
+        """
+        if self._ready.ended_by == "release()":
+            return
+        self._ready.check_between_steps("release")
+        where = released.chosen_device(device, self.device)
+        self._access.store_edits_of_residents()
+        found = Released(self._parts, self._state, where, masters=masters)
+        try:
+            self._close("release()")
+        finally:  # also if a save in the background has failed, which close says
+            found.give_back(self.module)
+
+    def _close(self, call: str) -> None:
+        self._ready.tell_of_waiting(call)
+        self._ready.ended_by = call
+        self._record.ending.settle(
+            error_under_way(), stopped_by=self._preemption.requested, broken=self._updates.broken
+        )
+        if self._collectives is not None:
+            self._collectives.settle()
+        self._preemption.close()
+        self._end_trace("close()")
+        if self._publisher is not None:
+            self._publisher.end()
+        for handle in self._handles:
+            handle.remove()
+        with ExitStack() as closing:
+            closing.callback(self.monitor.close)
+            if self._collectives is not None:
+                closing.callback(self._collectives.close)
+            closing.callback(self._tiers.close)
+            closing.callback(self._access.close)
+            closing.callback(self._schedule.close)
+            self._checkpoints.close()
+
+    def __reduce__(self) -> Any:
+        raise EngineStateError(
+            "an engine cannot be copied or pickled; copy engine.module, or save engine.state_dict()"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._ready.closed:
+            self._record.ending.settle(
+                error, stopped_by=self._preemption.requested, broken=self._updates.broken
+            )
+        ends_well = isinstance(error, SystemExit) and not error.code
+        if error is not None:
+            self._ready.drop_gradients()  # close() has nothing to say of them beside the error
+        if error is not None and not ends_well and self._collectives is not None and not self._ready.closed:
+            self._collectives.peers.fail(error)
+        try:
+            self.close()
+        # The error of a background save is in the log: the error that ends the block counts more.
+        except CheckpointError:
+            if error is None:
+                raise
+
+    def _failure_began_with(self) -> Callable[[], int | None]:
+        peers = None if self._collectives is None else self._collectives.peers
+        return lambda: None if peers is None else peers.failure_began_with
+
+    def _name_run(self, given: str | None) -> tuple[str, str]:
+        """(name, id) of this run. The id is rank 0's, and so is the name where the configuration has none."""
+        name = given or f"run-{os.getpid()}"
+        drawn = f"{plain_name(name)[:48]}-{secrets.token_hex(4)}"
+        if self._collectives is not None:
+            row = torch.frombuffer(bytearray(drawn.encode().ljust(64)), dtype=torch.uint8)
+            drawn = bytes(self._collectives.table(row, "name the run")[0].tolist()).decode().rstrip()
+        return given or drawn.rpartition("-")[0], drawn
+
+    @contextmanager
+    def _phase(self, phase: Phase) -> Iterator[None]:
+        """Time the block; an exception in it ends the step that is being traced, and other ranks are told of it."""
+        with self._record.phase(phase), self._tiers.timeline.span("compute", phase):
+            try:
+                yield
+            except BaseException as error:
+                self._ready.explain(error, phase)
+                if self._trace is not None and self._trace.under_way:
+                    self._end_trace(type(error).__name__)
+                if self._collectives is not None:
+                    self._collectives.ended(phase, error)
+                raise
+
+    def _end_trace(self, cause: str) -> None:
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.write(f"step {self.global_steps + 1}, ended by {cause}")
+
+    def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
+        self._prefetcher.forget()
+        try:
+            loss, self._loss = self._loss, None  # a next step by loss.backward() alone has none
+            self._updates.run(
+                loss, self.train_batch_size(), stop=self._preemption.asked, saving=self._checkpoints.progress
+            )
+        finally:
+            self._access.note_versions()
+        if self._updates.applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+
+    def _on_backward(self) -> None:
+        """A backward has begun, which may bring gradients to parameters or not (torch.autograd.grad)."""
+        self._updates.expect(last=self._accumulation.syncing and self._accumulation.at_boundary)
+
+    def _on_first_gradient(self) -> bool:
+        """The running backward does bring gradients to parameters; whether it updates them, too."""
+        steps, scale = self.config.gradient_accumulation_steps, self.loss_scale.value
+        if (steps > 1 or scale != 1.0) and not self._accumulation.scaled:
+            raise EngineStateError(
+                f"loss.backward() neither divides by gradient_accumulation_steps ({steps}) nor multiplies by the loss"
+                f" scale ({scale:g}); call engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        if not self._updates.steps_in_backward:
+            return False
+        self._ready.check_open("backward")
+        self._updates.current_step.check_one_backward()
+        if self._gradients.last_micro_batch:
+            self._access.check_before_update(self.module)
+            self._access.store_edits_of_residents()
+            self._updates.begin_in_backward()
+        return self._gradients.last_micro_batch
+
+    def _on_group_done(self, group: ParamGroup, final: bool) -> None:
+        """Backward has left ``group``; its gradients are used now if they are ``final``."""
+        if final:
+            self._prefetcher.drop(group)
+        self._updates.group_done(group, final=final)
+
+    def _on_end_of_backward(self) -> None:
+        self._accumulation.scaled = max(0, self._accumulation.scaled - 1)
+        if self._updates.current_step.state is StepState.UPDATING_IN_BACKWARD:
+            self._prefetcher.forget()  # also groups that are stepped only now
+        self._updates.end_of_backward()
+
+
+def _name_of(optimizer: ClientOptimizerChoice) -> str:
+    """The class of an optimizer, or of what a function of that name makes."""
+    made = isinstance(optimizer, torch.optim.Optimizer)
+    return type(optimizer).__name__ if made else getattr(optimizer, "__name__", "function")

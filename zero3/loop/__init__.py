@@ -1,0 +1,1 @@
+"""The training loop: which call is legal when, the optimizer step, data, and stop signals."""

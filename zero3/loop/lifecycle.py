@@ -1,0 +1,176 @@
+"""Readiness: where an engine is between the calls of a training loop, and so what may be called next."""
+
+from __future__ import annotations
+
+import logging
+
+from tiering.config.training import TieringConfig
+from tiering.errors import EngineStateError
+from tiering.telemetry import Phase
+from zero3.device import closed_storage, out_of_memory
+from zero3.loop.accumulation import Accumulation
+from zero3.loop.step import Update
+from zero3.loop.step_state import StepState
+from zero3.parts import Assembly
+from zero3.passes import hooks
+from zero3.passes.pass_state import PassState
+from zero3.passes.schedule import PassSchedule
+from zero3.state.access import Access
+
+log = logging.getLogger(__name__)
+
+
+class Readiness:
+    """What an engine has begun and not ended. A check raises EngineStateError, which names the call and the remedy."""
+
+    def __init__(
+        self,
+        config: TieringConfig,
+        parts: Assembly,
+        updates: Update,
+        accumulation: Accumulation,
+        schedule: PassSchedule,
+        access: Access,
+    ) -> None:
+        self.ended_by = ""  # the call that has ended the engine
+        self.in_forward = False  # engine.forward runs
+        self._stage = config.zero.stage
+        self._collectives, self._sink = parts.collectives, parts.sink
+        self._optimizer = parts.optimizer
+        self._tiers = parts.tiers
+        self._updates, self._step = updates, updates.current_step
+        self._accumulation = accumulation
+        self._schedule = schedule
+        self._access = access
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine was ended."""
+        return bool(self.ended_by)
+
+    def check_open(self, what: str, *, loads: bool = False) -> None:
+        """There is state, and it is of one step; or ``what`` loads it."""
+        if self.ended_by == "close()":
+            raise EngineStateError(
+                f"{what} was called after close(), which drops the parameters' values: build the model anew to"
+                " initialize it again, or end an engine by release() in place of close() to keep them"
+            )
+        if self.ended_by:
+            raise EngineStateError(f"{what} was called after {self.ended_by}; initialize the model again")
+        if self._collectives is not None:
+            self._collectives.check()
+        state, reason = self._step.state, self._step.reason
+        if state is StepState.OUT_OF_STEP:
+            raise EngineStateError(
+                f"{what} was called after {reason}, and ranks cannot be brought in step again; close"
+                " the engine, and initialize the model again from a checkpoint"
+            )
+        if state is StepState.UPDATING_IN_BACKWARD and not hooks.in_autograd():
+            reason = f"the backward of step {self._updates.steps + 1} has not ended"  # the user's own loss.backward()
+        if reason and not (loads and state is StepState.LOADING):
+            raise EngineStateError(
+                f"{what} was called on parameters that are partly updated ({reason}); close the engine, and"
+                " initialize the model again from a checkpoint"
+            )
+
+    def check_between_steps(self, what: str, *, loads: bool = False) -> None:
+        """Nothing is running that a save, or a load, would cut in two."""
+        self.check_open(what, loads=loads)
+        if self.in_forward or hooks.in_autograd():
+            raise EngineStateError(
+                f"{what} was called while a forward or backward is running; call it between steps"
+            )
+        self.give_up_unfinished()
+        if self._access.lending:
+            raise EngineStateError(f"{what} was called inside tiering.gathered(); end that block first")
+
+    def check_no_gradients(self, what: str) -> None:
+        """No gradients wait for their step."""
+        if self._step.pending or self._accumulation.waiting:
+            raise EngineStateError(
+                f"{what} was called with gradients that no step has used, and a checkpoint holds none; call it after"
+                " the step() that uses them"
+            )
+
+    def check_gradients_kept(self, what: str) -> None:
+        """Gradients are where one can get at them by name."""
+        if self._sink.unreduced:
+            raise EngineStateError(
+                f"{what} was called before the last backward of a step, and this stage ({self._stage}) reduces"
+                " gradients over the ranks only then; call it after that, or use stage 2"
+            )
+        self.check_gradients_unused(what)
+
+    def check_gradients_unused(self, what: str) -> None:
+        """No backward has stepped with the gradients."""
+        if self._step.state is StepState.UPDATED_IN_BACKWARD:
+            raise EngineStateError(
+                f"{what} was called when backward had used the gradients already (tiering.step_in_backward); set that"
+                " to false to have them until step()"
+            )
+
+    def check_trains(self, what: str) -> None:
+        """There is an optimizer."""
+        if not self._optimizer.trains:
+            raise EngineStateError(
+                f"{what} was called on an engine without an optimizer, which does not train: to train, name one in the"
+                ' configuration\'s optimizer section ({"type": "AdamW", "params": {"lr": 1e-4}}), or pass a torch'
+                " optimizer to initialize(optimizer=...)"
+            )
+
+    def check_step(self) -> None:
+        """There is something to step."""
+        if not self._step.pending:
+            raise EngineStateError(
+                "step was called without a backward since the last one; call engine.backward(loss) first"
+            )
+        if not self._accumulation.syncing:
+            raise EngineStateError(
+                "step was called inside no_sync(); do the last backward and step() outside of it"
+            )
+
+    def give_up_unfinished(self) -> None:
+        """A pass that an exception ended outside of the engine's calls (the user's loss.backward()) is given up."""
+        self._schedule.check_thread()
+        if hooks.in_autograd():
+            return
+        if self._schedule.state.in_backward:
+            self.give_up_backward()
+        elif self._schedule.state is PassState.FORWARD:
+            self._schedule.abandon()
+
+    def give_up_backward(self) -> None:
+        """A backward was ended by an exception: the gradients since the last step are gone."""
+        self._schedule.abandon()
+        if self._step.state is not StepState.UPDATED_IN_BACKWARD:
+            self._updates.give_up()
+            self._accumulation.drop()
+
+    def drop_gradients(self) -> None:
+        """Those since the last step are gone, and their micro-batches do not count."""
+        if self._step.pending:
+            self._step.to_idle()
+        self._accumulation.drop()
+
+    def tell_of_waiting(self, call: str) -> None:
+        """``call`` ends the engine: say which micro-batches no step has used."""
+        if self._accumulation.waiting:
+            log.warning(
+                "%s drops the gradients of the last %d micro-batches: %d make a step, and no step has used these. Let"
+                " an epoch have a multiple of that, or call engine.set_gradient_accumulation_boundary(True) before the"
+                " step() of its last one",
+                *(call, self._accumulation.waiting, self._accumulation.steps),
+            )
+
+    def explain(self, error: BaseException, phase: Phase) -> None:
+        """``phase`` was ended by ``error``: say in it what is left of the engine after one that means memory."""
+        closed_storage.explain(error)
+        out_of_memory.explain(error, self._tiers, self._left_by(phase))
+
+    def _left_by(self, phase: Phase) -> str:
+        if self._step.reason:
+            return f"The engine can only be closed ({self._step.reason}); initialize the model again from a checkpoint"
+        if phase == "forward":
+            together = "" if self._collectives is None else ", if all ranks give this batch up"
+            return f"The engine is as before this forward, and can go on{together}"
+        return "Nothing was updated, and the gradients since the last step are gone; the engine can go on"

@@ -1,0 +1,323 @@
+"""From gradients to parameters: the norm, clipping, and the step, after backward or while it runs.
+
+A step whose gradients are not finite is skipped and leaves all state as it was. With step_in_backward that is too late
+to know: each group is stepped as soon as its gradients are final, so nothing can clip, and a bad gradient ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tiering import logs
+from tiering.config.training import TieringConfig
+from tiering.errors import EngineStateError, RankOrderError
+from zero3.loop import hyperparameters
+from zero3.loop.step_state import CurrentStep, StepState
+from zero3.optimizer.tiered import TieredOptimizer
+from zero3.params.param_group import ParamGroup
+from zero3.params.precision import LossScale
+from zero3.parts import Assembly
+
+log = logging.getLogger(__name__)
+
+CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+class _Told(NamedTuple):
+    """What each rank tells of its part: a row of float64.
+
+    ``bad``: the index of that parameter, or -1; ``options``: a digest of the hyperparameters that the step uses.
+    """
+
+    squares: float
+    bad: float
+    loss: float
+    stop: float
+    steps: float
+    saving: float
+    options: float
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What one step's gradients come to on all ranks: their norm, and ``bad``, the first that is not finite, if any.
+
+    Beside them what else all ranks have to know: the mean loss, the signal by which one was asked to ``stop``, and how
+    far the slowest is with a save.
+    """
+
+    norm: float
+    bad: str
+    loss: float | None
+    stop: int
+    saving: int
+
+
+def _root(squares: float) -> float:
+    """The norm; not finite exactly when ``squares`` is not."""
+    return math.sqrt(squares) if math.isfinite(squares) else math.nan
+
+
+class Update:
+    """Updates the parameters of ``parts``.
+
+    ``norm`` is that of the last gradients, unscaled, also if their update was skipped; ``applied_norm`` is that of the
+    last update that was not.
+    """
+
+    def __init__(self, config: TieringConfig, parts: Assembly) -> None:
+        self.current_step = CurrentStep()
+        self.steps_in_backward = config.tiering.step_in_backward
+        self.loss_scale = LossScale.from_config(config)
+        self.norm: float | None = None
+        self.applied_norm: float | None = None
+        self.steps = 0
+        self.samples = 0  # in them, over all ranks
+        self.skipped = 0
+        self.skipped_in_a_row = 0
+        self.overflow = False  # of the last update: it was skipped
+        self.applied = False  # whether the last ``engine.step()`` has updated the parameters
+        self.loss: float | None = None  # of the last update, the mean over the ranks
+        self.stop = 0  # the signal by which a rank was asked to stop before the last update
+        self.saving = 0  # how far the slowest rank was with a save then
+        self._max_skipped = config.tiering.max_skipped_steps
+        self._scales = "fp16" in (config.precision, config.autocast)
+        self._clip = config.gradient_clipping
+        self._groups = parts.groups
+        self._gradients = parts.gradients
+        self._sink = parts.sink
+        self._collectives = parts.collectives
+        self._replicas = parts.replicas
+        self._names = {piece.index: piece.name for group in parts.groups for piece in group.layout.pieces}
+        self._optimizer = parts.optimizer
+        self._timeline = parts.tiers.timeline
+
+    @property
+    def scale(self) -> float | None:
+        """The factor of the loss, None where nothing is scaled."""
+        return self.loss_scale.value if self._scales else None
+
+    @property
+    def broken(self) -> str:
+        """Why training cannot go on, as far as this rank knows; empty while it can. Any thread may ask."""
+        lost = None if self._collectives is None else self._collectives.failure
+        return self.current_step.broken or str(lost or "")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next update depends on, beside the optimizer."""
+        return {
+            "steps": self.steps,
+            "samples": self.samples,
+            "skipped": self.skipped,
+            "loss_scale": self.loss_scale.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from ``state_dict``."""
+        self.steps, self.samples = state_dict["steps"], state_dict["samples"]
+        self.skipped, self.skipped_in_a_row = state_dict["skipped"], 0
+        self.loss_scale.load_state_dict(state_dict["loss_scale"])
+
+    def waiting_norm(self) -> float:
+        """The norm of the gradients that wait for an update, unscaled."""
+        return self._sum_up("tell the norm", None, stop=0, saving=0).norm / self.loss_scale.value
+
+    def expect(self, *, last: bool) -> None:
+        """A backward begins; the ``last`` one before an update may read ahead for it."""
+        self._gradients.last_micro_batch = last
+        if last and not self.steps_in_backward:
+            self._optimizer.expect_step()
+
+    def begin_in_backward(self) -> None:
+        """The backward that steps has brought its first gradient."""
+        self._early().begin_in_backward(1.0 / self.loss_scale.value)
+        self.current_step.to_updating_in_backward()
+
+    def group_done(self, group: ParamGroup, *, final: bool) -> None:
+        """Backward has left ``group``; if its gradients are ``final`` they are used now."""
+        if self.current_step.state is not StepState.UPDATING_IN_BACKWARD:
+            self._optimizer.read_ahead()
+            return
+        with self._tearing():
+            self._early().group_done(group, final=final)
+        if final:
+            _count_as_edits([group])
+
+    def end_of_backward(self) -> None:
+        """All gradients are there."""
+        if self.current_step.state is StepState.UPDATING_IN_BACKWARD:
+            with self._tearing():
+                self._early().finish_in_backward()
+            self.current_step.to_updated_in_backward()
+            _count_as_edits(self._groups)
+        else:
+            self.current_step.to_pending()
+
+    def give_up(self) -> None:
+        """The gradients since the last update are gone, by an exception in backward."""
+        self._sink.reset()
+        ended = f"the backward of step {self.steps + 1} was ended by an exception"
+        if self._collectives is not None:
+            self.current_step.to_out_of_step(f"{ended} on this rank")
+        elif self.current_step.state is StepState.UPDATING_IN_BACKWARD:
+            self.current_step.to_torn(ended)
+        else:
+            self.current_step.to_idle()
+
+    def forget(self) -> None:
+        """Parameters are about to be others: what was for the old ones is gone, graphs of them included."""
+        self._sink.reset()
+        self.current_step.to_idle()
+        _count_as_edits(self._groups)
+
+    def run(self, loss: Tensor | None, samples: int, *, stop: int, saving: int) -> None:
+        """Use the gradients that are there, and forget them; ``applied`` is False if the update was skipped.
+
+        ``loss`` is this rank's; ``samples`` those of all ranks; ``stop`` the number of the signal by which it was asked
+        to, 0 if it was not; ``saving`` how far it is with a checkpoint (Checkpoints.progress).
+        """
+        try:
+            scale = self.loss_scale.value
+            with self._timeline.span("compute", "norm"):
+                number = None if loss is None else float(loss)
+                sums = self._sum_up("step", number, stop=stop, saving=saving)
+            self.norm, self.loss = sums.norm / scale, sums.loss
+            self.stop, self.saving = sums.stop, sums.saving
+            finite = math.isfinite(self.norm)
+            self.overflow = not finite
+            if finite:
+                self.applied_norm = self.norm
+            if self.current_step.state is StepState.UPDATED_IN_BACKWARD:
+                self.current_step.to_idle()
+                self._check_used(finite, sums.bad)
+            elif finite:
+                self._apply(self.norm, scale)
+            else:
+                self.skipped += 1
+            self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+            self.loss_scale.update(not finite)
+            if not finite:
+                self._say_skipped(scale, sums.bad)
+            self.steps += 1
+            self.samples += samples
+            self._check_skipped(sums.bad)
+            self.applied = finite
+        finally:
+            self._sink.reset()
+            self.current_step.end_micro_batch()
+
+    def _sum_up(self, what: str, loss: float | None, *, stop: int, saving: int) -> _Sums:
+        """What the gradients come to, over all ranks: in one exchange of a few numbers, which all add up alike."""
+        squares = self._gradients.sum_of_squares()
+        bad = None if math.isfinite(squares) else self._gradients.first_not_finite()
+        if self._collectives is None:
+            return _Sums(_root(squares), bad.name if bad is not None else "", loss, stop, saving)
+        index, mean = -1 if bad is None else bad.index, math.nan if loss is None else loss
+        options = hyperparameters.described(self._optimizer.param_groups, self._optimizer.defaults)
+        mine = _Told(squares, index, mean, stop, self.steps, saving, hyperparameters.digest(options))
+        rows = self._collectives.table(torch.tensor(mine, dtype=torch.float64, device="cpu"), what)
+        told = [_Told(*row) for row in rows.tolist()]
+        total = 0.0
+        for rank, theirs in enumerate(told):
+            total += theirs.squares
+            if theirs.steps != self.steps:
+                raise RankOrderError(
+                    f"rank {self._collectives.world.rank} is in step {self.steps + 1}, rank {rank} in step"
+                    f" {theirs.steps + 1:.0f}: call step() equally often on all ranks"
+                )
+        if any(each.options != mine.options for each in told):
+            of_all = self._collectives.say(options, "tell the hyperparameters")
+            hyperparameters.check_same(of_all, self.steps + 1)
+        self._collectives.in_step()
+        first = min((each.bad for each in told if each.bad >= 0), default=-1)
+        average = None if loss is None else sum(each.loss for each in told) / len(told)
+        asked = next((int(each.stop) for each in told if each.stop), 0)
+        return _Sums(
+            _root(total),
+            self._names.get(int(first), ""),
+            average,
+            asked,
+            int(min(each.saving for each in told)),
+        )
+
+    def _apply(self, norm: float, scale: float) -> None:
+        self._optimizer.prepare()
+        try:
+            factor = min(1.0, self._clip / (norm + CLIP_EPSILON)) if self._clip else 1.0
+            self.current_step.to_updating()
+            with self._tearing(), self._timeline.span("compute", "update"):
+                if self._replicas is not None:
+                    self._replicas.begin()
+                self._optimizer.step(grad_scale=factor / scale)
+                if self._replicas is not None:
+                    self._replicas.finish()
+            self.current_step.to_idle()
+        finally:
+            _count_as_edits(self._groups)
+
+    def _check_used(self, finite: bool, bad: str) -> None:
+        """The gradients that backward has used already were ``finite``, or this run is over."""
+        if finite:
+            return
+        self.current_step.to_torn(f"the gradient of {bad!r} was not finite in step {self.steps + 1}")
+        raise EngineStateError(
+            f"the gradient of {bad!r} is not finite, and tiering.step_in_backward has used it already: parameters and"
+            " optimizer state are spoilt. Close the engine and start again from a checkpoint; such a step is skipped"
+            " with step_in_backward false"
+        )
+
+    def _check_skipped(self, bad: str) -> None:
+        """EngineStateError after as many skipped steps in a row as the configuration allows."""
+        if self.loss_scale.dynamic or not 0 < self._max_skipped <= self.skipped_in_a_row:
+            return
+        raise EngineStateError(
+            f"{self.skipped_in_a_row} steps in a row were skipped, up to step {self.steps}: the gradient of {bad!r} is"
+            " not finite, and no further step will change that by itself. Parameters and optimizer state are as they"
+            f" were after step {self.steps - self.skipped_in_a_row}: look for the first batch whose loss is not finite,"
+            " or go on from a checkpoint with a lower learning rate. tiering.max_skipped_steps"
+            f" ({self._max_skipped}) is the number that ends training; 0 never does"
+        )
+
+    def _early(self) -> TieredOptimizer:
+        """The optimizer that steps in backward; a client's is refused at ``initialize``."""
+        assert isinstance(self._optimizer, TieredOptimizer)
+        return self._optimizer
+
+    @contextmanager
+    def _tearing(self) -> Iterator[None]:
+        """What ends an update half way leaves parameters and state of two steps, which nobody may train on."""
+        try:
+            yield
+        except BaseException as error:
+            self.current_step.to_torn(f"step {self.steps + 1} was ended by {type(error).__name__}: {error}")
+            raise
+
+    def _say_skipped(self, scale: float, bad: str) -> None:
+        if self.loss_scale.dynamic:
+            log.log(
+                logs.once(logging.INFO),
+                "step %d skipped: the gradient of %r is not finite at loss scale %g; it is %g now",
+                *(self.steps + 1, bad, scale, self.loss_scale.value),
+            )
+        else:
+            log.log(
+                logs.once(logging.WARNING),
+                "step %d skipped: the gradient of %r is not finite; parameters and optimizer state are unchanged",
+                *(self.steps + 1, bad),
+            )
+
+
+def _count_as_edits(groups: Iterable[ParamGroup]) -> None:
+    """As an in-place update does: a graph of before it must not go backward with parameters of after it."""
+    for group in groups:
+        pairs = zip(group.layout.pieces, group.params, strict=True)
+        torch.autograd.graph.increment_version([param for piece, param in pairs if piece.trainable])
+        group.note_versions()

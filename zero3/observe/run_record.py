@@ -1,0 +1,410 @@
+"""What a run tells about itself: phases, recent steps, and the snapshot that telemetry publishes."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from tiering import logs
+from tiering.config.training import TelemetryConfig, format_size
+from tiering.placement.budgets import host_memory
+from tiering.placement.plan import Tier
+from tiering.storage.aio import AioContext
+from tiering.storage.io_stats import DirectionStats, FileStats
+from tiering.storage.swap_file import size_by_file_system
+from tiering.telemetry import (
+    RECENT_STEPS,
+    ActivationStatus,
+    CheckpointStatus,
+    CollectiveStatus,
+    CopyStatus,
+    Description,
+    DirectionStatus,
+    IoEngineStatus,
+    LatencyStatus,
+    LinkStatus,
+    PathStatus,
+    Phase,
+    Publisher,
+    Snapshot,
+    StepRecord,
+    TierStatus,
+    as_text,
+    open_writer,
+)
+from zero3.device.tiers import Tiers
+from zero3.device.timeline import PhaseClock, by_cause
+from zero3.observe.ending import Ending
+from zero3.observe.free_memory import Room, Seldom
+from zero3.passes.activations import Activations
+from zero3.ranks.joining import ALONE, World
+
+log = logging.getLogger(__name__)
+
+
+LONGEST_REASON = 1000  # characters
+
+Kind = Literal["read", "write"]
+
+
+class Traffic(Protocol):
+    """What counts the collectives: calls so far, and bytes this rank sent in them, by kind."""
+
+    @property
+    def calls(self) -> Mapping[str, int]: ...
+    @property
+    def sent(self) -> Mapping[str, int]: ...
+
+
+class Learning(Protocol):
+    """What updates parameters: updates so far, those before a checkpoint included, and what the last one came to.
+
+    ``skipped`` of them changed nothing.
+    ``broken`` says why there will be no more of them; usually it is empty.
+    """
+
+    steps: int
+    skipped: int
+    norm: float | None
+
+    @property
+    def scale(self) -> float | None: ...
+    @property
+    def broken(self) -> str: ...
+
+
+class RunRecord:
+    """Times the phases of one rank's run and describes its state. Read by the publisher's thread at any time."""
+
+    def __init__(
+        self,
+        run_name: str,
+        tiers: Tiers,
+        activations: Activations,
+        *,
+        world: World = ALONE,
+        run_id: str = "",
+        traffic: Traffic | None = None,
+        learning: Learning | None = None,
+        param_groups: Sequence[Mapping[str, object]] = (),
+        checkpoint: Callable[[], CheckpointStatus] | None = None,
+        description: Description | None = None,
+        ending: Ending | None = None,
+        link_rate: int | None = None,
+    ) -> None:
+        self.run_name = run_name
+        self.run_id = run_id
+        self.description = description
+        self.ending = Ending(world.rank) if ending is None else ending
+        self.world = world
+        self.loss: float | None = None
+        self.step = 0
+        self.samples = 0
+        self.skipped = 0
+        self.elapsed = 0.0  # seconds from the first forward to the end of the last step
+        self._tiers = tiers
+        self._activations = activations
+        self._traffic = traffic
+        self._learning = learning
+        self._param_groups = param_groups
+        self._checkpoint = checkpoint
+        self._node = socket.gethostname()
+        self._link_rate = link_rate
+        self._started_at = time.time()
+        self._phases = PhaseClock(tiers.streams)
+        self._seconds_before: dict[str, float] = {}
+        self._steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
+        self._step_began = time.perf_counter()
+        self._stalls_before = dict(tiers.stalls.seconds)
+        self.files = self._stats()  # what went over each path by the end of the last step
+        self._moved_before = _moved(self.files)  # filling the tiers is not part of the first step
+        self._sent_before = self.sent()
+        self._copied_before = self._copied()
+        self._capacities = _capacities(tiers)
+        self._room = Room(tiers)
+        self._latencies: dict[tuple[int, Kind], Seldom[LatencyStatus]] = {}
+
+    def publish(self, telemetry: TelemetryConfig) -> Publisher | None:
+        """Start to publish snapshots, if the configuration wants it and a page can be.
+
+        Raises TelemetryError where ``telemetry.dir`` names a directory that cannot hold one.
+        """
+        if not telemetry.enabled:
+            return None
+        # A page that cannot be read is told by the name of its file to be one of this run.
+        name = self.run_id or self.run_name
+        world = self.world
+        level = logging.WARNING if world.local_rank == 0 else logging.DEBUG
+        writer = open_writer(name, world.rank, world.size, telemetry.dir, self.description, level=level)
+        if writer is None:
+            return None
+        streams = self._tiers.streams
+        enter_thread = _nothing if streams is None else streams.enter_thread
+        publisher = Publisher(
+            writer, _while_it_lives(self), enter_thread=enter_thread, last_words=self.ending.last_words
+        )
+        try:
+            publisher.start()
+        except RuntimeError as error:  # no thread can be started
+            log.warning("telemetry of %s cannot be published: %s", writer.path, error)
+            publisher.close()
+            return None
+        return publisher
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Time the block as ``phase`` of the step that is under way."""
+        before = self._phases.phase
+        began = self._enter(phase)
+        if before == "start":  # what a program does before its first forward is no part of a step
+            self._step_began, before = began, "idle"
+        try:
+            yield
+        finally:
+            self._enter(before)
+
+    def _enter(self, phase: Phase) -> float:
+        self._tiers.stalls.phase = phase
+        return self._phases.enter(phase)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds so far by phase, "idle" between them; the device's, where it is not the CPU."""
+        return self._phases.seconds
+
+    def end_step(self, samples: int = 0, *, skipped: bool = False) -> None:
+        """An optimizer step of ``samples``, on all ranks, has ended: record it."""
+        self.step += 1
+        self.samples += samples
+        self.skipped += skipped
+        self.files = self._stats()
+        now, moved, stalls = time.perf_counter(), _moved(self.files), self._tiers.stalls.seconds
+        sent, copied = self.sent(), self._copied()
+        stalled = {cause: waited - self._stalls_before.get(cause, 0.0) for cause, waited in stalls.items()}
+        seconds, phases = now - self._step_began, self.seconds
+        in_phase = {phase: spent - self._seconds_before.get(phase, 0.0) for phase, spent in phases.items()}
+        self.elapsed += seconds
+        self._steps.append(
+            StepRecord(
+                step=self.step,
+                seconds=seconds,
+                forward=in_phase.get("forward", 0.0),
+                backward=in_phase.get("backward", 0.0),
+                update=in_phase.get("step", 0.0),
+                stall=sum(stalled.values()),
+                read_bytes=moved[0] - self._moved_before[0],
+                written_bytes=moved[1] - self._moved_before[1],
+                sent_bytes=sent - self._sent_before,
+                stalls={cause: waited for cause, waited in stalled.items() if waited},
+                ended_at=time.time(),
+                h2d_bytes=copied[0] - self._copied_before[0],
+                d2h_bytes=copied[1] - self._copied_before[1],
+            )
+        )
+        self._count()
+        self._sent_before, self._copied_before = sent, copied
+        self._step_began, self._moved_before, self._stalls_before = now, moved, stalls
+        self._seconds_before = phases
+        if self.step == 1:
+            log.log(
+                logs.once(logging.INFO),
+                "beside the tiers, activations of the first step took up to %s",
+                format_size(self._activations.peak),
+            )
+
+    def _count(self) -> None:
+        """For the last words of a run whose engine is gone by then."""
+        totals, learning = self.ending.totals, self._learning
+        totals.step, totals.samples, totals.skipped_steps = self.step, self.samples, self.skipped
+        totals.loss = self.loss
+        totals.global_step = self.step if learning is None else learning.steps
+        totals.global_skipped_steps = self.skipped if learning is None else learning.skipped
+        self.ending.went_on()
+
+    def moved(self) -> tuple[int, int]:
+        """Bytes (read, written) over NVMe so far."""
+        return _moved(self._stats())
+
+    def _stats(self) -> list[FileStats]:
+        return self._tiers.aio.stats() if self._tiers.aio is not None else []
+
+    def sent(self) -> int:
+        """Bytes sent to other ranks so far."""
+        return sum(one.sent_bytes for one in self._collectives())
+
+    def _copied(self) -> tuple[int, int]:
+        """Bytes copied to a device with memory of its own, and from it, so far."""
+        return (0, 0) if (link := self.link) is None else (link.h2d.bytes, link.d2h.bytes)
+
+    def snapshot(self) -> Snapshot:
+        """Everything as of now. Bandwidths over a window are the publisher's to fill in."""
+        learning, stalls = self._learning, self._tiers.stalls.by_phase()
+        return Snapshot(
+            run_name=self.run_name,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            pid=os.getpid(),
+            started_at=self._started_at,
+            step=self.step,
+            phase=self._phases.phase,
+            loss=self.loss,
+            run_id=self.run_id,
+            node=self._node,
+            local_rank=self.world.local_rank,
+            local_world_size=self.world.local_size,
+            global_step=self.step if learning is None else learning.steps,
+            phase_since=self._phases.since,
+            broken="" if learning is None else as_text(learning.broken[:LONGEST_REASON]),
+            samples=self.samples,
+            skipped_steps=self.skipped,
+            global_skipped_steps=self.skipped if learning is None else learning.skipped,
+            gradient_norm=None if learning is None else learning.norm,
+            learning_rate=self._learning_rate(),
+            loss_scale=None if learning is None else learning.scale,
+            phase_seconds=self.seconds,
+            tiers=[self._tier(tier) for tier in Tier],
+            activations=self._activation_status(),
+            device_memory=self._room.device_memory(),
+            io=self._paths(),
+            io_engine=self._engine(),
+            link=self.link,
+            collectives=self._collectives(),
+            stalls=by_cause(stalls),
+            stalls_by_phase=stalls,
+            checkpoint=None if self._checkpoint is None else self._checkpoint(),
+            steps=list(self._steps),
+        )
+
+    def _tier(self, tier: Tier) -> TierStatus:
+        kinds = self._tiers.occupancy(tier)
+        return TierStatus(
+            name=tier.value,
+            budget=self._tiers.plan.budgets.of(tier),
+            capacity=self._capacities[tier],
+            used=sum(kinds.values()),
+            peak=self._tiers.peak(tier),
+            by_kind=kinds,
+            available=self._room.available(tier),
+        )
+
+    def _learning_rate(self) -> float | None:
+        rate = self._param_groups[0].get("lr") if self._param_groups else None
+        if isinstance(rate, Tensor) and rate.device.type != "cpu":
+            return None  # reading it would wait for the device
+        return float(rate) if isinstance(rate, Tensor | float | int) else None
+
+    def _activation_status(self) -> ActivationStatus:
+        return ActivationStatus(self._activations.used, self._activations.peak)
+
+    def _paths(self) -> list[PathStatus]:
+        aio, swap = self._tiers.aio, self._tiers.swap
+        if aio is None or swap is None:
+            return []
+        measured = {str(path): rate for path, rate in swap.weights.items()}
+        return [
+            PathStatus(
+                path=as_text(file.name),
+                engine=aio.engine,
+                direct=file.direct,
+                read=_direction(file.read, self._latency(index, "read", file.read)),
+                written=_direction(file.write, self._latency(index, "write", file.write)),
+                queue_full_seconds=file.queue_full_ns / 1e9,
+                measured_bytes_per_second=measured.get(file.name),
+            )
+            for index, file in enumerate(aio.stats())
+        ]
+
+    def _latency(self, file: int, kind: Kind, stats: DirectionStats) -> LatencyStatus | None:
+        aio = self._tiers.aio
+        if aio is None or not stats.ops:
+            return None
+        if (file, kind) not in self._latencies:
+            self._latencies[file, kind] = Seldom(lambda: _percentiles(aio, file, kind), 1.0)
+        return self._latencies[file, kind]()
+
+    @property
+    def link(self) -> LinkStatus | None:
+        """What went over the link of a device with memory of its own so far."""
+        copies = self._tiers.copies
+        if copies is None:
+            return None
+        told = copies.stats()
+        h2d, d2h = (CopyStatus(one.bytes, one.copies, one.busy_seconds) for one in (told["h2d"], told["d2h"]))
+        return LinkStatus(h2d, d2h, self._link_rate)
+
+    def _collectives(self) -> list[CollectiveStatus]:
+        if self._traffic is None:
+            return []
+        sent, calls = dict(self._traffic.sent), dict(self._traffic.calls)  # others add to them meanwhile
+        return [CollectiveStatus(kind, calls[kind], sent.get(kind, 0)) for kind in calls]
+
+    def _engine(self) -> IoEngineStatus | None:
+        if self._tiers.aio is None:
+            return None
+        info = self._tiers.aio.info
+        return IoEngineStatus(info.engine, list(info.flags), info.registered_bytes, info.passed_over)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _while_it_lives(record: RunRecord) -> Callable[[], Snapshot | None]:
+    """Its snapshots, without keeping it: an engine that nobody closed and nobody has any more would stay for ever."""
+    snapshot = weakref.WeakMethod(record.snapshot)
+
+    def source() -> Snapshot | None:
+        living = snapshot()
+        return None if living is None else living()
+
+    return source
+
+
+def _moved(files: Sequence[FileStats]) -> tuple[int, int]:
+    return sum(file.read.bytes for file in files), sum(file.write.bytes for file in files)
+
+
+def _direction(stats: DirectionStats, latency: LatencyStatus | None) -> DirectionStatus:
+    return DirectionStatus(
+        bytes=stats.bytes,
+        ops=stats.ops,
+        retries=stats.retries,
+        errors=stats.errors,
+        in_flight=stats.in_flight,
+        busy_seconds=stats.busy_ns / 1e9,
+        errors_by_errno={
+            errno.errorcode.get(code, "other"): count for code, count in stats.errors_by_errno.items()
+        },
+        latency_buckets=list(stats.latency[: _last_used(stats.latency) + 1]),
+        latency_seconds=stats.latency_ns / 1e9,
+        latency=latency,
+    )
+
+
+def _percentiles(aio: AioContext, file: int, kind: Kind) -> LatencyStatus:
+    return LatencyStatus(*aio.latencies(file, kind).percentiles(0.5, 0.9, 0.99, 0.999, 1.0))
+
+
+def _last_used(buckets: Sequence[int]) -> int:
+    return max((index for index, count in enumerate(buckets) if count), default=-1)
+
+
+def _capacities(tiers: Tiers) -> dict[Tier, int]:
+    memory = host_memory()[0]
+    on_gpu = tiers.device.type == "cuda"
+    device = torch.cuda.get_device_properties(tiers.device).total_memory if on_gpu else memory
+    nvme = 0
+    if tiers.swap is not None:
+        nvme = sum(size_by_file_system(tiers.swap.directories).values())
+    return {Tier.DEVICE: device, Tier.HOST: memory, Tier.NVME: nvme}

@@ -1,0 +1,1 @@
+"""Optimizers over tiled state: update rules, the pipeline over NVMe, updates on a GPU."""

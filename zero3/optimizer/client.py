@@ -1,0 +1,155 @@
+"""ClientOptimizer: a torch optimizer that no kernel replaces, on state that stays on the device.
+
+It steps fp32: in fp32 the parameters themselves, else their masters, which take the place of the parameters' data for
+as long as it works. So it keeps its own param groups and its own state, by the model's parameters, and whatever was
+made for it (schedulers, hooks) goes on to work. Gradients are the accumulated ones, unscaled and clipped, in fp32.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optim_cpu import formats
+from tiering.errors import EngineStateError
+from zero3.device import kernels
+from zero3.optimizer.deepspeed_names import DeepSpeedOptimizerNames
+from zero3.optimizer.tiles import Tile
+from zero3.optimizer.trained import planned_group
+from zero3.params import resharded
+from zero3.params.layout import Piece
+from zero3.passes.gradients import GradientStore
+
+
+@dataclass
+class _Trained:
+    """A parameter that is stepped: flat views of its gradient and of its master (None: it is its own)."""
+
+    param: nn.Parameter
+    piece: Piece
+    grad: Tensor
+    master: Tensor | None
+    on_device: bool  # in memory that a GPU addresses, and the CPU does not
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step`` cannot be called without a closure, as that of LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
+    """Steps ``client``, and shares its ``param_groups`` and ``state``. ``tiles`` hold masters, each a whole group's."""
+
+    trains = True
+    state_names: tuple[str, ...] = ()  # on the tiers; what else there is, the client keeps itself
+
+    def __init__(self, client: torch.optim.Optimizer, tiles: list[Tile], gradients: GradientStore) -> None:
+        super().__init__(client.param_groups, client.defaults)
+        self.client = client
+        self.steps: dict[int, int] = {}
+        # Called when a tile is about to be stepped.
+        self.before_change: Callable[[Tile], None] = lambda tile: None
+        self._gradients = gradients
+        self._tiles = tiles
+        self._share()
+        self._trained = [trained for tile in tiles for trained in _trained(tile, gradients)]
+
+    def expect_step(self) -> None:
+        """Nothing to read ahead: all state is on the device."""
+
+    def read_ahead(self) -> None:
+        """Nothing was begun."""
+
+    def release_read_ahead(self) -> None:
+        """Nothing was read ahead."""
+
+    def prepare(self) -> None:
+        """Nothing: the client checks its options as it steps."""
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, grad_scale: float | None = None
+    ) -> None:
+        """Update every parameter that got a gradient, gradients multiplied by ``grad_scale`` (unscale x clip).
+
+        For the engine alone: call ``engine.step()``.
+        """
+        if closure is not None or grad_scale is None:
+            raise EngineStateError(self._refusal_to_step())
+        for tile in self._tiles:
+            self.before_change(tile)
+        received = [each for each in self._trained if self._gradients.received(each.piece)]
+        with self._on_masters():
+            try:
+                for each in received:
+                    each.param.grad = _scaled(each.grad, grad_scale).view(each.param.shape)
+                self.client.step()
+            finally:
+                for each in received:
+                    each.param.grad = None
+        for each in received:
+            if each.master is not None:
+                out = resharded.data_of(each.param).view(-1)
+                (kernels if each.on_device else formats).round_parameters(each.master, out)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients accumulated so far; after the engine's end there are none."""
+        if self._ready.closed:
+            return
+        self.tell_of_dropping("zero_grad()")
+        self._gradients.reset()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Step parameters that are in no group (any more), with these options: of those that were trained at first."""
+        if hasattr(self, "client"):
+            self.client.add_param_group(planned_group(param_group, {each.param for each in self._trained}))
+        else:
+            super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the client's; state keeps the precision of the masters."""
+        with self._on_masters():
+            self.client.load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self.client.param_groups, self.client.state
+
+    @contextmanager
+    def _on_masters(self) -> Iterator[None]:
+        """Within, the data of the parameters is their fp32 master."""
+        held = [(each.param, type(each.param), resharded.data_of(each.param)) for each in self._trained]
+        try:
+            for each in self._trained:
+                resharded.make_plain(each.param)
+                if each.master is not None:
+                    each.param.data = each.master.view(each.param.shape)
+            yield
+        finally:
+            for param, form, data in held:
+                param.__class__ = form
+                resharded.set_data(param, data)
+
+
+def _trained(tile: Tile, gradients: GradientStore) -> Iterator[_Trained]:
+    grads, state = gradients.homes[tile.group.index].tensor, tile.state.tensor
+    assert grads is not None and state is not None and tile.start == 0
+    by_piece = dict(zip(tile.group.layout.pieces, tile.group.params, strict=True))
+    for piece in (segment.piece for segment in tile.segments):
+        here = slice(piece.start, piece.end)
+        masters = state.view(torch.float32)
+        grad = grads.view(gradients.dtype_of(tile.group))[here]
+        master = masters[here] if masters.numel() else None
+        yield _Trained(by_piece[piece], piece, grad, master, tile.state.on_device)
+
+
+def _scaled(grad: Tensor, scale: float) -> Tensor:
+    """In fp32, and in place where it is that already: gradients are dropped after the step."""
+    wide = grad if grad.dtype is torch.float32 else grad.float()
+    return wide if scale == 1 else wide.mul_(scale)

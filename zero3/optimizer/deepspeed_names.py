@@ -1,0 +1,86 @@
+"""What scripts ask the optimizer that ``initialize`` returns, of its last update, and tell it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from zero3.params.precision import LossScale
+
+log = logging.getLogger(__name__)
+
+
+class Updates(Protocol):
+    """The updates of an engine: their number, whether the last one was skipped, and by what the loss is scaled."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def overflow(self) -> bool: ...
+    @property
+    def loss_scale(self) -> LossScale: ...
+
+
+class MicroBatches(Protocol):
+    """How many micro-batches wait for their update."""
+
+    @property
+    def waiting(self) -> int: ...
+
+
+class Life(Protocol):
+    """Whether an engine is closed."""
+
+    @property
+    def closed(self) -> bool: ...
+
+
+class DeepSpeedOptimizerNames:
+    """The part of both optimizers that an engine's updates answer for; ``serve`` makes it theirs."""
+
+    _updates: Updates
+    _accumulation: MicroBatches
+    _ready: Life
+    _told_of_dropping = False
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then calls step(), whose error says what to call
+
+    def serve(self, updates: Updates, accumulation: MicroBatches, ready: Life) -> None:
+        """From now on it is the optimizer of the engine that these are of."""
+        self._updates, self._accumulation, self._ready = updates, accumulation, ready
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last update was skipped, because a gradient was not finite."""
+        return self._updates.overflow
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss: 1 except in fp16."""
+        return self._updates.loss_scale.value
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the factor follows the overflows."""
+        return self._updates.loss_scale.dynamic
+
+    def _refusal_to_step(self) -> str:
+        """Why ``step`` is not for scripts."""
+        if hasattr(self, "found_inf"):  # GradScaler sets it around its call
+            return (
+                "GradScaler.step(optimizer) was called on an engine's optimizer. The engine scales the loss itself, by"
+                ' the section "fp16", and bf16 and fp32 need no scale: leave the GradScaler out, and call'
+                " engine.backward(loss) and engine.step()"
+            )
+        return "optimizer.step() would neither clip nor count this step; call engine.step()"
+
+    def tell_of_dropping(self, what: str) -> None:
+        """Say once that gradients go which an accumulating loop may count on; DeepSpeed keeps them at stage 2."""
+        if not self._told_of_dropping and self._accumulation.waiting:
+            self._told_of_dropping = True
+            log.warning(
+                "%s drops the gradients of %d micro-batches that wait for their update; to"
+                " accumulate, leave it out: step() drops what it has used",
+                *(what, self._accumulation.waiting),
+            )

@@ -1,0 +1,121 @@
+"""Tiles: sub-groups of optimizer state with their homes, and how the state of one lies in memory and on NVMe.
+
+A tile's state is one range of bytes: the master, or what of it the parameter is not, and then each of the moments, as
+exp_avg | exp_avg_sq, array after array. In fp32 the parameter itself is the master; in the split format the parameter
+is its upper half and the state holds the lower one (see kernels.h); SGD without momentum has no moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from optim_cpu import kernels
+from optim_cpu.formats import round_parameters
+from optim_cpu.kernels import StateFormat
+from tiering.placement.plan import SubGroup, Workload
+from zero3.device.tiers import Home, Tiers
+from zero3.params.layout import Segment, segments
+from zero3.params.param_group import ParamGroup
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """How the state of a tile lies: bytes per element of master and moments, and how many moments there are."""
+
+    master_itemsize: int  # 0: the parameter is the master; 2: its lower half; 4
+    moments: int
+    moment_format: StateFormat
+
+    @classmethod
+    def of(cls, load: Workload, moment_format: StateFormat) -> StateLayout:
+        return cls(load.master_itemsize, load.state_tensors, moment_format)
+
+    def for_group(self, group: ParamGroup) -> StateLayout:
+        """That of the tiles of ``group``: parameters that are kept in fp32 are the masters."""
+        return replace(self, master_itemsize=0) if group.in_fp32 else self
+
+    @property
+    def splits(self) -> bool:
+        """Whether parameter and state hold a half of the master each."""
+        return self.master_itemsize == 2
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of state per element."""
+        return self.master_itemsize + self.moments * self.moment_format.itemsize
+
+    def moment_at(self, number: int, numel: int, inside: int) -> int:
+        """The offset of element ``inside`` of a moment in the state of a tile of ``numel`` elements."""
+        return numel * self.master_itemsize + (number * numel + inside) * self.moment_format.itemsize
+
+    def moment_dtype(self) -> torch.dtype:
+        return torch.float32 if self.moment_format is StateFormat.FP32 else torch.bfloat16
+
+    def store_moment(self, values: Tensor, into: Tensor) -> None:
+        """Write fp32 ``values`` as a moment to the bytes ``into``; in bf16 rounded to the nearest."""
+        round_parameters(values, into.view(self.moment_dtype()))
+
+    def store_master(self, values: Tensor, into: Tensor) -> None:
+        """Write what the state keeps of the flat fp32 masters ``values`` to the bytes ``into``."""
+        if self.splits:
+            wide = values.contiguous()
+            upper = torch.empty_like(wide, dtype=torch.bfloat16)
+            kernels.split(upper.data_ptr(), into.data_ptr(), wide.data_ptr(), wide.numel())
+        else:
+            into.view(torch.float32).copy_(values)
+
+    def load_master(self, kept: Tensor, params: Tensor) -> Tensor:
+        """The fp32 masters, from the bytes that the state ``kept`` and, where they are halves, the parameters."""
+        if not self.splits:
+            return kept.view(torch.float32)
+        master = torch.empty(params.numel(), device="cpu")
+        kernels.join(master.data_ptr(), params.data_ptr(), kept.data_ptr(), master.numel())
+        return master
+
+
+@dataclass(eq=False)
+class Tile:
+    """A sub-group: elements [start, end) of this rank's shard of ``group``, its segments, and where its state lives.
+
+    ``visits``: a GPU updates it, to which what is in host memory comes.
+
+    ``first_indices`` are the places of the segments' first elements among all elements of the model, in its order:
+    stochastic rounding depends on them, and on nothing that a placement could change.
+    """
+
+    group: ParamGroup
+    start: int
+    end: int
+    state: Home
+    segments: tuple[Segment, ...]
+    first_indices: tuple[int, ...]
+    visits: bool = False
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start
+
+
+def make_tiles(sub_groups: Iterable[SubGroup], groups: Sequence[ParamGroup], tiers: Tiers) -> list[Tile]:
+    """The planned sub-groups with homes for their state."""
+    begins: dict[int, int] = {}
+    elements = 0
+    pieces = (piece for group in groups for piece in group.layout.pieces)
+    for piece in sorted(pieces, key=lambda piece: piece.index):
+        begins[piece.index] = elements
+        elements += piece.numel
+    made = []
+    for planned in sub_groups:
+        group = groups[planned.group]
+        parts = tuple(segments(group.shard.pieces, planned.start, planned.end))
+        names = tuple(segment.piece.name for segment in parts)
+        home = tiers.home(planned.tier, tiers.plan.tile_state_bytes(planned), "optimizer state", names)
+        indices = tuple(begins[s.piece.index] + s.first for s in parts)
+        made.append(Tile(group, planned.start, planned.end, home, parts, indices, planned.visits))
+    return made

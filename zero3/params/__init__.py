@@ -1,0 +1,1 @@
+"""Groups of parameters: layout, storage, sharding, and precision."""

@@ -1,0 +1,236 @@
+"""Flat storages: one tensor whose bytes come and go.
+
+Note [One storage, bytes that come and go]
+    A group's parameters are views into one flat tensor. Tensors that autograd saved in forward alias its storage, so
+    it is enough to refill that storage before backward: nothing in the graph needs to know. Resharding takes the bytes
+    away, unsharding brings them back, and the views never change. Without its bytes a storage refuses to be read: see
+    closed_storage.py. Where torch cannot do that, it shows NaN on a CPU: see nan_memory.py.
+
+    The storage takes its bytes from a lease by exchanging data pointers (0.1 us). On a CPU that is a lease of an arena,
+    in which NVMe reads land directly; on a GPU one of a slab of its memory, which a copy fills. Where torch lacks the
+    exchange, the storage is resized to zero and back, and filled by a copy: see device/room.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from tiering.storage.arena import Arena, Lease
+from tiering.storage.tickets import Transfer
+from zero3.device.closed_storage import close_storage
+from zero3.device.room import room_for
+from zero3.device.storage_swap import exchange_pointers
+from zero3.device.streams import Event
+from zero3.device.tiers import Home, Tiers, as_tensor
+
+FETCH_PRIORITY = 1  # a parameter that compute waits for goes before write-back
+
+
+class FlatStorage(ABC):
+    """A flat tensor whose bytes arrive with ``start``/``finish`` and go with ``drop``."""
+
+    flat: Tensor
+
+    @abstractmethod
+    def take_bytes(self, name: str) -> None:
+        """The views are made: from now on the storage has no bytes of its own; ``name`` is what an error calls it."""
+
+    @abstractmethod
+    def start(self, *, at: int | None, wait: bool) -> bool:
+        """Begin to bring the bytes; False, and nothing begun, when there is no room now (``at`` a place, if given).
+
+        With ``wait``, wait for room that transfers still hold; ArenaError if that cannot help.
+        """
+
+    def advance(self) -> None:  # noqa: B027 # most have nothing to do
+        """Go on with what was begun, as far as that waits for nothing."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until the bytes are valid and attach them to ``flat``. Where the device has streams, they wait."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Take the bytes away, whether or not they have arrived."""
+
+
+class ArenaStorage(FlatStorage):
+    """CPU: the storage exchanges its pointer with a lease of the working arena, once the bytes are there."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, tiers: Tiers) -> None:
+        if tiers.nowhere is not None:
+            self.flat = torch.frombuffer(tiers.nowhere, dtype=dtype, count=numel)
+        else:
+            self.flat = torch.empty(numel, dtype=dtype, device="cpu")
+        self._tiers = tiers
+        self._nbytes = numel * dtype.itemsize
+        self._lease: Lease | None = None
+        self._bytes: Tensor | None = None  # the lease as a tensor; while attached, it holds the empty pointer
+
+    def take_bytes(self, name: str) -> None:
+        if self._tiers.nowhere is None:
+            self.flat.untyped_storage().resize_(0)
+        close_storage(self.flat, name)
+
+    def _take_room(self, *, at: int | None, wait: bool) -> bool:
+        """Lease room for the bytes; False if there is none."""
+        working, kind = self._tiers.working, "unsharded groups"
+        assert isinstance(working, Arena)
+        # What compute holds is given back by compute, which is waiting here: only transfers can make room.
+        self._lease = (
+            working.lease(self._nbytes, kind, at=at, alone=True)
+            if wait
+            else working.try_lease(self._nbytes, kind, at=at)
+        )
+        return self._lease is not None
+
+    def _attach(self) -> None:
+        assert self._lease is not None
+        self._bytes = as_tensor(self._lease)
+        exchange_pointers(self.flat, self._bytes)
+
+    def _detach(self) -> Lease:
+        """Undo ``_attach``, and ``_take_room`` but for the lease itself."""
+        lease, self._lease = self._lease, None
+        assert lease is not None
+        if self._bytes is not None:
+            exchange_pointers(self.flat, self._bytes)
+            self._bytes = None
+        return lease
+
+
+class ExchangedStorage(ArenaStorage):
+    """The lease is filled by an NVMe read."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers) -> None:
+        super().__init__(numel, dtype, tiers)
+        self._home = home
+        self._ticket: Transfer | None = None
+
+    def start(self, *, at: int | None, wait: bool) -> bool:
+        swap, extent = self._tiers.swap, self._home.extent
+        assert swap is not None and extent is not None
+        if not self._take_room(at=at, wait=wait):
+            return False
+        try:
+            assert self._lease is not None
+            self._ticket = swap.swap_in(extent, self._lease, priority=FETCH_PRIORITY)
+        except BaseException:
+            swap.settle(extent)
+            self._detach().release()
+            raise
+        return True
+
+    def finish(self) -> None:
+        assert self._ticket is not None
+        self._ticket.wait()
+        self._ticket = None
+        self._attach()
+
+    def drop(self) -> None:
+        lease = self._detach()
+        if self._ticket is None:
+            lease.release()
+            return
+        ticket, self._ticket = self._ticket, None
+        retire_read(lease, ticket)
+
+
+def retire_read(lease: Lease, ticket: Transfer) -> None:
+    """Give up a lease that ``ticket`` fills. If the read has failed already, who waited for it has been told."""
+    if ticket.done():
+        lease.release()
+    else:
+        lease.retire(ticket)
+
+
+class CopiedStorage(FlatStorage):
+    """Device memory, filled by a copy from pinned host memory.
+
+    Bytes that live on NVMe pass through a pinned lease, from which they are copied as soon as somebody looks and finds
+    them there. On a GPU the copy runs on a stream of its own; ``finish`` makes compute wait for it, not the CPU.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, home: Home, tiers: Tiers) -> None:
+        self._room = room_for(numel, dtype, tiers, alone=True)
+        self.flat = self._room.flat
+        self._nbytes = numel * dtype.itemsize
+        self._home = home
+        self._tiers = tiers
+        self._lease: Lease | None = None
+        self._ticket: Transfer | None = None
+        self._arrived: Event | None = None  # the copy in flight
+
+    def start(self, *, at: int | None, wait: bool) -> bool:
+        if not self._room.take(at=at, wait=wait):
+            return False
+        extent, window = self._home.extent, self._tiers.fetch_window
+        if extent is None:
+            self._copy_in()
+            return True
+        assert self._tiers.swap is not None
+        lease = (window.lease if wait else window.try_lease)(extent.nbytes, "parameters")
+        if lease is None:
+            self._room.give_back(None)
+            return False
+        try:
+            self._ticket = self._tiers.swap.swap_in(extent, lease, priority=FETCH_PRIORITY)
+        except BaseException:
+            self._tiers.swap.settle(extent)
+            lease.release()
+            self._room.give_back(None)
+            raise
+        self._lease = lease
+        return True
+
+    def take_bytes(self, name: str) -> None:
+        self._room.take_bytes(name)
+
+    def advance(self) -> None:
+        if self._ticket is not None and self._ticket.done():
+            self._finish_read()
+
+    def finish(self) -> None:
+        if self._ticket is not None:
+            with self._tiers.stalls.waiting_for("parameters"):
+                self._finish_read()
+        if self._arrived is not None:
+            assert self._tiers.copies is not None
+            self._tiers.copies.hold_compute(self._arrived, "parameters")
+            self._arrived = None
+        self._room.attach()
+
+    def drop(self) -> None:
+        if self._ticket is not None:
+            assert self._lease is not None
+            retire_read(self._lease, self._ticket)
+            self._ticket = self._lease = None
+        # Before it was used, nothing but the copy has had to do with the room.
+        arrived, self._arrived = self._arrived, None
+        self._room.give_back(arrived)
+
+    def _finish_read(self) -> None:
+        assert self._ticket is not None
+        self._ticket.wait()
+        self._ticket = None
+        self._copy_in()
+
+    def _copy_in(self) -> None:
+        source = self._home.tensor if self._lease is None else as_tensor(self._lease)
+        assert source is not None
+        target, after = self._room.open()
+        if self._tiers.copies is None:
+            target.copy_(source[: self._nbytes])
+        else:
+            self._arrived = self._tiers.copies.to_device(
+                target, source[: self._nbytes], after=after, kind="parameters"
+            )
+        if self._lease is not None:
+            if self._arrived is None:
+                self._lease.release()
+            else:
+                self._lease.retire(self._arrived)
+            self._lease = None

@@ -1,0 +1,239 @@
+"""Which modules form a ParamGroup: the parameters that are unsharded, stepped and swapped together.
+
+The outermost entries of a repeated container (a ``ModuleList``, or a ``Sequential`` of one kind of module) are groups:
+the blocks. Outside the blocks, a module whose own parameters exceed the average block (an embedding, an output head)
+is a group of its own. What is left joins its nearest ancestor's group, in the end the root's. Parameters below the
+persistence threshold form one group that never leaves the device. Parameters that stay fp32 are never in one group with
+others in 16 bits; where a module has large ones of both kinds, those in fp32 do not leave the device either.
+
+A leaf module is one group with everything inside, and nothing inside of it is looked at: which of its modules are
+called, and in which order, may then differ from rank to rank.
+
+A tied parameter belongs to the first group that meets it, and every module that uses it becomes an *entry* of that
+group: calling the module unshards the group. If its users sit in groups side by side (two blocks), it belongs to the
+group around them instead: a block that opened another block's group would need room for both, and backward could not
+tell from the order of calls when either is done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from tiering.config.training import LeafModulesConfig
+from tiering.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+ROOT = "root"
+PERSISTENT = "persistent"
+IN_FP32 = "persistent in fp32"
+MARK = "_z3_leaf"
+"""An attribute of leaf modules, by the name that DeepSpeed's functions give it: a copied model has it, too."""
+NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass
+class GroupMembers:
+    """A group before it has storage: ``params`` are (index in the model, name, parameter), in model order."""
+
+    name: str
+    params: list[tuple[int, str, nn.Parameter]] = field(default_factory=list)
+    entries: list[nn.Module] = field(default_factory=list)
+    parent: int | None = None
+    persistent: bool = False
+    in_fp32: bool = False  # among others in 16 bits
+
+
+def form_groups(
+    model: nn.Module,
+    persistence_threshold: int,
+    leaves: Collection[nn.Module] = (),
+    kept: Collection[nn.Parameter] = (),
+) -> list[GroupMembers]:
+    """Cut ``model`` into groups, in the order of its modules; every parameter is in exactly one.
+
+    ``persistence_threshold`` counts elements: smaller parameters go to the persistent group, whatever their module.
+    Those that are ``kept`` in fp32 form groups of their own.
+    """
+    modules = dict(model.named_modules())
+    users = _users(model)
+    # A module that is registered twice goes by its first name.
+    blocks = {name for container in _repeated_containers(model) for name in container if name in modules}
+    mean_block = _mean_block_size(modules, blocks)
+    found = {name for name, module in modules.items() if module in leaves}
+    blocks |= found
+    anchors = set(blocks) | {""}
+    for name, module in modules.items():
+        own = sum(p.numel() for p in _own(module) if users[p][0] == name)
+        if name and not _inside(name, blocks) and mean_block and own > mean_block:
+            anchors.add(name)
+    anchors = {name for name in anchors if not any(around in found for around in _around(name))}
+
+    def is_small(param: nn.Parameter) -> bool:
+        return param.numel() < max(1, persistence_threshold)  # no element: nothing to move
+
+    # A module has one group that comes and goes with it. Where that is in 16 bits, what it keeps in fp32 stays.
+    in_16_bits = {
+        _anchor_of(names, anchors) for p, names in users.items() if p not in kept and not is_small(p)
+    }
+    groups: dict[tuple[str, bool, bool], GroupMembers] = {}
+    owner: dict[nn.Parameter, GroupMembers] = {}
+    index = 0
+    for module_name, module in modules.items():
+        for short, param in module._parameters.items():
+            if param is None:
+                continue
+            if param in owner:
+                _add_entry(owner[param], module, modules)
+                continue
+            anchor, in_fp32 = _anchor_of(users[param], anchors), param in kept
+            persistent = is_small(param) or (in_fp32 and anchor in in_16_bits)
+            if persistent:
+                anchor = ""
+            group = groups.setdefault(
+                (anchor, persistent, in_fp32),
+                GroupMembers(_label(anchor, persistent, in_fp32), persistent=persistent, in_fp32=in_fp32),
+            )
+            if not persistent and not group.entries:
+                group.entries.append(modules[anchor])
+            group.params.append((index, f"{module_name}.{short}" if module_name else short, param))
+            owner[param] = group
+            index += 1
+    formed = list(groups.values())
+    _link_parents(formed, modules)
+    return formed
+
+
+def _label(anchor: str, persistent: bool, in_fp32: bool) -> str:
+    if not persistent:
+        return anchor or ROOT
+    return IN_FP32 if in_fp32 else PERSISTENT
+
+
+def leaf_modules(model: nn.Module, wanted: LeafModulesConfig) -> set[nn.Module]:
+    """The modules of ``model`` that ``wanted`` names, as DeepSpeed's leaf_module does, and those with a ``MARK``."""
+    found: set[nn.Module] = set()
+    unmatched = {*wanted.classes, *wanted.names, *wanted.name_suffixes}
+    for name, module in model.named_modules(remove_duplicate=False):
+        kind = type(module)
+        titles = {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+        matched = titles.intersection(wanted.classes) | {name}.intersection(wanted.names)
+        matched |= {suffix for suffix in wanted.name_suffixes if name.endswith(suffix)}
+        marked = bool(getattr(module, MARK, False))
+        if (matched or marked) and isinstance(module, NEVER_CALLED):
+            raise ConfigError(
+                f"leaf_module names {name!r}, but a {kind.__name__} is never called, so nothing would bring its"
+                " parameters; name the module around it"
+            )
+        if matched or marked:
+            found.add(module)
+            unmatched -= matched
+    if unmatched:
+        log.warning("leaf_module: no module of the model matches %s", ", ".join(sorted(unmatched)))
+    return found
+
+
+def _repeated_containers(model: nn.Module) -> Iterator[list[str]]:
+    """The names of the entries of the outermost repeated containers."""
+    queue: list[tuple[str, nn.Module]] = [("", model)]
+    while queue:
+        prefix, module = queue.pop(0)
+        children = [
+            (f"{prefix}.{short}" if prefix else short, child) for short, child in module.named_children()
+        ]
+        entries = [(name, child) for name, child in children if any(True for _ in child.parameters())]
+        repeated = len(entries) > 1 and (
+            isinstance(module, nn.ModuleList)
+            or (isinstance(module, nn.Sequential) and len({type(child) for _, child in entries}) == 1)
+        )
+        if repeated:
+            yield from _callable_entries(entries)
+        else:
+            queue.extend(children)
+
+
+def _callable_entries(entries: list[tuple[str, nn.Module]]) -> Iterator[list[str]]:
+    """The names of ``entries``, in place of one that nobody calls (a list of lists of layers) those inside of it."""
+    for name, module in entries:
+        if isinstance(module, NEVER_CALLED):
+            children = [(f"{name}.{short}", child) for short, child in module.named_children()]
+            yield from _callable_entries([(n, c) for n, c in children if any(True for _ in c.parameters())])
+        else:
+            yield [name]
+
+
+def _mean_block_size(modules: dict[str, nn.Module], blocks: set[str]) -> float:
+    sizes = [sum(p.numel() for p in modules[name].parameters()) for name in blocks]
+    return sum(sizes) / len(sizes) if sizes else 0.0
+
+
+def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (param for param in module._parameters.values() if param is not None)
+
+
+def _users(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """The names of the modules that hold each parameter, in model order: several if it, or its module, is shared."""
+    users: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for param in _own(module):
+            users.setdefault(param, []).append(name)
+    return users
+
+
+def _anchor_of(users: list[str], anchors: set[str]) -> str:
+    """The anchor of the group of a parameter that ``users`` hold."""
+    first = _nearest(users[0], anchors)
+    for user in users[1:]:
+        other = _nearest(user, anchors)
+        if first not in _ancestors(other) and other not in _ancestors(first):
+            around = set.intersection(*(set(_ancestors(user)) for user in users))
+            return _nearest(users[0], anchors & around)
+    return first
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    """``name`` and every module around it, innermost first; the root is ""."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules around ``name``, innermost first."""
+    return (ancestor for ancestor in _ancestors(name) if ancestor != name)
+
+
+def _inside(name: str, anchors: set[str]) -> bool:
+    return any(ancestor in anchors for ancestor in _ancestors(name) if ancestor)
+
+
+def _nearest(name: str, anchors: set[str]) -> str:
+    return next(ancestor for ancestor in _ancestors(name) if ancestor in anchors)
+
+
+def _add_entry(group: GroupMembers, module: nn.Module, modules: dict[str, nn.Module]) -> None:
+    """``module`` uses a parameter of ``group``: make it an entry unless an entry already encloses it."""
+    if group.persistent:
+        return
+    inside = any(module is inner for entry in group.entries for inner in entry.modules())
+    if not inside:
+        group.entries.append(module)
+
+
+def _link_parents(groups: list[GroupMembers], modules: dict[str, nn.Module]) -> None:
+    """Set each group's parent: the innermost other group one of whose entries encloses this group's first entry."""
+    names = {module: name for name, module in modules.items()}
+    owners = {entry: index for index, group in enumerate(groups) for entry in group.entries}
+    for index, group in enumerate(groups):
+        if group.persistent:
+            continue
+        for ancestor in _ancestors(names[group.entries[0]]):
+            found = owners.get(modules[ancestor])
+            if found is not None and found != index:
+                group.parent = found
+                break

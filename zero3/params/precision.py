@@ -1,0 +1,163 @@
+"""In what precision a model computes, and the loss scale that keeps the small gradients of fp16 from vanishing."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tiering.config.training import TieringConfig
+from tiering.errors import EngineStateError
+
+log = logging.getLogger(__name__)
+
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FACTOR = 2.0  # a power of two, so that only exponents change
+
+
+def autocast(config: TieringConfig, device: torch.device) -> AbstractContextManager[Any]:
+    """The autocast section's context on ``device``; nothing without one.
+
+    Without torch's cache, which keeps a copy of every weight until the forward ends, however few fit on the device.
+    """
+    if config.autocast is None:
+        return nullcontext()
+    return torch.autocast(device.type, COMPUTE_DTYPES[config.autocast], cache_enabled=False)
+
+
+def cast_floating(values: Any, dtype: torch.dtype) -> Any:
+    """``values``, a pytree, with its floating-point tensors in ``dtype``."""
+
+    def cast(value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if floating else value
+
+    return tree_map(cast, values)
+
+
+def explain_inputs(error: BaseException, inputs: Any, config: TieringConfig) -> None:
+    """Add a note to torch's error about two dtypes in one operation, if inputs of the model are in another dtype."""
+    dtype = COMPUTE_DTYPES[config.precision]
+    unhandled = not config.cast_inputs and config.autocast is None and dtype is not torch.float32
+    if not (unhandled and isinstance(error, RuntimeError | ValueError) and _is_of_dtypes(str(error))):
+        return
+    others = {
+        leaf.dtype
+        for leaf in tree_leaves(inputs)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype is not dtype
+    }
+    if others:
+        error.add_note(
+            f"The model computes in {dtype} and was called with {', '.join(sorted(map(str, others)))} tensors. Set"
+            f" {config.precision}.auto_cast to true in the configuration to cast them, or cast them in the script"
+        )
+
+
+def _is_of_dtypes(message: str) -> bool:
+    """Whether torch says that dtypes do not go together; each of its kernels has words of its own for that."""
+    return any(
+        word in message.lower()
+        for word in ("dtype", "input type", "scalar type", "same type", "the type torch")
+    )
+
+
+class LossScale:
+    """What the loss is multiplied by before backward, and the gradients divided by before the step.
+
+    ``value`` is that factor. A dynamic one halves when ``hysteresis`` updates have overflowed, and doubles when
+    ``window`` updates in a row have not (the first time one update later, as in DeepSpeed, whose rules these are).
+    Overflows are counted anew when the factor doubles, with ``consecutive_hysteresis`` after any update without one.
+    It never falls below ``minimum``: what overflows there raises EngineStateError, since the gradients are then not
+    finite for another reason.
+
+    A fixed one stays; the updates that overflow are skipped all the same. Powers of two cost nothing, for scaling by
+    them is exact; any other factor rounds each gradient twice more and is no longer bit-identical to training without.
+    """
+
+    def __init__(
+        self,
+        value: float,
+        *,
+        dynamic: bool = False,
+        window: int = 1000,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+        minimum: float = 1.0,
+    ) -> None:
+        self.value = value
+        self.dynamic = dynamic
+        self._window = window
+        self._hysteresis = hysteresis
+        self._consecutive_hysteresis = consecutive_hysteresis
+        self._minimum = minimum
+        self._overflows_left = hysteresis  # until the factor halves, this one included
+        self._clean = 0  # updates without overflow since the last one with it
+
+    def __call__(self) -> float:
+        """``value``, as DeepSpeed's engine.loss_scale() gives it."""
+        return self.value
+
+    @classmethod
+    def from_config(cls, config: TieringConfig) -> Self:
+        """The loss scale that ``config`` asks for; 1.0, and that for good, unless something computes in fp16."""
+        if "fp16" not in (config.precision, config.autocast):
+            return cls(1.0)
+        chosen = config.loss_scale
+        return cls(
+            chosen.scale or 2.0**chosen.initial_power,
+            dynamic=not chosen.scale,
+            window=chosen.window,
+            hysteresis=chosen.hysteresis,
+            consecutive_hysteresis=chosen.consecutive_hysteresis,
+            minimum=chosen.min_scale,
+        )
+
+    def update(self, overflow: bool) -> None:
+        """Follow an update, whose gradients were finite or not. Raises EngineStateError, see above."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self._shrink()
+            self._clean = 0
+        else:
+            self._grow()
+            self._clean += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The factor, and what decides when it changes."""
+        return {
+            "dynamic": self.dynamic,
+            "value": self.value,
+            "clean": self._clean,
+            "overflows_left": self._overflows_left,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from ``state_dict``. A fixed factor stays what the configuration says, and one is not gone on from."""
+        if self.dynamic and state_dict["dynamic"]:
+            self.value = state_dict["value"]
+            self._clean = state_dict["clean"]
+            self._overflows_left = min(state_dict["overflows_left"], self._hysteresis)
+
+    def _shrink(self) -> None:
+        if self._overflows_left > 1:
+            self._overflows_left -= 1
+            return
+        if self.value <= self._minimum:
+            raise EngineStateError(
+                f"the gradients overflow although the loss scale is at its minimum, {self.value:g}: a loss or a"
+                " gradient is not finite by itself; look for it, lower the learning rate, or train in bf16"
+            )
+        self.value = max(self.value / FACTOR, self._minimum)
+        log.info("loss scale lowered to %g", self.value)
+
+    def _grow(self) -> None:
+        grows = self._clean > 0 and self._clean % self._window == 0
+        if grows:
+            self.value *= FACTOR
+        if grows or self._consecutive_hysteresis:
+            self._overflows_left = self._hysteresis

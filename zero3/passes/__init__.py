@@ -1,0 +1,1 @@
+"""Forward and backward passes: hooks, schedule of groups, prefetch, saved tensors, gradients."""

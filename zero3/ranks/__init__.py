@@ -1,0 +1,1 @@
+"""Communication between ranks: joining, collectives, heartbeats, deadlocks, and agreement."""

@@ -1,0 +1,1 @@
+"""The way from a model and a configuration to the parts of an engine: sizes, plan, assembly."""

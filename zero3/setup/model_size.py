@@ -1,0 +1,98 @@
+"""What the planner is told of a model: its groups, their layouts, and the Workload that these and a configuration make.
+
+Only names, shapes and dtypes are read, so a model on the meta device does as well as one in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tiering.config.training import TieringConfig
+from tiering.placement.plan import GroupSizes, Workload
+from tiering.placement.workload import StateKept, make_workload, settle_dtypes
+from zero3.device.storage_swap import can_exchange
+from zero3.device.tiers import NvmePaths
+from zero3.params.grouping import GroupMembers, form_groups, leaf_modules
+from zero3.params.kept_in_fp32 import kept_in_fp32
+from zero3.params.layout import FlatLayout, lay_out
+from zero3.params.precision import COMPUTE_DTYPES
+from zero3.passes.gradient_parts import tied_in
+from zero3.setup.optimizer_choice import OptimizerChoice
+
+
+@dataclass(frozen=True)
+class SizedModel:
+    """A model cut into groups, with the dtypes in which it computes, accumulates and sends gradients.
+
+    ``members`` and ``layouts`` follow ``workload.groups``.
+    """
+
+    members: list[GroupMembers]
+    layouts: list[FlatLayout]
+    compute: torch.dtype
+    grad_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    workload: Workload
+    kept: frozenset[nn.Parameter]  # in fp32
+
+
+def size_up(
+    model: nn.Module, config: TieringConfig, chosen: OptimizerChoice, *, on_gpu: bool, world_size: int
+) -> SizedModel:
+    """Cut ``model`` into groups and measure them, as each of ``world_size`` ranks with such a device would.
+
+    Raises ConfigError for offloading that such a device cannot do.
+    """
+    whole_groups = chosen.rule is None
+    compute, grad, reduce = (
+        COMPUTE_DTYPES[name] for name in settle_dtypes(config, whole_groups=whole_groups)
+    )
+    leaves = leaf_modules(model, config.zero.leaf_module)
+    kept = kept_in_fp32(model, config)
+    members = form_groups(model, config.zero.persistence_threshold, leaves, kept)
+    trained = chosen.trained
+    layouts = [
+        lay_out(
+            [(i, name, tuple(p.shape), p in trained) for i, name, p in group.params],
+            _dtype_of(group, compute).itemsize,
+            world_size,
+        )
+        for group in members
+    ]
+    tied = {param for param in tied_in(model) if param in trained}
+    workload = make_workload(
+        config,
+        (
+            GroupSizes(
+                name=group.name,
+                param_bytes=layout.numel * _dtype_of(group, compute).itemsize,
+                trainable_numel=layout.trainable_numel,
+                parent=group.parent,
+                persistent=group.persistent,
+                uses=len(group.entries),
+                largest_trained=max((p.numel for p in layout.pieces if p.trainable), default=0),
+                parts=len(group.entries) if any(p in tied for _, _, p in group.params) else 1,
+                fp32=group.in_fp32,
+            )
+            for group, layout in zip(members, layouts, strict=True)
+        ),
+        StateKept(chosen.state_tensors, chosen.split, chosen.moments.itemsize, whole_groups),
+        on_gpu=on_gpu,
+        world_size=world_size,
+        fetch_by_copy=on_gpu or not can_exchange(),
+    )
+    return SizedModel(members, layouts, compute, grad, reduce, workload, kept)
+
+
+def _dtype_of(group: GroupMembers, compute: torch.dtype) -> torch.dtype:
+    return torch.float32 if group.in_fp32 else compute
+
+
+def nvme_paths(config: TieringConfig) -> NvmePaths:
+    """The directories of the swap space that ``config`` names."""
+    return NvmePaths(
+        config.zero.offload_param.swap_directories, config.zero.offload_optimizer.swap_directories
+    )

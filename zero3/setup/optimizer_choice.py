@@ -1,0 +1,232 @@
+"""What is trained, and by which rule: from the configuration, or from the optimizer that a caller brings along."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from optim_cpu.kernels import StateFormat
+from optim_cpu.tensor_batch import Form
+from tiering.config.training import TieringConfig
+from tiering.errors import ConfigError
+from zero3.building.model_checks import check_dense_gradients, check_dtypes
+from zero3.optimizer import update_rules
+from zero3.optimizer.client import needs_closure
+from zero3.optimizer.update_rules import Options, UpdateRule
+
+log = logging.getLogger(__name__)
+
+ModelParameters = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
+ClientOptimizerChoice = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """Param groups and who steps them: ``rule`` by the kernels, or ``client`` itself where that is None.
+
+    With a client, ``param_groups`` are its own, and may list frozen parameters beside the trained ones.
+
+    ``moments`` is the format of the state tensors. ``split``: a bf16 parameter is the upper half of its master, and
+    state holds the remainder.
+    """
+
+    param_groups: list[Options]
+    defaults: Options
+    rule: UpdateRule | None
+    client: torch.optim.Optimizer | None = None
+    split: bool = False
+    moments: StateFormat = StateFormat.FP32
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer at all."""
+        return self.rule is not update_rules.NONE
+
+    @property
+    def trained(self) -> set[nn.Parameter]:
+        return {param for group in self.param_groups for param in group["params"] if param.requires_grad}
+
+    @property
+    def state_tensors(self) -> int:
+        """How many tensors of state the tiers hold for each parameter, beside its master."""
+        return len(self.rule.state_names(self.param_groups)) if self.rule is not None else 0
+
+    @property
+    def initial_state(self) -> dict[nn.Parameter, float]:
+        """What the state of a parameter starts as."""
+        if self.rule is None:
+            return {}
+        return {param: self.rule.initial(group) for group in self.param_groups for param in group["params"]}
+
+
+def choose_optimizer(
+    model: nn.Module,
+    config: TieringConfig,
+    model_parameters: ModelParameters | None,
+    optimizer: ClientOptimizerChoice | None,
+) -> OptimizerChoice:
+    """The caller's ``optimizer`` (or what it makes of the parameters) if there is one, else the configuration's.
+
+    Without any, and without ``model_parameters``, nothing is trained, as of a teacher.
+    Raises ConfigError for what can not be trained as asked.
+    """
+    check_dtypes(model, config)
+    if optimizer is not None:
+        client = _made(optimizer, model, model_parameters)
+        if config.optimizer is not None:
+            log.warning(
+                "the %s given to initialize() is used, the configuration's optimizer section (%s) is not",
+                _name(client),
+                config.optimizer.type,
+            )
+        return _of_client(client, model, config)
+    if config.optimizer is None and model_parameters is None:
+        return OptimizerChoice([{"params": [], "lr": 0.0}], {}, update_rules.NONE)
+    if config.optimizer is None:
+        raise ConfigError(
+            "no optimizer: name one in the configuration's optimizer section"
+            ' ({"type": "AdamW", "params": {"lr": 1e-4}}), or pass a torch optimizer to initialize(optimizer=...); a'
+            " model that is not trained here needs no model_parameters"
+        )
+    rule, defaults = update_rules.from_config(config.optimizer)
+    groups = [defaults | group for group in _param_groups(model, model_parameters)]
+    _check_params(model, groups, "model_parameters")
+    rule.check(groups)
+    form = update_rules.state_form(config.tiering.state)
+    return OptimizerChoice(groups, defaults, rule, split=form.split, moments=form.format)
+
+
+def _made(
+    optimizer: ClientOptimizerChoice, model: nn.Module, model_parameters: ModelParameters | None
+) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    given = model_parameters
+    if given is None:
+        given = [param for param in model.parameters() if param.requires_grad]
+    made = optimizer(given) if callable(optimizer) else optimizer
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            "initialize(optimizer=...) takes a torch.optim.Optimizer, or a function of the parameters that makes one,"
+            f" not {type(made).__name__}"
+        )
+    return made
+
+
+def _of_client(client: torch.optim.Optimizer, model: nn.Module, config: TieringConfig) -> OptimizerChoice:
+    name = _name(client)
+    _check_params(model, client.param_groups, f"the {name}")
+    rule = update_rules.from_optimizer(client)
+    if rule is None:
+        _check_stays(client, config)
+        return OptimizerChoice(client.param_groups, client.defaults, None, client)
+    if update_rules.has_stepped(client):
+        raise ConfigError(
+            f"the {name} has stepped before, and its state cannot be taken over in this version: give a new one"
+        )
+    rule.check(client.param_groups)
+    form = _state_form(client, config)
+    return OptimizerChoice(
+        client.param_groups, client.defaults, rule, client, split=form.split, moments=form.format
+    )
+
+
+def _state_form(client: torch.optim.Optimizer, config: TieringConfig) -> Form:
+    """The form of state that the client asks for, else the configuration; ConfigError if they contradict."""
+    name, state = _name(client), config.tiering.state
+    asked = update_rules.state_form_of(client)
+    if asked is None:
+        return update_rules.state_form(state)
+    called = client.param_groups[0]["state_format"]
+    if state not in ("fp32", called):
+        raise ConfigError(
+            f"the {name} has state_format {called!r}, but tiering.state is {state!r}: make it with"
+            f" state_format={state!r}, or remove tiering.state from the configuration"
+        )
+    if asked.split and config.precision != "bf16":
+        raise ConfigError(
+            f"the {name} has state_format {called!r}, but the precision is {config.precision}, and only a bf16"
+            " parameter is the upper half of its master: make it with"
+            f" state_format={called.replace('split+bf16', 'bf16').replace('split', 'fp32')!r}, or train in bf16"
+        )
+    return asked
+
+
+def _check_stays(client: torch.optim.Optimizer, config: TieringConfig) -> None:
+    """An optimizer without a kernel steps fp32 tensors, so all that it needs has to be on the device, and fp32."""
+    name = _name(client)
+    if config.tiering.state != "fp32":
+        raise ConfigError(
+            f"the {name} has no kernel here and steps fp32 masters by itself, but tiering.state is"
+            f" {config.tiering.state!r}: set it to 'fp32', or use AdamW, Adam, Lion, Adagrad or SGD"
+        )
+    if config.tiering.step_in_backward:
+        raise ConfigError(
+            f"the {name} has no kernel here and steps all parameters at once, but tiering.step_in_backward is true: set"
+            " it to false, or use AdamW, Adam, Lion, Adagrad or SGD"
+        )
+    for kind, section in (
+        ("offload_param", config.zero.offload_param),
+        ("offload_optimizer", config.zero.offload_optimizer),
+    ):
+        if section.device != "none":
+            raise ConfigError(
+                f"the {name} can only step what stays on the device, but {kind}.device is {section.device!r}. Use"
+                " AdamW, Adam, Lion, Adagrad or SGD (named in the configuration; or of torch.optim or optim_cpu,"
+                " without amsgrad and differentiable, and with the step that they have), or set"
+                f" {kind}.device to 'none'"
+            )
+    if needs_closure(client):
+        raise ConfigError(
+            f"the step of {name} takes a closure that computes the loss anew, which engine.step() cannot give it; use"
+            " an optimizer that steps by gradients alone"
+        )
+
+
+def _param_groups(model: nn.Module, given: ModelParameters | None) -> list[Options]:
+    """torch-style param groups of trainable parameters."""
+    listed: list[Any] = (
+        list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    )
+    grouped = bool(listed) and all(isinstance(item, Mapping) for item in listed)
+    chosen = []
+    for group in listed if grouped else [{"params": listed}]:
+        params = group["params"]
+        params = [params] if isinstance(params, nn.Parameter) else list(params)
+        params = [p[1] if isinstance(p, tuple) else p for p in params]  # named_parameters() gives pairs
+        chosen.append({**group, "params": [p for p in params if p.requires_grad]})
+    return chosen
+
+
+def _check_params(model: nn.Module, groups: list[Options], who: str) -> None:
+    """Every trainable parameter of the model is in one group, and nothing else is in any."""
+    listed_once = [param for group in groups for param in group["params"]]
+    inside = set(listed_once)
+    if len(inside) < len(listed_once):
+        raise ConfigError(f"{who} lists a parameter twice: each belongs to one param group")
+    foreign = len(inside - set(model.parameters()))
+    if foreign:
+        raise ConfigError(
+            f"{who} lists {foreign} parameters that are not the model's, which would never be trained:"
+            " make them part of the model, or step them with an optimizer of their own"
+        )
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and p not in inside]
+    if missing:
+        raise ConfigError(
+            f"{len(missing)} parameters require gradients but are not in {who}"
+            f" ({', '.join(missing[:3])}, ...):"
+            " add them, or freeze them with requires_grad_(False)"
+        )
+    trained = {param for param in inside if param.requires_grad}
+    if not trained:
+        raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
+    check_dense_gradients(model, trained)
+
+
+def _name(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__name__

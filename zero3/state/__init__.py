@@ -1,0 +1,1 @@
+"""Tiered state as ordinary tensors, and access to parameters between passes."""

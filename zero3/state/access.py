@@ -1,0 +1,473 @@
+"""Access to parameters from outside of the engine's own passes: gathered, borrowed, copied, edited.
+
+    with tiering.gathered(model.head.weight, modify=True) as weight, torch.no_grad():
+        weight.mul_(0.5)
+
+Whatever changes a parameter, here or by the user's own code, its fp32 master follows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tiering.errors import ConfigError, EngineStateError
+from zero3.optimizer.trained import check_frozen
+from zero3.params import resharded
+from zero3.params.layout import Piece
+from zero3.params.param_group import ParamGroup, Residency
+from zero3.passes import hooks
+from zero3.passes.hooks import OurHook
+from zero3.passes.pass_state import PassState
+from zero3.passes.prefetch import Prefetcher
+from zero3.passes.schedule import PassSchedule
+from zero3.state.tensors import TieredState
+
+log = logging.getLogger(__name__)
+
+_live: weakref.WeakSet[Access] = weakref.WeakSet()
+
+
+def _give_up_in_child() -> None:
+    """The arenas are not inherited: whoever uses the model in a forked process is told so, and does not crash."""
+    for access in list(_live):
+        access.give_up()
+
+
+os.register_at_fork(after_in_child=_give_up_in_child)
+
+
+@contextmanager
+def gathered(
+    params: nn.Parameter | nn.Module | Iterable[nn.Parameter], *, modify: bool = False, rank: int = 0
+) -> Iterator[Any]:
+    """Within the block, ``params`` (one, several, or a module's) hold their values, in the compute dtype.
+
+    They show copies, on the device and outside of every budget: as many bytes as ``params`` have, and as many again of
+    those whose ``.data`` is read without ``modify``, to see whether that was all. Modules may be called
+    meanwhile and use what is shown. With ``modify``, what was changed in place becomes the parameter, and its fp32
+    master takes the values of the changed elements (the others keep their bits below the compute dtype), also when the
+    block ends by an exception; optimizer state stays. Yields ``params`` (as a list, unless it is one). Ordinary
+    parameters pass through, and so do None (a bias that is not there) and other tensors. With several ranks all of them
+    enter the block and leave it, and what ``rank`` has made of the parameters counts.
+
+    Before ``initialize``, the values of parameters that zero.Init has built without memory are made again; with
+    ``modify`` they stay in memory from then on, and rank 0's will count.
+
+    EngineStateError: without ``modify``, if the block has changed something (the change is dropped); with it, while a
+    forward or backward is running; in the block, ``engine.step()``.
+    """
+    listed, yielded = _listed(params)
+    lent: list[tuple[resharded.Owner, nn.Parameter]] = []
+    try:
+        for param in dict.fromkeys(listed):
+            owner = resharded.owner_of(param)
+            if owner is None and resharded.is_adopted(param):
+                raise EngineStateError(
+                    "a parameter cannot be gathered: its engine is closed. End an engine by release() in place of"
+                    " close() to keep the values in the model"
+                )
+            if owner is not None:
+                owner.lend(param, modify=modify)
+                lent.append((owner, param))
+        with ExitStack() as saving:
+            for owner in {owner: None for owner, _ in lent}:
+                saving.enter_context(owner.saving_copies())
+            yield yielded
+    finally:
+        refused = _take_back(lent, modify=modify, rank=rank)
+    if refused:
+        raise EngineStateError(f"inside gathered(), {refused[0]}; the change is dropped")
+
+
+def _take_back(lent: list[tuple[resharded.Owner, nn.Parameter]], *, modify: bool, rank: int) -> list[str]:
+    """End the loans, all of them whatever happens to one; returns what is wrong with changes that were made."""
+    refused, errors = list[str](), list[BaseException]()
+    for owner, param in lent:
+        try:
+            problem = owner.take_back(param, modify=modify, rank=rank)
+        except BaseException as error:
+            errors.append(error)
+        else:
+            refused += [problem] if problem else []
+    if errors:
+        raise errors[0]
+    return refused
+
+
+def _listed(params: Any) -> tuple[list[nn.Parameter], Any]:
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    if params is None or isinstance(params, Tensor):
+        params, yielded = [params], params
+    else:
+        yielded = params = list(params)
+    for param in params:
+        if param is not None and not isinstance(param, Tensor):
+            raise ConfigError(f"gathered takes parameters, or a module, not {type(param).__name__}")
+    return [param for param in params if isinstance(param, nn.Parameter)], yielded
+
+
+class Access:
+    """One engine's parameters, by object and by name (resharded.Owner)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[ParamGroup],
+        schedule: PassSchedule,
+        prefetcher: Prefetcher,
+        state: TieredState,
+    ) -> None:
+        self._schedule = schedule
+        self._prefetcher = prefetcher
+        self._state = state
+        self._groups = groups
+        self._places = {
+            param: (group, position) for group in groups for position, param in enumerate(group.params)
+        }
+        self._frozen = [
+            (param, piece.name)
+            for group in groups
+            for param, piece in zip(group.params, group.layout.pieces, strict=True)
+            if not piece.trainable
+        ]
+        self._model = model
+        self._told_of_names = False
+        self._by_name = {piece.name: (group, piece) for group in groups for piece in group.layout.pieces}
+        self._saving = 0  # state_dict calls, nested, that are running
+        self._saved: dict[nn.Parameter, Tensor] = {}  # by them
+        self._told_of_gradients = False
+        # Whose .grad was read as None since the last update, while the engine had the gradient.
+        self._read_as_none: set[nn.Parameter] = set()
+        # Called with what was assigned to .grad between passes, or None.
+        self.on_gradient: Callable[[ParamGroup, Piece, Tensor | None], None] = lambda *_: None
+        resharded.adopt(self._places, self)
+        for group in groups:
+            group.on_edit = self._store_edits
+        self.handles = _watch_state_dict(model, self)
+        _live.add(self)
+
+    def name_of(self, param: nn.Parameter) -> str:
+        """What ``module.named_parameters()`` calls ``param`` now; ConfigError if the model has let go of it."""
+        group, position = self._places[param]
+        planned = group.layout.pieces[position].name
+        if self._current(planned) is param:
+            return planned
+        for name, other in self._model.named_parameters():
+            if other is param:
+                return name
+        raise ConfigError(f"the model has let go of a parameter that initialize knew as {planned!r}")
+
+    def named(self, name: str) -> tuple[ParamGroup, Piece]:
+        """The group and the piece of what the model calls ``name`` now; ConfigError if there is none.
+
+        What the model has let go of still has the name that it had at initialize, unless that is another's now.
+        """
+        param = self._current(name)
+        if param is not None and param in self._places:
+            group, position = self._places[param]
+            return group, group.layout.pieces[position]
+        if name not in self._by_name:
+            raise ConfigError(f"the model has no parameter {name!r}; see dict(model.named_parameters())")
+        return self._by_name[name]
+
+    def tell_of_new_names(self) -> None:
+        """Say once that the model's modules were reordered, of which checkpoints know nothing."""
+        renamed = next(
+            (name for name, (group, piece) in self._by_name.items() if self.named(name)[1] is not piece), None
+        )
+        if renamed is not None and not self._told_of_names:
+            self._told_of_names = True
+            log.warning(
+                "modules were moved after initialize: %r is another parameter now. Checkpoints keep the names of"
+                " initialize, so the run that loads one has to initialize the model in its order of then, and to move"
+                " modules after that; state_dict() and exports have the names of now",
+                renamed,
+            )
+
+    def _current(self, name: str) -> nn.Parameter | None:
+        """The parameter that the model calls ``name`` now, if there is one."""
+        try:
+            return self._model.get_parameter(name)
+        except AttributeError:
+            return None
+
+    def check_parameters(self, model: nn.Module) -> None:
+        """EngineStateError if ``model`` has a parameter that it had not when it was initialized."""
+        modules = [model]
+        while modules:  # at each step: named_parameters() would take ten times as long
+            module = modules.pop()
+            modules.extend(child for child in module._modules.values() if child is not None)
+            if any(p is not None and p not in self._places for p in module._parameters.values()):
+                new = [name for name, param in model.named_parameters() if param not in self._places]
+                raise EngineStateError(
+                    f"{new[0]!r} became a parameter of the model after initialize and would never be trained; build the"
+                    " whole model first, then initialize. To go on with this run: save_checkpoint(), release(), change"
+                    " the model, initialize, and load_checkpoint(load_module_strict=False)"
+                )
+
+    def check_before_update(self, model: nn.Module) -> None:
+        """EngineStateError unless ``model`` still is the one that was initialized, with nothing gathered."""
+        if self.lending:
+            raise EngineStateError(
+                "step was called inside tiering.gathered(), whose copies would undo it; end that block first"
+            )
+        self.check_parameters(model)
+        self.check_frozen()
+
+    def check_frozen(self) -> None:
+        """EngineStateError if a parameter requires a gradient that was frozen at initialize."""
+        check_frozen(self._frozen)
+
+    @property
+    def lending(self) -> bool:
+        """Whether a ``gathered`` block is open."""
+        return any(group.lends for group in self._groups)
+
+    def borrow(self, param: nn.Parameter) -> bool:
+        group, position = self._places[param]
+        return self._schedule.borrow(group, trained=group.layout.pieces[position].trainable)
+
+    def copy_of(self, param: nn.Parameter) -> Tensor:
+        group, position = self._places[param]
+        return self._state.weight(group, group.layout.pieces[position]).to(param.device)
+
+    def copy_to_save(self, param: nn.Parameter) -> Tensor | None:
+        if not self._saving:
+            return None
+        if param not in self._saved:
+            group, position = self._places[param]
+            self._saved[param] = self._state.weight(group, group.layout.pieces[position])
+        return self._saved[param]
+
+    def data_asked_for(self, param: nn.Parameter) -> None:
+        group, position = self._places[param]
+        group.alias(position)
+
+    def gradient_asked_for(self, param: nn.Parameter) -> None:
+        """Say once that it is not there, if the engine has it: clipping by hand would do nothing, in silence."""
+        group, position = self._places[param]
+        piece = group.layout.pieces[position]
+        if self._schedule.state.in_backward or not self._state.holds_gradient(piece):
+            return
+        call, caller = _reader()
+        if call == "zero_grad":
+            self.gradient_assigned(param, None)
+            return
+        if not self._state.has_gradient(piece):
+            return
+        if call == "step":
+            raise EngineStateError(
+                f"{type(caller).__name__}.step() was called on {piece.name!r}, whose gradient the engine has: it"
+                " would update nothing. Give that optimizer to tiering.initialize(optimizer=...), and call"
+                " engine.step()"
+            )
+        self._read_as_none.add(param)
+        if not self._told_of_gradients:
+            self._told_of_gradients = True
+            log.warning(
+                "%r.grad was asked for: the engine takes gradients as they arrive, so it is None. Clip by"
+                ' "gradient_clipping" in the configuration, drop them by optimizer.zero_grad(); get_global_grad_norm()'
+                " and get_fp32_gradient(name) of the engine tell them, set_fp32_gradient(name, values) replaces one",
+                piece.name,
+            )
+
+    def gradient_assigned(self, param: nn.Parameter, values: Tensor | None) -> bool:
+        """Between passes the engine keeps it. In backward it may change a gradient that is on its way to the engine."""
+        group, position = self._places[param]
+        piece = group.layout.pieces[position]
+        if hooks.in_autograd():
+            if values is not None and not resharded.holds_gradient(param):
+                raise EngineStateError(
+                    f"{piece.name!r}.grad was assigned in backward while the parameter had none: the next gradient"
+                    f" would be added to it. Change a gradient on its way by param.register_hook(lambda grad: ...), or"
+                    " assign it when backward has ended"
+                )
+            return False
+        if values is not None and param in self._read_as_none and self._state.has_gradient(piece):
+            raise EngineStateError(
+                f"{piece.name!r}.grad was read as None while the engine had the gradient, and is assigned now: a value"
+                " that was computed from None would take the gradient's place. Read it by"
+                f" engine.get_fp32_gradient({piece.name!r}), and replace it by engine.set_fp32_gradient"
+            )
+        self._read_as_none.discard(param)
+        self.on_gradient(group, piece, values)
+        return True
+
+    def where(self, param: nn.Parameter) -> str:
+        group, position = self._places[param]
+        home = "on NVMe" if group.home.extent is not None else "in host memory"
+        return f"{group.layout.pieces[position].name!r}, whose bytes are {home} (group {group.name!r})"
+
+    def remedy(self) -> str:
+        return (
+            "no forward or backward is running that would bring it here. Use it inside `with tiering.gathered(param):`"
+            " (modify=True to change it); engine.state_dict() and engine.get_fp32_parameter(name) give copies"
+        )
+
+    def lend(self, param: nn.Parameter, *, modify: bool) -> None:
+        """Let ``param`` show its values until ``take_back``."""
+        group, position = self._places[param]
+        if modify:
+            self.check_idle("gathered(modify=True)")
+        if group.lends_at(position):
+            raise EngineStateError(
+                f"{group.layout.pieces[position].name!r} is gathered already; nest no blocks"
+            )
+        self.store_edits_of_residents(group)
+        group.lend(position, self.copy_of(param), modify=modify)
+        self._schedule.gathers(group)
+
+    def take_back(self, param: nn.Parameter, *, modify: bool, rank: int) -> str:
+        """End ``lend`` and keep the changes of ``rank``; returns what is wrong with those that cannot be kept."""
+        group, position = self._places[param]
+        piece, shown = group.layout.pieces[position], resharded.data_of(param)
+        edited = group.lent_was_edited(position)
+        try:
+            if not modify:
+                return f"{piece.name!r} was changed without modify=True" if edited else ""
+            fits = tuple(shown.shape) == piece.shape and shown.is_floating_point()
+            # .data = what was loaded may have other bits than the parameter, and that on one rank alone
+            dtype = group.dtype if shown.dtype == group.dtype else torch.float32
+            dtype_there = self._state.dtype_on(rank, piece, dtype if fits else None)
+            if dtype_there is None:
+                return f"{piece.name!r} of shape {piece.shape} became " + (
+                    f"something else on rank {rank}"
+                    if fits
+                    else f"{shown.dtype} of shape {tuple(shown.shape)}"
+                )
+            self._prefetcher.drop(group)
+            mine = shown.reshape(-1) if fits else torch.empty(piece.numel, device="cpu")
+            values = self._state.of_rank(rank, piece, mine.to(dtype_there))
+            if dtype_there == group.dtype:
+                self._state.follow(group, piece, values, in_place=False)
+            else:
+                self._state.set_master(group, piece, values.to("cpu", torch.float32))
+            torch.autograd.graph.increment_version([param])
+            return ""
+        finally:
+            group.take_back(position)
+
+    def saving_copies(self) -> AbstractContextManager[Any]:
+        """What autograd saves of lent parameters keeps their copies: those that move show nothing by then.
+
+        Where none does there are no hooks, which torch.func would refuse.
+        """
+        return self._schedule.saving() if any(group.moves for group in self._groups) else nullcontext()
+
+    def store_edits_of_residents(self, only: ParamGroup | None = None) -> None:
+        """Let the masters follow parameters that are always on the device and were edited in place."""
+        for group in self._groups if only is None else [only]:
+            if group.residency is Residency.RESIDENT and (edited := group.edited()):
+                self._store_edits(group, edited)
+
+    def check_residents(self) -> None:
+        """EngineStateError if a parameter that is always on the device was given other memory."""
+        for group in self._groups:
+            if group.residency is Residency.RESIDENT:
+                group.check_memory()
+
+    def note_versions(self) -> None:
+        """The engine itself has changed parameters, which torch counts as in-place edits."""
+        self._saving = 0  # a state_dict that an exception has ended
+        self._saved.clear()
+        self._read_as_none.clear()
+        for group in self._groups:
+            group.note_versions()
+
+    def check_idle(self, what: str) -> None:
+        """EngineStateError while a pass is running: it would go on with values of before."""
+        if self._schedule.state not in (PassState.IDLE, PassState.CLOSED):
+            raise EngineStateError(
+                f"{what} was called while a forward or backward is running, which would not see the change;"
+                " call it between passes"
+            )
+
+    def before_write(self, group: ParamGroup, piece: Piece) -> None:
+        """A parameter is about to be changed at home."""
+        self.check_idle(f"a change of {piece.name!r}")
+        if self.lending:
+            raise EngineStateError(f"{piece.name!r} cannot be set inside gathered(); edit it in place there")
+        self._prefetcher.drop(group)
+        self.store_edits_of_residents(group)
+        position = group.layout.pieces.index(piece)
+        torch.autograd.graph.increment_version([group.params[position]])
+        group.note_versions()
+
+    def begin_saving(self) -> None:
+        self._saving += 1
+
+    def end_saving(self) -> None:
+        self._saving = max(0, self._saving - 1)
+        if not self._saving:
+            self._saved.clear()
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Whoever uses the parameters from now on gets an error."""
+        _live.discard(self)
+        for group in self._groups:
+            group.give_up_parameters()
+
+    def _store_edits(self, group: ParamGroup, positions: list[int]) -> None:
+        for position in positions:
+            piece = group.layout.pieces[position]
+            self._state.follow(group, piece, group.view(position).detach().reshape(-1), in_place=True)
+        group.note_versions()
+
+
+def _reader() -> tuple[str, nn.Module | torch.optim.Optimizer | None]:
+    """Which method of torch's is reading a gradient now, "step" or "zero_grad", and whose; ours read none.
+
+    Both leave a gradient alone that they find to be None.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        call = frame.f_code.co_name
+        caller = frame.f_locals.get("self") if call in ("step", "zero_grad") else None
+        if isinstance(caller, torch.optim.Optimizer) or (
+            call == "zero_grad" and isinstance(caller, nn.Module)
+        ):
+            return call, caller
+        frame = frame.f_back
+    return "", None
+
+
+class _BeginSaving(OurHook):
+    def __init__(self, access: Access) -> None:
+        self.access = access
+
+    def run(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self.access.begin_saving()
+
+
+class _EndSaving(OurHook):
+    def __init__(self, access: Access) -> None:
+        self.access = access
+
+    def run(self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
+        self.access.end_saving()
+
+
+def _watch_state_dict(model: nn.Module, access: Access) -> list[RemovableHandle]:
+    """Tell ``access`` while a ``state_dict`` of any part of ``model`` is made: torch takes it by detaching."""
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_state_dict_pre_hook(_BeginSaving(access)))
+        handles.append(module.register_state_dict_post_hook(_EndSaving(access)))
+    return handles

@@ -1,0 +1,62 @@
+"""The bytes of a home one range after the other: the next ones are read while one is used."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator
+
+from torch import Tensor
+
+from tiering.storage.arena import PAGE, Lease, round_up
+from tiering.storage.tickets import Transfer
+from zero3.device.tiers import Home, Tiers, as_tensor
+from zero3.params.flat_storage import retire_read
+
+AHEAD = 2  # ranges on their way while one is used
+
+
+def ranges(tiers: Tiers, home: Home, offset: int, nbytes: int, each: int) -> Generator[Tensor]:
+    """Bytes [offset, offset + nbytes) of ``home`` in host memory (uint8), at most ``each`` of them at a time.
+
+    A range is valid until the next one is asked for. From NVMe they pass through staging, end at multiples of 4096 and
+    may be shorter; close the iterator if it is not used to its end.
+    """
+    end = offset + nbytes
+    if home.tensor is not None:
+        for start in range(offset, end, each):
+            yield home.tensor[start : min(start + each, end)].cpu()
+        return
+    step = max(PAGE, min(each, tiers.chunk_bytes) // PAGE * PAGE)
+    starts = deque(range(offset // PAGE * PAGE, end, step))
+    under_way: deque[tuple[int, Lease, Transfer]] = deque()
+    try:
+        while starts or under_way:
+            while starts and len(under_way) <= AHEAD:
+                size = min(step, round_up(end) - starts[0])
+                read = _begin(tiers, home, starts[0], size, ahead=bool(under_way))
+                if read is None:  # no room to read ahead
+                    break
+                under_way.append((starts.popleft(), *read))
+            start, lease, ticket = under_way[0]
+            ticket.wait()
+            first, last = max(start, offset), min(start + lease.nbytes, end)
+            yield as_tensor(lease)[first - start : last - start]
+            lease.release()
+            under_way.popleft()
+    finally:
+        for _, lease, ticket in under_way:
+            retire_read(lease, ticket)
+
+
+def _begin(tiers: Tiers, home: Home, offset: int, nbytes: int, ahead: bool) -> tuple[Lease, Transfer] | None:
+    """A lease that is being filled; None if it is ``ahead`` and there is none."""
+    assert home.extent is not None and tiers.swap is not None
+    lease = tiers.staging.try_lease(nbytes, "staging") if ahead else tiers.staging.lease(nbytes, "staging")
+    if lease is None:
+        return None
+    try:
+        return lease, tiers.swap.swap_in(home.extent, lease, offset=offset)
+    except BaseException:
+        tiers.swap.settle(home.extent)
+        lease.release()
+        raise

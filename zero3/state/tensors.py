@@ -1,0 +1,363 @@
+"""Tiered state as ordinary tensors: read from its homes and written to them piece by piece, between steps.
+
+Of what is sharded over ranks, each reads its part, and all of them get the whole: so all have to ask.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from optim_cpu.formats import round_parameters
+from tiering.errors import EngineStateError
+from tiering.storage.arena import PAGE, round_up
+from zero3.device.tiers import Home
+from zero3.optimizer.tiles import FP32, Tile
+from zero3.params.layout import FlatLayout, Piece, Segment, shard_ranges, tiles
+from zero3.params.param_group import ParamGroup
+from zero3.params.precision import COMPUTE_DTYPES
+from zero3.parts import Assembly
+from zero3.ranks.collectives import Collectives
+from zero3.state.read_ahead import ranges
+
+log = logging.getLogger(__name__)
+
+
+class TieredState:
+    """Reads and writes what ``parts`` keeps on the tiers. Not while a step is running."""
+
+    def __init__(self, parts: Assembly) -> None:
+        self._tiers = parts.tiers
+        self._groups = parts.groups
+        self._optimizer = parts.optimizer
+        self._gradients = parts.gradients
+        self._sink = parts.sink
+        self._layout = parts.layout
+        self._collectives = parts.collectives
+        self._streams = parts.tiers.streams
+        self._sharded_state = parts.plan.workload.world_size > 1 and parts.plan.workload.stage >= 1
+        self._told_of_halves = False
+        self.before_write: Callable[[], None] = lambda: None  # called when something is about to change
+        self._tiles_of: dict[int, list[tuple[Tile, Segment]]] = {}  # piece index -> where its state is
+        for tile in parts.tiles:
+            for segment in tile.segments:
+                self._tiles_of.setdefault(segment.piece.index, []).append((tile, segment))
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The optimizer's state tensors, in the order in which they lie."""
+        return self._optimizer.state_names
+
+    @property
+    def collectives(self) -> Collectives | None:
+        """What the ranks say to each other through; None without others."""
+        return self._collectives
+
+    def places(self) -> dict[Tensor, tuple[ParamGroup, Piece]]:
+        """The group and the piece of each parameter of the model."""
+        return {
+            param: (group, piece)
+            for group in self._groups
+            for param, piece in zip(group.params, group.layout.pieces, strict=True)
+        }
+
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """The model's ``state_dict`` with real values, in the compute dtype; tied parameters share their tensor."""
+        places = self.places()
+        loaded: dict[int, Tensor] = {}
+        result: dict[str, Tensor] = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            if not isinstance(value, nn.Parameter):
+                result[name] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                continue
+            group, piece = places[value]
+            if piece.index not in loaded:
+                loaded[piece.index] = self.weight(group, piece)
+            result[name] = loaded[piece.index]
+        return result
+
+    def masters(self, model: nn.Module) -> dict[str, Tensor]:
+        """The fp32 masters of the trainable parameters of ``model``, by their names there."""
+        places = self.places()
+        known = {name: places[param] for name, param in model.named_parameters() if param in places}
+        return {name: self.master(group, piece) for name, (group, piece) in known.items() if piece.trainable}
+
+    def weight(self, group: ParamGroup, piece: Piece) -> Tensor:
+        """A copy, in host memory, of a parameter in the compute dtype."""
+        return self.weight_range(group, piece, 0, piece.numel).view(piece.shape)
+
+    def weight_range(self, group: ParamGroup, piece: Piece, first: int, numel: int) -> Tensor:
+        """A copy of ``numel`` elements of a parameter from its ``first`` on, flat, in host memory."""
+        self._optimizer.release_read_ahead()
+        itemsize = group.dtype.itemsize
+        if not group.sharded:
+            raw = self._tiers.load(group.home, (piece.start + first) * itemsize, numel * itemsize)
+            return raw.view(group.dtype)
+        values = torch.empty(numel, dtype=group.dtype, device="cpu")
+        for part in self._kept_of(group, piece):
+            begin, end = max(first, part.first), min(first + numel, part.first + part.numel)
+            if begin < end:
+                at = part.start + begin - part.first
+                raw = self._tiers.load(group.home, at * itemsize, (end - begin) * itemsize)
+                values[begin - first : end - first] = raw.view(group.dtype)
+        self._assemble(group, piece, values, first)
+        return values
+
+    def weight_ranges(
+        self, group: ParamGroup, piece: Piece, first: int, numel: int, each: int
+    ) -> Generator[Tensor]:
+        """``numel`` elements of a parameter from its ``first`` on, ``each`` of them at a time at most, in host memory.
+
+        Each range is valid until the next one is asked for. All ranks take all of them; close what is not used up.
+        """
+        if group.sharded:
+            for start, end in tiles(numel, each):
+                yield self.weight_range(group, piece, first + start, end - start)
+            return
+        self._optimizer.release_read_ahead()
+        itemsize = group.dtype.itemsize
+        begin = (piece.start + first) * itemsize
+        for raw in ranges(self._tiers, group.home, begin, numel * itemsize, each * itemsize):
+            yield raw.view(group.dtype)
+
+    def master(self, group: ParamGroup, piece: Piece) -> Tensor:
+        """A copy, in host memory, of a parameter's fp32 master; a frozen one has none but its value."""
+        layout = self._layout.for_group(group)
+        if not layout.master_itemsize or not piece.trainable:
+            return self.weight(group, piece).float()
+        self._optimizer.release_read_ahead()
+        whole = torch.empty(piece.numel, device="cpu")
+        params = self.weight(group, piece).flatten() if layout.splits else whole
+        for tile, segment, here in self._parts(piece):
+            kept = self._tiers.load(tile.state, *self._kept(tile, segment))
+            whole[here] = layout.load_master(kept, params[here])
+        if self._sharded_state:
+            self._assemble(group, piece, whole)
+        return whole.view(piece.shape)
+
+    def set_master(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
+        """Make ``values`` (fp32, flat) the master, and the parameter what it rounds to."""
+        self._optimizer.release_read_ahead()
+        if self._layout.for_group(group).master_itemsize and piece.trainable:
+            for tile, segment, here in self._parts(piece):
+                self._store_master(tile, segment, values[here])
+        rounded = torch.empty(piece.numel, dtype=group.dtype, device="cpu")
+        round_parameters(values, rounded)
+        self._store_weight(group, piece, rounded)
+
+    def moment(self, group: ParamGroup, piece: Piece, name: str) -> Tensor:
+        """A copy, in host memory and fp32, of the state tensor ``name`` of a trainable parameter."""
+        number = self._number(name)
+        self._optimizer.release_read_ahead()
+        whole = torch.empty(piece.numel, device="cpu")
+        layout = self._layout.for_group(group)
+        for tile, segment, here in self._parts(piece):
+            offset = layout.moment_at(number, tile.numel, segment.start - tile.start)
+            raw = self._tiers.load(tile.state, offset, segment.numel * layout.moment_format.itemsize)
+            whole[here] = raw.view(layout.moment_dtype()).float()
+        if self._sharded_state:
+            self._assemble(group, piece, whole)
+        return whole.view(piece.shape)
+
+    def set_moment(self, piece: Piece, name: str, values: Tensor) -> None:
+        """Replace the state tensor ``name`` by ``values`` (fp32, flat), rounded to the nearest if it has 16 bits."""
+        number = self._number(name)
+        self._optimizer.release_read_ahead()
+        for tile, segment, here in self._parts(piece):
+            layout = self._layout.for_group(tile.group)
+            raw = torch.empty(segment.numel * layout.moment_format.itemsize, dtype=torch.uint8, device="cpu")
+            layout.store_moment(values[here], raw)
+            self._patch(tile.state, layout.moment_at(number, tile.numel, segment.start - tile.start), raw)
+
+    def dtype_on(self, rank: int, piece: Piece, mine: torch.dtype | None) -> torch.dtype | None:
+        """In what dtype ``rank`` has values for ``piece``; None if it has none that fit. ``mine`` is this rank's."""
+        if self._collectives is None:
+            return mine
+        dtypes = (None, *COMPUTE_DTYPES.values())
+        row = torch.tensor([dtypes.index(mine)], device="cpu")
+        told = self._collectives.table(row, f"tell the dtype of {piece.name!r}")
+        return dtypes[int(told[rank][0])]
+
+    def of_rank(self, rank: int, piece: Piece, values: Tensor) -> Tensor:
+        """The flat ``values`` of ``piece`` that ``rank`` has; without other ranks ``values`` themselves."""
+        if self._collectives is None:
+            return values
+        what = f"take over {piece.name!r}"
+        self._collectives.agree(what)
+        theirs = values.detach().to("cpu", copy=True).contiguous()
+        self._collectives.broadcast(theirs, rank, what)
+        return theirs
+
+    def has_gradient(self, piece: Piece) -> bool:
+        """Whether the parameter got a gradient since the last step."""
+        return self._gradients.received(piece)
+
+    def holds_gradient(self, piece: Piece) -> bool:
+        """Whether it got one, here or, where that is known already, on another rank."""
+        return self._sink.holds(piece)
+
+    def drop_gradient(self, group: ParamGroup, piece: Piece) -> None:
+        """Forget the gradient that the parameter got since the last step."""
+        self._sink.drop(group, piece)
+
+    def gradient(self, group: ParamGroup, piece: Piece) -> Tensor | None:
+        """A copy, in host memory, of the accumulated gradient in its dtype; None if there was none."""
+        if not self._gradients.received(piece):
+            return None
+        self._gradients.settle()
+        self._optimizer.release_read_ahead()
+        home, dtype = self._gradients.homes[group.index], self._gradients.dtype_of(group)
+        whole = torch.empty(piece.numel, dtype=dtype, device="cpu")
+        for part in self._stepped_of(group, piece):
+            raw = self._tiers.load(home, part.start * dtype.itemsize, part.numel * dtype.itemsize)
+            whole[part.first : part.first + part.numel] = raw.view(dtype)
+        if self._sharded_state:
+            self._assemble(group, piece, whole)
+        return whole.view(piece.shape)
+
+    def set_gradient(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
+        """Replace the accumulated gradient by ``values`` (flat, any dtype)."""
+        self._gradients.settle()
+        self._optimizer.release_read_ahead()
+        dtype = self._gradients.dtype_of(group)
+        for part in self._stepped_of(group, piece):
+            here = values[part.first : part.first + part.numel].to(dtype)
+            self._patch(self._gradients.homes[group.index], part.start * dtype.itemsize, here)
+        self._sink.replaced(group, piece)
+
+    def follow(self, group: ParamGroup, piece: Piece, values: Tensor, *, in_place: bool) -> None:
+        """Someone has made ``values`` (flat, compute dtype) the parameter: store them, and let the master follow.
+
+        Elements that still are what their master rounds to leave the master as it is, with all its bits. Where the
+        parameter is a half of the master and was edited ``in_place``, nothing tells which elements those are: then the
+        other half of all of them is zero, wherever the parameter lives.
+        """
+        self._optimizer.release_read_ahead()
+        values = values.cpu()
+        layout = self._layout.for_group(group)
+        halves = layout.splits and piece.trainable
+        if halves and in_place and not self._told_of_halves:
+            self._told_of_halves = True
+            log.warning(
+                "%r was edited in place with a split state: its masters are the 16-bit values now, without the bits"
+                " that they had beyond. Edit inside tiering.gathered(param, modify=True), or set tiering.state to a"
+                " format without 'split'",
+                piece.name,
+            )
+        before = self.weight(group, piece).flatten() if halves and not in_place else values
+        masters = self.master(group, piece).flatten() if halves and not in_place else values.float()
+        self._store_weight(group, piece, values)
+        if not layout.master_itemsize or not piece.trainable:
+            return
+        for tile, segment, here in self._parts(piece):
+            now = values[here]
+            if halves:
+                changed = before[here].view(torch.int16) != now.view(torch.int16)
+                self._store_master(tile, segment, torch.where(changed, now.float(), masters[here]))
+                continue
+            master = self._tiers.load(tile.state, *self._kept(tile, segment)).view(torch.float32)
+            rounded = torch.empty_like(now)
+            round_parameters(master, rounded)
+            changed = rounded.view(torch.int16) != now.view(torch.int16)
+            if changed.any():
+                master[changed] = now[changed].float()
+                self._store_master(tile, segment, master)
+
+    def flip_bit(self) -> str:
+        """Flip an upper bit of what NVMe holds of the middle element of the first master; returns where that is."""
+        self._optimizer.release_read_ahead()
+        for tile, segment in self._largest_segments():
+            itemsize = self._layout.for_group(tile.group).master_itemsize
+            home, base = (tile.state, 0) if itemsize else (tile.group.shard_home, tile.start * FP32)
+            if home.extent is None:
+                continue
+            width = itemsize or FP32
+            offset = base + (segment.start - tile.start + segment.numel // 2) * width
+            flipped = self._tiers.load(home, offset, width)
+            flipped[width // 2] ^= 1 << 4
+            self._patch(home, offset, flipped)
+            return f"bit {width * 4 + 4} of a master of {segment.piece.name!r}, {home.extent.where(offset)}"
+        raise EngineStateError("flip_bit needs a master on NVMe, and the plan keeps none there")
+
+    def _largest_segments(self) -> Iterable[tuple[Tile, Segment]]:
+        """Each tile with the longest of its segments."""
+        longest: dict[Tile, Segment] = {}
+        for places in self._tiles_of.values():
+            for tile, segment in places:
+                if tile not in longest or longest[tile].numel < segment.numel:
+                    longest[tile] = segment
+        return longest.items()
+
+    def _number(self, name: str) -> int:
+        if name not in self.state_names:
+            known = ", ".join(self.state_names) or "none"
+            raise EngineStateError(f"the optimizer has no state {name!r}; it has: {known}")
+        return self.state_names.index(name)
+
+    def _parts(self, piece: Piece) -> Iterator[tuple[Tile, Segment, slice]]:
+        """Where this rank's state of ``piece`` lies: tile, segment, and the elements of the parameter there."""
+        for tile, segment in self._tiles_of.get(piece.index, []):
+            yield tile, segment, slice(segment.first, segment.first + segment.numel)
+
+    def _kept_of(self, group: ParamGroup, piece: Piece) -> Iterator[Piece]:
+        """What this rank keeps of a parameter, by its place in ``group.home``."""
+        return _parts_of(piece, group.shard if group.sharded else group.layout)
+
+    def _stepped_of(self, group: ParamGroup, piece: Piece) -> Iterator[Piece]:
+        """What this rank steps of a parameter, by its place in the shard."""
+        return _parts_of(piece, group.shard)
+
+    def _store_weight(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
+        """Make the flat ``values`` the parameter, in its dtype, as far as this rank keeps it."""
+        for part in self._kept_of(group, piece):
+            here = values[part.first : part.first + part.numel]
+            self._patch(group.home, part.start * group.dtype.itemsize, here)
+
+    def _assemble(self, group: ParamGroup, piece: Piece, values: Tensor, start: int = 0) -> None:
+        """Complete the flat ``values``, elements of ``piece`` from ``start`` on: each rank holds those of its shard."""
+        assert self._collectives is not None
+        what, size = f"read {piece.name!r}", self._collectives.world.size
+        self._collectives.agree(what)
+        begin = piece.start + start
+        for rank in range(size):
+            for share in shard_ranges(group.layout, size, rank):
+                first, end = max(share.start, begin), min(share.stop, begin + values.numel())
+                if first < end:
+                    self._collectives.broadcast(values[first - begin : end - begin], rank, what)
+
+    def _kept(self, tile: Tile, segment: Segment) -> tuple[int, int]:
+        """Offset and length, in bytes, of what the state of ``tile`` holds of a segment's masters."""
+        itemsize = self._layout.for_group(tile.group).master_itemsize
+        return (segment.start - tile.start) * itemsize, segment.numel * itemsize
+
+    def _store_master(self, tile: Tile, segment: Segment, values: Tensor) -> None:
+        offset, nbytes = self._kept(tile, segment)
+        raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._layout.for_group(tile.group).store_master(values, raw)
+        self._patch(tile.state, offset, raw)
+
+    def _patch(self, home: Home, offset: int, values: Tensor) -> None:
+        """Write the bytes of the flat ``values`` at ``offset`` of ``home``; on NVMe whole pages around them, too."""
+        self.before_write()
+        if self._streams is not None:
+            self._streams.before_host_changes()
+        raw = values.contiguous().view(torch.uint8)
+        if home.tensor is not None:
+            home.tensor[offset : offset + raw.numel()] = raw
+            return
+        end = round_up(offset + raw.numel())
+        for at in range(offset // PAGE * PAGE, end, self._tiers.chunk_bytes):
+            size = min(self._tiers.chunk_bytes, end - at)
+            first, last = max(at, offset), min(at + size, offset + raw.numel())
+            held = self._tiers.load(home, at, size) if last - first < size else None
+            with self._tiers.writing(home, at, size) as target:
+                if held is not None:
+                    target.copy_(held)
+                target[first - at : last - at] = raw[first - offset : last - offset]
+
+
+def _parts_of(piece: Piece, layout: FlatLayout) -> Iterator[Piece]:
+    return (part for part in layout.pieces if part.index == piece.index)

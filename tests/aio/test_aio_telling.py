@@ -100,7 +100,7 @@ def test_the_cause_of_a_long_chain_is_found_in_its_length(
 FORKED_IN_CLOSE = """
 import os, sys, threading, time, warnings
 from child import Memory
-from tiering import aio as aio_module
+from tiering.storage import aio as aio_module
 from tiering.storage.aio import FEW_BEGUN, AioContext, Fault, FaultPlan
 warnings.simplefilter("ignore", DeprecationWarning)  # newer interpreters dislike a fork beside threads
 fd = os.open(sys.argv[1], os.O_RDWR | os.O_TMPFILE | os.O_DIRECT)

@@ -86,7 +86,7 @@ def test_every_code_of_advice_is_told() -> None:
 
 @pytest.mark.parametrize("name", ["tierd-user.service", "tierd.service"])
 def test_units_are_units(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert f"(../examples/sidecar/{name})" in PAGE
+    assert f"(../../examples/sidecar/{name})" in PAGE
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -103,7 +103,7 @@ def test_units_are_units(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_pod_starts_what_there_is(directory: Path) -> None:
-    assert "(../examples/sidecar/pod.yaml)" in PAGE
+    assert "(../../examples/sidecar/pod.yaml)" in PAGE
     pod = yaml.safe_load((EXAMPLES / "pod.yaml").read_text(encoding="utf-8"))
     training, sidecar = pod["spec"]["containers"]
     assert training["env"] == sidecar["env"] and training["volumeMounts"] == sidecar["volumeMounts"]

@@ -1,4 +1,4 @@
-"""What an engine keeps of a parameter, read and set by the parameter itself. By name: named_state.py.
+"""What an engine keeps of a parameter, read and set by the parameter itself. By name: zero3/engine/by_name.py.
 
 Copies, of the parameter's shape, in fp32 and on its device; collective, as all that reads by name. A frozen parameter
 has neither gradient nor optimizer state: None.

@@ -1,7 +1,7 @@
 """The engine: wires groups, tiers, gradients and optimizer together; the parts decide, this file does not.
 
 Reading and setting by name is in by_name.py, checkpoints and exports are in state_files.py. DeepSpeed's names for
-it are in deepspeed/engine_names.py.
+it are in zero3/deepspeed/engine.py.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class Words(list[str]):
     ("value", "told"),
     [
         (argparse.Namespace(lr=1), "of class argparse.Namespace, which .+; save vars(client_state['args'])"),
-        (Colour.RED, "test_plain.Colour, which .+; save client_state['args'].value"),
+        (Colour.RED, "test_encoding.Colour, which .+; save client_state['args'].value"),
         (Settings(), "Settings, which .+; save dataclasses.asdict(client_state['args'])"),
         (Settings, "save its name"),
         (Point(1, 2), "Point, which .+; save client_state['args']._asdict()"),

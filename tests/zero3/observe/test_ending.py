@@ -28,7 +28,8 @@ import sys
 import torch
 import tiering
 from tiering.storage.aio import AioContext, Fault, FaultPlan
-from zero3 import initialize, tiers  # all that an engine needs, before the children
+from zero3 import initialize
+from zero3.device import tiers  # all that an engine needs, before the children
 
 def start(**tiers):
     nvme = {"device": "nvme", "nvme_path": sys.argv[1]}

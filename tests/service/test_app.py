@@ -118,7 +118,7 @@ def test_the_answers_are_what_the_page_says() -> None:
         "batch 16 = 8 x 1 x 2 ranks, bf16",
     )
     documented = re.findall(
-        "`([a-z ]+)`", Path("docs/design/architecture.md").read_text().split("waiting is counted")[1]
+        "`([a-z ]+)`", Path("docs/design/architecture.md").read_text().split("## Stall causes")[1]
     )
     assert {*SAID.stalls, *SAID.steps[0].stalls} <= {*documented}, "causes that no engine tells"
     gib = 1 << 30

@@ -16,10 +16,10 @@ from tiering.config.ds_config.verdicts import Key, Verdict
 HEADING = "## Every key\n"
 
 INTRO = """
-Made by `python -m docs.generate.keys_page docs/guide/migrate-from-deepspeed.md` of the table that reads your file,
-`tiering/config/ds_config/keys.py`. Keys with one fate share a row. Of what is refused, a value that asks for nothing
-passes: `false`, 0, `null`, a section that is not `enabled`. What is in a section that is listed as a key shares its
-fate.
+`python -m docs.generate.keys_page docs/guide/migrate-from-deepspeed.md` generates this table from the table that reads
+your file, `tiering/config/ds_config/keys.py`. Keys of one section with the same class and note share a row. A refused
+key is accepted if its value requests nothing: `false`, 0, `null`, or a section that is not `enabled`. If a section is
+listed as a key, its class applies to all keys in it.
 """
 
 

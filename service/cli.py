@@ -121,10 +121,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     directory = _Parser(add_help=False)
     directory.add_argument(
-        "--dir", type=Path, metavar="RUN_DIR", help="run directory (default: TIERING_RUN_DIR, else per user)"
+        "--dir",
+        type=Path,
+        metavar="RUN_DIR",
+        help="run directory (default: TIERING_RUN_DIR, or a directory of the user)",
     )
     runs = _Parser(add_help=False, parents=[directory])
-    runs.add_argument("--run", metavar="RUN", help="only the run of this id, or those of this name")
+    runs.add_argument(
+        "--run", metavar="RUN", help="show only the run with this id, or the runs with this name"
+    )
 
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser(
@@ -136,12 +141,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_serving(serve)
     once = commands.add_parser(
-        "once", prog="tierd --once", parents=[runs], help="print what the runs do now (or tierd --once)"
+        "once", prog="tierd --once", parents=[runs], help="print the state of the runs once (as tierd --once)"
     )
-    once.add_argument("--json", action="store_true", help="what /v1/status answers")
+    once.add_argument("--json", action="store_true", help="print the JSON of /v1/status")
     top = commands.add_parser("top", parents=[runs], help="watch the runs in the terminal")
     top.add_argument(
-        "--interval", type=seconds, default=1.0, help="seconds between two looks (default: %(default)s)"
+        "--interval", type=seconds, default=1.0, help="seconds between updates (default: %(default)s)"
     )
     for name, what in PRINTED.items():
         commands.add_parser(name, help=f"print {what}")
@@ -149,13 +154,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_serving(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_argument_group("where it listens")
+    where = parser.add_argument_group("address")
     where.add_argument("--host", help=f"address (default: {DEFAULT_HOST})")
     where.add_argument("--port", type=int, help=f"port, 0 for any free one (default: {DEFAULT_PORT})")
-    where.add_argument("--uds", type=Path, metavar="PATH", help="a Unix socket instead, for this user alone")
-    who = parser.add_argument_group("whom it answers")
+    where.add_argument(
+        "--uds", type=Path, metavar="PATH", help="listen on a Unix socket that only this user can open"
+    )
+    who = parser.add_argument_group("access")
     who.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="clients must know what is in it (or in TIERD_TOKEN)"
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the bearer token that clients must send (or set TIERD_TOKEN)",
     )
     who.add_argument(
         "--allow-host",
@@ -163,14 +173,14 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="a name that clients may ask by, beside localhost and IP addresses; repeatable",
+        help="accept this host name, in addition to localhost and IP addresses; repeatable",
     )
-    how = parser.add_argument_group("how it runs")
+    how = parser.add_argument_group("process")
     how.add_argument(
         "--expect-ranks",
         type=int,
         metavar="N",
-        help="ready (/readyz) when so many ranks publish (default: those the runs tell of)",
+        help="number of ranks that must publish for /readyz (default: as the runs report)",
     )
     how.add_argument(
         "--nice",
@@ -178,7 +188,7 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
         choices=range(20),
         default=10,
         metavar="N",
-        help="niceness, 0 to 19, so that training comes first (default: %(default)s)",
+        help="niceness, 0 to 19; training has priority (default: %(default)s)",
     )
 
 

@@ -36,25 +36,32 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train a small GPT with its state on NVMe and check the result")
-    demo.add_argument("--dir", type=Path, default=Path(), help="directory for swap space (default: this one)")
     demo.add_argument(
-        "--port", type=int, default=8471, help="port of the sidecar, 0: any (default: %(default)s)"
+        "--dir", type=Path, default=Path(), help="directory for swap space (default: the current one)"
+    )
+    demo.add_argument(
+        "--port",
+        type=int,
+        default=8471,
+        help="port of the sidecar, 0 for any free one (default: %(default)s)",
     )
     demo.add_argument("--steps", type=_steps, metavar="N", help="optimizer steps, at least 2 (default: 20)")
     demo.add_argument(
-        "--plant-fault", action="store_true", help="flip one bit on NVMe half-way; the comparison must notice"
+        "--plant-fault",
+        action="store_true",
+        help="flip one bit on NVMe during training; the comparison must find it",
     )
     demo.set_defaults(run=_demo)
 
-    check = commands.add_parser("check", help="say what becomes of each key of a DeepSpeed configuration")
+    check = commands.add_parser("check", help="report how each key of a DeepSpeed configuration is handled")
     check_command.add_arguments(check)
 
     plan = commands.add_parser(
-        "plan", help="say what lives where, how long a step takes, and what would make it fit"
+        "plan", help="plan memory per tier, estimate the step time, and suggest what makes a model fit"
     )
     plan_command.add_arguments(plan)
     plan.set_defaults(run=plan_command.run)
-    doctor = commands.add_parser("doctor", help="say what of this machine stands in the way, and what to do")
+    doctor = commands.add_parser("doctor", help="check this machine for problems and suggest fixes")
     doctor_command.add_arguments(doctor)
     _add_convert(commands)
     _add_inspect(commands)
@@ -64,24 +71,37 @@ def _parser() -> argparse.ArgumentParser:
 def _add_convert(commands: Any) -> None:
     convert = commands.add_parser(
         "convert",
-        help="make weights that anybody loads of a checkpoint, or a checkpoint of weights",
-        epilog="exit code: 0 converted, 1 SRC is damaged or DST cannot be written, 2 the question was wrong.",
-        description="From a checkpoint, or the latest of a directory: safetensors with an index. From a directory of"
-        " Hugging Face's, or a .safetensors file: a checkpoint that load_checkpoint takes.",
+        help="convert a checkpoint to safetensors, or safetensors to a checkpoint",
+        epilog="exit code: 0 converted, 1 SRC is damaged or DST cannot be written, 2 usage error.",
+        description="Converts a checkpoint, or the latest one of a directory, to safetensors with an index. Converts a"
+        " Hugging Face directory, or a .safetensors file, to a checkpoint for load_checkpoint.",
     )
-    convert.add_argument("source", type=Path, metavar="SRC", help="a checkpoint, or weights")
-    convert.add_argument("into", type=Path, metavar="DST", help="a directory; for weights a new or empty one")
+    convert.add_argument(
+        "source",
+        type=Path,
+        metavar="SRC",
+        help="a checkpoint, a directory of checkpoints, or safetensors weights",
+    )
+    convert.add_argument(
+        "into", type=Path, metavar="DST", help="output directory; for weights a new or empty one"
+    )
     convert.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
-        help="of parameters (default: fp32; of weights their own)",
-    )
-    convert.add_argument("--max-shard-size", metavar="SIZE", help="of a file of weights (default: 5GB)")
-    convert.add_argument(
-        "--tag", help="which checkpoint (default: the latest), or what to call it (default: global_step0)"
+        help="data type of the parameters (default: fp32; for safetensors as they are)",
     )
     convert.add_argument(
-        "--config", type=Path, metavar="PATH", help="a config.json, or its directory, to put beside weights"
+        "--max-shard-size", metavar="SIZE", help="largest size of a weights file (default: 5GB)"
+    )
+    convert.add_argument(
+        "--tag",
+        help="tag of the checkpoint to read (default: the latest) or to write (default: global_step0)",
+    )
+    convert.add_argument(
+        "--config",
+        type=Path,
+        metavar="PATH",
+        help="config.json, or its directory, to copy next to the weights",
     )
     convert.set_defaults(run=_convert)
 
@@ -89,19 +109,17 @@ def _add_convert(commands: Any) -> None:
 def _add_inspect(commands: Any) -> None:
     inspect = commands.add_parser(
         "inspect",
-        help="say what is in a checkpoint, whether it is whole, and what it takes to load it here",
-        epilog="exit code: 0 whole, 1 damaged (it, or what lies beside it in DIR), 2 there is no checkpoint.",
+        help="list and verify a checkpoint, and estimate the memory to load it",
+        epilog="exit code: 0 whole, 1 the checkpoint or a neighbour in DIR is damaged, 2 there is no checkpoint.",
     )
-    inspect.add_argument("path", type=Path, metavar="DIR", help="a directory of checkpoints, or one of them")
-    inspect.add_argument("--tag", help="which checkpoint of the directory (default: the latest)")
-    inspect.add_argument(
-        "--quick", action="store_true", help="look at sizes and headers, and read nothing else"
-    )
+    inspect.add_argument("path", type=Path, metavar="DIR", help="a checkpoint, or a directory of checkpoints")
+    inspect.add_argument("--tag", help="tag of the checkpoint in the directory (default: the latest)")
+    inspect.add_argument("--quick", action="store_true", help="check only sizes and headers")
     inspect.add_argument(
         "--gpu",
         type=plan_command.memory_size,
         metavar="SIZE",
-        help="memory of the GPU to load it on (default: no GPU)",
+        help="memory of the GPU that loads it (default: no GPU)",
     )
     inspect.add_argument("--json", action="store_true", help="print JSON: bytes, and seconds since the epoch")
     inspect.set_defaults(run=_inspect)

@@ -15,32 +15,32 @@ LOADS, REFUSED, UNREADABLE = 0, 1, 2
 
 def add_arguments(check: argparse.ArgumentParser) -> None:
     check.description = (
-        "Says of each key what it is here: honoured, mapped, of no effect, deprecated or refused."
+        "Reports for each key whether it is honoured, mapped, without effect, deprecated or refused."
     )
     check.epilog = (
         "exit code: 0 the file loads, 1 keys are refused (with --strict also: do nothing, or are deprecated), 2 it"
         " cannot be read."
     )
     check.add_argument(
-        "file", type=_file, help="a ds_config.json, - for stdin; comments and trailing commas are fine"
+        "file", type=_file, help="a ds_config.json, - for stdin; comments and trailing commas are allowed"
     )
     check.add_argument(
         "--ranks",
         type=_ranks,
         default=1,
         metavar="N",
-        help="for training with N ranks (default: %(default)s)",
+        help="number of ranks of the training (default: %(default)s)",
     )
     check.add_argument(
-        "--strict", action="store_true", help="also fail for keys without effect and deprecated ones"
+        "--strict", action="store_true", help="fail also for deprecated keys and keys without effect"
     )
-    check.add_argument("--all", action="store_true", help="also show what the file does not set")
+    check.add_argument("--all", action="store_true", help="show also the keys that the file does not set")
     check.add_argument("--json", action="store_true", help="print JSON")
     check.add_argument(
         "--model",
         type=Path,
         metavar="PATH",
-        help='a config.json of transformers, for what "auto" makes of its sizes',
+        help='a transformers config.json, to resolve "auto" from its sizes',
     )
     check.add_argument(
         "--args",
@@ -48,7 +48,7 @@ def add_arguments(check: argparse.ArgumentParser) -> None:
         default=[],
         type=_argument,
         metavar="NAME=VALUE",
-        help='of the trainer, for "auto", as learning_rate=2e-5 per_device_train_batch_size=4',
+        help='arguments of the trainer that resolve "auto": learning_rate=2e-5 per_device_train_batch_size=4',
     )
     check.set_defaults(run=run)
 

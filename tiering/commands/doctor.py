@@ -17,12 +17,12 @@ HEALTHY, PROBLEM = 0, 1
 
 def add_arguments(doctor: argparse.ArgumentParser) -> None:
     doctor.description = (
-        "Looks for what of this machine stands in the way of training, or slows it down, and says what to do. Writes"
-        " nothing but a file of 1 MiB without a name in each DIR."
+        "Checks this machine for problems that prevent or slow down training, and suggests fixes. The only write is an"
+        " unnamed file of 1 MiB in each DIR."
     )
-    doctor.epilog = "exit code: 0 no problem (there may be notes), 1 a problem, 2 the question was wrong."
+    doctor.epilog = "exit code: 0 no problem (there may be notes), 1 a problem, 2 usage error."
     doctor.add_argument(
-        "directories", type=Path, nargs="*", metavar="DIR", help="where swap space is to be: nvme_path"
+        "directories", type=Path, nargs="*", metavar="DIR", help="directories for swap space (nvme_path)"
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=run)

@@ -27,25 +27,25 @@ FITS, DOES_NOT_FIT, CANNOT_TELL = 0, 1, 2
 
 EPILOG = """\
 sizes: 4K, 1M, 1GiB (1024-based) or 1GB (10^9), as in the configuration; budgets are of a node, for all its ranks.
-exit code: 0 it fits, 1 it does not (what would make it fit is printed), 2 the question was wrong.
+exit code: 0 it fits, 1 it does not (what would make it fit is printed), 2 usage error.
 """
 
 _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _RATE = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kMGTP]?)(?:B|FLOPS?|FLOP)?(?:/s)?", re.ASCII)
 RATE_NAMES = {
-    "nvme-read": "read from all drives of a node: 7GB/s",
-    "nvme-write": "written to them",
-    "nvme-mixed": "read and written at once",
-    "host-copy": "copied within host memory",
-    "host-memory": "read and written there by CPUs and links together",
-    "device-link": "one way between host memory and a GPU",
-    "device-link-both": "both ways together, at the same time",
-    "device-memory": "of a GPU's own memory",
-    "optimizer": "elements stepped by the CPUs of a node: 1.5G",
-    "gradients": "elements of gradients taken in by the CPUs",
-    "flops": "of each device, in the compute dtype: 165T",
-    "network": "sent by each rank",
-    "checksum": "summed by the I/O thread of each rank, for tiering.verify",
+    "nvme-read": "reads from all drives of a node: 7GB/s",
+    "nvme-write": "writes to all drives of a node",
+    "nvme-mixed": "reads and writes of all drives at the same time",
+    "host-copy": "copies within host memory",
+    "host-memory": "traffic of host memory, by CPUs and links together",
+    "device-link": "copies between host memory and a GPU, one direction",
+    "device-link-both": "copies in both directions at the same time, their sum",
+    "device-memory": "memory bandwidth of a GPU",
+    "optimizer": "elements that the CPUs of a node update per second: 1.5G",
+    "gradients": "elements of gradients that the CPUs accumulate per second",
+    "flops": "operations of each device per second, in the compute dtype: 165T",
+    "network": "bytes that each rank sends",
+    "checksum": "bytes that the I/O thread of each rank checksums, for tiering.verify",
 }
 
 
@@ -54,15 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--params", type=_count, metavar="N", help="a decoder of about N parameters: 350M, 7B")
+    what.add_argument(
+        "--params", type=_count, metavar="N", help="a decoder with about N parameters: 350M, 7B"
+    )
     what.add_argument(
         "--model", type=Path, metavar="PATH", help="a transformers config.json, or its directory"
     )
     parser.add_argument("--json", action="store_true", help="print JSON: bytes and seconds")
 
-    _add_training(parser.add_argument_group("how it is trained"))
+    _add_training(parser.add_argument_group("training"))
     _add_machine(parser.add_argument_group("where"))
-    _add_rates(parser.add_argument_group("how fast that is; bytes per second unless named"))
+    _add_rates(parser.add_argument_group("rates in bytes per second, unless named otherwise"))
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
@@ -73,40 +75,49 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         help="a ds_config.json (default: bf16, AdamW, stage 3, all to nvme)",
     )
     group.add_argument("--state", metavar="FORMAT", help="fp32, split, bf16 or split+bf16")
-    group.add_argument("--micro-batches", type=_positive, metavar="N", help="in a step")
+    group.add_argument("--micro-batches", type=_positive, metavar="N", help="micro-batches in a step")
     group.add_argument(
-        "--tokens", type=_positive, metavar="N", help="in a micro-batch, of each rank (default: 4096)"
+        "--tokens", type=_positive, metavar="N", help="tokens of each rank's micro-batch (default: 4096)"
     )
     group.add_argument(
         "--sequence",
         type=_positive,
         metavar="N",
-        help="tokens of a sequence (default: those of a micro-batch)",
+        help="sequence length in tokens (default: one sequence per micro-batch)",
     )
-    group.add_argument("--checkpointing", action="store_true", help="backward computes each forward again")
+    group.add_argument(
+        "--checkpointing",
+        action="store_true",
+        help="activation checkpointing: backward recomputes each forward",
+    )
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--profile", metavar="NAME", help="a machine of docs/tools/sizing.md, by its data sheets"
+        "--profile",
+        metavar="NAME",
+        help="a machine of docs/tools/sizing.md, with the rates of its data sheets",
     )
     group.add_argument("--gpu", type=memory_size, metavar="SIZE", help="memory of each GPU (default: no GPU)")
     group.add_argument(
-        "--ranks", type=_positive, metavar="N", help="on all nodes (default: 1, or a profile's)"
+        "--ranks",
+        type=_positive,
+        metavar="N",
+        help="number of ranks on all nodes (default: 1, or the profile's)",
     )
     group.add_argument(
         "--nodes",
         type=_positive,
         default=1,
         metavar="N",
-        help="(default: 1); no profile knows the network between them",
+        help="number of nodes (default: 1); no profile has the network between them",
     )
     for tier in ("device", "host", "nvme"):
         group.add_argument(
             f"--{tier}-budget",
             type=memory_size,
             metavar="SIZE",
-            help="(default: the profile's, the configuration's, or this machine's)",
+            help="bytes of the tier (default: from the profile, the configuration or this machine)",
         )
 
 
@@ -116,18 +127,18 @@ def _add_rates(group: argparse._ArgumentGroup) -> None:
         type=Path,
         nargs="+",
         metavar="DIR",
-        help="this machine, with the disks behind DIR ...; what was measured in the last seven days is not again",
+        help="measure this machine and the disks behind DIR; results from the last 7 days are reused",
     )
-    group.add_argument("--measure-again", action="store_true", help="all of it, whatever is known")
-    group.add_argument("--save-rates", type=Path, metavar="FILE", help="keep what was measured")
-    group.add_argument("--rates", type=Path, metavar="FILE", help="what was kept")
+    group.add_argument("--measure-again", action="store_true", help="measure everything again")
+    group.add_argument("--save-rates", type=Path, metavar="FILE", help="write the measured rates to FILE")
+    group.add_argument("--rates", type=Path, metavar="FILE", help="read rates from FILE")
     for name, text in RATE_NAMES.items():
         group.add_argument(f"--{name}", type=_rate, metavar="RATE", help=text)
     group.add_argument(
         "--tbw",
         type=_written,
         metavar="SIZE",
-        help="bytes that a node's drives may be written in their life: 1200TB, or 1200 alone",
+        help="write endurance of a node's drives: 1200TB, or 1200",
     )
 
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "tune": "find the I/O engine, block size and depth that suit the drive",
-    "profile": "replay the engine's own pattern of a model through the engine's own path",
-    "tiers": "measure the other legs too (memory, CPU optimizer, GPU) for `tiering plan --measure`",
-    "compare": "two results, or this load beside fio",
+    "profile": "replay the I/O of a model's training step through the engine's I/O path",
+    "tiers": "measure drives, memory, CPU optimizer and GPU for `tiering plan --measure`",
+    "compare": "compare results, or alternate with fio",
 }
 MODULES = {
     "tune": "tuning.tune",
@@ -37,10 +37,10 @@ MODULES = {
 }
 
 EPILOG = f"""\
-commands: {", ".join(COMMANDS)} (`tierbench COMMAND --help`; a directory of such a name is ./tune)
+commands: {", ".join(COMMANDS)} (`tierbench COMMAND --help`; write a directory with such a name as ./tune)
 sizes: 4K, 1M, 1G and 1MiB are 1024-based, 1MB is 10^6; times: 10, 500ms, 2m.
-exit code: 0 measured, 1 a transfer failed or --verify found wrong bytes, 2 the question was wrong, 3 refused as unsafe,
-4 slower than --fail-under, 130 interrupted (what was measured is printed; a second time ends it at once).
+exit code: 0 measured, 1 a transfer failed or --verify found wrong bytes, 2 usage error, 3 refused as unsafe,
+4 slower than --fail-under, 130 interrupted (completed tests are printed; a second Ctrl-C ends at once).
 """
 _SILENCE = logging.NullHandler()
 """The engine's parts log nothing here: what matters of it is in the notes of a result. One, however often main runs."""
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tierbench",
         usage="tierbench DIR ... [options]\n       tierbench {" + ",".join(COMMANDS) + "} ...",
-        description="How fast a drive is for training, in about ten seconds, on private files that vanish.",
+        description="Measure how fast a drive is for training, in about ten seconds, on temporary files.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -101,10 +101,10 @@ def _parser() -> argparse.ArgumentParser:
         type=words.directory,
         nargs="+",
         metavar="DIR",
-        help="on the drive; several are used at once",
+        help="directory on the drive; several are used at once",
     )
-    _add_load(parser.add_argument_group("the load, in fio's words"))
-    _add_checks(parser.add_argument_group("what else"))
+    _add_load(parser.add_argument_group("load, with fio's option names"))
+    _add_checks(parser.add_argument_group("more"))
     _add_output(parser.add_argument_group("output"))
     return parser
 
@@ -112,25 +112,30 @@ def _parser() -> argparse.ArgumentParser:
 def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--rw", type=words.kinds, default=("read", "write", "rw"), metavar="KINDS",
-        help=f"one after the other, with commas: {', '.join(words.READ_WRITE)} (default: read,write,rw)",
+        help=f"kinds of load, separated by commas: {', '.join(words.READ_WRITE)} (default: read,write,rw)",
     )  # fmt: skip
     group.add_argument(
-        "--bs", type=words.size, default=1 << 20, metavar="SIZE", help="of a block (default: 1M)"
+        "--bs", type=words.size, default=1 << 20, metavar="SIZE", help="block size (default: 1M)"
     )
     group.add_argument("--iodepth", type=int, default=16, metavar="N", help="blocks in flight (default: 16)")
     group.add_argument(
-        "--numjobs", type=int, default=1, metavar="N", help="I/O contexts, as ranks have (default: 1)"
+        "--numjobs", type=int, default=1, metavar="N", help="I/O contexts, one per rank (default: 1)"
     )
     group.add_argument(
-        "--size", type=words.size, metavar="SIZE", help="of each file (default: what two seconds write)"
+        "--size",
+        type=words.size,
+        metavar="SIZE",
+        help="size of each file (default: as much as two seconds write)",
     )
-    group.add_argument("--runtime", type=words.duration, metavar="TIME", help="of each kind (default: 2.5s)")
+    group.add_argument(
+        "--runtime", type=words.duration, metavar="TIME", help="duration of each test (default: 2.5s)"
+    )
     group.add_argument(
         "--ramp-time", "--ramp_time", type=words.duration, metavar="TIME",
-        help="before each that does not count (default: none; 0.5s with several DIR)",
+        help="warm-up time before each test (default: none; 0.5s with several DIR)",
     )  # fmt: skip
     group.add_argument(
-        "--direct", type=int, choices=(0, 1), default=1, help="0: through the page cache (default: 1)"
+        "--direct", type=int, choices=(0, 1), default=1, help="0 uses the page cache (default: 1)"
     )
     group.add_argument(
         "--ioengine", type=words.engine, default="auto", metavar="NAME", help=f"{', '.join(words.ENGINES)}"
@@ -143,26 +148,31 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         help="register memory with the kernel (default: 1)",
     )
     group.add_argument(
-        "--rwmixread", type=int, default=50, metavar="PERCENT", help="reads of a mixed kind (default: 50)"
+        "--rwmixread",
+        type=int,
+        default=50,
+        metavar="PERCENT",
+        help="share of reads in a mixed test (default: 50)",
     )
 
 
 def _add_checks(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--verify", action="store_true", help="checksum all blocks and verify them")
     group.add_argument(
-        "--verify", action="store_true", help="checksum what is written, and compare all of it"
+        "--sustained", action="store_true", help="write until the drive's write cache is full; takes minutes"
+    )
+    group.add_argument("--max-write", type=words.size, metavar="SIZE", help="limit of bytes written")
+    group.add_argument(
+        "--fail-under", type=words.rate, metavar="RATE", help="exit with 4 if a test is slower: 3GiB/s"
     )
     group.add_argument(
-        "--sustained", action="store_true", help="write on until the drive's write cache is full; minutes"
-    )
-    group.add_argument("--max-write", type=words.size, metavar="SIZE", help="write no more than that in all")
-    group.add_argument(
-        "--fail-under", type=words.rate, metavar="RATE", help="exit with 4 if a kind is slower: 3GiB/s"
+        "--params", default="7B", metavar="N", help="model size for the training estimate (default: 7B)"
     )
     group.add_argument(
-        "--params", default="7B", metavar="N", help="of the model of the verdict (default: 7B)"
-    )
-    group.add_argument(
-        "--state", choices=("fp32", "split", "bf16", "split+bf16"), default="fp32", help="its optimizer state"
+        "--state",
+        choices=("fp32", "split", "bf16", "split+bf16"),
+        default="fp32",
+        help="optimizer state for the training estimate",
     )
 
 

@@ -6,7 +6,7 @@ OK = 0
 FAILED = 1
 """A transfer failed, ``--verify`` found wrong bytes, or what was found cannot be printed."""
 USAGE = 2
-"""The question was wrong; argparse's own code."""
+"""Usage error; the code that argparse uses."""
 UNSAFE = 3
 """Refused: it could do harm, or would not measure what it says."""
 BELOW = 4

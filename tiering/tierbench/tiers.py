@@ -71,9 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=words.directory,
         nargs="*",
         metavar="DIR",
-        help="on drives that are used together (none: no NVMe)",
+        help="directories on drives that are used together (none: no NVMe)",
     )
-    step = parser.add_argument_group("the step")
+    step = parser.add_argument_group("training step")
     step.add_argument(
         "--state", choices=("fp32", "split", "bf16", "split+bf16"), default="fp32", help="(default: fp32)"
     )
@@ -82,24 +82,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=(0, 1, 2),
         default=2,
-        help="per element: Adam 2, Lion 1, SGD 0 (default: 2)",
+        help="moments per element: Adam 2, Lion 1, SGD 0 (default: 2)",
     )
     step.add_argument(
-        "--grads", choices=tuple(GRADS), help="dtype (default: of --dtype; fp32 with several micro-batches)"
+        "--grads",
+        choices=tuple(GRADS),
+        help="data type of gradients (default: as --dtype; fp32 with several micro-batches)",
     )
-    step.add_argument("--dtype", choices=tuple(GRADS), default="bf16", help="to compute in (default: bf16)")
     step.add_argument(
-        "--tokens", type=_count, default=4096, metavar="N", help="of a micro-batch (default: 4096)"
+        "--dtype", choices=tuple(GRADS), default="bf16", help="data type of the computation (default: bf16)"
+    )
+    step.add_argument(
+        "--tokens", type=_count, default=4096, metavar="N", help="tokens of a micro-batch (default: 4096)"
     )
     step.add_argument(
         "--device",
         choices=("auto", "cuda", "cpu", "none"),
         default="auto",
-        help="that computes; auto: a GPU, if this machine has a driver of one; cpu and cuda load torch",
+        help="device that computes; auto: a GPU if its driver is installed; cpu and cuda load torch",
     )
-    load = parser.add_argument_group("the NVMe load, in fio's words")
+    load = parser.add_argument_group("NVMe load, with fio's option names")
     load.add_argument(
-        "--bs", type=words.size, default=1 << 20, metavar="SIZE", help="of a block (default: 1M)"
+        "--bs", type=words.size, default=1 << 20, metavar="SIZE", help="block size (default: 1M)"
     )
     load.add_argument(
         "--iodepth", type=_count, default=16, metavar="N", help="blocks in flight per directory (default: 16)"
@@ -115,23 +119,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="register memory with the kernel (default: 1)",
     )
     load.add_argument(
-        "--size", type=words.size, metavar="SIZE", help="in all directories (default: 1G; less is not saved)"
+        "--size",
+        type=words.size,
+        metavar="SIZE",
+        help="bytes in all directories (default: 1G; results of less are not saved)",
     )
     load.add_argument(
         "--runtime",
         type=words.duration,
         metavar="TIME",
-        help="of each window (default: 1s; less is not saved)",
+        help="duration of each test (default: 1s; results of less are not saved)",
     )
     load.add_argument(
         "--max-write",
         type=words.size,
         metavar="SIZE",
-        help="write no more than that in all (less is not saved)",
+        help="limit of bytes written (results of a lower limit are not saved)",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument("--no-save", action="store_true", help="keep nothing for `tiering plan --measure`")
+    output.add_argument(
+        "--no-save", action="store_true", help="do not save the rates for `tiering plan --measure`"
+    )
     output.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 

@@ -12,11 +12,11 @@ from tiering.tierbench.exits import BELOW, FAILED, INTERRUPTED
 _SEQUENTIAL: tuple[words.ReadWrite, ...] = ("read", "write", "rw")
 
 _EPILOG = """\
-An interval knows what its own window or pairs have seen. Files are of different times: on a drive that others use, or
-that was warm, two of them differ with nothing changed. Pairs with fio are taken within seconds.
+An interval covers only its own test or pairs. Result files are of different times: on a shared or warm drive two of
+them can differ without a change. A pair with fio takes seconds.
 
-exit code: 0 compared, 1 a transfer or fio failed, 2 the question was wrong, results that cannot be compared, no fio;
-3 refused as unsafe, 4 below --fail-under, 130 interrupted (after 1 and 130 the pairs until then
+exit code: 0 compared, 1 a transfer or fio failed, 2 usage error, results that cannot be compared, no fio;
+3 refused as unsafe, 4 below --fail-under, 130 interrupted (after 1 and 130 the completed pairs
 are printed).
 """
 
@@ -33,44 +33,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="*",
         metavar="JSON",
-        help="of `tierbench DIR --json`; the first is the base",
+        help="files of `tierbench DIR --json`; the first is the baseline",
     )
     parser.add_argument(
         "--fail-under",
         type=_ratio,
         metavar="RATIO",
-        help="exit with 4 if a rate is below so much of the base's, or of fio's, beyond noise: 0.9",
+        help="exit with 4 if a rate is below this ratio to the baseline or fio, beyond noise: 0.9",
     )
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, ratios")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    _add_fio(parser.add_argument_group("beside fio, in its words"))
+    _add_fio(parser.add_argument_group("comparison with fio, with its option names"))
 
 
 def _add_fio(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--fio", type=words.directory, metavar="DIR", help="take turns with fio there, on the same file"
+        "--fio", type=words.directory, metavar="DIR", help="alternate with fio in DIR, on the same file"
     )
-    group.add_argument("--pairs", type=_count, default=10, metavar="N", help="of each kind (default: 10)")
     group.add_argument(
-        "--runtime", type=words.duration, default=1.0, metavar="TIME", help="of a run (default: 1s)"
+        "--pairs", type=_count, default=10, metavar="N", help="pairs of runs of each test (default: 10)"
+    )
+    group.add_argument(
+        "--runtime", type=words.duration, default=1.0, metavar="TIME", help="duration of a run (default: 1s)"
     )
     group.add_argument(
         "--rw", type=words.kinds, default=_SEQUENTIAL, metavar="KINDS",
-        help=f"one after the other, with commas: {', '.join(words.READ_WRITE)} (default: read,write,rw)",
+        help=f"kinds of load, separated by commas: {', '.join(words.READ_WRITE)} (default: read,write,rw)",
     )  # fmt: skip
     group.add_argument(
-        "--bs", type=words.size, default=1 << 20, metavar="SIZE", help="of a block (default: 1M)"
+        "--bs", type=words.size, default=1 << 20, metavar="SIZE", help="block size (default: 1M)"
     )
     group.add_argument("--iodepth", type=int, default=16, metavar="N", help="blocks in flight (default: 16)")
     group.add_argument(
-        "--numjobs", type=int, default=1, metavar="N", help="each with a file of its own (default: 1)"
+        "--numjobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="I/O contexts, each with its own file (default: 1)",
     )
     group.add_argument(
         "--ioengine", type=words.engine, default="auto", metavar="NAME", help=f"{', '.join(words.ENGINES)}"
     )
-    group.add_argument("--size", type=words.size, metavar="SIZE", help="of a file (default: at most 4G)")
+    group.add_argument("--size", type=words.size, metavar="SIZE", help="size of a file (default: at most 4G)")
     group.add_argument(
-        "--max-write", type=words.size, metavar="SIZE", help="write no more than that in all, fio included"
+        "--max-write", type=words.size, metavar="SIZE", help="limit of bytes written, fio included"
     )
 
 

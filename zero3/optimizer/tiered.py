@@ -261,6 +261,11 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             group.update(loaded)
         self.param_groups = kept
 
+    def check_options(self, number: int, options: Options) -> None:
+        """Raise TypeError or ValueError if param group ``number`` cannot be stepped with ``options``."""
+        if self.trains:
+            self._rule_at(number, _numbers(options), 1)
+
     def _rule_at(self, number: int, options: Options, step: int) -> kernels.Rule:
         try:
             rule = self.rule.at(options, step)
@@ -288,13 +293,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def _fix_options(self) -> None:
         """Take the options of the step that comes, as numbers; later changes are for the next one."""
-        self._options = [
-            {
-                name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-                for name, value in group.items()
-            }
-            for group in self.param_groups
-        ]
+        self._options = [_numbers(group) for group in self.param_groups]
         self._number_of = {}
         for number, options in enumerate(self._options):
             for param in options["params"]:
@@ -527,6 +526,14 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     def _segments(self, tile: OnDevice) -> list[device_kernels.Segment]:
         group = tile.tile.group
         return tile.segments(self._layout.for_group(group), self._rule_of, self._gradients.dtype_of(group))
+
+
+def _numbers(options: Options) -> Options:
+    """``options`` with numbers in place of tensors of one element."""
+    return {
+        name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for name, value in options.items()
+    }
 
 
 def _torchs(method: str) -> Any:

@@ -260,6 +260,7 @@ def rewritten(directory: Path, name: str, path: tuple[Any, ...], value: Any) -> 
             r"param_groups\[0\]\['options'\]\['lr'\] of the checkpoint is a str",
         ),
         (("param_groups", 0, "options", "lr"), None, r"\['lr'\] of the checkpoint is a NoneType"),
+        (("param_groups", 0, "options", "betas"), [1.0, 1.0], "cannot be used: .*beta1 must be"),
         (("param_groups", 0, "names", 0), [3], r"a name in param_groups\[0\] of the checkpoint is a list"),
         (("extra_state",), 3, "extra_state of the checkpoint is a int"),
         (("client_state",), [3], "client_state of the checkpoint is a list"),

@@ -189,7 +189,7 @@ def _reduction(load: Workload, *, ahead: int = 0) -> ReductionRoom:
         (opened if open_ else passing).append(load.reduce_buffers(group))
     send = max(send for send, _ in passing)
     both = max(send + receive for send, receive in passing)
-    last = max(receive for _, receive in opened) + (0 if load.collects else max(send for send, _ in opened))
+    last = max(receive + (0 if load.collects else send) for send, receive in opened)
     return ReductionRoom(
         opened=sum(send for send, _ in opened) if load.collects else 0,
         collected=(1 + ahead) * send if load.collects else 0,

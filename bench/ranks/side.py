@@ -79,9 +79,8 @@ class Ranks(Side):
 
     def traces(self, path: Path) -> list[Path]:
         """Have a whole step written on every rank; the files, whose names begin with ``path``."""
-        self.trace(
-            Path(f"{path}.rankRANK.json"), steps=2
-        )  # a step is traced from where the one before it ends
+        # A step is traced from where the one before it ends.
+        self.trace(Path(f"{path}.rankRANK.json"), steps=2)
         return [Path(f"{path}.rank{rank}.json") for rank in range(self.spec.ranks)]
 
     def close(self, *, at_once: bool = False) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from tiering.telemetry import Description, EndStatus, Page, PageReading, Snapshot
+from tiering.telemetry import Description, EndStatus, Snapshot, StatusFile, StatusReading
 
 FRESH_SECONDS = 10.0  # ranks publish four times a second: one that has not for so long is held up
 
@@ -25,7 +25,7 @@ class RankView:
     """One rank as its page shows it; ``snapshot`` is None where nothing can be read.
 
     "silent" is a rank that lives and has not published for FRESH_SECONDS: stopped, or starved. The other states are
-    those of a PageReading, and so are ``heartbeat_age``, ``published_at`` and ``reason``.
+    those of a StatusReading, and so are ``heartbeat_age``, ``published_at`` and ``reason``.
     """
 
     rank: int
@@ -153,7 +153,7 @@ def _news(now: RankView, before: RankView) -> bool:
 
 
 def view_of(
-    readings: Iterable[tuple[Page, PageReading]],
+    readings: Iterable[tuple[StatusFile, StatusReading]],
     taken_at: float | None = None,
     *,
     fresh_seconds: float = FRESH_SECONDS,
@@ -187,7 +187,7 @@ def _run(run_id: str, ranks: list[RankView]) -> RunView:
     return RunView(run_id, name, tuple(in_order))
 
 
-def _rank(page: Page, reading: PageReading, fresh_seconds: float) -> RankView:
+def _rank(page: StatusFile, reading: StatusReading, fresh_seconds: float) -> RankView:
     state: State = reading.state
     reason, age, said = reading.reason, reading.heartbeat_age, reading.snapshot
     if state == "live" and age is not None and age > fresh_seconds:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from service.view import FRESH_SECONDS, View, view_of
-from tiering.telemetry import Page, TelemetryError, as_text, find_pages, run_directory, sweep
+from tiering.telemetry import StatusFile, TelemetryError, as_text, find_status_files, run_directory, sweep
 
 KEEP_STALE_SECONDS = 30.0  # long enough for an operator to see that a run died
 MAX_AGE = 0.25  # seconds; ranks publish no more often
@@ -125,9 +125,9 @@ class Watch:
             view, directory=as_text(str(self.directory)), readings=before.readings + 1, changes=changes
         )
 
-    def _find(self) -> list[Page]:
+    def _find(self) -> list[StatusFile]:
         try:
-            return find_pages(self.directory)
+            return find_status_files(self.directory)
         except OSError as error:  # closed to us, no descriptor left, a disk that fails
             raise TelemetryError(
                 f"run directory {self.directory} cannot be read: {error.strerror}; it should be its owner's, with mode"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tiering.telemetry import Description, PageWriter, Snapshot
+from tiering.telemetry import Description, Snapshot, StatusWriter
 
 from .processes import Sidecar, Training, tierd, train
 
-Publish = Callable[..., PageWriter]
+Publish = Callable[..., StatusWriter]
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def publishing() -> Iterator[Publish]:
 
         def publish(
             directory: Path, snapshot: Snapshot, description: Description | None = None
-        ) -> PageWriter:
+        ) -> StatusWriter:
             name = snapshot.run_id or snapshot.run_name
-            writer = PageWriter(name, snapshot.rank, snapshot.world_size, directory, description)
+            writer = StatusWriter(name, snapshot.rank, snapshot.world_size, directory, description)
             open_pages.callback(writer.close)
             writer.publish(snapshot)
             return writer

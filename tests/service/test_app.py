@@ -25,7 +25,7 @@ from fastapi.testclient import TestClient
 from service.answers import examples
 from service.app import create_app
 from service.watch import Watch
-from tiering.telemetry import Page, PageWriter, TelemetryError, find_pages
+from tiering.telemetry import StatusFile, StatusWriter, TelemetryError, find_status_files
 
 from .conftest import Publish
 from .processes import until
@@ -45,7 +45,7 @@ def client(directory: Path) -> Iterator[TestClient]:
 
 
 @pytest.fixture
-def writer(directory: Path, publishing: Publish) -> PageWriter:
+def writer(directory: Path, publishing: Publish) -> StatusWriter:
     return publishing(directory, SAID, EXAMPLE.description)
 
 
@@ -213,14 +213,14 @@ def test_filters_leave_the_run_and_rank_that_are_asked_for(
     ("loss", "shown"), [(math.nan, "NaN"), (math.inf, "Infinity"), (-math.inf, "-Infinity"), (None, None)]
 )
 def test_a_diverged_loss_is_told_from_a_missing_one(
-    client: TestClient, writer: PageWriter, loss: float | None, shown: str | None
+    client: TestClient, writer: StatusWriter, loss: float | None, shown: str | None
 ) -> None:
     writer.publish(replace(SAID, loss=loss))
     assert client.get("/v1/status").json()["runs"][0]["ranks"][0]["loss"] == shown
     assert client.get("/v1/runs").json()["runs"][0]["loss"] == shown
 
 
-def test_damage_is_shown_and_survived(client: TestClient, writer: PageWriter) -> None:
+def test_damage_is_shown_and_survived(client: TestClient, writer: StatusWriter) -> None:
     for damage, state in (
         (lambda: os.truncate(writer.path, 200), "unreadable"),
         (lambda: writer.path.write_bytes(os.urandom(4096)), "unreadable"),
@@ -246,7 +246,7 @@ def overwrite(path: Path, offset: int, value: int) -> None:
 
 
 def test_a_page_without_a_writer_goes_stale_and_is_swept(
-    client: TestClient, directory: Path, writer: PageWriter, monkeypatch: pytest.MonkeyPatch
+    client: TestClient, directory: Path, writer: StatusWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = writer.path.read_bytes()
     writer.close()
@@ -306,7 +306,7 @@ def test_a_directory_of_any_name_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     for path in ("/v1/status", "/healthz"):
         assert client.get(path).json()["directory"] == f"{tmp_path}/?"
     monkeypatch.setattr(
-        "service.watch.find_pages", Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
+        "service.watch.find_status_files", Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
     )
     for path in ("/v1/status", "/metrics"):
         refused = client.get(path)
@@ -340,9 +340,9 @@ def test_however_many_ask_the_pages_are_read_once(directory: Path, monkeypatch: 
 
 def test_a_directory_that_hangs_is_an_answer(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread waits for it, whoever asks, and what it finds in the end is told."""
-    find, asked, answers = find_pages, [], threading.Event()
+    find, asked, answers = find_status_files, [], threading.Event()
 
-    def hanging(asked_for: Path) -> list[Page]:
+    def hanging(asked_for: Path) -> list[StatusFile]:
         asked.append(asked_for)
         answers.wait()
         return find(asked_for)
@@ -350,7 +350,7 @@ def test_a_directory_that_hangs_is_an_answer(directory: Path, monkeypatch: pytes
     async def scene() -> None:
         watch = Watch(directory, max_age=0)
         monkeypatch.setattr("service.watch.PATIENCE", 0.02)
-        monkeypatch.setattr("service.watch.find_pages", hanging)
+        monkeypatch.setattr("service.watch.find_status_files", hanging)
         for _ in range(3):
             with pytest.raises(TelemetryError, match="has not answered for"):
                 await watch.now()
@@ -362,7 +362,7 @@ def test_a_directory_that_hangs_is_an_answer(directory: Path, monkeypatch: pytes
     asyncio.run(scene())
 
 
-def test_a_publication_is_one_however_often_it_is_read(directory: Path, writer: PageWriter) -> None:
+def test_a_publication_is_one_however_often_it_is_read(directory: Path, writer: StatusWriter) -> None:
     watch = Watch(directory, max_age=0)
     assert [watch.view().changes for _ in range(3)] == [1, 1, 1]
     before = time.time()

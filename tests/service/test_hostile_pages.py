@@ -29,8 +29,15 @@ from starlette.routing import BaseRoute
 
 from service.app import create_app
 from service.watch import Watch
-from tiering.telemetry import Description, Page, PageReading, PageWriter, Snapshot, find_pages
-from tiering.telemetry import page as page_module
+from tiering.telemetry import (
+    Description,
+    Snapshot,
+    StatusFile,
+    StatusReading,
+    StatusWriter,
+    find_status_files,
+)
+from tiering.telemetry import status_file as status_module
 
 from .numbered import numbered, numbers
 
@@ -41,9 +48,9 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.service.numbered import numbered
-from tiering.telemetry import Description, PageWriter, Snapshot
+from tiering.telemetry import Description, StatusWriter, Snapshot
 
-writer = PageWriter("burst", int(sys.argv[2]), 2, Path(sys.argv[1]), numbered(Description, 7))
+writer = StatusWriter("burst", int(sys.argv[2]), 2, Path(sys.argv[1]), numbered(Description, 7))
 ready = [numbered(Snapshot, number) for number in range(1, 100)]
 print("ready", flush=True)
 while True:
@@ -52,12 +59,12 @@ while True:
 """
 
 
-def the_page(directory: Path) -> Page:
-    (page,) = find_pages(directory)
+def the_page(directory: Path) -> StatusFile:
+    (page,) = find_status_files(directory)
     return page
 
 
-def is_whole(reading: PageReading, *published: int) -> bool:
+def is_whole(reading: StatusReading, *published: int) -> bool:
     """Whether it shows nothing, or one publication and nothing else."""
     if reading.snapshot is None:
         return reading.state != "live"
@@ -100,7 +107,7 @@ def test_an_update_that_stops_anywhere_mixes_nothing(
     tmp_path: Path, before: int, after: int, write: int, share: float, killed: bool
 ) -> None:
     directory = tmp_path / f"{time.monotonic_ns()}"
-    writer = PageWriter("cut", 0, 1, directory, numbered(Description, 7))
+    writer = StatusWriter("cut", 0, 1, directory, numbered(Description, 7))
     writer.publish(numbered(Snapshot, before))
     with cut(write, share), pytest.raises(Cut):
         writer.publish(numbered(Snapshot, after))
@@ -133,7 +140,7 @@ def test_writers_without_pause_are_read_whole(tmp_path: Path) -> None:
         end = time.monotonic() + 60
         while min(map(len, seen.values())) < 30:
             assert time.monotonic() < end, seen
-            for page in find_pages(tmp_path):
+            for page in find_status_files(tmp_path):
                 reading = page.read()
                 assert reading.state in ("live", "torn"), reading.reason
                 if reading.snapshot is not None:
@@ -153,7 +160,7 @@ EXTREMES = st.sampled_from(
 
 @DIRECTORY_OF_ALL
 @given(
-    lies=st.dictionaries(st.sampled_from(page_module.Header._fields[1:]), EXTREMES, max_size=2),
+    lies=st.dictionaries(st.sampled_from(status_module.Header._fields[1:]), EXTREMES, max_size=2),
     flips=st.lists(st.tuples(st.integers(0, 5_000), st.integers(1, 255)), max_size=3),
     length=st.none() | st.integers(0, 20_000) | st.just(1 << 40),
     alive=st.booleans(),
@@ -166,15 +173,15 @@ def test_a_header_that_lies_shows_nothing_else_and_costs_nothing(
     alive: bool,
 ) -> None:
     directory = tmp_path / f"{time.monotonic_ns()}"
-    writer = PageWriter("lies", 0, 1, directory, numbered(Description, 7))
+    writer = StatusWriter("lies", 0, 1, directory, numbered(Description, 7))
     writer.publish(numbered(Snapshot, 5))
     with writer.path.open("r+b") as file:
         raw = bytearray(file.read())
-        said = page_module.Header.of(bytes(raw))._asdict()
+        said = status_module.Header.of(bytes(raw))._asdict()
         for name, lie in lies.items():
             small = name in ("version", "header_size", "capacity", "crc", "description_crc")
             said[name] = lie % (1 << 32 if small else 1 << 64)
-        raw[: page_module.HEADER.size] = page_module.Header(**said).pack()
+        raw[: status_module.HEADER.size] = status_module.Header(**said).pack()
         for place, change in flips:
             raw[place] ^= change
         file.seek(0)
@@ -205,8 +212,8 @@ def test_a_header_that_lies_shows_nothing_else_and_costs_nothing(
 @contextmanager
 def forged(directory: Path, name: str, payload: bytes, description: bytes = b"") -> Iterator[Path]:
     """A page of a writer that lives and says ``payload``, whatever that is, with everything about it right."""
-    with closing(PageWriter(name, directory=directory)) as writer:
-        capacity = max(len(payload), page_module.CAPACITY)
+    with closing(StatusWriter(name, directory=directory)) as writer:
+        capacity = max(len(payload), status_module.CAPACITY)
         writer._description = description
         header = writer._header(time.time_ns(), payload)._replace(capacity=capacity)
         with writer.path.open("r+b") as file:
@@ -227,11 +234,11 @@ def in_all_lists(item: str, size: int) -> Iterator[bytes]:
 
 
 BURSTS: dict[str, Callable[[], Iterator[bytes]]] = {
-    "numbers where records should be": lambda: in_all_lists("1", page_module.CAPACITY),
-    "the largest that passes": lambda: in_all_lists("1", page_module._SANE_PAYLOAD),
+    "numbers where records should be": lambda: in_all_lists("1", status_module.CAPACITY),
+    "the largest that passes": lambda: in_all_lists("1", status_module._SANE_PAYLOAD),
     "a million numbers": lambda: in_all_lists("1", 2_000_000),
-    "steps without end": lambda: in_all_lists('{"step":1,"seconds":1}', page_module._SANE_PAYLOAD),
-    "lists in lists": lambda: iter([b"[" * page_module.CAPACITY, b'{"a":' * (page_module.CAPACITY // 5)]),
+    "steps without end": lambda: in_all_lists('{"step":1,"seconds":1}', status_module._SANE_PAYLOAD),
+    "lists in lists": lambda: iter([b"[" * status_module.CAPACITY, b'{"a":' * (status_module.CAPACITY // 5)]),
 }
 
 
@@ -373,7 +380,7 @@ def test_whatever_pages_say_is_answered(tmp_path: Path, pages: list[tuple[Lies, 
 
 def test_whatever_lies_in_the_directory_is_answered(tmp_path: Path) -> None:
     name = os.fsencode(tmp_path)
-    with closing(PageWriter("whole", directory=tmp_path)) as writer, socket.socket(socket.AF_UNIX) as bound:
+    with closing(StatusWriter("whole", directory=tmp_path)) as writer, socket.socket(socket.AF_UNIX) as bound:
         writer.publish(numbered(Snapshot, 5))
         os.mkfifo(tmp_path / "fifo.0.1-1.page")
         (tmp_path / "directory.0.1-1.page").mkdir()

@@ -23,7 +23,7 @@ from service.app import create_app
 from service.http.guard import Access
 from service.watch import Watch
 from tiering.config.ds_config import load
-from tiering.telemetry import PageWriter
+from tiering.telemetry import StatusWriter
 
 from .full_view import DESCRIPTION, SNAPSHOT
 
@@ -46,7 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with ExitStack() as pages:
         for run, ranks in (("gpt-1a2b3c4d", 2), ("other-5e6f7a8b", 1)):
             for rank in range(ranks):
-                writer = PageWriter(run, rank, 4, home / "run", described)
+                writer = StatusWriter(run, rank, 4, home / "run", described)
                 pages.callback(writer.close)
                 writer.publish(replace(SNAPSHOT, run_id=run, rank=rank, local_world_size=2))
         yield home

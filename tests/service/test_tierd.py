@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 
 from service.app import create_app
 from service.watch import Watch
-from tiering.telemetry import find_pages
+from tiering.telemetry import find_status_files
 
 from .processes import Sidecar, tierd, train, until
 
@@ -125,4 +125,4 @@ def test_training_gives_the_same_with_a_sidecar_that_is_killed_as_without(tmp_pa
     assert common > 10
     assert watched.losses[:common] == alone.losses[:common]
     assert len(set(alone.losses)) == 60, "each step is one of its own"
-    assert [page.read().state for page in find_pages(pages)] == ["stale"], "its last words"
+    assert [page.read().state for page in find_status_files(pages)] == ["stale"], "its last words"

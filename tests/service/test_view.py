@@ -24,10 +24,10 @@ from tiering.telemetry import (
     DirectionStatus,
     EndStatus,
     LinkStatus,
-    Page,
-    PageReading,
     PathStatus,
     Snapshot,
+    StatusFile,
+    StatusReading,
     TierStatus,
 )
 
@@ -43,24 +43,24 @@ def live(
     age: float = 0.1,
     at: float = NOW,
     pid: int = 1,
-) -> tuple[Page, PageReading]:
+) -> tuple[StatusFile, StatusReading]:
     """The page of a rank that published ``age`` seconds before ``at``."""
     said = Snapshot(name, rank, 8, pid, NOW - pid, run_id=run_id, local_world_size=local)
-    return page(run_id or name, rank), PageReading("live", age, said, "", None, at - age)
+    return page(run_id or name, rank), StatusReading("live", age, said, "", None, at - age)
 
 
-def page(file_name: str, rank: int) -> Page:
-    return Page(Path(f"/run/{file_name}.{rank}.1-ab.page"), file_name, rank)
+def page(file_name: str, rank: int) -> StatusFile:
+    return StatusFile(Path(f"/run/{file_name}.{rank}.1-ab.page"), file_name, rank)
 
 
-def lost(reading: tuple[Page, PageReading], state: str = "stale") -> tuple[Page, PageReading]:
+def lost(reading: tuple[StatusFile, StatusReading], state: str = "stale") -> tuple[StatusFile, StatusReading]:
     """The same page, of which nothing is left but its last words (if it is stale)."""
     where, said = reading
     left = said.snapshot if state == "stale" else None
     return where, replace(said, state=state, snapshot=left, reason=f"it is {state}")
 
 
-def view(*readings: tuple[Page, PageReading]) -> View:
+def view(*readings: tuple[StatusFile, StatusReading]) -> View:
     return view_of(readings, NOW)
 
 
@@ -176,8 +176,8 @@ def test_what_takes_long_is_made_aside_once_for_all_who_wait(directory: Path) ->
 
 
 def ended(
-    reading: tuple[Page, PageReading], how: str, *figures: str, rank: int = 0, step: int = 12
-) -> tuple[Page, PageReading]:
+    reading: tuple[StatusFile, StatusReading], how: str, *figures: str, rank: int = 0, step: int = 12
+) -> tuple[StatusFile, StatusReading]:
     """The same page, whose rank has said how its run ended."""
     where, said = lost(reading)
     assert said.snapshot is not None
@@ -302,7 +302,7 @@ def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytes
             ["run gpt: rank 1 has a page that cannot be read: it is torn"],
         ),
         (
-            [(page("gpt", 0), PageReading("live", None, None, ""))],
+            [(page("gpt", 0), StatusReading("live", None, None, ""))],
             None,
             ["run gpt: rank 0 has not published yet"],
         ),
@@ -313,13 +313,15 @@ def test_what_became_of_runs_is_logged_and_the_last_words_are_kept(caplog: pytes
     ],
 )
 def test_ready_means_that_whoever_should_publish_does(
-    readings: Sequence[tuple[Page, PageReading]], expect: int | None, reasons: list[str]
+    readings: Sequence[tuple[StatusFile, StatusReading]], expect: int | None, reasons: list[str]
 ) -> None:
     readiness = ready(view(*readings), expect)
     assert (readiness.ready, readiness.reasons) == (not reasons, reasons)
 
 
-def counting(rank: int, at: float, read: int, stalled: float, used: int = 5) -> tuple[Page, PageReading]:
+def counting(
+    rank: int, at: float, read: int, stalled: float, used: int = 5
+) -> tuple[StatusFile, StatusReading]:
     """The page of a rank as read at NOW + 1, with counters that it published at NOW + ``at``. Rank 1 has a GPU."""
     where, said = live(rank, local=2)
     assert said.snapshot is not None

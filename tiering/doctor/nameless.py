@@ -11,7 +11,7 @@ from pathlib import Path
 from tiering.config.fields import format_size
 from tiering.doctor.finding import Finding, Verdict, note
 from tiering.host.kernel_files import listed, said
-from tiering.telemetry import TelemetryError, find_pages
+from tiering.telemetry import TelemetryError, find_status_files
 from tiering.text import counted
 
 _NOT_ON_DISK = ("/memfd:", "/dev/", "/SYSV", "/[", "/anon_hugepage", "/proc/")
@@ -56,7 +56,7 @@ def holders(root: Path = Path("/")) -> list[Holder]:
 def live_runs() -> dict[int, str]:
     """Runs of this user that publish now, by the process: "run gpt, in backward at step 12"."""
     try:
-        readings = [page.read() for page in find_pages()]
+        readings = [page.read() for page in find_status_files()]
     except TelemetryError:  # a directory that cannot be read has no page for us
         return {}
     said = [reading.snapshot for reading in readings if reading.state == "live"]

@@ -19,10 +19,9 @@ from tiering.telemetry.description import (
     PlanStatus,
     SettingStatus,
 )
-from tiering.telemetry.directory import find_pages, plain_name, run_directory, sweep
+from tiering.telemetry.directory import find_status_files, plain_name, run_directory, sweep
 from tiering.telemetry.figure import Figure, Label, figures, marks
 from tiering.telemetry.opening import open_writer
-from tiering.telemetry.page import Page, PageReading, as_text
 from tiering.telemetry.publisher import Publisher
 from tiering.telemetry.rates import with_rates
 from tiering.telemetry.snapshot import (
@@ -45,7 +44,8 @@ from tiering.telemetry.snapshot import (
     StepRecord,
     TierStatus,
 )
-from tiering.telemetry.writer import PageWriter
+from tiering.telemetry.status_file import StatusFile, StatusReading, as_text
+from tiering.telemetry.writer import StatusWriter
 
 __all__ = [
     "COPIES_OF",
@@ -65,9 +65,6 @@ __all__ = [
     "Label",
     "LatencyStatus",
     "LinkStatus",
-    "Page",
-    "PageReading",
-    "PageWriter",
     "PathStatus",
     "Phase",
     "PlanStatus",
@@ -75,12 +72,15 @@ __all__ = [
     "Publisher",
     "SettingStatus",
     "Snapshot",
+    "StatusFile",
+    "StatusReading",
+    "StatusWriter",
     "StepRecord",
     "TelemetryError",
     "TierStatus",
     "as_text",
     "figures",
-    "find_pages",
+    "find_status_files",
     "marks",
     "open_writer",
     "plain_name",

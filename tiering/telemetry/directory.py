@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tiering.errors import TelemetryError
-from tiering.telemetry.page import Page, as_text, locked_by_another, open_page
+from tiering.telemetry.status_file import StatusFile, as_text, locked_by_another, open_status_file
 
 SUFFIX = ".page"
 UNFINISHED = ".new"
@@ -100,7 +100,7 @@ def plain_name(run_name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", run_name)[:80] or "run"
 
 
-def find_pages(directory: Path | None = None) -> list[Page]:
+def find_status_files(directory: Path | None = None) -> list[StatusFile]:
     """Pages in ``directory`` (default: ``run_directory()``) by run and rank, without other users' files.
 
     There are none in a directory that is not there: a reader makes none. Raises TelemetryError when it is not ours
@@ -139,7 +139,7 @@ def sweep(directory: Path, keep_seconds: float = 0.0) -> list[Path]:
 def _is_dead(path: Path, keep_seconds: float) -> bool:
     """Whether the page is without a writer, and its last update over ``keep_seconds`` old."""
     try:
-        fd = open_page(path)
+        fd = open_status_file(path)
     except OSError:
         return False
     try:
@@ -158,9 +158,9 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def _named(path: Path) -> Page:
+def _named(path: Path) -> StatusFile:
     # run_name.rank.pid-random.page; a file of another name is listed too, and says why it cannot be read.
     name = as_text(path.name)
     parts = name.removesuffix(SUFFIX).split(".")
     rank = int(parts[1]) if len(parts) == 3 and re.fullmatch("[0-9]{1,9}", parts[1]) else 0
-    return Page(path, parts[0] or name, rank)
+    return StatusFile(path, parts[0] or name, rank)

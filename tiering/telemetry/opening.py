@@ -16,7 +16,7 @@ from pathlib import Path
 from tiering.errors import TelemetryError
 from tiering.telemetry.description import Description
 from tiering.telemetry.directory import plain_name, sweep
-from tiering.telemetry.writer import PageWriter
+from tiering.telemetry.writer import StatusWriter
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def open_writer(
     description: Description | None = None,
     *,
     level: int = logging.WARNING,
-) -> PageWriter | None:
+) -> StatusWriter | None:
     """The page of ``rank``: in ``directory`` or, without one, in the user's run directory or in a private one.
 
     None where no directory can hold it. Both are logged at ``level``, with the directory that was meant and why it
@@ -37,16 +37,16 @@ def open_writer(
     TelemetryError for a ``directory`` that was given.
     """
     if directory is not None:
-        return PageWriter(run_id, rank, world_size, directory, description)
+        return StatusWriter(run_id, rank, world_size, directory, description)
     try:
-        return PageWriter(run_id, rank, world_size, None, description)
+        return StatusWriter(run_id, rank, world_size, None, description)
     except (TelemetryError, OSError) as error:
         refusal = error.words if isinstance(error, TelemetryError) else str(error)
     for base in _places():
         with suppress(TelemetryError, OSError):
             _sweep_private(base)
             private = base / f"{_prefix()}{plain_name(run_id)}"
-            writer = PageWriter(run_id, rank, world_size, private, description, owns_directory=True)
+            writer = StatusWriter(run_id, rank, world_size, private, description, owns_directory=True)
             log.log(
                 level,
                 "[%s] %s. Telemetry of this run is in %s instead: tierd --dir %s shows it",

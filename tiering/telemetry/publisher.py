@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tiering.errors import TelemetryError
 from tiering.telemetry.rates import with_rates
 from tiering.telemetry.snapshot import Snapshot
-from tiering.telemetry.writer import PageWriter
+from tiering.telemetry.writer import StatusWriter
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Publisher:
 
     def __init__(
         self,
-        writer: PageWriter,
+        writer: StatusWriter,
         source: Callable[[], Snapshot | None],
         interval: float = 0.25,
         *,

@@ -25,7 +25,8 @@ from tiering.telemetry.directory import (
     run_directory,
     sweep,
 )
-from tiering.telemetry.page import (
+from tiering.telemetry.snapshot import RECENT_STEPS, Snapshot
+from tiering.telemetry.status_file import (
     CAPACITY,
     HEADER,
     LARGEST_DESCRIPTION,
@@ -36,15 +37,14 @@ from tiering.telemetry.page import (
     Header,
     checksum,
 )
-from tiering.telemetry.snapshot import RECENT_STEPS, Snapshot
 
 log = logging.getLogger(__name__)
 
-_inherited: weakref.WeakSet[PageWriter] = weakref.WeakSet()
+_inherited: weakref.WeakSet[StatusWriter] = weakref.WeakSet()
 _forking = threading.RLock()  # held while a page is made: no child gets a lock that it knows nothing of
 
 
-class PageWriter:
+class StatusWriter:
     """One rank's page. Creating it sweeps the old pages of dead writers; closing it removes its own.
 
     ``publish`` may be called from any thread. In a forked child the writer is closed and publishes nothing.

@@ -17,7 +17,7 @@ from tiering.doctor.directory import Trial, judge_trial, try_swap_file
 from tiering.doctor.finding import Finding, Verdict, problem
 from tiering.doctor.nameless import Holder
 from tiering.host.drives import Backing, Drive, FileSystem, Link
-from tiering.telemetry import PageWriter, Snapshot
+from tiering.telemetry import Snapshot, StatusWriter
 
 OK, NOTE, PROBLEM = Verdict.OK, Verdict.NOTE, Verdict.PROBLEM
 GIB = 1 << 30
@@ -243,7 +243,7 @@ def test_swap_space_of_a_run_that_trains_is_as_it_should_be(
     monkeypatch.setenv("TIERING_RUN_DIR", str(tmp_path / "run"))
     own, other = Holder(os.getpid(), "python", 1, 8, 4 * MIB), Holder(30, "stuck", 1, 9, MIB)
     assert nameless.judge([own]).verdict is NOTE
-    with closing(PageWriter("gpt")) as writer:
+    with closing(StatusWriter("gpt")) as writer:
         writer.publish(Snapshot("gpt", 0, 1, os.getpid(), 1.0, global_step=12))
         assert nameless.judge([own]) == Finding("swap space of run gpt, step 12")
         found = nameless.judge([own, other])

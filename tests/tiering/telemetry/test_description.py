@@ -10,15 +10,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.tiering.telemetry.pages import describing, only_reading, snapshot
+from tests.tiering.telemetry.status_files import describing, only_reading, snapshot
 from tiering.telemetry import (
     Description,
-    Page,
-    PageWriter,
     SettingStatus,
-    find_pages,
+    StatusFile,
+    StatusWriter,
+    find_status_files,
 )
-from tiering.telemetry import page as page_module
+from tiering.telemetry import status_file as status_module
 
 
 def test_a_description_comes_with_every_snapshot_and_is_read_once(
@@ -26,26 +26,28 @@ def test_a_description_comes_with_every_snapshot_and_is_read_once(
 ) -> None:
     told = [describing(("file", "é"), ("default", str(rank))) for rank in range(70)]
     read, kept = Mock(wraps=Description.from_json), None
-    monkeypatch.setattr(page_module.Description, "from_json", read)
-    writers = [PageWriter("gpt", rank, 70, tmp_path, one) for rank, one in enumerate(told)]
+    monkeypatch.setattr(status_module.Description, "from_json", read)
+    writers = [StatusWriter("gpt", rank, 70, tmp_path, one) for rank, one in enumerate(told)]
     for step in (1, 2):
         for writer in writers:
             writer.publish(snapshot(step))
-        kept = [page.read() for page in find_pages(tmp_path)]  # with what was read before still at hand
+        kept = [
+            page.read() for page in find_status_files(tmp_path)
+        ]  # with what was read before still at hand
         assert [(one.state, one.description, one.snapshot) for one in kept] == [
             ("live", description, snapshot(step)) for description in told
         ]
     assert read.call_count == len(told)
     del kept
-    only_one = Page(writers[0].path, "gpt", 0)
+    only_one = StatusFile(writers[0].path, "gpt", 0)
     assert (only_one.read().description, read.call_count) == (told[0], len(told) + 1), "and then let go of"
     for writer in writers:
         writer.close()
 
 
 def test_a_damaged_description_is_none(tmp_path: Path) -> None:
-    at = 64 + page_module.CAPACITY + 20
-    with closing(PageWriter("gpt", directory=tmp_path, description=describing(("file", "é")))) as writer:
+    at = 64 + status_module.CAPACITY + 20
+    with closing(StatusWriter("gpt", directory=tmp_path, description=describing(("file", "é")))) as writer:
         writer.publish(snapshot(stalls={"x" * 60_000: 1.0}))
         with writer.path.open("r+b") as file:
             (byte,) = os.pread(file.fileno(), 1, at)
@@ -54,7 +56,7 @@ def test_a_damaged_description_is_none(tmp_path: Path) -> None:
         assert (reading.state, reading.description, reading.snapshot is None) == ("live", None, False)
         os.truncate(writer.path, at)
         assert only_reading(tmp_path).description is None
-    with closing(PageWriter("gpt", directory=tmp_path)) as writer:
+    with closing(StatusWriter("gpt", directory=tmp_path)) as writer:
         writer.publish(snapshot())
         assert only_reading(tmp_path).description is None
 
@@ -74,8 +76,8 @@ def test_a_description_too_large_loses_what_is_least_missed(tmp_path: Path) -> N
         size = len(fitted.to_json())
         assert Description.from_json(whole.fitted(size)) == fitted
     assert Description.from_json(whole.fitted(size - 1)) == replace(whole, configuration=None)
-    huge = describing(("default", "b" * page_module.LARGEST_DESCRIPTION), ("file", "a"))
-    with closing(PageWriter("gpt", directory=tmp_path, description=huge)) as writer:
+    huge = describing(("default", "b" * status_module.LARGEST_DESCRIPTION), ("file", "a"))
+    with closing(StatusWriter("gpt", directory=tmp_path, description=huge)) as writer:
         writer.publish(snapshot())
         kept = only_reading(tmp_path).description
         assert kept is not None and kept.configuration is not None
@@ -84,7 +86,7 @@ def test_a_description_too_large_loses_what_is_least_missed(tmp_path: Path) -> N
 
 def test_headers_of_later_minor_versions_are_read(tmp_path: Path) -> None:
     told = describing(("file", "n"))
-    with closing(PageWriter("gpt", directory=tmp_path, description=told)) as writer:
+    with closing(StatusWriter("gpt", directory=tmp_path, description=told)) as writer:
         writer.publish(snapshot())
         raw = writer.path.read_bytes()
         header = bytearray(raw[:64].ljust(120, b"?"))

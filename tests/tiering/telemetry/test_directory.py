@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tiering.telemetry import (
-    PageWriter,
+    StatusWriter,
     TelemetryError,
-    find_pages,
+    find_status_files,
     run_directory,
 )
 
@@ -29,10 +29,10 @@ def test_the_run_directory_is_chosen_in_order(tmp_path: Path, monkeypatch: pytes
     assert run_directory() == tmp_path / "xdg" / "tiering"
     monkeypatch.setenv("TIERING_RUN_DIR", str(tmp_path / "mine"))
     assert run_directory() == tmp_path / "mine"
-    assert find_pages() == []
+    assert find_status_files() == []
     assert [path.name for path in tmp_path.iterdir()] == ["xdg"], "who only looks makes no directory"
-    with closing(PageWriter("gpt")) as writer:
-        assert [page.path for page in find_pages()] == [writer.path]
+    with closing(StatusWriter("gpt")) as writer:
+        assert [page.path for page in find_status_files()] == [writer.path]
     assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
 
 
@@ -46,11 +46,11 @@ def test_another_users_directories_are_not_used(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(theirs))
     assert run_directory() == tmp_path / f"tiering-{os.geteuid()}"
     with pytest.raises(TelemetryError, match="owned by user 12345"):
-        PageWriter("gpt", directory=theirs)
+        StatusWriter("gpt", directory=theirs)
     mine = tmp_path / "mine"
-    with_page = PageWriter("gpt", directory=mine)
+    with_page = StatusWriter("gpt", directory=mine)
     os.chown(with_page.path, 12345, 12345)
-    assert find_pages(mine) == []
+    assert find_status_files(mine) == []
     with_page.close()
 
 
@@ -63,34 +63,34 @@ def test_a_directory_that_is_open_to_others_is_refused(tmp_path: Path) -> None:
             rf"{shared} is open to others \(mode {mode:04o}\); name a new directory.*={shared}/tiering-pages$"
         )
         with pytest.raises(TelemetryError, match=told):
-            PageWriter("gpt", directory=shared)
+            StatusWriter("gpt", directory=shared)
         with pytest.raises(TelemetryError, match=told):
-            find_pages(shared)
+            find_status_files(shared)
     link = tmp_path / "link"
     (tmp_path / "target").mkdir(mode=0o700)
     link.symlink_to(tmp_path / "target")
     with pytest.raises(TelemetryError, match="symbolic link"):
-        find_pages(link)
+        find_status_files(link)
     (tmp_path / "file").touch()
     with pytest.raises(TelemetryError, match="not a directory"):
-        find_pages(tmp_path / "file")
+        find_status_files(tmp_path / "file")
     with pytest.raises(TelemetryError, match="No such file"):
-        PageWriter("gpt", directory=tmp_path / "a" / "b")
-    assert find_pages(tmp_path / "a" / "b") == []
+        StatusWriter("gpt", directory=tmp_path / "a" / "b")
+    assert find_status_files(tmp_path / "a" / "b") == []
 
 
 def test_only_a_directory_of_pages_is_to_be_closed(tmp_path: Path) -> None:
     """Everybody's directory, such as /etc, must not be closed by a command that is pasted."""
     shared = tmp_path / "shared"
     shared.mkdir()
-    with closing(PageWriter("gpt", directory=shared / "tiering-pages")) as writer:
+    with closing(StatusWriter("gpt", directory=shared / "tiering-pages")) as writer:
         pages = writer.path.parent
         pages.chmod(0o755)
         with pytest.raises(TelemetryError, match=rf"; close it: chmod 700 {pages}$"):
-            find_pages(pages)
+            find_status_files(pages)
         (pages / "hosts").touch()
         with pytest.raises(TelemetryError, match=rf"TIERING_RUN_DIR={pages}/tiering-pages$"):
-            find_pages(pages)
+            find_status_files(pages)
 
 
 # --- writing and reading --------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiering.telemetry.pages import child, first_line, snapshot
-from tiering.telemetry import PageWriter, TelemetryError, find_pages, open_writer, opening
+from tests.tiering.telemetry.status_files import child, first_line, snapshot
+from tiering.telemetry import StatusWriter, TelemetryError, find_status_files, open_writer, opening
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_directory_that_cannot_be_used_is_replaced(
     writers = [open_writer("gpt-0a1b2c3d", rank, 2) for rank in range(2)]
     try:
         pages = [writer.path for writer in writers if writer is not None]
-        assert [page.path for page in find_pages(private)] == pages and len(pages) == 2
+        assert [page.path for page in find_status_files(private)] == pages and len(pages) == 2
         assert stat.S_IMODE(private.stat().st_mode) == 0o700
         record = caplog.records[0]
         assert record.levelno == logging.WARNING and re.search(cause, record.getMessage())
@@ -120,11 +120,11 @@ def test_private_directories_of_killed_runs_are_removed(
     killed, lives = (places[1] / f"tiering-{os.geteuid()}-{name}" for name in ("killed", "lives"))
     for directory in (killed, lives):
         directory.mkdir(mode=0o700)
-    held = 'writer = PageWriter("gpt", directory=directory); say("ready"); time.sleep(600)'
+    held = 'writer = StatusWriter("gpt", directory=directory); say("ready"); time.sleep(600)'
     with child(held, killed) as process:
         assert first_line(process) == "ready"
-    assert len(find_pages(killed)) == 1
-    with closing(PageWriter("lives", directory=lives)) as living:
+    assert len(find_status_files(killed)) == 1
+    with closing(StatusWriter("lives", directory=lives)) as living:
         living.publish(snapshot())
         writer = open_writer("gpt")
         assert writer is not None

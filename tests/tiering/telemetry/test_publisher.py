@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiering.telemetry.pages import child, describing, only_reading, snapshot, until
+from tests.tiering.telemetry.status_files import child, describing, only_reading, snapshot, until
 from tiering.telemetry import (
     DirectionStatus,
-    PageWriter,
     PathStatus,
     Publisher,
     Snapshot,
-    find_pages,
+    StatusWriter,
+    find_status_files,
 )
 
 
@@ -31,13 +31,13 @@ def test_the_publisher_keeps_the_page_fresh_and_fills_in_rates(tmp_path: Path) -
         said = only_reading(tmp_path).snapshot
         return said.io[0].read.bytes_per_second if said is not None else 0.0
 
-    publisher = Publisher(PageWriter("gpt", directory=tmp_path), source, interval=0.02)
+    publisher = Publisher(StatusWriter("gpt", directory=tmp_path), source, interval=0.02)
     publisher.start()
     assert only_reading(tmp_path).snapshot is not None
     until(lambda: rate() > 0)
     publisher.close()
     publisher.close()
-    assert find_pages(tmp_path) == []
+    assert find_status_files(tmp_path) == []
     assert "tiering-telemetry" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(ValueError, match="started before"):
         publisher.start()
@@ -45,7 +45,9 @@ def test_the_publisher_keeps_the_page_fresh_and_fills_in_rates(tmp_path: Path) -
 
 def test_publish_now_does_not_wait_for_the_interval(tmp_path: Path) -> None:
     steps = iter(range(100))
-    publisher = Publisher(PageWriter("gpt", directory=tmp_path), lambda: snapshot(next(steps)), interval=3600)
+    publisher = Publisher(
+        StatusWriter("gpt", directory=tmp_path), lambda: snapshot(next(steps)), interval=3600
+    )
     publisher.start()
     publisher.publish_now()
     said = only_reading(tmp_path).snapshot
@@ -65,7 +67,7 @@ def test_a_source_that_raises_is_logged_once_and_forgiven(
         return snapshot()
 
     with caplog.at_level(logging.ERROR):
-        publisher = Publisher(PageWriter("gpt", directory=tmp_path), source, interval=0.01)
+        publisher = Publisher(StatusWriter("gpt", directory=tmp_path), source, interval=0.01)
         publisher.start()
         until(lambda: only_reading(tmp_path).snapshot is not None)
         publisher.close()
@@ -81,21 +83,21 @@ def test_publish_now_does_not_deadlock_with_a_source_that_needs_the_callers_lock
         with engine:
             return snapshot()
 
-    publisher = Publisher(PageWriter("gpt", directory=tmp_path), source, interval=0.001)
+    publisher = Publisher(StatusWriter("gpt", directory=tmp_path), source, interval=0.001)
     publisher.start()
     for _ in range(50):
         with engine:
             time.sleep(0.002)  # long enough for the thread to be waiting inside the source
             publisher.publish_now()
     publisher.close()
-    assert find_pages(tmp_path) == []
+    assert find_status_files(tmp_path) == []
 
 
 def test_the_end_of_the_interpreter_removes_the_page(tmp_path: Path) -> None:
     script = """
-        publisher = Publisher(PageWriter("gpt", directory=directory), lambda: snap(1))
+        publisher = Publisher(StatusWriter("gpt", directory=directory), lambda: snap(1))
         publisher.start()
-        say(len(find_pages(directory)))
+        say(len(find_status_files(directory)))
     """
     with child(script, tmp_path) as process:
         out, _ = process.communicate(timeout=60)
@@ -105,7 +107,7 @@ def test_the_end_of_the_interpreter_removes_the_page(tmp_path: Path) -> None:
 
 def test_the_end_of_a_run_does_not_fail_for_its_directory(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    publisher = Publisher(PageWriter("gpt", directory=directory), snapshot, 60)
+    publisher = Publisher(StatusWriter("gpt", directory=directory), snapshot, 60)
     publisher.start()
     directory.rename(tmp_path / "moved")
     directory.write_text("another's")
@@ -116,15 +118,15 @@ def test_the_end_of_a_run_does_not_fail_for_its_directory(tmp_path: Path) -> Non
 def test_a_page_that_was_removed_is_made_anew(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     told = describing(("file", "n"))
-    writer = PageWriter("gpt", directory=directory, description=told)
+    writer = StatusWriter("gpt", directory=directory, description=told)
     steps = iter(range(100))
     publisher = Publisher(writer, lambda: snapshot(next(steps)), 3600)
     publisher.start()
     for remove in (writer.path.unlink, lambda: shutil.rmtree(directory)):
         remove()
-        assert find_pages(directory) == []
+        assert find_status_files(directory) == []
         publisher.publish_now()
-        (page,) = find_pages(directory)
+        (page,) = find_status_files(directory)
         reading = page.read()
         assert (page.path, reading.state, reading.description) == (writer.path, "live", told)
     parent = tmp_path.rename(tmp_path.with_name("elsewhere"))
@@ -132,7 +134,7 @@ def test_a_page_that_was_removed_is_made_anew(tmp_path: Path) -> None:
     publisher.publish_now()  # as after a logout, until the next login
     parent.rename(tmp_path)
     publisher.publish_now()
-    (page,) = find_pages(directory)
+    (page,) = find_status_files(directory)
     assert page.read().snapshot.step == 4
     shutil.rmtree(directory)
     publisher.close()
@@ -144,14 +146,14 @@ def test_a_page_that_cannot_be_made_anew_is_said_once_and_comes_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pages = tmp_path / "pages"
-    publisher = Publisher(PageWriter("gpt", directory=pages), snapshot, interval=0.01)
+    publisher = Publisher(StatusWriter("gpt", directory=pages), snapshot, interval=0.01)
     publisher.start()
     shutil.rmtree(pages)
     pages.touch()  # in the way of the new directory
     until(lambda: bool(caplog.records))
     time.sleep(0.1)
     pages.unlink()
-    until(lambda: len(find_pages(pages)) == 1)
+    until(lambda: len(find_status_files(pages)) == 1)
     publisher.close()
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     (warning,) = warnings

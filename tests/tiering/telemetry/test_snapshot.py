@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiering.telemetry.pages import only_reading, snapshot
+from tests.tiering.telemetry.status_files import only_reading, snapshot
 from tiering.telemetry import (
     CollectiveStatus,
     CopyStatus,
     DirectionStatus,
     LinkStatus,
-    PageWriter,
     PathStatus,
     Publisher,
     Snapshot,
+    StatusWriter,
     StepRecord,
     with_rates,
 )
@@ -139,7 +139,7 @@ def test_peaks_never_fall_and_come_from_whole_windows(tmp_path: Path) -> None:
             collectives=[CollectiveStatus("reduce", 1, moved)],
         )
 
-    publisher = Publisher(PageWriter("gpt", directory=tmp_path), source, interval=0.25)
+    publisher = Publisher(StatusWriter("gpt", directory=tmp_path), source, interval=0.25)
     told = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("tiering.telemetry.publisher.time.monotonic", lambda: clock)

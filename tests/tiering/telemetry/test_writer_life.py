@@ -9,18 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiering.telemetry.pages import child, first_line, only_reading, until
+from tests.tiering.telemetry.status_files import child, first_line, only_reading, until
 from tiering.telemetry import (
-    PageReading,
-    PageWriter,
-    find_pages,
+    StatusReading,
+    StatusWriter,
+    find_status_files,
     sweep,
 )
-from tiering.telemetry import page as page_module
+from tiering.telemetry import status_file as status_module
 
 
 def test_a_killed_writer_leaves_a_stale_page_that_the_next_one_sweeps(tmp_path: Path) -> None:
-    script = 'w = PageWriter("gpt", directory=directory); w.publish(snap(41)); say("ready"); time.sleep(600)'
+    script = (
+        'w = StatusWriter("gpt", directory=directory); w.publish(snap(41)); say("ready"); time.sleep(600)'
+    )
     with child(script, tmp_path) as process:
         assert first_line(process) == "ready"
         assert only_reading(tmp_path).state == "live"
@@ -31,17 +33,17 @@ def test_a_killed_writer_leaves_a_stale_page_that_the_next_one_sweeps(tmp_path: 
     assert (reading.state, reading.reason) == ("stale", "the writer is gone")
     assert reading.snapshot is not None
     assert reading.snapshot.step == 41
-    (dead,) = find_pages(tmp_path)
+    (dead,) = find_status_files(tmp_path)
     assert sweep(tmp_path, keep_seconds=3600) == []
     os.utime(dead.path, (time.time() + 3600,) * 2)  # as after a clock was set back
-    writer = PageWriter("next", directory=tmp_path)
-    assert [page.path for page in find_pages(tmp_path)] == [writer.path]
-    assert dead.read() == PageReading("stale", None, None, "the page has been removed")
+    writer = StatusWriter("next", directory=tmp_path)
+    assert [page.path for page in find_status_files(tmp_path)] == [writer.path]
+    assert dead.read() == StatusReading("stale", None, None, "the page has been removed")
     writer.close()
 
 
 def test_a_stopped_writer_is_live_and_old(tmp_path: Path) -> None:
-    script = 'w = PageWriter("gpt", directory=directory); w.publish(snap(1)); say("ready"); time.sleep(600)'
+    script = 'w = StatusWriter("gpt", directory=directory); w.publish(snap(1)); say("ready"); time.sleep(600)'
     with child(script, tmp_path) as process:
         assert first_line(process) == "ready"
         process.send_signal(signal.SIGSTOP)
@@ -52,7 +54,7 @@ def test_a_stopped_writer_is_live_and_old(tmp_path: Path) -> None:
 
 def test_death_in_the_middle_of_an_update_is_stale_without_content(tmp_path: Path) -> None:
     script = """
-        writer = PageWriter("gpt", directory=directory)
+        writer = StatusWriter("gpt", directory=directory)
         writer.publish(snap(1))
         os.pwrite(writer._fd, (3).to_bytes(8, "little"), 24)
         say("ready")
@@ -69,7 +71,7 @@ def test_death_in_the_middle_of_an_update_is_stale_without_content(tmp_path: Pat
 
 def test_a_forked_child_neither_holds_the_lock_nor_removes_the_page(tmp_path: Path) -> None:
     script = """
-        writer = PageWriter("gpt", directory=directory)
+        writer = StatusWriter("gpt", directory=directory)
         publisher = Publisher(writer, lambda: snap(5), 0.01)
         publisher.start()
         locks = writer._lock, publisher._lock
@@ -101,7 +103,7 @@ def test_a_forked_child_neither_holds_the_lock_nor_removes_the_page(tmp_path: Pa
 
 def test_a_surviving_child_does_not_make_a_dead_run_look_alive(tmp_path: Path) -> None:
     script = """
-        writer = PageWriter("gpt", directory=directory)
+        writer = StatusWriter("gpt", directory=directory)
         pid = os.fork()
         if pid == 0:
             time.sleep(600)
@@ -133,14 +135,14 @@ def test_a_child_forked_while_a_page_is_made_does_not_keep_its_lock(tmp_path: Pa
             forking.join(0.3)  # it is held up, and goes on when the page is made
             reserve(*arguments)
         os.posix_fallocate = interrupted
-        writer = PageWriter("gpt", directory=directory)
+        writer = StatusWriter("gpt", directory=directory)
         forking.join()
         time.sleep(600)
     """
     with child(script, tmp_path) as process:
         orphan = int(first_line(process))
         try:
-            (page,) = find_pages(tmp_path)
+            (page,) = find_status_files(tmp_path)
             assert page.read().state == "live"
             process.kill()
             process.wait()
@@ -159,9 +161,9 @@ def test_a_page_under_construction_is_not_swept(tmp_path: Path, monkeypatch: pyt
     os.utime(foreign, (time.time() - 3600,) * 2)
     assert sweep(tmp_path) == [left_behind]
     assert fresh.exists() and foreign.exists()
-    assert find_pages(tmp_path) == []
+    assert find_status_files(tmp_path) == []
     with monkeypatch.context() as patch:  # a sweeper that is stopped with its lock would stop its writer, too
-        patch.setattr(page_module.fcntl, "flock", lambda *_: pytest.fail("asked for the lock"))
+        patch.setattr(status_module.fcntl, "flock", lambda *_: pytest.fail("asked for the lock"))
         assert sweep(tmp_path) == []
 
 

@@ -21,7 +21,7 @@ from tests.zero3.mixture import Mixture, mixture, train_mixture
 from tiering.errors import EngineStateError, ResidencyError
 from tiering.placement.plan import Tier
 from tiering.storage import arena
-from tiering.telemetry import EndStatus, find_pages
+from tiering.telemetry import EndStatus, find_status_files
 from zero3.params.param_group import Residency
 
 STREAMED = {"offload_param": "nvme", "offload_optimizer": "nvme", "cache_in_host": False}
@@ -395,7 +395,7 @@ def test_an_engine_that_nobody_closes_is_collected(tmp_path: Path) -> None:
 
     tiers = forget()
     end = time.monotonic() + 20
-    (page,) = find_pages(tmp_path / "run")
+    (page,) = find_status_files(tmp_path / "run")
     while (tiers() is not None or page.read().state == "live") and time.monotonic() < end:
         gc.collect()  # again: the publisher may be telling of it just now
         time.sleep(0.05)
@@ -426,7 +426,7 @@ def test_telemetry_shows_the_run(start: Callable[..., Any], micro_batches: Any, 
         engine.backward(engine(tokens, targets))
         engine.step()
     engine._publisher.publish_now()
-    (page,) = find_pages(pages)
+    (page,) = find_status_files(pages)
     reading = page.read()
     assert reading.state == "live"
     assert reading.snapshot is not None

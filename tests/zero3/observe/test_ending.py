@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tiering.errors import RankLostError
-from tiering.telemetry import EndStatus, Snapshot, find_pages
+from tiering.telemetry import EndStatus, Snapshot, find_status_files
 from zero3.observe.ending import Ending
 
 TRAINING = """
@@ -145,7 +145,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("way", WAYS)
 def test_the_last_page_says_how_the_run_ended(way: str, ended: Path) -> None:
     _, status = WAYS[way]
-    (page,) = find_pages(ended / way)
+    (page,) = find_status_files(ended / way)
     reading = page.read()
     last = reading.snapshot
     assert last is not None and last.ended is not None and reading.state == "stale"

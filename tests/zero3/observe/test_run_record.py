@@ -33,7 +33,7 @@ from tiering.telemetry import (
     DeviceMemoryStatus,
     LinkStatus,
     Snapshot,
-    find_pages,
+    find_status_files,
 )
 from zero3.device import timeline
 from zero3.device.link_copies import LinkStats
@@ -195,7 +195,7 @@ def test_an_engine_describes_its_plan_and_its_configuration(
     start: Callable[..., Any], tmp_path: Path
 ) -> None:
     engine = start(**STREAMED, precision="bf16", state="split", telemetry={"dir": str(tmp_path / "pages")})
-    (page,) = find_pages(tmp_path / "pages")
+    (page,) = find_status_files(tmp_path / "pages")
     told = page.read().description
     assert told == engine._record.description
     assert told.versions.keys() == {"tiering", "torch", "python", "linux"}
@@ -461,7 +461,7 @@ def test_a_rank_tells_who_it_is_and_what_it_sent(start: Callable[..., Any], tmp_
     ]
     assert [step.sent_bytes for step in snapshot.steps] == [350, 70]
     publisher = record.publish(TelemetryConfig(dir=tmp_path / "pages"))
-    (page,) = find_pages(tmp_path / "pages")
+    (page,) = find_status_files(tmp_path / "pages")
     publisher.close()
     assert (page.run_name, page.rank) == ("many", 1)
 
@@ -540,7 +540,7 @@ def test_a_run_directory_that_cannot_be_used_stops_no_training(
     message = next(text for text in caplog.messages if "[TIER-TELEMETRY]" in text)
     assert str(directory) in message
     private = Path(message.partition("tierd --dir ")[2].partition(" ")[0])
-    (page,) = find_pages(private)
+    (page,) = find_status_files(private)
     for tokens, targets in micro_batches(1):
         engine.backward(engine(tokens, targets))
         engine.step()

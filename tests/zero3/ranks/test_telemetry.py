@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tiering.errors import RankLostError
-from tiering.telemetry import EndStatus, Snapshot, find_pages
+from tiering.telemetry import EndStatus, Snapshot, find_status_files
 
 from .pool import Pool
 from .training import start, tokens
@@ -17,7 +17,7 @@ Ranks = Callable[[int], Pool]
 
 def mine(rank: int, pages: Path, state: str) -> Snapshot:
     """What the page of this rank says that is in ``state``."""
-    readings = [page.read() for page in find_pages(pages) if page.rank == rank]
+    readings = [page.read() for page in find_status_files(pages) if page.rank == rank]
     (reading,) = (one for one in readings if one.state == state)
     assert reading.snapshot is not None
     return reading.snapshot

@@ -96,7 +96,7 @@ def locked_by_another(fd: int) -> bool:
 
 
 @dataclass(frozen=True)
-class PageReading:
+class StatusReading:
     """What a page said when it was read.
 
     live            the writer holds its lock and the content is whole
@@ -120,30 +120,30 @@ class PageReading:
 
 
 @dataclass(frozen=True)
-class Page:
+class StatusFile:
     """A page file in a run directory. ``run_name`` (as the file name spells it) and ``rank`` need no read."""
 
     path: Path
     run_name: str
     rank: int
 
-    def read(self) -> PageReading:
+    def read(self) -> StatusReading:
         """Read the page as it is now. Never raises for what the file holds or lacks."""
         try:
-            fd = open_page(self.path)
+            fd = open_status_file(self.path)
         except FileNotFoundError:
-            return PageReading("stale", None, None, "the page has been removed")
+            return StatusReading("stale", None, None, "the page has been removed")
         except OSError as error:
-            return PageReading("unreadable", None, None, error.strerror or str(error))
+            return StatusReading("unreadable", None, None, error.strerror or str(error))
         try:
             return _read(fd)
         except OSError as error:
-            return PageReading("unreadable", None, None, error.strerror or str(error))
+            return StatusReading("unreadable", None, None, error.strerror or str(error))
         finally:
             os.close(fd)
 
 
-def open_page(path: Path) -> int:
+def open_status_file(path: Path) -> int:
     """A descriptor to read a page by. Waits for nothing, and follows no link. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -152,7 +152,7 @@ def open_page(path: Path) -> int:
     return fd
 
 
-def _read(fd: int) -> PageReading:
+def _read(fd: int) -> StatusReading:
     for _ in range(10):
         reading = _read_once(fd)
         if reading.state != "torn" or not locked_by_another(fd):
@@ -166,35 +166,35 @@ def _read(fd: int) -> PageReading:
     return reading
 
 
-def _read_once(fd: int) -> PageReading:
+def _read_once(fd: int) -> StatusReading:
     """One attempt, as if the writer lived."""
     first = os.pread(fd, HEADER.size, 0)
     if len(first) < 12 or not first.startswith(MAGIC):
-        return PageReading("unreadable", None, None, "not a telemetry page")
+        return StatusReading("unreadable", None, None, "not a telemetry page")
     version = int.from_bytes(first[8:12], "little")
     if version > VERSION:
         reason = f"format {version}; this reader knows up to {VERSION}"
-        return PageReading("newer-version", None, None, reason)
+        return StatusReading("newer-version", None, None, reason)
     if len(first) < HEADER.size:
-        return PageReading("unreadable", None, None, "truncated")
+        return StatusReading("unreadable", None, None, "truncated")
     header = Header.of(first)
     age = max(0, time.time_ns() - header.heartbeat_ns) / 1e9 if header.heartbeat_ns else None
     if header.header_size < HEADER.size or not header.length <= header.capacity <= _SANE_PAYLOAD:
-        return PageReading("unreadable", None, None, "the header makes no sense")
+        return StatusReading("unreadable", None, None, "the header makes no sense")
     payload = os.pread(fd, header.length, header.header_size)
     if header.sequence % 2 or os.pread(fd, HEADER.size, 0) != first:
-        return PageReading("torn", age, None, "an update was going on for the whole time of reading")
+        return StatusReading("torn", age, None, "an update was going on for the whole time of reading")
     if len(payload) < header.length:
-        return PageReading("unreadable", age, None, "truncated")
+        return StatusReading("unreadable", age, None, "truncated")
     if checksum(header.heartbeat_ns, payload) != header.crc:
-        return PageReading("unreadable", age, None, "the checksum does not match")
+        return StatusReading("unreadable", age, None, "the checksum does not match")
     if not payload:
-        return PageReading("live", age, None, "")  # created, nothing published yet
+        return StatusReading("live", age, None, "")  # created, nothing published yet
     try:
         snapshot = Snapshot.from_json(payload)
     except ValidationError as error:
-        return PageReading("unreadable", age, None, f"not a snapshot: {_what_is_wrong(error)}")
-    return PageReading("live", age, snapshot, "", _description(fd, header), header.heartbeat_ns / 1e9)
+        return StatusReading("unreadable", age, None, f"not a snapshot: {_what_is_wrong(error)}")
+    return StatusReading("live", age, snapshot, "", _description(fd, header), header.heartbeat_ns / 1e9)
 
 
 def _what_is_wrong(error: ValidationError) -> str:

@@ -18,15 +18,15 @@ from tiering.telemetry import (
     ConfigurationStatus,
     Description,
     DirectionStatus,
-    PageReading,
     PathStatus,
     PlannedTier,
     PlanStatus,
     SettingStatus,
     Snapshot,
+    StatusReading,
     StepRecord,
     TierStatus,
-    find_pages,
+    find_status_files,
 )
 
 GIB = 1 << 30
@@ -53,8 +53,8 @@ def snapshot(step: int = 7, **changes: object) -> Snapshot:
     )
 
 
-def only_reading(directory: Path) -> PageReading:
-    (page,) = find_pages(directory)
+def only_reading(directory: Path) -> StatusReading:
+    (page,) = find_status_files(directory)
     return page.read()
 
 

@@ -12,21 +12,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.tiering.telemetry.pages import child, first_line, only_reading, snapshot
+from tests.tiering.telemetry.status_files import child, first_line, only_reading, snapshot
 from tiering.telemetry import (
-    PageReading,
-    PageWriter,
+    StatusReading,
+    StatusWriter,
     StepRecord,
     TelemetryError,
-    find_pages,
+    find_status_files,
     sweep,
 )
-from tiering.telemetry import page as page_module
+from tiering.telemetry import status_file as status_module
 
 
 def test_what_is_published_is_read(tmp_path: Path) -> None:
-    writer = PageWriter("gpt", directory=tmp_path)
-    assert only_reading(tmp_path) == PageReading("live", None, None, "")
+    writer = StatusWriter("gpt", directory=tmp_path)
+    assert only_reading(tmp_path) == StatusReading("live", None, None, "")
     for step in (1, 2, 3):
         writer.publish(snapshot(step))
         reading = only_reading(tmp_path)
@@ -42,9 +42,9 @@ def test_what_is_published_is_read(tmp_path: Path) -> None:
 
 
 def test_two_runs_of_one_name_do_not_collide(tmp_path: Path) -> None:
-    writers = [PageWriter("a/b ../ü", rank, 4, directory=tmp_path) for rank in (0, 3, 0)]
+    writers = [StatusWriter("a/b ../ü", rank, 4, directory=tmp_path) for rank in (0, 3, 0)]
     assert len({writer.path for writer in writers}) == 3
-    assert [(page.run_name, page.rank) for page in find_pages(tmp_path)] == [
+    assert [(page.run_name, page.rank) for page in find_status_files(tmp_path)] == [
         ("a_b_____", 0),
         ("a_b_____", 0),
         ("a_b_____", 3),
@@ -53,29 +53,29 @@ def test_two_runs_of_one_name_do_not_collide(tmp_path: Path) -> None:
         assert writer.path.parent == tmp_path
         writer.close()
     with pytest.raises(ValueError, match="rank 4 is outside a world of 4"):
-        PageWriter("a", 4, 4, directory=tmp_path)
+        StatusWriter("a", 4, 4, directory=tmp_path)
 
 
 def test_a_snapshot_too_large_loses_its_oldest_steps_first(tmp_path: Path) -> None:
-    writer = PageWriter("gpt", directory=tmp_path)
+    writer = StatusWriter("gpt", directory=tmp_path)
     writer.publish(snapshot(steps=[StepRecord(i, 1.0) for i in range(100)]))
     kept = only_reading(tmp_path).snapshot
     assert kept is not None
     assert [record.step for record in kept.steps] == list(range(68, 100))
-    bulk = {"x" * (page_module.CAPACITY - 5500): 1.0}
+    bulk = {"x" * (status_module.CAPACITY - 5500): 1.0}
     writer.publish(snapshot(stalls=bulk, steps=[StepRecord(i, 1.0) for i in range(100)]))
     kept = only_reading(tmp_path).snapshot
     assert kept is not None
     assert [record.step for record in kept.steps] == list(range(84, 100))
     with pytest.raises(TelemetryError, match="a page holds 65536"):
-        writer.publish(snapshot(stalls={"x" * page_module.CAPACITY: 1.0}))
+        writer.publish(snapshot(stalls={"x" * status_module.CAPACITY: 1.0}))
     assert only_reading(tmp_path).snapshot == kept
     writer.close()
 
 
 def test_a_reader_never_sees_half_an_update(tmp_path: Path) -> None:
     script = """
-        writer = PageWriter("gpt", directory=directory)
+        writer = StatusWriter("gpt", directory=directory)
         say("ready")
         step = 0
         while True:
@@ -101,10 +101,10 @@ def test_a_reader_never_sees_half_an_update(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_update_is_torn_while_its_writer_lives(tmp_path: Path) -> None:
-    writer = PageWriter("gpt", directory=tmp_path)
+    writer = StatusWriter("gpt", directory=tmp_path)
     writer.publish(snapshot())
     with writer.path.open("r+b") as file:
-        os.pwrite(file.fileno(), (3).to_bytes(8, "little"), page_module.SEQUENCE_OFFSET)
+        os.pwrite(file.fileno(), (3).to_bytes(8, "little"), status_module.SEQUENCE_OFFSET)
     assert only_reading(tmp_path).state == "torn"
     assert only_reading(tmp_path).snapshot is None
     writer.publish(snapshot())
@@ -113,7 +113,7 @@ def test_an_unfinished_update_is_torn_while_its_writer_lives(tmp_path: Path) -> 
 
 
 def test_a_page_that_was_truncated_heals_and_its_writer_survives(tmp_path: Path) -> None:
-    writer = PageWriter("gpt", directory=tmp_path)
+    writer = StatusWriter("gpt", directory=tmp_path)
     writer.publish(snapshot())
     whole = writer.path.stat().st_size
     for length in (0, 5, 11, 12, 40, 63, 64, 65, 200):
@@ -131,7 +131,7 @@ def test_a_page_that_was_truncated_heals_and_its_writer_survives(tmp_path: Path)
 @given(data=st.data())
 def test_damage_is_never_taken_for_content(tmp_path: Path, data: st.DataObject) -> None:
     directory = tmp_path / "damage"
-    with closing(PageWriter("gpt", directory=directory)) as writer:
+    with closing(StatusWriter("gpt", directory=directory)) as writer:
         writer.publish(snapshot())
         damage(writer.path, data)
         reading = only_reading(directory)
@@ -159,7 +159,7 @@ def test_garbage_is_unreadable(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("offset", [32, 64 + 20])
 def test_one_wrong_bit_in_heartbeat_or_payload_is_found(tmp_path: Path, offset: int) -> None:
-    with closing(PageWriter("gpt", directory=tmp_path)) as writer:
+    with closing(StatusWriter("gpt", directory=tmp_path)) as writer:
         writer.publish(snapshot(stalls={"é": 1.0}))
         with writer.path.open("r+b") as file:
             (byte,) = os.pread(file.fileno(), 1, offset)
@@ -170,14 +170,14 @@ def test_one_wrong_bit_in_heartbeat_or_payload_is_found(tmp_path: Path, offset: 
 
 
 def test_a_newer_format_is_named_as_such(tmp_path: Path) -> None:
-    writer = PageWriter("gpt", 2, 4, directory=tmp_path)
+    writer = StatusWriter("gpt", 2, 4, directory=tmp_path)
     writer.publish(snapshot())
     with writer.path.open("r+b") as file:
         os.pwrite(file.fileno(), (2).to_bytes(4, "little"), 8)
     reading = only_reading(tmp_path)
     assert (reading.state, reading.snapshot) == ("newer-version", None)
     assert reading.reason == "format 2; this reader knows up to 1"
-    assert find_pages(tmp_path)[0].rank == 2
+    assert find_status_files(tmp_path)[0].rank == 2
     writer.close()
 
 
@@ -186,7 +186,7 @@ def test_things_that_are_no_files_are_unreadable_and_do_not_block(tmp_path: Path
     os.mkfifo(tmp_path / "fifo.page")
     (tmp_path / "link.page").symlink_to("/etc/passwd")
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.page")).touch()
-    readings = {page.run_name: page.read() for page in find_pages(tmp_path)}
+    readings = {page.run_name: page.read() for page in find_status_files(tmp_path)}
     assert {name: reading.state for name, reading in readings.items()} == dict.fromkeys(
         ("directory", "fifo", "link", "?"), "unreadable"
     )

@@ -12,9 +12,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 
-from service.answers.examples import with_examples
-from service.answers.history import Histories, history
-from service.answers.of_rank import (
+from service.background import Aside
+from service.cached import Kept
+from service.ended_runs import Chronicle
+from service.events import Events, Subscription
+from service.health import Alive, Health, Identity, Readiness, ready
+from service.history import INTERVAL, History
+from service.http.guard import REFUSALS, Access, Detail, Guard
+from service.http.parameters import known_parameters
+from service.metrics import OPENMETRICS, TEXT, prefers_openmetrics, render
+from service.responses.by_rank import (
     ByRank,
     RankBandwidth,
     RankConfig,
@@ -25,20 +32,13 @@ from service.answers.of_rank import (
     steps,
     tiers,
 )
-from service.answers.plan import RankPlan, plan
-from service.answers.status import Runs, RunStatus, Status, only, runs, status
-from service.background import Aside
-from service.cached import Kept
-from service.ended_runs import Chronicle
-from service.events import Events, Subscription
-from service.health import Alive, Health, Identity, Readiness, ready
-from service.history import INTERVAL, History
-from service.http.guard import REFUSALS, Access, Detail, Guard
-from service.http.parameters import known_parameters
-from service.metrics import OPENMETRICS, TEXT, prefers_openmetrics, render
-from service.page import File, read_files
+from service.responses.examples import with_examples
+from service.responses.history import Histories, history
+from service.responses.plan import RankPlan, plan
+from service.responses.status import Runs, RunStatus, Status, only, runs, status
 from service.view import NotHereError, View
 from service.watch import Watch
+from service.web_page import File, read_files
 from tiering.telemetry import TelemetryError, as_text
 
 Run = Annotated[str | None, Query(description="only the run of this id", max_length=200)]

@@ -39,10 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     options = options_of(sys.argv[1:] if arguments is None else arguments)
     if options.command in PRINTED:
-        from service.metrics import shipped
+        from service.metrics import monitoring_files
 
         try:
-            code = shipped.main(options.command)
+            code = monitoring_files.main(options.command)
             print(end="", flush=True)
         except OSError as error:
             # What is left to flush goes nowhere.
@@ -81,9 +81,9 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _show(options: argparse.Namespace, directory: Path) -> int:
     if options.command == "serve":
-        from service import serving
+        from service import serve_command
 
-        return serving.main(options, directory)
+        return serve_command.main(options, directory)
     from service import terminal
     from service.watch import Watch
 

@@ -6,10 +6,10 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 
-from service.answers.status import EndedRun, last_words
-from service.ends import end_of, with_last_pages
 from service.formatting import counted, plain
 from service.health import reasons
+from service.responses.status import EndedRun, last_words
+from service.run_end import end_of, with_last_pages
 from service.view import RunState, RunView, View
 
 MOST = 10  # ended runs that are remembered

@@ -1,20 +1,23 @@
-"""What deserves an operator's attention, in plain words, each with its remedy. Pure: a RunView in, words out.
+"""Advice: each problem of a run in plain words, with a remedy. Pure: a RunView in, a list of Advice out.
 
-    finding.py   what is said            ranks.py   who is not there, and whom the others wait for
-    waits.py     what steps wait for     nvme.py    steps that wait for NVMe, and what would help
-    relief.py    what memory would do    link.py    steps that wait for copies to a GPU or from it
-                                         pace.py    steps that do not come, or have become slower
-                                         disks.py  memory.py  training.py
+    finding.py        the Advice model
+    stalls.py         figures that several rules share: stalls by cause, typical steps
+    larger_budget.py  the effect of a larger host budget
+    ranks.py          ranks that are missing or dead, and stragglers
+    nvme.py           steps that wait for NVMe
+    link.py           steps that wait for copies to or from a GPU
+    step_time.py      steps that hang, are slow outside the engine, or have become slower
+    disks.py, memory.py, training.py
 
-Each rule looks at a run and yields what it finds; a threshold stands beside its reason. Figures are of recent steps
-where there are enough of them, and of the whole run for counters of what should never happen.
+Each rule takes a run and yields Advice. A comment at each threshold gives its reason. Rules use figures of the recent
+steps where there are enough of them; counters of events that should never happen are those of the whole run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from service.advice import disks, link, memory, nvme, pace, ranks, training
+from service.advice import disks, link, memory, nvme, ranks, step_time, training
 from service.advice.finding import Advice, Severity
 from service.view import RunView
 
@@ -27,13 +30,13 @@ _RULES: tuple[Callable[[RunView], Iterator[Advice]], ...] = (
     training.diverged,
     training.failed_saves,
     training.skipping,
-    pace.stuck,
+    step_time.stuck,
     nvme.bound,
     link.bound,
     ranks.waited_for,
-    pace.of_the_update,
-    pace.of_the_program,
-    pace.slower_than_before,
+    step_time.of_the_update,
+    step_time.of_the_program,
+    step_time.slower_than_before,
     disks.slow_paths,
     disks.retries,
     disks.page_cache,

@@ -7,10 +7,10 @@ from statistics import fmean, median
 from typing import Literal
 
 from service.advice.finding import Advice, warning
-from service.advice.relief import as_setting
-from service.advice.waits import ALIKE, BOUND, ON_NVME, STALLED, TOLD, Stepping, stepping
+from service.advice.larger_budget import as_setting
+from service.advice.stalls import ALIKE, BOUND, ON_NVME, STALLED, TOLD, Stepping, stepping
 from service.formatting import listed, moved, rate, seconds, share, size
-from service.recent import steady
+from service.recent_steps import steady
 from service.view import RunView
 from tiering.telemetry import COPIES_OF, CopyStatus
 

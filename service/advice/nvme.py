@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from service.advice.finding import Advice, warning
-from service.advice.relief import NEGLIGIBLE, Relief, as_setting, on_tier, relief
-from service.advice.waits import BOUND, ON_NVME, STALLED, TOLD, direction, stepping
+from service.advice.larger_budget import NEGLIGIBLE, Relief, as_setting, on_tier, relief
+from service.advice.stalls import BOUND, ON_NVME, STALLED, TOLD, direction, stepping
 from service.formatting import listed, moved, seconds, share, size
-from service.recent import steady
+from service.recent_steps import steady
 from service.view import RankView, RunView
 from tiering.telemetry import PlanStatus, Snapshot, TierStatus
 

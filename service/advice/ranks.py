@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 from service.advice.finding import Advice, error, warning
-from service.advice.waits import (
+from service.advice.stalls import (
     ON_RANKS,
     STALLED,
     Stepping,
@@ -17,8 +17,8 @@ from service.advice.waits import (
     stepping,
     typical,
 )
-from service.ends import end_of
 from service.formatting import counted, seconds, share
+from service.run_end import end_of
 from service.view import RunView
 
 _LAST_WORDS = "the log of the job has the traceback, and `dmesg` what the out-of-memory killer did"

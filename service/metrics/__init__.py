@@ -26,9 +26,9 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from service.metrics.families import Family, Histogram, Values
-from service.metrics.of_rank import OF_PLAN, OF_RANK, OF_SNAPSHOT, RANK_UP
-from service.metrics.of_run import OF_RUN
-from service.metrics.of_sidecar import OF_SIDECAR, Scrape
+from service.metrics.rank_metrics import OF_PLAN, OF_RANK, OF_SNAPSHOT, RANK_UP
+from service.metrics.run_metrics import OF_RUN
+from service.metrics.sidecar_metrics import OF_SIDECAR, Scrape
 from service.view import RankView, RunView, State, View
 
 Subject = TypeVar("Subject")

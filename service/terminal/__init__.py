@@ -11,11 +11,11 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
-from service.answers.status import Status, status
 from service.formatting import counted, plain
 from service.history import INTERVAL, History
+from service.responses.status import Status, status
 from service.terminal.keyboard import keyboard
-from service.terminal.picture import Marks, marks, pictured
+from service.terminal.rendering import Marks, marks, pictured
 from service.view import View
 from service.watch import Watch
 from tiering.telemetry import TelemetryError

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import tiering
 from service.advice import Advice, advise
-from service.advice.relief import relief
-from service.answers.status import status
-from service.terminal.picture import ASCII, pictured
+from service.advice.larger_budget import relief
+from service.responses.status import status
+from service.terminal.rendering import ASCII, pictured
 from service.view import RankView, RunView, View
 from service.watch import Watch
 from tests.tiering.workloads import MIB, PLENTY, budgets, example, planned, workloads

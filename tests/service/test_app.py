@@ -22,8 +22,8 @@ import jsonschema
 import pytest
 from fastapi.testclient import TestClient
 
-from service.answers import examples
 from service.app import create_app
+from service.responses import examples
 from service.watch import Watch
 from tiering.telemetry import StatusFile, StatusWriter, TelemetryError, find_status_files
 
@@ -400,7 +400,7 @@ def test_history_goes_on_whatever_happens_to_the_pages(
 
 def test_the_sidecar_loads_neither_torch_nor_the_engine() -> None:
     code = (
-        "import sys, service.cli, service.serving, service.terminal\n"
+        "import sys, service.cli, service.serve_command, service.terminal\n"
         "forbidden = ('torch', 'numpy', 'zero3', 'optim_cpu')\n"
         "print(sorted(m for m in sys.modules if m.split('.')[0] in forbidden))\n"
         "print(sorted(m for m in sys.modules if m.split('.')[0] == 'tiering'))"

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 import service.cli
-import service.serving
+import service.serve_command
 from service.http.bearer import TokenError, token_of
 
 from .processes import Sidecar, running
@@ -25,7 +25,9 @@ TOKEN = "Zm9yZ2V0LW1lLW5vdC4"
 def refused(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """``refused(*arguments)`` is the one line of a ``tierd`` that does not start, in this process."""
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: pytest.fail("it started"))
-    monkeypatch.setattr(service.serving, "be_modest", lambda _: None)  # there is no way back from niceness
+    monkeypatch.setattr(
+        service.serve_command, "be_modest", lambda _: None
+    )  # there is no way back from niceness
     monkeypatch.delenv("TIERD_TOKEN", raising=False)
 
     def main(*arguments: str) -> str:
@@ -168,7 +170,7 @@ def test_looking_once_loads_no_server(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"{asked}; print(*sys.modules)"], capture_output=True, text=True, check=True
     )
-    assert "service.terminal.picture" in done.stdout
+    assert "service.terminal.rendering" in done.stdout
     assert not {"fastapi", "uvicorn", "prometheus_client", "torch"} & set(done.stdout.split())
 
 

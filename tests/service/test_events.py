@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from service.answers.examples import example
 from service.cached import Kept
 from service.events import MOST_SUBSCRIBERS, Events, Subscription
+from service.responses.examples import example
 from service.watch import Watch
 
 from .conftest import Publish

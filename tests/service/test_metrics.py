@@ -19,10 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from service.app import create_app
 from service.metrics import OPENMETRICS, TEXT, render
-from service.metrics.of_rank import OF_PLAN, OF_RANK, OF_SNAPSHOT, RANK_UP
-from service.metrics.of_run import OF_RUN
-from service.metrics.of_sidecar import OF_SIDECAR
-from service.metrics.shipped import table
+from service.metrics.monitoring_files import table
+from service.metrics.rank_metrics import OF_PLAN, OF_RANK, OF_SNAPSHOT, RANK_UP
+from service.metrics.run_metrics import OF_RUN
+from service.metrics.sidecar_metrics import OF_SIDECAR
 from service.version import own_version
 from service.view import RankView, RunView, View
 from service.watch import Watch

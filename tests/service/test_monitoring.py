@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import service.advice
 from service.metrics import render
-from service.metrics.shipped import FILES, main, text
+from service.metrics.monitoring_files import FILES, main, text
 
 from .full_view import FULL
 from .promtool import promtool

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from service.page import read_files
+from service.web_page import read_files
 from tiering.telemetry import (
     ConfigurationStatus,
     CopyStatus,

@@ -22,9 +22,9 @@ import pytest
 from rich.console import Console
 
 from service import terminal
-from service.answers.status import status
 from service.history import Entry
-from service.terminal.picture import ASCII, BLOCKS, Marks, pictured
+from service.responses.status import status
+from service.terminal.rendering import ASCII, BLOCKS, Marks, pictured
 from service.view import RankView, RunView, View
 from service.watch import Watch
 from tiering.telemetry import (

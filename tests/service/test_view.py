@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from service.answers.status import status
 from service.background import Aside
 from service.cached import Kept
 from service.ended_runs import Chronicle
 from service.health import Identity, ready
 from service.history import LENGTH, History
+from service.responses.status import status
 from service.view import NotHereError, View, view_of
 from service.watch import Watch
 from tiering.telemetry import (

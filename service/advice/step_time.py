@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 from service.advice.finding import Advice, warning
-from service.advice.waits import on_link, on_nvme, on_ranks, outside, stepping
+from service.advice.stalls import on_link, on_nvme, on_ranks, outside, stepping
 from service.formatting import seconds, share
-from service.recent import steady
+from service.recent_steps import steady
 from service.view import RunView
 from tiering.telemetry import Snapshot, StepRecord
 

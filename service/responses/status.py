@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from service.advice import Advice, advise
-from service.ends import How, end_of
 from service.history import Entry
-from service.recent import recent
+from service.recent_steps import recent
+from service.run_end import How, end_of
 from service.view import RankView, RunState, RunView, State, View
 from tiering.telemetry import Diverging, Snapshot, figures
 

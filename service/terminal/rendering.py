@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from service.advice import Advice
-from service.answers.status import RankStatus, RunStatus, Status
 from service.formatting import counted, listed, plain, rate, seconds, share, size
 from service.history import Entry
+from service.responses.status import RankStatus, RunStatus, Status
 from tiering.telemetry import CopyStatus, DirectionStatus, PathStatus
 
 _STATE_STYLES = {"training": "green", "live": "green", "degraded": "bold red", "ended": "bold red"}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
-from service.recent import Recent, recent, steady
+from service.recent_steps import Recent, recent, steady
 from service.view import RankView, RunView
 from tiering.telemetry import COPIES_OF, DirectionStatus, Snapshot, StepRecord
 

@@ -8,9 +8,9 @@ from importlib import resources
 from typing import Any
 
 from service.metrics.families import Family
-from service.metrics.of_rank import OF_PLAN, OF_RANK, OF_SNAPSHOT, RANK_UP
-from service.metrics.of_run import OF_RUN
-from service.metrics.of_sidecar import OF_SIDECAR
+from service.metrics.rank_metrics import OF_PLAN, OF_RANK, OF_SNAPSHOT, RANK_UP
+from service.metrics.run_metrics import OF_RUN
+from service.metrics.sidecar_metrics import OF_SIDECAR
 
 FILES = {
     "dashboard": "tierd-dashboard.json",

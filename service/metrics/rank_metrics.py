@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from service.metrics.declared import declared
 from service.metrics.families import Family, Histogram, Values, gauge
-from service.recent import recent
+from service.metrics.from_figures import declared
+from service.recent_steps import recent
 from service.view import RankView
 from tiering.telemetry import DirectionStatus, PlanStatus, Snapshot
 

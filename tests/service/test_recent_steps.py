@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from service.recent import recent
+from service.recent_steps import recent
 from tiering.telemetry import Snapshot, StepRecord
 
 SAID = Snapshot("gpt", 0, 1, 1, 0.0)

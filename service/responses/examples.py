@@ -10,12 +10,12 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from service.answers.history import history
-from service.answers.of_rank import bandwidth, config, steps, tiers
-from service.answers.plan import plan
-from service.answers.status import last_words, runs, status
 from service.health import Alive, Health, ready
 from service.history import Entry, TierName
+from service.responses.by_rank import bandwidth, config, steps, tiers
+from service.responses.history import history
+from service.responses.plan import plan
+from service.responses.status import last_words, runs, status
 from service.view import RankView, RunView, View
 from tiering.telemetry import (
     ActivationStatus,

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import pytest
 
-from service.answers.status import RankStatus
-from service.metrics.declared import declared
-from service.metrics.of_rank import OF_SNAPSHOT
+from service.metrics.from_figures import declared
+from service.metrics.rank_metrics import OF_SNAPSHOT
+from service.responses.status import RankStatus
 from tiering.telemetry import Figure, Label, Snapshot, figures
 
 DOORS = Figure("Doors by how they stand.", "house_doors")

@@ -6,8 +6,8 @@ from statistics import median
 
 from pydantic import BaseModel, Field
 
-from service.answers.of_rank import ByRank, OfRank, by_rank
-from service.recent import steady
+from service.recent_steps import steady
+from service.responses.by_rank import ByRank, OfRank, by_rank
 from service.view import RankView, View
 from tiering.telemetry import PlanStatus, Snapshot, TierStatus
 

@@ -1,1 +1,0 @@
-"""What the endpoints answer: one module for each, with its models and the function that makes them of a View."""

@@ -70,7 +70,7 @@ def test_a_bad_directory_is_one_clear_line(tmp_path: Path, refused: Callable[...
     (tmp_path / "open").chmod(0o777)
     for name, said in (
         ("file", "is not a directory"),
-        ("open", "is open to others (mode 0777); name a new directory, which is made closed"),
+        ("open", "is open to others (mode 0777); name a new directory, which is created with mode 0700"),
     ):
         for how in (["--port", "0"], ["--once"]):
             assert f"run directory {tmp_path / name} {said}" in refused(*how, "--dir", str(tmp_path / name))

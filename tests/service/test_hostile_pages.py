@@ -235,9 +235,9 @@ def in_all_lists(item: str, size: int) -> Iterator[bytes]:
 
 BURSTS: dict[str, Callable[[], Iterator[bytes]]] = {
     "numbers where records should be": lambda: in_all_lists("1", status_module.CAPACITY),
-    "the largest that passes": lambda: in_all_lists("1", status_module._SANE_PAYLOAD),
+    "the largest that passes": lambda: in_all_lists("1", status_module._MAX_CAPACITY),
     "a million numbers": lambda: in_all_lists("1", 2_000_000),
-    "steps without end": lambda: in_all_lists('{"step":1,"seconds":1}', status_module._SANE_PAYLOAD),
+    "steps without end": lambda: in_all_lists('{"step":1,"seconds":1}', status_module._MAX_CAPACITY),
     "lists in lists": lambda: iter([b"[" * status_module.CAPACITY, b'{"a":' * (status_module.CAPACITY // 5)]),
 }
 

@@ -1,14 +1,14 @@
-"""Counters that outlive the process that counted them: one small page per rank, in a per-user run directory.
+"""Telemetry: each rank publishes its counters in a small status file, which survives a crash of the rank.
 
-    snapshot.py     what a page says again and again     description.py   what it says once
-    figure.py       how a field of these says what it is, for answers, metrics and documentation
-    rates.py        bandwidths of two snapshots
-    page.py         the file: its format and its reader    writer.py        its writer
-    directory.py    where pages live, who may look, and the sweeper
-    opening.py      a page for a run, whatever is wrong with its directory
-    publisher.py    the thread that keeps a page fresh while training runs
+    snapshot.py      the content that each publication replaces    description.py   the content that never changes
+    figure.py        declares a field's help text and metric name
+    rates.py         bandwidths from two snapshots
+    status_file.py   the file: its format and its reader    writer.py    its writer
+    directory.py     the run directory: its place, its permissions, the removal of old status files
+    opening.py       opens a status file for a run, elsewhere if the run directory cannot be used
+    publisher.py     the thread that updates a status file while training runs
 
-Imports no torch. Directories are 0700 and pages 0600; what another user owns is refused or ignored.
+Imports no torch. Directories have mode 0700 and status files 0600; files of other users are refused or ignored.
 """
 
 from tiering.errors import TelemetryError

@@ -1,4 +1,4 @@
-"""What a rank says about itself once, when it starts: its configuration, its plan, what it runs on. Frozen records."""
+"""The static part of a status file: configuration, plan, device and versions of a rank. Frozen records."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from tiering.telemetry.snapshot import Integer
 
 @dataclass(frozen=True)
 class SettingStatus:
-    """One key of the configuration by its dotted path, and its value in effect ("auto" filled in), as JSON has it.
+    """One configuration key by its dotted path, and its value in effect ("auto" is resolved) as a JSON value.
 
-    ``origin``: "file" (given), "auto" (the file left it to us) or "default" (the file says nothing). ``verdict`` is
-    what became of it here ("honoured", "mapped", ...), and ``note`` what that means. Secrets never get here.
+    ``origin`` is "file" (the file sets it), "auto" (the file sets "auto") or "default" (the file does not have it).
+    ``verdict`` says how the engine treats the key ("honoured", "mapped", ...), and ``note`` explains it. Secrets are
+    left out.
     """
 
     key: str
@@ -29,7 +30,7 @@ class SettingStatus:
 
 @dataclass(frozen=True)
 class ConfigurationStatus:
-    """What the run was configured with: the file (empty for a dict), what it comes to, and keys by what became of them.
+    """The configuration of a run: its file (empty for a dict), its outcome, and the number of keys by verdict.
 
     ``without_effect`` and ``deprecated`` are dotted keys; ``settings`` has every key, defaults included.
     """
@@ -44,7 +45,7 @@ class ConfigurationStatus:
 
 @dataclass(frozen=True)
 class PlannedTier:
-    """What the plan puts on one tier of a rank, in bytes, in all and by kind."""
+    """Bytes that the plan puts on one tier of a rank, in total and by kind."""
 
     name: Annotated[Literal["device", "host", "nvme"], Label("tier")]
     budget: Integer
@@ -68,12 +69,11 @@ _MOVED = Figure(
 
 @dataclass(frozen=True)
 class PlanStatus:
-    """The placement that a rank trains with, and what a steady step moves, in bytes by kind.
+    """The plan of a rank: bytes on each tier, and bytes that a steady step moves, by kind. Both have the same kinds.
 
-    The kinds are those of the tiers.
-    ``moved_by_format`` has what a step would read and write with each format of the state, within the same budgets.
-    ``host_without_nvme`` is the host budget of a rank with which it would do neither, with ``cache_in_host`` true; None
-    where no budget would do, or where nothing moves now.
+    ``moved_by_format`` maps each state format to the bytes that a step would read and write within the same budgets.
+    ``host_without_nvme`` is the host budget of a rank, in bytes, that would avoid NVMe traffic with ``cache_in_host``
+    true; None if no budget would, or if a step moves nothing now.
     """
 
     tiers: list[PlannedTier] = field(default_factory=list)
@@ -81,8 +81,10 @@ class PlanStatus:
     written: Annotated[dict[str, Integer], _MOVED, Label("direction", "write")] = field(default_factory=dict)
     sent: Annotated[dict[str, Integer], _MOVED, Label("direction", "send")] = field(default_factory=dict)
     groups: Integer = 0
-    parameters: Integer = 0  # elements of the model, those of all ranks
-    micro_batches: Integer = 1  # forward and backward passes per step
+    # Elements of the whole model, over all ranks.
+    parameters: Integer = 0
+    # Forward and backward passes per step.
+    micro_batches: Integer = 1
     state_format: str = ""
     moved_by_format: dict[str, Integer] = field(default_factory=dict)
     host_without_nvme: Integer | None = None
@@ -90,9 +92,10 @@ class PlanStatus:
 
 @dataclass(frozen=True)
 class Description:
-    """Everything about a rank that does not change while it runs. ``versions`` maps a package to its version."""
+    """The properties of a rank that do not change while it runs. ``versions`` maps a package to its version."""
 
-    device: str = ""  # "cpu", or "cuda:0" and the name of the GPU
+    # "cpu", or "cuda:0" and the name of the GPU.
+    device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     configuration: ConfigurationStatus | None = None
     plan: PlanStatus | None = None
@@ -102,9 +105,9 @@ class Description:
         return _DESCRIPTION.dump_json(self).decode()
 
     def fitted(self, nbytes: int) -> str:
-        """As JSON text of at most ``nbytes``, if need be without some of the settings.
+        """JSON text of at most ``nbytes``, without some settings if necessary.
 
-        Notes of defaults are left out first, then defaults, then all settings, then all of the configuration.
+        The notes of defaults are removed first, then the defaults, then all settings, then the configuration.
         """
         text = self.to_json()
         for smaller in self._smaller():
@@ -117,17 +120,17 @@ class Description:
         if self.configuration is None:
             return
         settings = self.configuration.settings
-        for kept in (
-            [replace(one, note="") if one.origin == "default" else one for one in settings],
-            [one for one in settings if one.origin != "default"],
+        for fewer in (
+            [replace(setting, note="") if setting.origin == "default" else setting for setting in settings],
+            [setting for setting in settings if setting.origin != "default"],
             [],
         ):
-            yield replace(self, configuration=replace(self.configuration, settings=kept))
+            yield replace(self, configuration=replace(self.configuration, settings=fewer))
         yield replace(self, configuration=None)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Description:
-        """Inverse of ``to_json``; fields this version does not know are dropped. Raises ValueError."""
+        """Inverse of ``to_json``; unknown fields are dropped. Raises ValueError."""
         return _DESCRIPTION.validate_json(text)
 
 

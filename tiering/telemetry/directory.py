@@ -1,6 +1,6 @@
-"""Where pages live: one directory per user, closed to everybody else; which pages are there, and which are left over.
+"""The run directory: one per user, closed to all others; finds its status files, and removes those of dead writers.
 
-A page is RUN.RANK.PID-RANDOM.page, and ends in .new until it is whole.
+A status file is named RUN.RANK.PID-RANDOM.page; during its creation the suffix is .new.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from tiering.telemetry.status_file import StatusFile, as_text, locked_by_another
 
 SUFFIX = ".page"
 UNFINISHED = ".new"
-KEPT_SECONDS = 30.0  # that the page of a run that has ended can still be read
-_WRITERS_NAME = re.compile(r".+\.[0-9]+\.[0-9]+-[0-9a-f]+", re.DOTALL)
+# Seconds for which the status file of a run that has ended stays readable.
+RETENTION_SECONDS = 30.0
+_FILE_STEM = re.compile(r".+\.[0-9]+\.[0-9]+-[0-9a-f]+", re.DOTALL)
 
 
 def run_directory() -> Path:
-    """The per-user directory of pages, whether or not it is there.
+    """The per-user directory of status files. It may not exist.
 
-    It is ``$TIERING_RUN_DIR``, else ``$XDG_RUNTIME_DIR/tiering``, else ``tiering-<uid>`` where temporary files go.
+    It is ``$TIERING_RUN_DIR``, else ``$XDG_RUNTIME_DIR/tiering``, else ``tiering-<uid>`` in the directory for temporary
+    files.
     """
     return _default_directory(os.environ)
 
@@ -35,13 +37,13 @@ def _default_directory(environ: Mapping[str, str]) -> Path:
     if chosen := environ.get("TIERING_RUN_DIR"):
         return Path(chosen)
     runtime = environ.get("XDG_RUNTIME_DIR")
-    # After su or sudo the variable still names the other user's directory, which goes when they log out.
-    if runtime and _owned_by_us(Path(runtime)):
+    # After su or sudo the variable still names the directory of the first user, which is removed at their logout.
+    if runtime and _is_own_directory(Path(runtime)):
         return Path(runtime) / "tiering"
     return Path(tempfile.gettempdir()) / f"tiering-{os.geteuid()}"
 
 
-def _owned_by_us(directory: Path) -> bool:
+def _is_own_directory(directory: Path) -> bool:
     try:
         return directory.stat().st_uid == os.geteuid()
     except OSError:
@@ -49,7 +51,7 @@ def _owned_by_us(directory: Path) -> bool:
 
 
 def private_directory(directory: Path) -> Path:
-    """``directory``, created 0700 if missing. Raises TelemetryError when it is not ours alone."""
+    """``directory``, created with mode 0700 if missing. Raises TelemetryError if other users own it or can use it."""
     try:
         directory.mkdir(mode=0o700)
     except FileExistsError:
@@ -64,34 +66,34 @@ def private_directory(directory: Path) -> Path:
 
 
 def _check(directory: Path) -> None:
-    """That nobody else can plant pages in ``directory``, or see who trains. Raises TelemetryError, or OSError."""
+    """Check that no other user can add status files to ``directory`` or list them. Raises TelemetryError or OSError."""
     status = directory.lstat()
     mode = stat.S_IMODE(status.st_mode)
     remedy = "name a directory of your own (TIERING_RUN_DIR sets the default)"
     if stat.S_ISLNK(status.st_mode):
-        wrong = "is a symbolic link"
+        problem = "is a symbolic link"
     elif not stat.S_ISDIR(status.st_mode):
-        wrong = "is not a directory"
+        problem = "is not a directory"
     elif status.st_uid != os.geteuid():
-        wrong = f"is owned by user {status.st_uid}, not {os.geteuid()}"
+        problem = f"is owned by user {status.st_uid}, not {os.geteuid()}"
     elif mode & 0o077:
-        wrong, remedy = f"is open to others (mode {mode:04o})", _closing(directory)
+        problem, remedy = f"is open to others (mode {mode:04o})", _closing_remedy(directory)
     else:
         return
-    raise TelemetryError(f"run directory {directory} {wrong}; {remedy}")
+    raise TelemetryError(f"run directory {directory} {problem}; {remedy}")
 
 
-def _closing(directory: Path) -> str:
-    """How to have a closed directory. One that holds anything but pages may be everybody's, as /etc or /tmp is."""
+def _closing_remedy(directory: Path) -> str:
+    """The remedy for an open directory. One that holds other files may be shared, as /etc or /tmp: do not close it."""
     names = [path.name for path in directory.iterdir()]
     if names and all(name.endswith((SUFFIX, UNFINISHED)) for name in names):
         return f"close it: chmod 700 {directory}"
-    return f"name a new directory, which is made closed, as TIERING_RUN_DIR={directory / 'tiering-pages'}"
+    return f"name a new directory, which is created with mode 0700: TIERING_RUN_DIR={directory / 'tiering-status'}"
 
 
 def _unusable(directory: Path, error: OSError) -> TelemetryError:
     return TelemetryError(
-        f"run directory {directory} cannot be used: {error.strerror}; set TIERING_RUN_DIR to one that can"
+        f"run directory {directory} cannot be used: {error.strerror}; set TIERING_RUN_DIR to another directory"
     )
 
 
@@ -101,10 +103,10 @@ def plain_name(run_name: str) -> str:
 
 
 def find_status_files(directory: Path | None = None) -> list[StatusFile]:
-    """Pages in ``directory`` (default: ``run_directory()``) by run and rank, without other users' files.
+    """Status files in ``directory`` (default: ``run_directory()``), sorted by run and rank, without other users' files.
 
-    There are none in a directory that is not there: a reader makes none. Raises TelemetryError when it is not ours
-    alone, or cannot be read.
+    Empty if the directory does not exist; a reader does not create it. Raises TelemetryError if other users own it or
+    can use it, or if it cannot be read.
     """
     directory = run_directory() if directory is None else Path(directory)
     try:
@@ -114,52 +116,55 @@ def find_status_files(directory: Path | None = None) -> list[StatusFile]:
         return []
     except OSError as error:
         raise TelemetryError(
-            f"run directory {directory} cannot be read: {error.strerror}; it should be its owner's, with mode 0700"
+            f"run directory {directory} cannot be read: {error.strerror}; its mode must be 0700, and you must own it"
         ) from error
-    pages = [_named(path) for path in paths if path.name.endswith(SUFFIX) and _is_ours(path)]
-    return sorted(pages, key=lambda page: (page.run_name, page.rank, page.path))
+    files = [_status_file(path) for path in paths if path.name.endswith(SUFFIX) and _is_own_file(path)]
+    return sorted(files, key=lambda file: (file.run_name, file.rank, file.path))
 
 
 def sweep(directory: Path, keep_seconds: float = 0.0) -> list[Path]:
-    """Remove pages whose writer is dead and whose last update is over ``keep_seconds`` old; return them.
+    """Remove status files whose writer is dead and whose last update is over ``keep_seconds`` old; return their paths.
 
-    Files with names that no writer gives are let alone: the directory may be one that is used for something else, too.
+    Files with other names are kept: the directory may also serve another purpose.
     """
-    swept = []
-    unfinished_keep = max(keep_seconds, 60.0)  # between open and lock a new page looks dead
+    removed_paths = []
+    # Between open and flock a new file has no lock.
+    unfinished_keep = max(keep_seconds, 60.0)
     for pattern, keep in (("*" + SUFFIX, keep_seconds), ("*" + UNFINISHED, unfinished_keep)):
         for path in directory.glob(pattern):
-            if _WRITERS_NAME.fullmatch(path.stem) and _is_ours(path) and _is_dead(path, keep):
-                with suppress(OSError):  # gone already, or on a file system that became read-only: it stays
+            if _FILE_STEM.fullmatch(path.stem) and _is_own_file(path) and _is_dead(path, keep):
+                # Another process may have removed it, or the file system may be read-only.
+                with suppress(OSError):
                     path.unlink()
-                    swept.append(path)
-    return swept
+                    removed_paths.append(path)
+    return removed_paths
 
 
 def _is_dead(path: Path, keep_seconds: float) -> bool:
-    """Whether the page is without a writer, and its last update over ``keep_seconds`` old."""
+    """Whether the status file has no writer, and its last update is over ``keep_seconds`` old."""
     try:
         fd = open_status_file(path)
     except OSError:
         return False
     try:
-        # Age first: to ask for the lock of a page that is being made would hold up who makes it, and for long if we
-        # are stopped just then.
-        age = abs(time.time() - os.fstat(fd).st_mtime)  # a clock set back must not keep the dead
+        # Compare the age first: the lock of a new file must not be acquired here, because its writer would wait, and
+        # wait long if this process is stopped just then.
+        # The absolute value: after the clock is set back, old files have a time in the future.
+        age = abs(time.time() - os.fstat(fd).st_mtime)
         return age > keep_seconds and not locked_by_another(fd)
     finally:
         os.close(fd)
 
 
-def _is_ours(path: Path) -> bool:
+def _is_own_file(path: Path) -> bool:
     try:
         return path.lstat().st_uid == os.geteuid()
     except OSError:
         return False
 
 
-def _named(path: Path) -> StatusFile:
-    # run_name.rank.pid-random.page; a file of another name is listed too, and says why it cannot be read.
+def _status_file(path: Path) -> StatusFile:
+    # A file with another name than run_name.rank.pid-random.page is listed too; its reading says why it is unreadable.
     name = as_text(path.name)
     parts = name.removesuffix(SUFFIX).split(".")
     rank = int(parts[1]) if len(parts) == 3 and re.fullmatch("[0-9]{1,9}", parts[1]) else 0

@@ -1,4 +1,4 @@
-"""The declaration of a figure at its field: one text and one metric, for answers, metrics and documentation."""
+"""Declares help text and metric name at a field; the HTTP API, the metrics and their documentation use both."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, get_type_hints
 
 @dataclass(frozen=True)
 class Figure:
-    """What the number in a field is, and its name in Prometheus; a figure without a name is not a metric.
+    """The help text of a field, and its metric name in Prometheus; a figure without a name is not a metric.
 
-    The name says type and unit, as Prometheus recommends: a counter ends in ``_total``, everything else is a gauge.
-    If the field holds a dict, ``by`` names one label for each level of its keys, the outermost first. Fields that share
-    a Figure are one metric, and differ in a Label.
+    The name says type and unit, as Prometheus recommends: a counter ends in ``_total``, all others are gauges.
+    If the field holds a dict, ``by`` has one label name for each level of its keys, the outermost first. Fields with
+    the same Figure are one metric, and differ in a Label.
     """
 
     help: str
@@ -30,8 +30,8 @@ class Figure:
 class Label:
     """A label of the metrics in a record.
 
-    Without ``value`` the field is the label: its value labels all figures of the record. With ``value`` the label has
-    that value for the figure, or the record, in the field.
+    Without ``value``, the value of the field labels all figures of the record. With ``value``, the label has that value
+    for the figure, or the record, in the field.
     """
 
     name: str

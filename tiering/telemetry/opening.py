@@ -1,7 +1,7 @@
-"""A page for a run that is about to train: where its directory cannot be used, one of its own, or none at all.
+"""Opens the status file of a run: in the run directory, else in a private directory, else nowhere.
 
-Telemetry watches training and never stops it. Only a directory that the configuration names is an error when it cannot
-hold pages: somebody who wrote it there wants to hear that.
+Telemetry never stops training. Only a directory that the configuration names raises an error if it cannot be used,
+because the user chose it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def open_writer(
     *,
     level: int = logging.WARNING,
 ) -> StatusWriter | None:
-    """The page of ``rank``: in ``directory`` or, without one, in the user's run directory or in a private one.
+    """The status file of ``rank``: in ``directory`` or, if that is None, in the run directory or in a private one.
 
-    None where no directory can hold it. Both are logged at ``level``, with the directory that was meant and why it
-    cannot be used. Ranks of one node share the private directory, whose name ends with ``run_id``. Raises
-    TelemetryError for a ``directory`` that was given.
+    Returns None if no directory can hold it. A fallback and a None are logged at ``level`` with the reason why the run
+    directory cannot be used. Ranks of one node share the private directory, whose name ends with ``run_id``. Raises
+    TelemetryError if ``directory`` is given and cannot be used.
     """
     if directory is not None:
         return StatusWriter(run_id, rank, world_size, directory, description)
@@ -42,30 +42,32 @@ def open_writer(
         return StatusWriter(run_id, rank, world_size, None, description)
     except (TelemetryError, OSError) as error:
         refusal = error.words if isinstance(error, TelemetryError) else str(error)
-    for base in _places():
+    for base in _temporary_directories():
         with suppress(TelemetryError, OSError):
             _sweep_private(base)
             private = base / f"{_prefix()}{plain_name(run_id)}"
             writer = StatusWriter(run_id, rank, world_size, private, description, owns_directory=True)
             log.log(
                 level,
-                "[%s] %s. Telemetry of this run is in %s instead: tierd --dir %s shows it",
+                "[%s] %s. The status file of this run is in %s instead: tierd --dir %s shows it",
                 *(TelemetryError.code, refusal, private, private),
             )
             return writer
     log.log(
         level,
-        "[%s] %s. No other directory could hold the page either: this run trains without telemetry, and tierd does not"
-        " see it",
+        "[%s] %s. No other directory can hold the status file: this run trains without telemetry, and tierd does not"
+        " show it",
         *(TelemetryError.code, refusal),
     )
     return None
 
 
-def _places() -> Iterator[Path]:
-    """Where temporary files may go, memory first: a page is small, and a full disk may be what is wrong."""
-    yield Path("/dev/shm")  # noqa: S108  # a directory of its own in it, closed to others
-    with suppress(OSError):  # there is no usable one
+def _temporary_directories() -> Iterator[Path]:
+    """Directories for temporary files, memory first: a status file is small, and the disk may be full."""
+    # The caller creates a directory with mode 0700 in each.
+    yield Path("/dev/shm")  # noqa: S108
+    # gettempdir() raises if it finds no usable directory.
+    with suppress(OSError):
         yield Path(tempfile.gettempdir())
     yield Path("/var/tmp")  # noqa: S108
 
@@ -75,9 +77,10 @@ def _prefix() -> str:
 
 
 def _sweep_private(base: Path) -> None:
-    """Remove private directories of runs that were killed."""
+    """Remove private directories of killed runs from ``base``."""
     for directory in base.glob(_prefix() + "*"):
         if directory.lstat().st_uid == os.geteuid() and directory.is_dir() and not directory.is_symlink():
             sweep(directory)
-            with suppress(OSError):  # it has a page whose writer lives
+            # rmdir fails while the directory holds the status file of a live writer.
+            with suppress(OSError):
                 directory.rmdir()

@@ -1,4 +1,4 @@
-"""Publishing while training runs: a daemon thread that samples a source and never disturbs it."""
+"""A daemon thread that publishes snapshots while training runs, and never disturbs training."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Publishes what ``source`` returns, every ``interval`` seconds, from a daemon thread. Owns ``writer``.
+    """Publishes the snapshot from ``source`` every ``interval`` seconds, from a daemon thread. Owns ``writer``.
 
-    None in place of a snapshot says that what was told of is gone: that ends it, as ``end`` does.
-    Watching must never stop training: whatever ``source`` or the page raises is logged once and then ignored.
-    ``enter_thread`` is called first in the thread. ``last_words`` makes the last snapshot of the newest one, and says
-    how the run ended; without it the page goes with the publisher.
+    If ``source`` returns None, the engine that it describes is gone, and the publisher ends as in ``end``.
+    Telemetry must never stop training: an error of ``source`` or of the file is logged once and then ignored.
+    The thread calls ``enter_thread`` first. ``final_snapshot`` turns the newest snapshot into the last one, which says
+    how the run ended; without it, the file is removed when the publisher ends.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Publisher:
         interval: float = 0.25,
         *,
         enter_thread: Callable[[], None] = lambda: None,
-        last_words: Callable[[Snapshot], Snapshot] | None = None,
+        final_snapshot: Callable[[Snapshot], Snapshot] | None = None,
     ) -> None:
         if interval <= 0:
             raise ValueError(f"interval must be positive seconds, not {interval}")
@@ -41,11 +41,12 @@ class Publisher:
         self._source = source
         self._interval = interval
         self._enter_thread = enter_thread
-        self._last_words = last_words
+        self._final_snapshot = final_snapshot
+        # Guards _baseline, _baseline_at and the order of publications.
         self._lock = threading.Lock()
         self._baseline: Snapshot | None = None
         self._baseline_at = 0.0
-        self._complained = False
+        self._failure_logged = False
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -53,7 +54,7 @@ class Publisher:
     def start(self) -> None:
         """Publish once, then keep publishing until ``close`` or the end of the interpreter."""
         if self._thread is not None or self._closing.is_set():
-            raise ValueError("this publisher was started before; make another one")
+            raise ValueError("the publisher has already been started; create a new one")
         self.publish_now()
         self._thread = threading.Thread(target=self._run, name="tiering-telemetry", daemon=True)
         self._thread.start()
@@ -61,41 +62,44 @@ class Publisher:
 
     def publish_now(self) -> None:
         """Publish at once, from the calling thread. Never raises."""
-        if os.getpid() != self._pid:  # a forked child has no thread, and our lock may have been held
+        # A forked child has no publisher thread, and another thread may have held the lock during the fork.
+        if os.getpid() != self._pid:
             return
         try:
-            # Not under our lock: a source that waits for a lock of the caller's would deadlock.
-            taken_at = time.monotonic()
+            # Call source() without the lock: source may wait for a lock that the caller of publish_now() holds.
+            sampled_at = time.monotonic()
             raw = self._source()
             if raw is None:
                 self.end()
                 return
             with self._lock:
                 if not self._closing.is_set():
-                    self._publish(raw, taken_at)
+                    self._publish(raw, sampled_at)
         except (TelemetryError, OSError) as error:
-            self._complain("telemetry of %s is out of date until this ends: %s", self._writer.path, error)
+            self._log_once("status file %s cannot be updated: %s", self._writer.path, error)
         except Exception:
-            self._complain("telemetry of %s is out of date from now on", self._writer.path, exc_info=True)
+            self._log_once("status file %s cannot be updated", self._writer.path, exc_info=True)
 
-    def _complain(self, message: str, *figures: object, exc_info: bool = False) -> None:
-        """Once: what fails four times a second would fill the log."""
-        if not self._complained:
-            log.log(logging.ERROR if exc_info else logging.WARNING, message, *figures, exc_info=exc_info)
-        self._complained = True
+    def _log_once(self, message: str, *values: object, exc_info: bool = False) -> None:
+        """Log the first failure only: four messages a second would fill the log."""
+        if not self._failure_logged:
+            log.log(logging.ERROR if exc_info else logging.WARNING, message, *values, exc_info=exc_info)
+        self._failure_logged = True
 
-    def _publish(self, raw: Snapshot, taken_at: float) -> None:
-        elapsed = taken_at - self._baseline_at
+    def _publish(self, raw: Snapshot, sampled_at: float) -> None:
+        elapsed = sampled_at - self._baseline_at
         if self._baseline is None:
             rated = with_rates(raw, None, 0.0)
         elif elapsed < 0:
-            return  # another thread published a later sample meanwhile
-        elif elapsed < self._interval / 2:  # a rate over a millisecond says nothing, and would be the peak
+            # Another thread has already published a later sample.
+            return
+        elif elapsed < self._interval / 2:
+            # Too short for a rate: a burst in a millisecond would count as the peak.
             self._writer.publish(with_rates(raw, self._baseline, None))
             return
         else:
             rated = with_rates(raw, self._baseline, elapsed)
-        self._baseline, self._baseline_at = rated, taken_at
+        self._baseline, self._baseline_at = rated, sampled_at
         self._writer.publish(rated)
 
     def _run(self) -> None:
@@ -104,22 +108,22 @@ class Publisher:
             self.publish_now()
 
     def end(self) -> None:
-        """Stop the thread, publish the last words and leave the page for readers. Never raises. Idempotent."""
+        """Stop the thread, publish the final snapshot and leave the file for readers. Never raises. Idempotent."""
         if os.getpid() != self._pid or self._closing.is_set():
             return
         self._stop()
         try:
             newest = self._source() or self._baseline
-            if newest is not None and self._last_words is not None:
+            if newest is not None and self._final_snapshot is not None:
                 with self._lock:
-                    self._writer.publish(self._last_words(with_rates(newest, self._baseline, None)))
+                    self._writer.publish(self._final_snapshot(with_rates(newest, self._baseline, None)))
                     self._writer.leave()
         except Exception as error:
-            log.debug("the last words of %s could not be published: %s", self._writer.path, error)
+            log.debug("the final snapshot of %s could not be published: %s", self._writer.path, error)
         self.close()
 
     def close(self) -> None:
-        """Stop the thread and remove a page that was not left. Idempotent, and safe from ``source`` itself."""
+        """Stop the thread and, unless ``end`` left the file, remove it. Idempotent. ``source`` may call it."""
         if os.getpid() != self._pid:
             return
         self._stop()
@@ -131,5 +135,6 @@ class Publisher:
         self._closing.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
-            # A source that waits for a lock of the caller's must not hang the exit; the thread is a daemon.
+            # With a limit: source may wait for a lock that this caller holds. The thread is a daemon, so that it does
+            # not keep the process alive.
             thread.join(timeout=2.0)

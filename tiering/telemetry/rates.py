@@ -1,4 +1,4 @@
-"""Bandwidths of a snapshot, from its counters and those of the one before."""
+"""Bandwidths of a snapshot, computed from its counters and the counters of the previous snapshot."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Moving = TypeVar("Moving", DirectionStatus, CopyStatus)
 
 
 def with_rates(current: Snapshot, previous: Snapshot | None, seconds: float | None) -> Snapshot:
-    """``current`` with its bandwidths filled in from the counters of ``previous``, taken ``seconds`` earlier.
+    """``current`` with bandwidths in bytes per second, from the counters of ``previous``, ``seconds`` earlier.
 
-    Without ``seconds``, which are too few to divide by, they are those of ``previous``.
-    A path or kind that ``previous`` lacks, a counter that went back (the engine was rebuilt) or no elapsed time gives
-    a rate of zero; the average over busy time needs no second sample.
+    If ``seconds`` is None (too short an interval), the bandwidths of ``previous`` are kept.
+    The rate is zero for a path or kind that ``previous`` lacks, for a counter that decreased (a new engine), and for
+    an interval of zero. The average over busy time needs no second sample.
     """
     paths_before = {path.path: path for path in previous.io} if previous is not None else {}
-    kinds_before = {one.kind: one for one in previous.collectives} if previous is not None else {}
+    kinds_before = {status.kind: status for status in previous.collectives} if previous is not None else {}
     link_before = previous.link if previous is not None else None
 
     def rate(now: int, then: int, last: float) -> float:
@@ -39,7 +39,7 @@ def with_rates(current: Snapshot, previous: Snapshot | None, seconds: float | No
         return replace(
             now,
             bytes_per_second=moving,
-            # A window has idle time in it, the average has none: it was reached, too.
+            # The average over busy time can be higher than the rate of an interval, which includes idle time.
             peak_bytes_per_second=max(moving, average, then.peak_bytes_per_second if then else 0.0),
             average_bytes_per_second=average,
         )
@@ -65,5 +65,5 @@ def with_rates(current: Snapshot, previous: Snapshot | None, seconds: float | No
         current,
         io=[path_rated(path) for path in current.io],
         link=None if current.link is None else link_rated(current.link, link_before),
-        collectives=[kind_rated(one) for one in current.collectives],
+        collectives=[kind_rated(status) for status in current.collectives],
     )

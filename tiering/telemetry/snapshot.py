@@ -1,6 +1,6 @@
-"""What a rank publishes about itself: frozen records, and their JSON form.
+"""The snapshot that a rank publishes: frozen records, and their JSON form.
 
-A field is declared here, with its Figure: answers, metrics and their documentation are made of it.
+Each field is declared here with its Figure, from which the HTTP API, the metrics and their documentation are made.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, WithJsonSchema
 
 from tiering.telemetry.figure import Figure, Label
 
-RECENT_STEPS = 32  # in a snapshot
+# Step records in a snapshot.
+RECENT_STEPS = 32
 Phase = Literal["start", "forward", "backward", "step", "idle"]
-COPIES_OF = (
-    "copies of "  # begins each cause of a stall for the device's link; others are of NVMe or of other ranks
-)
+# Prefix of each stall cause of the device's link. The other causes are of NVMe or of other ranks.
+COPIES_OF = "copies of "
 
 Integer = Annotated[
     int, Field(ge=-(1 << 63), lt=1 << 63), WithJsonSchema({"type": "integer", "format": "int64"})
 ]
-"""One as C counts: what is larger is damage, and may be more than a float can hold."""
+"""A 64-bit integer. A larger number means a damaged file, and may not fit a float."""
 
 Diverging = Annotated[
     float,
     AllowInfNan(True),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}),
 ]
-"""A number that training gives: it may be infinite, or none."""
+"""A result of training, which may be infinite or NaN."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class TierStatus:
     peak: Annotated[
         Integer,
         Figure(
-            "The most bytes of the tier that the rank has used since the start.", "tiering_tier_peak_bytes"
+            "Maximum of the bytes that the rank has used on the tier since the start.",
+            "tiering_tier_peak_bytes",
         ),
     ]
     by_kind: Annotated[
@@ -64,7 +65,7 @@ class TierStatus:
     available: Annotated[
         Integer | None,
         Figure(
-            "Bytes of the tier that nobody uses now; all ranks of a node share them. Absent where not known.",
+            "Free bytes of the tier now; all ranks of a node share them. Absent if unknown.",
             "tiering_tier_available_bytes",
         ),
     ] = None
@@ -72,16 +73,16 @@ class TierStatus:
 
 @dataclass(frozen=True)
 class ActivationStatus:
-    """Bytes that autograd keeps for backward, beside the tiers."""
+    """Bytes that autograd keeps for backward, outside the tiers."""
 
     used: Annotated[
         Integer,
-        Figure("Bytes that autograd keeps for backward, beside the tiers.", "tiering_activation_bytes"),
+        Figure("Bytes that autograd keeps for backward, outside the tiers.", "tiering_activation_bytes"),
     ]
     peak: Annotated[
         Integer,
         Figure(
-            "The most bytes that autograd has kept for backward since the start.",
+            "Maximum of the bytes that autograd has kept for backward since the start.",
             "tiering_activation_peak_bytes",
         ),
     ]
@@ -89,19 +90,19 @@ class ActivationStatus:
 
 @dataclass(frozen=True)
 class DeviceMemoryStatus:
-    """Bytes that torch has on the GPU, those of the device tier among them."""
+    """GPU memory of torch, in bytes, including the device tier."""
 
     allocated: Annotated[
         Integer,
         Figure(
-            "Bytes of the GPU in torch's tensors, those of the device tier included; absent on a CPU.",
+            "Bytes of GPU memory in torch's tensors, including the device tier; absent on a CPU.",
             "tiering_device_memory_allocated_bytes",
         ),
     ]
     peak: Annotated[
         Integer,
         Figure(
-            "The most bytes of the GPU in torch's tensors since the start, or since the program called"
+            "Maximum of the bytes of GPU memory in torch's tensors since the start, or since the program called"
             " torch.cuda.reset_peak_memory_stats.",
             "tiering_device_memory_peak_bytes",
         ),
@@ -109,7 +110,7 @@ class DeviceMemoryStatus:
     reserved: Annotated[
         Integer,
         Figure(
-            "Bytes of the GPU that torch has taken from the driver, those that it keeps for later included.",
+            "Bytes of GPU memory that torch has allocated from the driver, including its cache.",
             "tiering_device_memory_reserved_bytes",
         ),
     ]
@@ -117,7 +118,7 @@ class DeviceMemoryStatus:
 
 @dataclass(frozen=True)
 class LatencyStatus:
-    """Seconds within which that share of the operations since the start were over, from issue to completion."""
+    """Percentiles of the time from issue to completion of all operations since the start, in seconds."""
 
     p50: float
     p90: float
@@ -130,22 +131,22 @@ class LatencyStatus:
 class DirectionStatus:
     """Reads or writes of one path since the start; rates are bytes per second.
 
-    ``latency_buckets[i]`` counts the operations that took
-    [2^i, 2^(i+1)) nanoseconds; buckets behind the last that counts are left out. ``latency_seconds`` is their sum, and
-    ``latency`` comes from a finer histogram; None while nothing has moved.
+    ``latency_buckets[i]`` counts the operations that took [2^i, 2^(i+1)) nanoseconds; empty buckets at the end are left
+    out. ``latency_seconds`` is the sum of all latencies. ``latency`` comes from a finer histogram, and is None before
+    the first operation.
     """
 
     bytes: Annotated[Integer, Figure("Bytes swapped since the start.", "tiering_swap_bytes_total")] = 0
     ops: Annotated[
         Integer,
         Figure(
-            "Requests to the I/O engine that have ended since the start.", "tiering_swap_operations_total"
+            "Requests to the I/O engine that have completed since the start.", "tiering_swap_operations_total"
         ),
     ] = 0
     retries: Annotated[
         Integer,
         Figure(
-            "Requests that were continued after a short transfer, or issued again, since the start.",
+            "Requests that were continued after a short transfer, or reissued, since the start.",
             "tiering_swap_retries_total",
         ),
     ] = 0
@@ -153,7 +154,7 @@ class DirectionStatus:
         Integer, Figure("Requests that failed since the start.", "tiering_swap_errors_total")
     ] = 0
     in_flight: Annotated[
-        Integer, Figure("Requests that are with the I/O engine now.", "tiering_swap_operations_in_flight")
+        Integer, Figure("Requests in flight in the I/O engine now.", "tiering_swap_operations_in_flight")
     ] = 0
     busy_seconds: Annotated[
         float,
@@ -161,10 +162,14 @@ class DirectionStatus:
             "Seconds with at least one transfer in flight since the start.", "tiering_swap_busy_seconds_total"
         ),
     ] = 0.0
-    bytes_per_second: float = 0.0  # over the publisher's last window
-    average_bytes_per_second: float = 0.0  # over the time with at least one transfer in flight
-    peak_bytes_per_second: float = 0.0  # the most of a window, or of the average so far
-    # Beside the sum, which is there from the start: a series that begins with an error has no increase.
+    # Over the publisher's last interval.
+    bytes_per_second: float = 0.0
+    # Over the time with at least one transfer in flight.
+    average_bytes_per_second: float = 0.0
+    # Maximum over all intervals and averages so far.
+    peak_bytes_per_second: float = 0.0
+    # In addition to the sum `errors`, which exists from the start: Prometheus sees no increase in a series whose first
+    # sample is already 1.
     errors_by_errno: Annotated[
         dict[str, Integer],
         Figure(
@@ -190,14 +195,14 @@ class PathStatus:
     queue_full_seconds: Annotated[
         float,
         Figure(
-            "Seconds in which transfers waited because the path had as many in flight as allowed, since the start.",
+            "Seconds in which transfers waited because the path's queue was full, since the start.",
             "tiering_swap_queue_full_seconds_total",
         ),
     ] = 0.0
     measured_bytes_per_second: Annotated[
         Integer | None,
         Figure(
-            "Bandwidth by which the path got its share of the stripes; absent where there is one path.",
+            "Measured bandwidth that decides the path's part of each stripe; absent with a single path.",
             "tiering_swap_path_measured_bytes_per_second",
         ),
     ] = None
@@ -207,7 +212,7 @@ class PathStatus:
 class CopyStatus:
     """Copies over the device's link in one direction since the start; rates are bytes per second.
 
-    ``bytes`` and ``copies`` count what was begun; ``busy_seconds`` are of copies that have ended.
+    ``bytes`` and ``copies`` count copies when they start; ``busy_seconds`` counts completed copies.
     """
 
     bytes: Annotated[
@@ -227,26 +232,29 @@ class CopyStatus:
     busy_seconds: Annotated[
         float,
         Figure(
-            "Seconds with a copy under way in that direction since the start, by the GPU's clock; absent on a CPU.",
+            "Seconds with a copy in progress in that direction since the start, by the GPU's clock; absent on a CPU.",
             "tiering_device_copy_busy_seconds_total",
         ),
     ] = 0.0
-    bytes_per_second: float = 0.0  # over the publisher's last window
-    average_bytes_per_second: float = 0.0  # over the time with a copy under way
-    peak_bytes_per_second: float = 0.0  # the most of a window, or of the average so far
+    # Over the publisher's last interval.
+    bytes_per_second: float = 0.0
+    # Over the time with a copy in progress.
+    average_bytes_per_second: float = 0.0
+    # Maximum over all intervals and averages so far.
+    peak_bytes_per_second: float = 0.0
 
 
 @dataclass(frozen=True)
 class LinkStatus:
-    """The link between host memory and a device that has its own: ``h2d`` to the device, ``d2h`` from it."""
+    """The link between host memory and device memory: ``h2d`` to the device, ``d2h`` from it."""
 
     h2d: Annotated[CopyStatus, Label("direction", "h2d")] = field(default_factory=CopyStatus)
     d2h: Annotated[CopyStatus, Label("direction", "d2h")] = field(default_factory=CopyStatus)
     measured_bytes_per_second: Annotated[
         Integer | None,
         Figure(
-            "Bandwidth of the slower direction of the link to the GPU, as tiering plan --measure found it; absent"
-            " where it did not.",
+            "Bandwidth of the slower direction of the link to the GPU, from tiering plan --measure; absent if not"
+            " measured.",
             "tiering_device_link_measured_bytes_per_second",
         ),
     ] = None
@@ -254,9 +262,9 @@ class LinkStatus:
 
 @dataclass(frozen=True)
 class IoEngineStatus:
-    """The I/O engine in use and what it really uses ("registered_buffers", "verify"), and why not more.
+    """The I/O engine and the features in effect ("registered_buffers", "verify").
 
-    ``passed_over`` says why an engine, or a registration, was not to be had.
+    ``passed_over`` maps each engine or registration that is not available to the reason.
     """
 
     name: str
@@ -264,7 +272,7 @@ class IoEngineStatus:
     registered_bytes: Annotated[
         Integer,
         Figure(
-            "Bytes of memory that the kernel knows for I/O; absent where nothing is swapped.",
+            "Bytes of memory that are registered with the kernel for I/O; absent without swapping.",
             "tiering_io_registered_bytes",
         ),
     ] = 0
@@ -275,13 +283,15 @@ class IoEngineStatus:
 class CollectiveStatus:
     """Collectives of one ``kind`` ("all-gather", "reduce", "control") since the start, and bytes sent in them.
 
-    What waiting for them costs is among the stalls.
+    The time spent waiting for them is part of the stalls.
     """
 
     kind: Annotated[str, Label("kind")]
     calls: Annotated[
         Integer,
-        Figure("Collectives that the rank took part in since the start.", "tiering_collective_calls_total"),
+        Figure(
+            "Collectives in which the rank participated since the start.", "tiering_collective_calls_total"
+        ),
     ] = 0
     sent_bytes: Annotated[
         Integer,
@@ -289,16 +299,17 @@ class CollectiveStatus:
             "Bytes that the rank sent in collectives since the start.", "tiering_collective_sent_bytes_total"
         ),
     ] = 0
-    sent_bytes_per_second: float = 0.0  # over the publisher's last window
+    # Over the publisher's last interval.
+    sent_bytes_per_second: float = 0.0
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One finished optimizer step: seconds in all and by phase, seconds stalled, bytes that moved.
+    """One finished optimizer step: seconds in total and by phase, seconds stalled, bytes moved.
 
-    They were read from NVMe, written to it, sent to other ranks, copied to the device and from it. ``stalls`` splits
-    ``stall`` by cause; ``ended_at`` is Unix time. On a device with memory of its own phases are the program's, which
-    runs ahead of it, and what the device did a moment late is in the next step.
+    Bytes are counted by direction: read from NVMe, written to it, sent to other ranks, copied to the device (``h2d``)
+    and from it (``d2h``). ``stalls`` splits ``stall`` by cause; ``ended_at`` is Unix time. With a GPU, phases are
+    measured on the CPU, which runs ahead of the GPU: work that the GPU finishes late counts in the next step.
     """
 
     step: Integer
@@ -317,21 +328,21 @@ class StepRecord:
 
 
 _SAVES = Figure(
-    "Checkpoints that the rank has ended to save since the start, by how that ended.",
+    "Saves of checkpoints that have ended on the rank since the start, by outcome.",
     "tiering_checkpoints_total",
 )
 
 
 @dataclass(frozen=True)
 class CheckpointStatus:
-    """Saves of a rank: whether one is ``under_way`` now, how many ended well or not, and the last of them.
+    """Saves of a rank: whether one is in progress (``under_way``), how many succeeded and failed, and the last one.
 
-    ``path`` is where that last one is; ``error`` is empty unless it failed. None before the first.
+    ``path`` is the directory of the last save, None before the first; ``error`` is empty unless it failed.
     """
 
     under_way: Annotated[
         bool,
-        Figure("Whether the rank saves a checkpoint now (1), or not (0).", "tiering_checkpoint_under_way"),
+        Figure("1 while the rank saves a checkpoint, else 0.", "tiering_checkpoint_under_way"),
     ] = False
     saved: Annotated[Integer, _SAVES, Label("outcome", "saved")] = 0
     failed: Annotated[Integer, _SAVES, Label("outcome", "failed")] = 0
@@ -339,17 +350,18 @@ class CheckpointStatus:
     ended_at: Annotated[
         float | None,
         Figure(
-            "Unix time at which the last save ended, well or not.",
+            "Unix time at which the last save succeeded or failed.",
             "tiering_checkpoint_last_timestamp_seconds",
         ),
     ] = None
     seconds: Annotated[
-        float | None, Figure("Seconds that the last save took.", "tiering_checkpoint_last_duration_seconds")
+        float | None,
+        Figure("Duration of the last save in seconds.", "tiering_checkpoint_last_duration_seconds"),
     ] = None
     stalled: Annotated[
         float | None,
         Figure(
-            "Seconds for which training stood still in the last save.",
+            "Seconds for which the last save blocked training.",
             "tiering_checkpoint_last_stall_seconds",
         ),
     ] = None
@@ -364,12 +376,12 @@ class CheckpointStatus:
 class EndStatus:
     """How the run of a rank has ended.
 
-    finished   its program closed the engine, or came to its end
-    failed     by an error: ``code`` is that of our errors ("TIER-IO"), or the type of another one ("KeyError"), and
-               ``text`` its message
-    preempted  it was asked to stop: ``code`` is the name of the signal
+    finished   the program closed the engine, or ended without an error
+    failed     an error ended it: ``code`` is the code of a tiering error ("TIER-IO") or the type of another exception
+               ("KeyError"), and ``text`` its message
+    preempted  a signal requested the stop: ``code`` is the name of the signal
 
-    ``rank`` is the one that the failure began with, which may be another one.
+    ``rank`` is the rank where the failure began.
     """
 
     how: Literal["finished", "failed", "preempted"]
@@ -379,12 +391,12 @@ class EndStatus:
 
     @property
     def reason(self) -> str:
-        """Code and text: "TIER-IO: swap_in of ... failed", "SIGTERM"; empty where it has finished."""
+        """Code and text: "TIER-IO: swap_in of ... failed", "SIGTERM"; empty for a finished run."""
         return ": ".join(filter(None, (self.code, self.text)))
 
     @property
     def words(self) -> str:
-        """It in a sentence about a rank: "has failed: TIER-IO: swap_in of ... failed"."""
+        """The predicate of a sentence about the rank: "has failed: TIER-IO: swap_in of ... failed"."""
         verb = {"failed": "has failed: ", "preempted": "has been stopped: ", "finished": "has finished"}[
             self.how
         ]
@@ -393,12 +405,12 @@ class EndStatus:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank publishes again and again. Counters are cumulative.
+    """The state of a rank at one publication. Counters are cumulative.
 
-    ``run_id`` is the same on all ranks of one start, and of no other; ``local_world_size`` counts those on ``node``.
-    On a GPU, which is then what computes, seconds by phase and stalls are the GPU's, whatever the CPU did meanwhile.
-    ``activations`` are counted in the first backward alone where no group moves. ``ended`` is None until the run of the
-    rank is over: then it is in the last snapshot of its page.
+    ``run_id`` is equal on all ranks of one start, and unique to it; ``local_world_size`` is the number of ranks on
+    ``node``. With a GPU, seconds by phase and stalls are measured on the GPU. If no group moves, ``activations`` are
+    counted in the first backward only. ``ended`` is None until the run of the rank is over; the last snapshot of the
+    status file then has it.
     """
 
     run_name: str
@@ -411,32 +423,32 @@ class Snapshot:
     step: Annotated[
         Integer, Figure("Optimizer steps since the start, skipped ones included.", "tiering_steps_total")
     ] = 0
-    phase: Annotated[Phase, Figure("What the rank does now.")] = "start"
+    phase: Annotated[Phase, Figure("Current phase of the rank.")] = "start"
     loss: Annotated[
         Diverging | None,
         Figure(
-            "Loss of the last micro-batch in the last step, the mean over all ranks; NaN or infinite where it"
-            " diverged, absent where neither engine.backward() nor engine.scale() was given it.",
+            "Loss of the last micro-batch in the last step, the mean over all ranks; NaN or infinite if training"
+            " diverged, absent if neither engine.backward() nor engine.scale() received it.",
             "tiering_loss",
         ),
     ] = None
     run_id: str = ""
     node: Annotated[str, Figure("Host name of the rank's node.")] = ""
-    local_rank: Annotated[Integer, Figure("Number of the rank among those of its node.")] = 0
+    local_rank: Annotated[Integer, Figure("Index of the rank on its node.")] = 0
     local_world_size: Integer = 1
     global_step: Annotated[
         Integer,
         Figure(
-            "Optimizer steps of the run, those before the checkpoint that it went on from included.",
+            "Optimizer steps of the run, including the steps before the checkpoint that it resumed from.",
             "tiering_global_step",
         ),
     ] = 0
     phase_since: Annotated[float, Figure("Unix time at which the phase began.")] = 0.0
-    broken: Annotated[str, Figure("Why training cannot go on; empty while it can.")] = ""
+    broken: Annotated[str, Figure("Error that prevents further training; empty without one.")] = ""
     samples: Annotated[
         Integer,
         Figure(
-            "Samples of all ranks in finished steps since the start; every rank tells the same.",
+            "Samples of all ranks in finished steps since the start; equal on all ranks.",
             "tiering_samples_total",
         ),
     ] = 0
@@ -450,7 +462,7 @@ class Snapshot:
     global_skipped_steps: Annotated[
         Integer,
         Figure(
-            "Skipped steps of the run, those before the checkpoint that it went on from included.",
+            "Skipped steps of the run, including the steps before the checkpoint that it resumed from.",
             "tiering_global_skipped_steps",
         ),
     ] = 0
@@ -464,7 +476,7 @@ class Snapshot:
     ] = None
     loss_scale: Annotated[
         Diverging | None,
-        Figure("What the loss is multiplied with; absent where nothing is scaled.", "tiering_loss_scale"),
+        Figure("Factor of the loss scaling; absent without loss scaling.", "tiering_loss_scale"),
     ] = None
     phase_seconds: Annotated[
         dict[str, float],
@@ -477,33 +489,31 @@ class Snapshot:
     ] = field(default_factory=dict)
     tiers: Annotated[list[TierStatus], Figure("The tiers, fastest first.")] = field(default_factory=list)
     activations: Annotated[
-        ActivationStatus | None, Figure("Bytes that autograd keeps for backward, beside the tiers.")
+        ActivationStatus | None, Figure("Bytes that autograd keeps for backward, outside the tiers.")
     ] = None
-    device_memory: Annotated[
-        DeviceMemoryStatus | None, Figure("Bytes that torch has on the GPU; absent on a CPU.")
-    ] = None
+    device_memory: Annotated[DeviceMemoryStatus | None, Figure("GPU memory of torch; absent on a CPU.")] = (
+        None
+    )
     io: Annotated[list[PathStatus], Figure("Each swap path, in both directions.")] = field(
         default_factory=list
     )
-    io_engine: Annotated[
-        IoEngineStatus | None, Figure("The I/O engine in use; absent where nothing is swapped.")
-    ] = None
+    io_engine: Annotated[IoEngineStatus | None, Figure("The I/O engine in use; absent without swapping.")] = (
+        None
+    )
     link: Annotated[
         LinkStatus | None, Figure("Copies to the GPU (h2d) and from it (d2h); absent on a CPU.")
     ] = None
     collectives: Annotated[
-        list[CollectiveStatus], Figure("Collectives by kind; empty where a rank is alone.")
+        list[CollectiveStatus], Figure("Collectives by kind; empty with a single rank.")
     ] = field(default_factory=list)
     stalls: Annotated[
         dict[str, float],
-        Figure(
-            "Seconds that compute (the GPU, if there is one) waited, by what it waited for, since the start."
-        ),
+        Figure("Seconds that compute (the GPU, if there is one) waited, by cause, since the start."),
     ] = field(default_factory=dict)
     stalls_by_phase: Annotated[
         dict[str, dict[str, float]],
         Figure(
-            "Seconds that compute (the GPU, if there is one) waited, by phase and what it waited for, since the start.",
+            "Seconds that compute (the GPU, if there is one) waited, by phase and cause, since the start.",
             "tiering_stall_seconds_total",
             by=("phase", "cause"),
         ),
@@ -516,16 +526,17 @@ class Snapshot:
         default_factory=list
     )
 
-    # A diverged loss is worth seeing: NaN travels as NaN, not as null. Anywhere else it is damage.
+    # A loss of NaN is written as NaN, not as null, so that readers see the divergence. In fields of other types, NaN is
+    # an error.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="constants", allow_inf_nan=False)
 
     def to_json(self) -> str:
-        """The snapshot as JSON text; infinities and NaN are written as the bare constants, as Python does."""
+        """The snapshot as JSON text; infinities and NaN are written as bare constants, as Python's json does."""
         return _SNAPSHOT.dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Snapshot:
-        """Inverse of ``to_json``; fields this version does not know are dropped. Raises ValueError."""
+        """Inverse of ``to_json``; unknown fields are dropped. Raises ValueError."""
         return _SNAPSHOT.validate_json(text)
 
 

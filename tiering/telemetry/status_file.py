@@ -1,22 +1,23 @@
-"""The page: a file that one rank writes and anybody of the same user reads.
+"""The status file: one rank writes it, and any process of the same user reads it.
 
-A page is a file: a fixed header, a JSON payload that is replaced again and again, and behind its room another one,
-the description, that never changes. Any number of readers look at it while one writer updates it, and neither side can
-hurt the other:
+It holds a fixed header, a JSON payload (the snapshot) that each publication replaces, and after the payload's capacity
+a second JSON text (the description) that never changes. Any number of readers read it while one writer updates it:
 
 * Sequence lock. The writer makes the sequence number odd, writes the payload, then writes the whole header
-  with the next even number. A reader takes no lock: it reads header, payload, header again, and tries once
-  more when the number was odd or moved. A CRC32 over heartbeat, length and payload catches what the number
-  cannot.
-* No mapping on either side. Both use pread and pwrite on the page cache. A mapped page that someone
-  truncates, or that a full tmpfs cannot back, is a SIGBUS in the middle of training; a short read is a state
-  that a reader can name. Four publications a second cost the same either way.
-* Alive means locked. The writer holds flock(LOCK_EX) for its life; the kernel drops it however that life
-  ends. A pid says nothing across containers, and a heartbeat stops for a debugger too. A forked child shares
-  the lock's open file description, so it closes its copy at once, without unlocking.
-* Appearing whole. A page is created under a name that no reader looks at, locked, then renamed. Whoever finds
-  an unlocked page may therefore remove it: its writer is dead. This rule and the first 12 bytes (magic,
-  version) hold for every version of the format. Within a version headers only grow: who reads takes what it knows.
+  with the next even number. A reader takes no lock: it reads header, payload, header again, and repeats
+  this if the number was odd or changed. A CRC32 over heartbeat, length and payload detects corruption that
+  the number cannot show.
+* No memory mapping. Both sides use pread and pwrite. If somebody truncates a mapped file, or a full tmpfs
+  cannot back it, access raises SIGBUS in the middle of training; a short read is an error that a reader can
+  report. Four publications a second cost the same either way.
+* The lock shows that the writer lives. The writer holds flock(LOCK_EX) until it closes the file or its
+  process ends; the kernel then releases the lock. A pid is not valid across containers, and a heartbeat also
+  stops in a debugger. A forked child shares the lock's open file description, so it closes its copy at once,
+  without unlocking.
+* Atomic creation. A status file is created under a name that readers ignore, locked, then renamed. An
+  unlocked status file may therefore be removed: its writer is dead. This rule and the first 12 bytes (magic,
+  version) hold for every version of the format. Within a version, headers only grow: a reader uses the fields
+  that it knows.
 """
 
 from __future__ import annotations
@@ -39,16 +40,18 @@ from tiering.telemetry.snapshot import Snapshot
 
 MAGIC = b"TIERPAGE"
 VERSION = 1
-CAPACITY = 64 << 10  # bytes of payload; one of three tiers, four paths and 32 steps takes about 20 KiB
-LARGEST_DESCRIPTION = 256 << 10  # bytes; that of a usual run takes about 10 KiB
-# A header that promises more than this is garbage, and would cost its readers much.
-_SANE_PAYLOAD = 4 * CAPACITY
+# Bytes of payload. A snapshot with three tiers, four paths and 32 steps takes about 20 KiB.
+CAPACITY = 64 << 10
+# Bytes. The description of a typical run takes about 10 KiB.
+LARGEST_DESCRIPTION = 256 << 10
+# A header with a larger capacity is damaged; readers do not allocate that much.
+_MAX_CAPACITY = 4 * CAPACITY
 
 State = Literal["live", "stale", "newer-version", "torn", "unreadable"]
 
 
 class Header(NamedTuple):
-    """What a page begins with. Later versions may add fields; what they were before stays where it is."""
+    """The start of a status file. Later versions may add fields after these; these keep their offsets."""
 
     magic: bytes
     version: int
@@ -59,14 +62,14 @@ class Header(NamedTuple):
     length: int
     crc: int
     description_crc: int
-    description_length: int  # bytes at header_size + capacity; 0 where there is none
+    description_length: int  # bytes at header_size + capacity; 0 without a description
 
     def pack(self) -> bytes:
         return HEADER.pack(*self)
 
     @classmethod
     def of(cls, raw: bytes) -> Header:
-        """That of a page which begins with ``raw``."""
+        """The header of a status file that starts with ``raw``."""
         return cls(*HEADER.unpack_from(raw))
 
 
@@ -76,17 +79,17 @@ SEQUENCE_OFFSET = 24
 
 
 def as_text(text: str) -> str:
-    """``text`` as a page can hold it: bytes of a file name that are no characters are "?"."""
+    """``text`` as valid UTF-8: bytes of a file name that are not UTF-8 become "?"."""
     return text.encode("utf-8", "replace").decode()
 
 
 def checksum(heartbeat_ns: int, payload: bytes) -> int:
-    """Of what an update replaces."""
+    """CRC32 of the content that an update replaces."""
     return zlib.crc32(payload, zlib.crc32(struct.pack("<QQ", heartbeat_ns, len(payload))))
 
 
 def locked_by_another(fd: int) -> bool:
-    """Whether a writer holds the page open as ``fd``; the lock taken to find out is given back at once."""
+    """Whether a writer holds the lock of the status file ``fd``. Releases the lock that the test acquires."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -97,18 +100,18 @@ def locked_by_another(fd: int) -> bool:
 
 @dataclass(frozen=True)
 class StatusReading:
-    """What a page said when it was read.
+    """The content of a status file at the time of one read.
 
-    live            the writer holds its lock and the content is whole
-    stale           the writer is gone; ``snapshot`` is the last thing it said, or None. One that was not killed has
-                    said how the run ended: ``snapshot.ended``
+    live            the writer holds its lock and the content is complete
+    stale           the writer has ended; ``snapshot`` is its last publication, or None. Unless the writer was killed,
+                    ``snapshot.ended`` says how the run ended
     newer-version   the format is newer than this reader
-    torn            a writer that still lives did not finish an update (stopped in the middle of one?)
-    unreadable      not a page, truncated, damaged, or not ours
+    torn            a live writer did not finish an update (it may be stopped in the middle of it)
+    unreadable      not a status file, truncated, damaged, or owned by another user
 
-    ``heartbeat_age`` is seconds since the last publication, None when there is none; ``reason`` is empty for
-    live pages. ``description`` is None where the writer gave none, or where it is damaged. ``published_at`` is the Unix
-    time of ``snapshot``: the same in every reading of one publication.
+    ``heartbeat_age`` is seconds since the last publication, None before the first; ``reason`` is empty for
+    live files. ``description`` is None if the writer gave none, or if it is damaged. ``published_at`` is the Unix
+    time of ``snapshot``: equal in all readings of one publication.
     """
 
     state: State
@@ -121,18 +124,18 @@ class StatusReading:
 
 @dataclass(frozen=True)
 class StatusFile:
-    """A page file in a run directory. ``run_name`` (as the file name spells it) and ``rank`` need no read."""
+    """A status file in a run directory. ``run_name`` (as the file name spells it) and ``rank`` come from its name."""
 
     path: Path
     run_name: str
     rank: int
 
     def read(self) -> StatusReading:
-        """Read the page as it is now. Never raises for what the file holds or lacks."""
+        """Read the file now. Never raises: a missing or damaged file is a state of the reading."""
         try:
             fd = open_status_file(self.path)
         except FileNotFoundError:
-            return StatusReading("stale", None, None, "the page has been removed")
+            return StatusReading("stale", None, None, "the status file has been removed")
         except OSError as error:
             return StatusReading("unreadable", None, None, error.strerror or str(error))
         try:
@@ -144,7 +147,7 @@ class StatusFile:
 
 
 def open_status_file(path: Path) -> int:
-    """A descriptor to read a page by. Waits for nothing, and follows no link. Raises OSError."""
+    """A descriptor that reads a status file. Never blocks and follows no symbolic link. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -167,49 +170,50 @@ def _read(fd: int) -> StatusReading:
 
 
 def _read_once(fd: int) -> StatusReading:
-    """One attempt, as if the writer lived."""
+    """Read once, without a test whether the writer is alive."""
     first = os.pread(fd, HEADER.size, 0)
     if len(first) < 12 or not first.startswith(MAGIC):
-        return StatusReading("unreadable", None, None, "not a telemetry page")
+        return StatusReading("unreadable", None, None, "not a status file")
     version = int.from_bytes(first[8:12], "little")
     if version > VERSION:
-        reason = f"format {version}; this reader knows up to {VERSION}"
+        reason = f"format {version}; this version reads formats up to {VERSION}"
         return StatusReading("newer-version", None, None, reason)
     if len(first) < HEADER.size:
         return StatusReading("unreadable", None, None, "truncated")
     header = Header.of(first)
     age = max(0, time.time_ns() - header.heartbeat_ns) / 1e9 if header.heartbeat_ns else None
-    if header.header_size < HEADER.size or not header.length <= header.capacity <= _SANE_PAYLOAD:
-        return StatusReading("unreadable", None, None, "the header makes no sense")
+    if header.header_size < HEADER.size or not header.length <= header.capacity <= _MAX_CAPACITY:
+        return StatusReading("unreadable", None, None, "the header is invalid")
     payload = os.pread(fd, header.length, header.header_size)
     if header.sequence % 2 or os.pread(fd, HEADER.size, 0) != first:
-        return StatusReading("torn", age, None, "an update was going on for the whole time of reading")
+        return StatusReading("torn", age, None, "an update was in progress during the whole read")
     if len(payload) < header.length:
         return StatusReading("unreadable", age, None, "truncated")
     if checksum(header.heartbeat_ns, payload) != header.crc:
         return StatusReading("unreadable", age, None, "the checksum does not match")
     if not payload:
-        return StatusReading("live", age, None, "")  # created, nothing published yet
+        # The file was created, and nothing is published yet.
+        return StatusReading("live", age, None, "")
     try:
         snapshot = Snapshot.from_json(payload)
     except ValidationError as error:
-        return StatusReading("unreadable", age, None, f"not a snapshot: {_what_is_wrong(error)}")
+        return StatusReading("unreadable", age, None, f"not a valid snapshot: {_problem(error)}")
     return StatusReading("live", age, snapshot, "", _description(fd, header), header.heartbeat_ns / 1e9)
 
 
-def _what_is_wrong(error: ValidationError) -> str:
-    """The first complaint; of very many each would take memory to be told."""
+def _problem(error: ValidationError) -> str:
+    """The first error. ``error.errors()`` allocates a record for each, so that many errors are only counted."""
     if error.error_count() > 20:
-        return f"{error.error_count()} of its fields are wrong"
+        return f"{error.error_count()} fields are invalid"
     return error.errors(include_url=False, include_input=False)[0]["msg"]
 
 
 _descriptions: WeakValueDictionary[tuple[int, int, int, int], Description] = WeakValueDictionary()
-"""Those that somebody still has, by file, checksum and length."""
+"""Descriptions that are in use, by file (device, inode), checksum and length."""
 
 
 def _description(fd: int, header: Header) -> Description | None:
-    """What never changes: it is read once for as long as anybody has it, and without a look at the sequence number."""
+    """The description, read once while it is in use. It never changes, so the sequence number is not compared."""
     if not 0 < header.description_length <= LARGEST_DESCRIPTION:
         return None
     file = os.fstat(fd)

@@ -1,4 +1,4 @@
-"""The writer of a page: what a rank says, on a file that is its own for as long as it lives."""
+"""The writer of a status file: a rank owns the file and its lock until it closes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from tiering.errors import TelemetryError
 from tiering.telemetry.description import Description
 from tiering.telemetry.directory import (
-    KEPT_SECONDS,
+    RETENTION_SECONDS,
     SUFFIX,
     UNFINISHED,
     plain_name,
@@ -41,15 +41,17 @@ from tiering.telemetry.status_file import (
 log = logging.getLogger(__name__)
 
 _inherited: weakref.WeakSet[StatusWriter] = weakref.WeakSet()
-_forking = threading.RLock()  # held while a page is made: no child gets a lock that it knows nothing of
+# Held while a status file is created, and during a fork: a child must not inherit the lock of a file that is not yet
+# in _inherited, because it would not close it.
+_forking = threading.RLock()
 
 
 class StatusWriter:
-    """One rank's page. Creating it sweeps the old pages of dead writers; closing it removes its own.
+    """The status file of one rank. Creating it removes old files of dead writers; closing it removes its own.
 
     ``publish`` may be called from any thread. In a forked child the writer is closed and publishes nothing.
-    A ``description`` that takes more than a page may loses settings. With ``owns_directory`` the last page of the
-    directory takes it along. Raises TelemetryError where a page cannot be.
+    A ``description`` larger than LARGEST_DESCRIPTION loses settings. With ``owns_directory``, the removal of the last
+    status file also removes the directory. Raises TelemetryError if the file cannot be created.
     """
 
     path: Path
@@ -67,17 +69,19 @@ class StatusWriter:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside a world of {world_size}")
         directory = private_directory(run_directory() if directory is None else Path(directory))
-        with suppress(OSError):  # whether there can be a page shows when it is made
-            sweep(directory, KEPT_SECONDS)
+        # If the directory cannot be used, _create() raises the error.
+        with suppress(OSError):
+            sweep(directory, RETENTION_SECONDS)
         self._description = b"" if description is None else description.fitted(LARGEST_DESCRIPTION).encode()
         if len(self._description) > LARGEST_DESCRIPTION:
             raise TelemetryError(
                 f"the description of run {run_name!r} takes {len(self._description)} bytes without its settings;"
-                f" a page holds {LARGEST_DESCRIPTION}"
+                f" a status file holds {LARGEST_DESCRIPTION}"
             )
         name = f"{plain_name(run_name)}.{rank}.{os.getpid()}-{secrets.token_hex(4)}"
         self.path = directory / (name + SUFFIX)
         self._owns_directory = owns_directory
+        # Guards _fd, _sequence and the content of the file.
         self._lock = threading.Lock()
         self._sequence = 0
         with _forking:
@@ -88,8 +92,9 @@ class StatusWriter:
         fd, unfinished = -1, self.path.with_suffix(UNFINISHED)
         try:
             fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(fd, fcntl.LOCK_EX)  # waits for a sweep that is just asking whose it is
-            # A full disk shows here, not during training.
+            # A concurrent sweep may hold the shared lock for a moment while it tests this file.
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            # Allocate all blocks now: a full disk fails here, not during training.
             os.posix_fallocate(fd, 0, HEADER.size + CAPACITY + len(self._description))
             os.pwrite(fd, self._description, HEADER.size + CAPACITY)
             os.pwrite(fd, self._header(0, b"").pack(), 0)
@@ -99,7 +104,7 @@ class StatusWriter:
                 os.close(fd)
                 unfinished.unlink(missing_ok=True)
             raise TelemetryError(
-                f"page {self.path} cannot be created: {error.strerror}; "
+                f"status file {self.path} cannot be created: {error.strerror}; "
                 "free space there, or set TIERING_RUN_DIR"
             ) from error
         return fd
@@ -118,59 +123,62 @@ class StatusWriter:
             len(self._description),
         )
 
-    def _create_anew(self) -> None:
-        """A page that was removed is written on unseen: put one in its place, with its directory if need be."""
+    def _recreate(self) -> None:
+        """Create a removed file again, with its directory if necessary: no reader sees writes to a removed file."""
         private_directory(self.path.parent)
         with _forking:
-            removed, self._fd = self._fd, self._create()
-            os.close(removed)
-        log.info("page %s had been removed; there is a new one", self.path)
+            removed_fd, self._fd = self._fd, self._create()
+            os.close(removed_fd)
+        log.info("status file %s had been removed and was created again", self.path)
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Replace the page's content. A page that somebody removed is made anew, as its directory is.
+        """Replace the file's content. Creates a removed file and its directory again.
 
-        Raises TelemetryError when the snapshot does not fit, or the page cannot be made, OSError when the file system
-        refuses, ValueError after ``close``.
+        Raises TelemetryError if the snapshot does not fit or the file cannot be created, OSError if a write fails,
+        ValueError after ``close``.
         """
         payload = _fitted(snapshot)
         with self._lock:
             if self._fd == _ABANDONED:
                 return
             if self._fd < 0:
-                raise ValueError(f"publish on the closed page {self.path}")
+                raise ValueError(f"publish on the closed status file {self.path}")
             if not os.fstat(self._fd).st_nlink:
-                self._create_anew()
-            self._sequence = (self._sequence + 1) | 1  # odd also after an update that an exception ended
+                self._recreate()
+            # Odd also if an exception interrupted the previous update, which left an odd number.
+            self._sequence = (self._sequence + 1) | 1
             os.pwrite(self._fd, SEQUENCE.pack(self._sequence), SEQUENCE_OFFSET)
             os.pwrite(self._fd, payload, HEADER.size)
             self._sequence += 1
             os.pwrite(self._fd, self._header(time.time_ns(), payload).pack(), 0)
 
     def close(self) -> None:
-        """Remove the page and let go of its lock. Idempotent."""
+        """Remove the file and release its lock. Idempotent."""
         self._end(keep=False)
 
     def leave(self) -> None:
-        """Let go of the lock. The page stays readable until it is swept; in a directory of its own it is removed."""
+        """Release the lock. The file stays readable until a sweep; in a directory of its own it is removed."""
         self._end(keep=not self._owns_directory)
 
     def _end(self, *, keep: bool) -> None:
         with self._lock:
             if self._fd < 0:
                 return
-            # Training must not fail for its page at the end; what stays has no lock, and is swept.
+            # An error here must not fail training at its end: a file that stays has no lock, and a sweep removes it.
             with suppress(OSError):
                 if not keep:
                     self.path.unlink()
                 if self._owns_directory:
                     self.path.parent.rmdir()
-            # A child forked between these two finds no descriptor to close; closing first, it would find another's.
+            # In this order: a child that is forked between the two statements closes nothing. In the other order, it
+            # could close a descriptor that another thread has opened with the same number.
             fd, self._fd = self._fd, _CLOSED
             os.close(fd)
 
     def _abandon(self) -> None:
-        """In a forked child: drop the shared description, leave page and lock to the parent."""
-        self._lock = threading.Lock()  # the fork may have happened while another thread held the old one
+        """In a forked child: close the inherited descriptor; file and lock stay with the parent."""
+        # Another thread of the parent may have held the old lock during the fork.
+        self._lock = threading.Lock()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = _ABANDONED
@@ -181,8 +189,8 @@ _CLOSED, _ABANDONED = -1, -2
 
 def _abandon_inherited() -> None:
     _forking.release()
-    for one in list(_inherited):
-        one._abandon()
+    for writer in list(_inherited):
+        writer._abandon()
 
 
 os.register_at_fork(
@@ -191,7 +199,7 @@ os.register_at_fork(
 
 
 def _fitted(snapshot: Snapshot) -> bytes:
-    """The payload, with as many of the recent steps as the page can hold."""
+    """The payload, with as many of the recent steps as CAPACITY allows."""
     steps = snapshot.steps[-RECENT_STEPS:]
     while True:
         payload = replace(snapshot, steps=steps).to_json().encode()
@@ -200,6 +208,6 @@ def _fitted(snapshot: Snapshot) -> bytes:
         if not steps:
             raise TelemetryError(
                 f"the snapshot of run {snapshot.run_name!r} takes {len(payload)} bytes without its steps; "
-                f"a page holds {CAPACITY}"
+                f"a status file holds {CAPACITY}"
             )
         steps = steps[(len(steps) + 1) // 2 :]

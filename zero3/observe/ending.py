@@ -79,7 +79,7 @@ class Ending:
         if self._status is None:
             self._status = self._of(error, stopped_by, broken)
 
-    def last_words(self, newest: Snapshot) -> Snapshot:
+    def final_snapshot(self, newest: Snapshot) -> Snapshot:
         """``newest`` with the figures of the last step, and with how the run ended."""
         status = self._status or self._at_exit(newest.broken)
         return (

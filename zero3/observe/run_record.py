@@ -152,7 +152,10 @@ class RunRecord:
         streams = self._tiers.streams
         enter_thread = _nothing if streams is None else streams.enter_thread
         publisher = Publisher(
-            writer, _while_it_lives(self), enter_thread=enter_thread, last_words=self.ending.last_words
+            writer,
+            _while_it_lives(self),
+            enter_thread=enter_thread,
+            final_snapshot=self.ending.final_snapshot,
         )
         try:
             publisher.start()

@@ -54,8 +54,8 @@ def snapshot(step: int = 7, **changes: object) -> Snapshot:
 
 
 def only_reading(directory: Path) -> StatusReading:
-    (page,) = find_status_files(directory)
-    return page.read()
+    (file,) = find_status_files(directory)
+    return file.read()
 
 
 def until(condition: Callable[[], bool], limit: float = 20.0) -> None:
@@ -88,9 +88,6 @@ def child(script: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
 def first_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
-
-
-# --- snapshots ------------------------------------------------------------------------------------------
 
 
 def describing(*notes: tuple[Any, str]) -> Description:

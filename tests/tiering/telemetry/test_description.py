@@ -1,4 +1,4 @@
-"""What a page says once, and what of its header later versions may add."""
+"""The description of a status file, and the header fields that later versions may add."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ from tiering.telemetry import status_file as status_module
 def test_a_description_comes_with_every_snapshot_and_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = [describing(("file", "é"), ("default", str(rank))) for rank in range(70)]
-    read, kept = Mock(wraps=Description.from_json), None
-    monkeypatch.setattr(status_module.Description, "from_json", read)
-    writers = [StatusWriter("gpt", rank, 70, tmp_path, one) for rank, one in enumerate(told)]
+    descriptions = [describing(("file", "é"), ("default", str(rank))) for rank in range(70)]
+    parse, readings = Mock(wraps=Description.from_json), None
+    monkeypatch.setattr(status_module.Description, "from_json", parse)
+    writers = [
+        StatusWriter("gpt", rank, 70, tmp_path, description) for rank, description in enumerate(descriptions)
+    ]
     for step in (1, 2):
         for writer in writers:
             writer.publish(snapshot(step))
-        kept = [
-            page.read() for page in find_status_files(tmp_path)
-        ]  # with what was read before still at hand
-        assert [(one.state, one.description, one.snapshot) for one in kept] == [
-            ("live", description, snapshot(step)) for description in told
+        readings = [file.read() for file in find_status_files(tmp_path)]
+        assert [(reading.state, reading.description, reading.snapshot) for reading in readings] == [
+            ("live", description, snapshot(step)) for description in descriptions
         ]
-    assert read.call_count == len(told)
-    del kept
-    only_one = StatusFile(writers[0].path, "gpt", 0)
-    assert (only_one.read().description, read.call_count) == (told[0], len(told) + 1), "and then let go of"
+    assert parse.call_count == len(descriptions)
+    del readings
+    file = StatusFile(writers[0].path, "gpt", 0)
+    assert (file.read().description, parse.call_count) == (descriptions[0], len(descriptions) + 1), (
+        "unused descriptions are dropped"
+    )
     for writer in writers:
         writer.close()
 
@@ -64,36 +66,33 @@ def test_a_damaged_description_is_none(tmp_path: Path) -> None:
 def test_a_description_too_large_loses_what_is_least_missed(tmp_path: Path) -> None:
     whole = describing(("file", "a" * 300), ("default", "b" * 300), ("auto", "c" * 300))
     assert whole.configuration is not None
-    given, default, auto = whole.configuration.settings
+    from_file, default, auto = whole.configuration.settings
     fewer: list[list[SettingStatus]] = [
-        [given, default, auto],
-        [given, replace(default, note=""), auto],
-        [given, auto],
+        [from_file, default, auto],
+        [from_file, replace(default, note=""), auto],
+        [from_file, auto],
         [],
     ]
-    for kept_settings in fewer:
-        fitted = replace(whole, configuration=replace(whole.configuration, settings=kept_settings))
+    for settings in fewer:
+        fitted = replace(whole, configuration=replace(whole.configuration, settings=settings))
         size = len(fitted.to_json())
         assert Description.from_json(whole.fitted(size)) == fitted
     assert Description.from_json(whole.fitted(size - 1)) == replace(whole, configuration=None)
     huge = describing(("default", "b" * status_module.LARGEST_DESCRIPTION), ("file", "a"))
     with closing(StatusWriter("gpt", directory=tmp_path, description=huge)) as writer:
         writer.publish(snapshot())
-        kept = only_reading(tmp_path).description
-        assert kept is not None and kept.configuration is not None
-        assert [setting.note for setting in kept.configuration.settings] == ["", "a"]
+        description = only_reading(tmp_path).description
+        assert description is not None and description.configuration is not None
+        assert [setting.note for setting in description.configuration.settings] == ["", "a"]
 
 
 def test_headers_of_later_minor_versions_are_read(tmp_path: Path) -> None:
-    told = describing(("file", "n"))
-    with closing(StatusWriter("gpt", directory=tmp_path, description=told)) as writer:
+    description = describing(("file", "n"))
+    with closing(StatusWriter("gpt", directory=tmp_path, description=description)) as writer:
         writer.publish(snapshot())
         raw = writer.path.read_bytes()
         header = bytearray(raw[:64].ljust(120, b"?"))
         header[12:16] = (120).to_bytes(4, "little")
         writer.path.write_bytes(bytes(header) + raw[64:])
         reading = only_reading(tmp_path)
-        assert (reading.state, reading.snapshot, reading.description) == ("live", snapshot(), told)
-
-
-# --- life and death -------------------------------------------------------------------------------------
+        assert (reading.state, reading.snapshot, reading.description) == ("live", snapshot(), description)

@@ -1,4 +1,4 @@
-"""Where pages live, and who may look."""
+"""The run directory: which one is used, and which are refused."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ def test_the_run_directory_is_chosen_in_order(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("TIERING_RUN_DIR", str(tmp_path / "mine"))
     assert run_directory() == tmp_path / "mine"
     assert find_status_files() == []
-    assert [path.name for path in tmp_path.iterdir()] == ["xdg"], "who only looks makes no directory"
+    assert [path.name for path in tmp_path.iterdir()] == ["xdg"], "a reader creates no directory"
     with closing(StatusWriter("gpt")) as writer:
-        assert [page.path for page in find_status_files()] == [writer.path]
+        assert [file.path for file in find_status_files()] == [writer.path]
     assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 def test_another_users_directories_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = tmp_path / "theirs"
-    theirs.mkdir(mode=0o700)
-    os.chown(theirs, 12345, 12345)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir(mode=0o700)
+    os.chown(foreign, 12345, 12345)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv("TIERING_RUN_DIR", raising=False)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(theirs))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(foreign))
     assert run_directory() == tmp_path / f"tiering-{os.geteuid()}"
     with pytest.raises(TelemetryError, match="owned by user 12345"):
-        StatusWriter("gpt", directory=theirs)
-    mine = tmp_path / "mine"
-    with_page = StatusWriter("gpt", directory=mine)
-    os.chown(with_page.path, 12345, 12345)
-    assert find_status_files(mine) == []
-    with_page.close()
+        StatusWriter("gpt", directory=foreign)
+    own = tmp_path / "mine"
+    writer = StatusWriter("gpt", directory=own)
+    os.chown(writer.path, 12345, 12345)
+    assert find_status_files(own) == []
+    writer.close()
 
 
 def test_a_directory_that_is_open_to_others_is_refused(tmp_path: Path) -> None:
@@ -59,12 +59,10 @@ def test_a_directory_that_is_open_to_others_is_refused(tmp_path: Path) -> None:
     shared.mkdir()
     for mode in (0o770, 0o755, 0o701):
         shared.chmod(mode)
-        told = (
-            rf"{shared} is open to others \(mode {mode:04o}\); name a new directory.*={shared}/tiering-pages$"
-        )
-        with pytest.raises(TelemetryError, match=told):
+        message = rf"{shared} is open to others \(mode {mode:04o}\); name a new directory.*={shared}/tiering-status$"
+        with pytest.raises(TelemetryError, match=message):
             StatusWriter("gpt", directory=shared)
-        with pytest.raises(TelemetryError, match=told):
+        with pytest.raises(TelemetryError, match=message):
             find_status_files(shared)
     link = tmp_path / "link"
     (tmp_path / "target").mkdir(mode=0o700)
@@ -80,17 +78,14 @@ def test_a_directory_that_is_open_to_others_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_a_directory_of_pages_is_to_be_closed(tmp_path: Path) -> None:
-    """Everybody's directory, such as /etc, must not be closed by a command that is pasted."""
+    """The remedy must not close a shared directory, such as /etc."""
     shared = tmp_path / "shared"
     shared.mkdir()
-    with closing(StatusWriter("gpt", directory=shared / "tiering-pages")) as writer:
-        pages = writer.path.parent
-        pages.chmod(0o755)
-        with pytest.raises(TelemetryError, match=rf"; close it: chmod 700 {pages}$"):
-            find_status_files(pages)
-        (pages / "hosts").touch()
-        with pytest.raises(TelemetryError, match=rf"TIERING_RUN_DIR={pages}/tiering-pages$"):
-            find_status_files(pages)
-
-
-# --- writing and reading --------------------------------------------------------------------------------
+    with closing(StatusWriter("gpt", directory=shared / "tiering-status")) as writer:
+        directory = writer.path.parent
+        directory.chmod(0o755)
+        with pytest.raises(TelemetryError, match=rf"; close it: chmod 700 {directory}$"):
+            find_status_files(directory)
+        (directory / "hosts").touch()
+        with pytest.raises(TelemetryError, match=rf"TIERING_RUN_DIR={directory}/tiering-status$"):
+            find_status_files(directory)

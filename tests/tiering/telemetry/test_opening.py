@@ -1,4 +1,4 @@
-"""Telemetry stops no training: a page goes to a private directory, or there is none."""
+"""Telemetry never stops training: the fallback to a private directory, or to no status file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tiering.telemetry import StatusWriter, TelemetryError, find_status_files, o
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Where private directories may go: the first cannot be used."""
-    found = [tmp_path / "missing", tmp_path / "spare"]
-    found[1].mkdir()
-    monkeypatch.setattr(opening, "_places", lambda: iter(found))
-    return found
+def temporary_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Directories for temporary files; the first does not exist."""
+    directories = [tmp_path / "missing", tmp_path / "spare"]
+    directories[1].mkdir()
+    monkeypatch.setattr(opening, "_temporary_directories", lambda: iter(directories))
+    return directories
 
 
 def _missing_parent(tmp_path: Path) -> Path:
@@ -33,9 +33,9 @@ def _missing_parent(tmp_path: Path) -> Path:
 def _of_another_user(tmp_path: Path) -> Path:
     if os.geteuid() != 0:
         pytest.skip("only root can give a directory away")
-    (theirs := tmp_path / "theirs").mkdir(mode=0o700)
-    os.chown(theirs, 12345, 12345)
-    return theirs
+    (foreign := tmp_path / "theirs").mkdir(mode=0o700)
+    os.chown(foreign, 12345, 12345)
+    return foreign
 
 
 def _open_to_others(tmp_path: Path) -> Path:
@@ -60,18 +60,18 @@ CAUSES = {
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_directory_that_cannot_be_used_is_replaced(
     cause: str,
-    places: list[Path],
+    temporary_directories: list[Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     directory = CAUSES[cause](tmp_path)
     monkeypatch.setenv("TIERING_RUN_DIR", str(directory))
-    private = places[1] / f"tiering-{os.geteuid()}-gpt-0a1b2c3d"
+    private = temporary_directories[1] / f"tiering-{os.geteuid()}-gpt-0a1b2c3d"
     writers = [open_writer("gpt-0a1b2c3d", rank, 2) for rank in range(2)]
     try:
-        pages = [writer.path for writer in writers if writer is not None]
-        assert [page.path for page in find_status_files(private)] == pages and len(pages) == 2
+        paths = [writer.path for writer in writers if writer is not None]
+        assert [file.path for file in find_status_files(private)] == paths and len(paths) == 2
         assert stat.S_IMODE(private.stat().st_mode) == 0o700
         record = caplog.records[0]
         assert record.levelno == logging.WARNING and re.search(cause, record.getMessage())
@@ -81,32 +81,34 @@ def test_a_directory_that_cannot_be_used_is_replaced(
         for writer in writers:
             assert writer is not None
             writer.close()
-    assert list(places[1].iterdir()) == [], "the last page takes the private directory along"
+    assert list(temporary_directories[1].iterdir()) == [], (
+        "closing the last file removes the private directory"
+    )
     with pytest.raises(TelemetryError, match=cause):
         open_writer("gpt", directory=directory)
 
 
 def test_a_full_disk_is_no_error(
     small_disk: Callable[[int], Path],
-    places: list[Path],
+    temporary_directories: list[Path],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     disk = small_disk(2 << 20)
     monkeypatch.setenv("TIERING_RUN_DIR", str(disk / "run"))
-    with (disk / "rest").open("wb", buffering=0) as rest, contextlib.suppress(OSError):
-        while rest.write(bytes(4096)):
+    with (disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while filler.write(bytes(4096)):
             pass
     writer = open_writer("gpt-0a1b2c3d")
-    assert writer is not None and writer.path.parent.parent == places[1]
+    assert writer is not None and writer.path.parent.parent == temporary_directories[1]
     writer.close()
     assert "No space left on device" in caplog.text
 
 
-def test_without_any_directory_there_is_no_page(
+def test_without_any_directory_there_is_no_status_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(opening, "_places", lambda: iter([tmp_path / "missing"]))
+    monkeypatch.setattr(opening, "_temporary_directories", lambda: iter([tmp_path / "missing"]))
     monkeypatch.setenv("TIERING_RUN_DIR", str(tmp_path / "no" / "parent"))
     assert open_writer("gpt") is None
     (record,) = caplog.records
@@ -114,19 +116,21 @@ def test_without_any_directory_there_is_no_page(
 
 
 def test_private_directories_of_killed_runs_are_removed(
-    places: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    temporary_directories: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIERING_RUN_DIR", str(tmp_path / "no" / "parent"))
-    killed, lives = (places[1] / f"tiering-{os.geteuid()}-{name}" for name in ("killed", "lives"))
-    for directory in (killed, lives):
+    killed, live = (
+        temporary_directories[1] / f"tiering-{os.geteuid()}-{name}" for name in ("killed", "lives")
+    )
+    for directory in (killed, live):
         directory.mkdir(mode=0o700)
-    held = 'writer = StatusWriter("gpt", directory=directory); say("ready"); time.sleep(600)'
-    with child(held, killed) as process:
+    script = 'writer = StatusWriter("gpt", directory=directory); say("ready"); time.sleep(600)'
+    with child(script, killed) as process:
         assert first_line(process) == "ready"
     assert len(find_status_files(killed)) == 1
-    with closing(StatusWriter("lives", directory=lives)) as living:
-        living.publish(snapshot())
+    with closing(StatusWriter("lives", directory=live)) as live_writer:
+        live_writer.publish(snapshot())
         writer = open_writer("gpt")
         assert writer is not None
-        assert not killed.exists() and living.path.exists()
+        assert not killed.exists() and live_writer.path.exists()
         writer.close()

@@ -1,4 +1,4 @@
-"""The thread that keeps a page fresh, and never disturbs training."""
+"""The thread that updates a status file, and never disturbs training."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tiering.telemetry import (
 )
 
 
-def test_the_publisher_keeps_the_page_fresh_and_fills_in_rates(tmp_path: Path) -> None:
+def test_the_publisher_updates_the_file_and_fills_in_rates(tmp_path: Path) -> None:
     moved = iter(range(0, 1 << 40, 1000))
 
     def source() -> Snapshot:
         return snapshot(io=[PathStatus("/nvme", "threads", True, DirectionStatus(bytes=next(moved)))])
 
     def rate() -> float:
-        said = only_reading(tmp_path).snapshot
-        return said.io[0].read.bytes_per_second if said is not None else 0.0
+        published = only_reading(tmp_path).snapshot
+        return published.io[0].read.bytes_per_second if published is not None else 0.0
 
     publisher = Publisher(StatusWriter("gpt", directory=tmp_path), source, interval=0.02)
     publisher.start()
@@ -39,7 +39,7 @@ def test_the_publisher_keeps_the_page_fresh_and_fills_in_rates(tmp_path: Path) -
     publisher.close()
     assert find_status_files(tmp_path) == []
     assert "tiering-telemetry" not in [thread.name for thread in threading.enumerate()]
-    with pytest.raises(ValueError, match="started before"):
+    with pytest.raises(ValueError, match="already been started"):
         publisher.start()
 
 
@@ -50,9 +50,9 @@ def test_publish_now_does_not_wait_for_the_interval(tmp_path: Path) -> None:
     )
     publisher.start()
     publisher.publish_now()
-    said = only_reading(tmp_path).snapshot
-    assert said is not None
-    assert said.step == 1
+    published = only_reading(tmp_path).snapshot
+    assert published is not None
+    assert published.step == 1
     publisher.close()
 
 
@@ -93,7 +93,7 @@ def test_publish_now_does_not_deadlock_with_a_source_that_needs_the_callers_lock
     assert find_status_files(tmp_path) == []
 
 
-def test_the_end_of_the_interpreter_removes_the_page(tmp_path: Path) -> None:
+def test_the_end_of_the_interpreter_removes_the_file(tmp_path: Path) -> None:
     script = """
         publisher = Publisher(StatusWriter("gpt", directory=directory), lambda: snap(1))
         publisher.start()
@@ -115,10 +115,10 @@ def test_the_end_of_a_run_does_not_fail_for_its_directory(tmp_path: Path) -> Non
     assert only_reading(tmp_path / "moved").state == "stale"
 
 
-def test_a_page_that_was_removed_is_made_anew(tmp_path: Path) -> None:
+def test_a_removed_file_is_created_again(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    told = describing(("file", "n"))
-    writer = StatusWriter("gpt", directory=directory, description=told)
+    description = describing(("file", "n"))
+    writer = StatusWriter("gpt", directory=directory, description=description)
     steps = iter(range(100))
     publisher = Publisher(writer, lambda: snapshot(next(steps)), 3600)
     publisher.start()
@@ -126,34 +126,34 @@ def test_a_page_that_was_removed_is_made_anew(tmp_path: Path) -> None:
         remove()
         assert find_status_files(directory) == []
         publisher.publish_now()
-        (page,) = find_status_files(directory)
-        reading = page.read()
-        assert (page.path, reading.state, reading.description) == (writer.path, "live", told)
+        (file,) = find_status_files(directory)
+        reading = file.read()
+        assert (file.path, reading.state, reading.description) == (writer.path, "live", description)
     parent = tmp_path.rename(tmp_path.with_name("elsewhere"))
     shutil.rmtree(parent / "run")
     publisher.publish_now()  # as after a logout, until the next login
     parent.rename(tmp_path)
     publisher.publish_now()
-    (page,) = find_status_files(directory)
-    assert page.read().snapshot.step == 4
+    (file,) = find_status_files(directory)
+    assert file.read().snapshot.step == 4
     shutil.rmtree(directory)
     publisher.close()
     publisher.publish_now()
     assert not directory.exists()
 
 
-def test_a_page_that_cannot_be_made_anew_is_said_once_and_comes_back(
+def test_a_file_that_cannot_be_created_is_logged_once_and_comes_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pages = tmp_path / "pages"
-    publisher = Publisher(StatusWriter("gpt", directory=pages), snapshot, interval=0.01)
+    directory = tmp_path / "directory"
+    publisher = Publisher(StatusWriter("gpt", directory=directory), snapshot, interval=0.01)
     publisher.start()
-    shutil.rmtree(pages)
-    pages.touch()  # in the way of the new directory
+    shutil.rmtree(directory)
+    directory.touch()  # in the way of the new directory
     until(lambda: bool(caplog.records))
     time.sleep(0.1)
-    pages.unlink()
-    until(lambda: len(find_status_files(pages)) == 1)
+    directory.unlink()
+    until(lambda: len(find_status_files(directory)) == 1)
     publisher.close()
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     (warning,) = warnings

@@ -1,4 +1,4 @@
-"""What a rank publishes: its JSON form, and rates of two samples."""
+"""Snapshots: their JSON form, and rates from two samples."""
 
 from __future__ import annotations
 
@@ -78,11 +78,9 @@ def test_rates_come_from_two_samples() -> None:
 
 
 def test_the_link_has_rates_each_way() -> None:
-    def sample(there: int, back: int, peak: float = 0.0) -> Snapshot:
+    def sample(h2d: int, d2h: int, peak: float = 0.0) -> Snapshot:
         return snapshot(
-            link=LinkStatus(
-                CopyStatus(there, 3, 2.0), CopyStatus(back, 1, 0.0, peak_bytes_per_second=peak), 99
-            )
+            link=LinkStatus(CopyStatus(h2d, 3, 2.0), CopyStatus(d2h, 1, 0.0, peak_bytes_per_second=peak), 99)
         )
 
     link = with_rates(sample(900, 50), sample(400, 40, peak=70.0), 0.25).link
@@ -97,16 +95,16 @@ def test_the_link_has_rates_each_way() -> None:
 
 @pytest.mark.parametrize("busy", [0.01, 0.2, 1.0])
 def test_no_average_is_above_the_peak(busy: float) -> None:
-    """A path that is busy for part of a window moves less in it than the average over its busy time says."""
+    """The rate of an interval in which a path is partly idle is below its average over busy time."""
 
-    def sample(windows: int) -> Snapshot:
-        moved = DirectionStatus(bytes=1000 * windows, busy_seconds=busy * windows)
+    def sample(intervals: int) -> Snapshot:
+        moved = DirectionStatus(bytes=1000 * intervals, busy_seconds=busy * intervals)
         return snapshot(io=[PathStatus("/nvme", "threads", True, moved)])
 
-    said = with_rates(sample(1), None, 0.0)
-    for windows in range(2, 6):
-        said = with_rates(sample(windows), said, 1.0)
-        read = said.io[0].read
+    published = with_rates(sample(1), None, 0.0)
+    for intervals in range(2, 6):
+        published = with_rates(sample(intervals), published, 1.0)
+        read = published.io[0].read
         assert read.peak_bytes_per_second >= read.average_bytes_per_second == pytest.approx(1000 / busy)
 
 
@@ -115,7 +113,7 @@ def test_bytes_sent_have_a_rate_by_kind() -> None:
         return snapshot(collectives=[CollectiveStatus(kind, 1, nbytes) for kind, nbytes in sent.items()])
 
     def rates(now: Snapshot, before: Snapshot | None) -> list[float]:
-        return [one.sent_bytes_per_second for one in with_rates(now, before, 0.5).collectives]
+        return [status.sent_bytes_per_second for status in with_rates(now, before, 0.5).collectives]
 
     assert rates(sample(reduce=900, control=8), sample(reduce=400)) == [1000.0, 0.0]
     assert rates(sample(reduce=900), None) == [0.0]
@@ -129,7 +127,7 @@ def test_rates_are_never_negative_or_infinite() -> None:
     assert with_rates(now, before, 0.0).io[0].read.bytes_per_second == 0.0
 
 
-def test_peaks_never_fall_and_come_from_whole_windows(tmp_path: Path) -> None:
+def test_peaks_never_fall_and_come_from_whole_intervals(tmp_path: Path) -> None:
     clock, moved = 100.0, 0
 
     def source() -> Snapshot:
@@ -140,22 +138,19 @@ def test_peaks_never_fall_and_come_from_whole_windows(tmp_path: Path) -> None:
         )
 
     publisher = Publisher(StatusWriter("gpt", directory=tmp_path), source, interval=0.25)
-    told = []
+    rates = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("tiering.telemetry.publisher.time.monotonic", lambda: clock)
         for after, nbytes in ((0, 9000), (0.25, 500), (0.001, 400), (0.001, 0), (0.248, 0), (0.25, 100)):
             clock, moved = clock + after, moved + nbytes
             publisher.publish_now()
-            said = only_reading(tmp_path).snapshot
-            assert said is not None
-            (path,), (sent,) = said.io, said.collectives
-            assert sent.sent_bytes_per_second == pytest.approx(path.read.bytes_per_second)
-            told.append((round(path.read.bytes_per_second), round(path.read.peak_bytes_per_second)))
+            published = only_reading(tmp_path).snapshot
+            assert published is not None
+            (path,), (collective,) = published.io, published.collectives
+            assert collective.sent_bytes_per_second == pytest.approx(path.read.bytes_per_second)
+            rates.append((round(path.read.bytes_per_second), round(path.read.peak_bytes_per_second)))
     publisher.close()
-    assert told == [(0, 0), (2000, 2000), (2000, 2000), (2000, 2000), (1600, 2000), (400, 2000)]
-
-
-# --- the run directory ----------------------------------------------------------------------------------
+    assert rates == [(0, 0), (2000, 2000), (2000, 2000), (2000, 2000), (1600, 2000), (400, 2000)]
 
 
 def test_telemetry_loads_no_torch() -> None:

@@ -1,4 +1,4 @@
-"""A page as its readers find it: whole, torn, damaged, of another version."""
+"""Readings of a status file: complete, torn, damaged, of another version."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_what_is_published_is_read(tmp_path: Path) -> None:
     writer.close()
     writer.close()
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match="closed page"):
+    with pytest.raises(ValueError, match="closed status file"):
         writer.publish(snapshot())
 
 
 def test_two_runs_of_one_name_do_not_collide(tmp_path: Path) -> None:
     writers = [StatusWriter("a/b ../ü", rank, 4, directory=tmp_path) for rank in (0, 3, 0)]
     assert len({writer.path for writer in writers}) == 3
-    assert [(page.run_name, page.rank) for page in find_status_files(tmp_path)] == [
+    assert [(file.run_name, file.rank) for file in find_status_files(tmp_path)] == [
         ("a_b_____", 0),
         ("a_b_____", 0),
         ("a_b_____", 3),
@@ -59,17 +59,17 @@ def test_two_runs_of_one_name_do_not_collide(tmp_path: Path) -> None:
 def test_a_snapshot_too_large_loses_its_oldest_steps_first(tmp_path: Path) -> None:
     writer = StatusWriter("gpt", directory=tmp_path)
     writer.publish(snapshot(steps=[StepRecord(i, 1.0) for i in range(100)]))
-    kept = only_reading(tmp_path).snapshot
-    assert kept is not None
-    assert [record.step for record in kept.steps] == list(range(68, 100))
+    stored = only_reading(tmp_path).snapshot
+    assert stored is not None
+    assert [record.step for record in stored.steps] == list(range(68, 100))
     bulk = {"x" * (status_module.CAPACITY - 5500): 1.0}
     writer.publish(snapshot(stalls=bulk, steps=[StepRecord(i, 1.0) for i in range(100)]))
-    kept = only_reading(tmp_path).snapshot
-    assert kept is not None
-    assert [record.step for record in kept.steps] == list(range(84, 100))
-    with pytest.raises(TelemetryError, match="a page holds 65536"):
+    stored = only_reading(tmp_path).snapshot
+    assert stored is not None
+    assert [record.step for record in stored.steps] == list(range(84, 100))
+    with pytest.raises(TelemetryError, match="a status file holds 65536"):
         writer.publish(snapshot(stalls={"x" * status_module.CAPACITY: 1.0}))
-    assert only_reading(tmp_path).snapshot == kept
+    assert only_reading(tmp_path).snapshot == stored
     writer.close()
 
 
@@ -87,17 +87,17 @@ def test_a_reader_never_sees_half_an_update(tmp_path: Path) -> None:
     """
     with child(script, tmp_path) as process:
         assert first_line(process) == "ready"
-        seen: set[int] = set()
+        steps: set[int] = set()
         end = time.monotonic() + 30
-        while len(seen) < 50:
-            assert time.monotonic() < end, f"only {len(seen)} whole readings"
+        while len(steps) < 50:
+            assert time.monotonic() < end, f"only {len(steps)} whole readings"
             reading = only_reading(tmp_path)
             assert reading.state in ("live", "torn"), reading.reason
-            if (said := reading.snapshot) is not None:
-                assert said.pid == said.step
-                assert said.started_at == said.step
-                assert [len(cause) for cause in said.stalls] == [said.step % 4000]
-                seen.add(said.step)
+            if (published := reading.snapshot) is not None:
+                assert published.pid == published.step
+                assert published.started_at == published.step
+                assert [len(cause) for cause in published.stalls] == [published.step % 4000]
+                steps.add(published.step)
 
 
 def test_an_unfinished_update_is_torn_while_its_writer_lives(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_an_unfinished_update_is_torn_while_its_writer_lives(tmp_path: Path) -> 
     writer.close()
 
 
-def test_a_page_that_was_truncated_heals_and_its_writer_survives(tmp_path: Path) -> None:
+def test_a_file_that_was_truncated_heals_and_its_writer_survives(tmp_path: Path) -> None:
     writer = StatusWriter("gpt", directory=tmp_path)
     writer.publish(snapshot())
     whole = writer.path.stat().st_size
@@ -154,7 +154,7 @@ def test_garbage_is_unreadable(tmp_path: Path, content: bytes) -> None:
     directory.mkdir(mode=0o700, exist_ok=True)
     (directory / "junk.page").write_bytes(content)
     reading = only_reading(directory)
-    assert (reading.state, reading.snapshot, reading.reason) == ("unreadable", None, "not a telemetry page")
+    assert (reading.state, reading.snapshot, reading.reason) == ("unreadable", None, "not a status file")
 
 
 @pytest.mark.parametrize("offset", [32, 64 + 20])
@@ -176,7 +176,7 @@ def test_a_newer_format_is_named_as_such(tmp_path: Path) -> None:
         os.pwrite(file.fileno(), (2).to_bytes(4, "little"), 8)
     reading = only_reading(tmp_path)
     assert (reading.state, reading.snapshot) == ("newer-version", None)
-    assert reading.reason == "format 2; this reader knows up to 1"
+    assert reading.reason == "format 2; this version reads formats up to 1"
     assert find_status_files(tmp_path)[0].rank == 2
     writer.close()
 
@@ -186,11 +186,8 @@ def test_things_that_are_no_files_are_unreadable_and_do_not_block(tmp_path: Path
     os.mkfifo(tmp_path / "fifo.page")
     (tmp_path / "link.page").symlink_to("/etc/passwd")
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.page")).touch()
-    readings = {page.run_name: page.read() for page in find_status_files(tmp_path)}
+    readings = {file.run_name: file.read() for file in find_status_files(tmp_path)}
     assert {name: reading.state for name, reading in readings.items()} == dict.fromkeys(
         ("directory", "fifo", "link", "?"), "unreadable"
     )
     assert sweep(tmp_path, keep_seconds=60) == []
-
-
-# --- the publisher --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A writer that is killed, stopped or forked: its lock says whether it lives."""
+"""A writer that is killed, stopped or forked: its lock shows whether it lives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiering.telemetry import (
 from tiering.telemetry import status_file as status_module
 
 
-def test_a_killed_writer_leaves_a_stale_page_that_the_next_one_sweeps(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_a_stale_file_that_the_next_one_sweeps(tmp_path: Path) -> None:
     script = (
         'w = StatusWriter("gpt", directory=directory); w.publish(snap(41)); say("ready"); time.sleep(600)'
     )
@@ -37,8 +37,8 @@ def test_a_killed_writer_leaves_a_stale_page_that_the_next_one_sweeps(tmp_path: 
     assert sweep(tmp_path, keep_seconds=3600) == []
     os.utime(dead.path, (time.time() + 3600,) * 2)  # as after a clock was set back
     writer = StatusWriter("next", directory=tmp_path)
-    assert [page.path for page in find_status_files(tmp_path)] == [writer.path]
-    assert dead.read() == StatusReading("stale", None, None, "the page has been removed")
+    assert [file.path for file in find_status_files(tmp_path)] == [writer.path]
+    assert dead.read() == StatusReading("stale", None, None, "the status file has been removed")
     writer.close()
 
 
@@ -69,7 +69,7 @@ def test_death_in_the_middle_of_an_update_is_stale_without_content(tmp_path: Pat
     assert reading.reason == "the writer died during an update"
 
 
-def test_a_forked_child_neither_holds_the_lock_nor_removes_the_page(tmp_path: Path) -> None:
+def test_a_forked_child_neither_holds_the_lock_nor_removes_the_file(tmp_path: Path) -> None:
     script = """
         writer = StatusWriter("gpt", directory=directory)
         publisher = Publisher(writer, lambda: snap(5), 0.01)
@@ -116,12 +116,12 @@ def test_a_surviving_child_does_not_make_a_dead_run_look_alive(tmp_path: Path) -
             process.kill()
             process.wait()
             until(lambda: only_reading(tmp_path).state == "stale")
-            os.kill(orphan, 0)  # it is still there, and holds nothing
+            os.kill(orphan, 0)  # the child lives, and holds no lock
         finally:
             os.kill(orphan, signal.SIGKILL)
 
 
-def test_a_child_forked_while_a_page_is_made_does_not_keep_its_lock(tmp_path: Path) -> None:
+def test_a_child_forked_while_a_file_is_created_does_not_keep_its_lock(tmp_path: Path) -> None:
     script = """
         import threading
         def fork():
@@ -132,7 +132,7 @@ def test_a_child_forked_while_a_page_is_made_does_not_keep_its_lock(tmp_path: Pa
         reserve = os.posix_fallocate
         def interrupted(*arguments):
             forking.start()
-            forking.join(0.3)  # it is held up, and goes on when the page is made
+            forking.join(0.3)  # it waits until the file is created
             reserve(*arguments)
         os.posix_fallocate = interrupted
         writer = StatusWriter("gpt", directory=directory)
@@ -142,29 +142,28 @@ def test_a_child_forked_while_a_page_is_made_does_not_keep_its_lock(tmp_path: Pa
     with child(script, tmp_path) as process:
         orphan = int(first_line(process))
         try:
-            (page,) = find_status_files(tmp_path)
-            assert page.read().state == "live"
+            (file,) = find_status_files(tmp_path)
+            assert file.read().state == "live"
             process.kill()
             process.wait()
-            until(lambda: page.read().state == "stale")
+            until(lambda: file.read().state == "stale")
         finally:
             os.kill(orphan, signal.SIGKILL)
 
 
-def test_a_page_under_construction_is_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh, left_behind = tmp_path / "gpt.0.1-aa.new", tmp_path / "gpt.0.2-bb.new"
+def test_a_file_under_construction_is_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh, leftover = tmp_path / "gpt.0.1-aa.new", tmp_path / "gpt.0.2-bb.new"
     fresh.touch()
-    left_behind.touch()
-    os.utime(left_behind, (time.time() - 3600,) * 2)
+    leftover.touch()
+    os.utime(leftover, (time.time() - 3600,) * 2)
     foreign = tmp_path / "thesis.new"  # in a directory that somebody else uses, too
     foreign.touch()
     os.utime(foreign, (time.time() - 3600,) * 2)
-    assert sweep(tmp_path) == [left_behind]
+    assert sweep(tmp_path) == [leftover]
     assert fresh.exists() and foreign.exists()
     assert find_status_files(tmp_path) == []
-    with monkeypatch.context() as patch:  # a sweeper that is stopped with its lock would stop its writer, too
-        patch.setattr(status_module.fcntl, "flock", lambda *_: pytest.fail("asked for the lock"))
+    with (
+        monkeypatch.context() as patch
+    ):  # a sweeper that stops while it holds the lock would block the writer
+        patch.setattr(status_module.fcntl, "flock", lambda *_: pytest.fail("acquired the lock"))
         assert sweep(tmp_path) == []
-
-
-# --- damage ---------------------------------------------------------------------------------------------

@@ -161,12 +161,12 @@ def test_a_rank_that_another_one_ended_is_not_blamed() -> None:
     ending = Ending(0, lambda: 1)
     ending.settle(RankLostError("rank 1 failed in forward: KeyError: 'x'"))
     ending.settle(None)  # close(), later
-    last = ending.last_words(Snapshot("gpt", 0, 2, 1, 0.0)).ended
+    last = ending.final_snapshot(Snapshot("gpt", 0, 2, 1, 0.0)).ended
     assert last == EndStatus("failed", "TIER-RANK-LOST", "rank 1 failed in forward: KeyError: 'x'", rank=1)
 
 
 def test_a_step_that_failed_is_said_where_nothing_is_under_way() -> None:
     ending = Ending(0)
     ending.settle(None, broken="the update of step 3 was ended by KeyError")
-    ended = ending.last_words(Snapshot("gpt", 0, 1, 1, 0.0)).ended
+    ended = ending.final_snapshot(Snapshot("gpt", 0, 1, 1, 0.0)).ended
     assert ended == EndStatus("failed", "", "the update of step 3 was ended by KeyError")

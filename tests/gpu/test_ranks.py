@@ -129,9 +129,9 @@ def alone() -> None:
 
     device = torch.device("cuda", torch.cuda.current_device())
     meet("cpu:gloo,cuda:nccl", timedelta(seconds=60))
-    streams, stalls = streams_of(device), StallClock(Timeline())
+    streams = streams_of(device)
     assert streams is not None
-    stalls.streams = streams
+    stalls = StallClock(Timeline(), streams)
     collectives = Collectives(World(), device, DistributedConfig(), stalls, streams)
 
     def bring(shard: Tensor, value: float) -> Any:

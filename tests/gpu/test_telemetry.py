@@ -39,8 +39,8 @@ def sleep() -> Sleep:
 
 
 def test_a_stall_is_what_the_gpu_stands_still(sleep: Sleep) -> None:
-    streams, clock = CudaStreams(DEVICE), StallClock(Timeline())
-    clock.streams = streams
+    streams = CudaStreams(DEVICE)
+    clock = StallClock(Timeline(), streams)
     sleep(0.2)
     with clock.waiting_for("parameters"):
         time.sleep(0.05)

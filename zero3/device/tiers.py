@@ -29,8 +29,7 @@ from zero3.device import closed_storage, nan_memory
 from zero3.device.link_copies import Copies
 from zero3.device.slab import DeviceSlab
 from zero3.device.storage_swap import can_exchange
-from zero3.device.streams import Streams
-from zero3.device.timeline import StallClock, Timeline
+from zero3.device.timeline import StallClock
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ class Ledger:
 class Tiers:
     """Memory and swap space for ``plan`` on ``device``. ``close`` waits for transfers and gives everything back.
 
-    ``streams`` are those of a device with memory of its own, None if the CPU is the device.
+    The streams of ``stalls`` are those of a device with memory of its own, None if the CPU is the device.
     """
 
     def __init__(
@@ -118,17 +117,15 @@ class Tiers:
         device: torch.device,
         config: TiersConfig,
         nvme: NvmePaths,
-        stalls: StallClock | None = None,
+        stalls: StallClock,
         numa_node: int | None = None,
-        streams: Streams | None = None,
     ) -> None:
         self.plan = plan
         self.device = device
-        self.streams = streams
-        self.stalls = stalls or StallClock(Timeline())
-        self.stalls.streams = streams
-        self.copies = None if streams is None else Copies(streams, self.stalls)
-        self.timeline = self.stalls.timeline
+        self.streams = stalls.streams
+        self.stalls = stalls
+        self.copies = None if self.streams is None else Copies(self.streams, stalls)
+        self.timeline = stalls.timeline
         self._numa_node = numa_node
         self.aio: AioContext | None = None
         self.swap: SwapSpace | None = None

@@ -203,10 +203,10 @@ class StallClock:
     those of a device that computes beside the CPU: see Note [Stalls and phases on a GPU].
     """
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, streams: Streams | None = None) -> None:
         self.phase = "idle"
         self.timeline = timeline
-        self.streams: Streams | None = None
+        self.streams = streams
         self._lock = threading.Lock()
         self._ended: Counter[tuple[str, str]] = Counter()  # (lock) nanoseconds by phase and cause
         self._under_way: dict[int, _Wait] = {}  # (lock) by thread: those in which the CPU waits

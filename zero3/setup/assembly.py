@@ -79,7 +79,8 @@ def assemble(
     if device.type == "cuda" and world.local_size > 1:  # a launcher may show each rank its own GPU alone
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
         device = torch.device("cuda", torch.cuda.current_device())
-    streams, stalls = streams_of(device), StallClock(Timeline())
+    streams = streams_of(device)
+    stalls = StallClock(Timeline(), streams)
     given = model, config, model_parameters, optimizer, weights, device, streams, stalls
     if world.size == 1:
         return _assemble(*given, None)
@@ -135,7 +136,7 @@ def _assemble(
         log.log(logs.once(logging.INFO), "%d parameters stay fp32 (tiering.keep_fp32)", len(sized.kept))
 
     build_on_meta(model, loaded)
-    tiers = Tiers(plan, device, config.tiering, nvme, stalls, node.numa_node, streams)
+    tiers = Tiers(plan, device, config.tiering, nvme, stalls, node.numa_node)
     untrained = [] if chosen.trains else [param for param in model.parameters() if param.requires_grad]
     try:
         _freeze(untrained)

@@ -31,8 +31,7 @@ def gpu() -> Iterator[FakeDevice]:
 
 
 def link(gpu: FakeDevice) -> tuple[Copies, StallClock]:
-    stalls = StallClock(Timeline())
-    stalls.streams = gpu.streams
+    stalls = StallClock(Timeline(), gpu.streams)
     return Copies(gpu.streams, stalls), stalls
 
 

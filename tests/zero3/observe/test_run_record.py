@@ -380,8 +380,7 @@ def test_on_a_device_phases_are_its_own_and_told_when_it_is_there(monkeypatch: p
 def test_on_a_device_a_stall_is_what_it_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU waits for what the device is not out of work for, and runs ahead of what the device waits for."""
     device = QueuedDevice(monkeypatch)
-    clock = timeline.StallClock(timeline.Timeline())
-    clock.streams = device
+    clock = timeline.StallClock(timeline.Timeline(), device)
     told: list[dict[str, dict[str, float]]] = []
 
     def look() -> dict[str, dict[str, float]]:

@@ -216,8 +216,7 @@ def test_a_fetch_lasts_from_its_read_until_compute_has_the_group(
 def test_what_a_device_does_lies_where_it_did_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU's clock, though the CPU was long gone; the copy that is under way at the end is waited for."""
     device, timeline = QueuedDevice(monkeypatch), Timeline()
-    stalls = StallClock(timeline)
-    stalls.streams = device
+    stalls = StallClock(timeline, device)
     traced = StepTrace(tmp_path / "trace.json", SimpleNamespace(timeline=timeline, aio=None, streams=device))
     device.passes(100)
     assert not traced.end_step(7)

@@ -105,8 +105,8 @@ def told(device: WrittenDevice) -> Iterator[None]:
 
 
 def on_a_device(**config: float) -> tuple[Collectives, WrittenDevice]:
-    device, stalls = WrittenDevice(), StallClock(Timeline())
-    stalls.streams = device
+    device = WrittenDevice()
+    stalls = StallClock(Timeline(), device)
     cpu = torch.device("cpu")
     world = join(cpu, 60.0)
     return Collectives(world, cpu, DistributedConfig(**config), stalls, device), device

@@ -76,6 +76,7 @@ class Checkpoints:
         self._saved = self._failed = 0
         self._standstill = Standstill(parts.tiers.stalls)
         self._half_loaded: set[nn.Parameter] = set()  # what loads were filling when they failed
+        parts.optimizer.listen(self)
 
     def save(
         self,
@@ -105,7 +106,6 @@ class Checkpoints:
                 self._under_way = under_way
                 if self._collectives is not None:
                     uncommitted.add(under_way.saving.path)
-                self._parts.optimizer.before_change = self._before_change
                 under_way.saver.start()
         if not background:
             self.finish()
@@ -362,7 +362,6 @@ class Checkpoints:
     def _end(self, under_way: UnderWay) -> None:
         """What has become of the save is known, and training waits for nothing more of it."""
         self._under_way = None
-        self._parts.optimizer.before_change = _nothing_is_saved
         uncommitted.discard(under_way.saving.path)
         self._last = self._shown = under_way.saving
         self._saved += self._last.error is None
@@ -392,7 +391,8 @@ class Checkpoints:
             for partial in partials:
                 self._directory.discard(partial)
 
-    def _before_change(self, tile: Tile) -> None:
+    def before_change(self, tile: Tile) -> None:
+        """A step is about to change ``tile``: wait until a save that is under way has copied it."""
         if self._under_way is not None and not self._under_way.saver.has_copied(tile):
             self._wait_for_copy(tile)
 
@@ -456,7 +456,3 @@ def _check_shared(partial: Path) -> None:
         raise CheckpointError(
             f"{partial}, which rank 0 has made, is not there on this node: save to a file system that all nodes share"
         )
-
-
-def _nothing_is_saved(tile: Tile) -> None:
-    """No save is under way."""

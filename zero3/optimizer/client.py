@@ -20,7 +20,7 @@ from optim_cpu import formats
 from tiering.errors import EngineStateError
 from zero3.device import kernels
 from zero3.optimizer.deepspeed_names import DeepSpeedOptimizerNames
-from zero3.optimizer.tiles import Tile
+from zero3.optimizer.tiles import StepListener, Tile
 from zero3.optimizer.trained import planned_group
 from zero3.params import resharded
 from zero3.params.layout import Piece
@@ -54,12 +54,15 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         super().__init__(client.param_groups, client.defaults)
         self.client = client
         self.steps: dict[int, int] = {}
-        # Called when a tile is about to be stepped.
-        self.before_change: Callable[[Tile], None] = lambda tile: None
+        self._listener: StepListener | None = None
         self._gradients = gradients
         self._tiles = tiles
         self._share()
         self._trained = [trained for tile in tiles for trained in _trained(tile, gradients)]
+
+    def listen(self, listener: StepListener) -> None:
+        """Call ``listener`` from now on before a tile is stepped. There is one listener."""
+        self._listener = listener
 
     def expect_step(self) -> None:
         """Nothing to read ahead: all state is on the device."""
@@ -82,8 +85,9 @@ class ClientOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         """
         if closure is not None or grad_scale is None:
             raise EngineStateError(self._refusal_to_step())
-        for tile in self._tiles:
-            self.before_change(tile)
+        if self._listener is not None:
+            for tile in self._tiles:
+                self._listener.before_change(tile)
         received = [each for each in self._trained if self._gradients.received(each.piece)]
         with self._on_masters():
             try:

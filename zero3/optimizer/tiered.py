@@ -25,11 +25,12 @@ from zero3.optimizer import update_rules
 from zero3.optimizer.deepspeed_names import DeepSpeedOptimizerNames
 from zero3.optimizer.device_update import IN_BACKWARD, ROUNDS, DeviceUpdate, OnDevice, part_of
 from zero3.optimizer.pipeline import Staged, StatePipeline
-from zero3.optimizer.tiles import FP32, StateLayout, Tile
+from zero3.optimizer.tiles import FP32, StateLayout, StepListener, Tile
 from zero3.optimizer.trained import planned_group
-from zero3.optimizer.update_rules import Options, UpdateRule
+from zero3.optimizer.update_rules import OptimizerOptions, Options, UpdateRule
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup
+from zero3.params.replicas import Replicas
 from zero3.passes.gradients import KERNEL_DTYPES, GradientStore
 
 IN_PLACE_NUMEL = 4 << 20
@@ -40,9 +41,8 @@ ON_TIERS = "tiers"  # the key of a state_dict that tells which state belongs to 
 class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
     """An update rule over tiered state; a true ``torch.optim.Optimizer``, so schedulers and loops can drive it.
 
-    ``param_groups`` carry the rule's options as torch's do, each group its own. Of an optimizer that the user made
-    (``taken_over``) they are the same list of the same dicts: a scheduler made for either steers both. ``step`` needs
-    the gradients of a finished backward; the engine calls it.
+    ``step`` needs the gradients of a finished backward; the engine calls it. ``replicas`` are gathered group by group,
+    each as soon as all of its tiles that are due were stepped.
 
     ``state_names`` names the moments that every trained parameter has, in the order in which tiles hold them.
     ``steps`` counts the updates that used them, by parameter (``Piece.index``).
@@ -50,16 +50,16 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def __init__(
         self,
-        param_groups: list[Options],
-        defaults: Options,
         rule: UpdateRule,
+        options: OptimizerOptions,
         tiles: list[Tile],
+        layout: StateLayout,
         gradients: GradientStore,
         tiers: Tiers,
-        layout: StateLayout,
-        taken_over: torch.optim.Optimizer | None = None,
+        replicas: Replicas | None,
     ) -> None:
-        super().__init__(param_groups, defaults)
+        super().__init__(options.param_groups, options.defaults)
+        taken_over = options.taken_over
         if taken_over is not None:
             self.param_groups = taken_over.param_groups
         self.rule = rule
@@ -69,6 +69,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._timeline = tiers.timeline
         self._streams = tiers.streams
         self._gradients = gradients
+        self._replicas = replicas
         self._layout = layout
         self._on_device: list[Tile] = []  # all of it in a GPU's memory
         self._visiting: list[Tile] = []  # updated there, too
@@ -108,16 +109,17 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._begun: dict[ParamGroup, None] = {}  # groups whose tiles were due in this backward, in order
         self._final: dict[ParamGroup, None] = {}  # those whose gradients are still on their way, in order
         self._usual_order: list[ParamGroup] = list(reversed(self._tiles_of))
-        gradients.make_room = self._make_room
-        # Called when a tile is about to be stepped.
-        self.before_change: Callable[[Tile], None] = lambda tile: None
-        # Told when all that is due of a group was stepped.
-        self.on_stepped: Callable[[ParamGroup], None] = lambda group: None
+        self._listener: StepListener | None = None
+        gradients.register_stepper(self)
 
     @property
     def trains(self) -> bool:
         """Whether there is anything to update, ever."""
         return self.rule is not update_rules.NONE
+
+    def listen(self, listener: StepListener) -> None:
+        """Call ``listener`` from now on before a tile is stepped. There is one listener."""
+        self._listener = listener
 
     def expect_step(self) -> None:
         """The last backward of a step begins: start to read the state of the first tiles."""
@@ -278,8 +280,8 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             )
         return rule
 
-    def _make_room(self) -> bool:
-        """Step a tile that is due and may hold a gradient window; False if none is."""
+    def make_room(self) -> bool:
+        """Step a tile that is due and may hold a gradient window; False if no tile is due."""
         if not self._due_streamed:  # a group whose gradients are still on their way may be the one that asks
             return False
         self._step_streamed(next(iter(self._due_streamed)))
@@ -434,11 +436,16 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             self._gradients.drop_window(tile.group)
             if not self._begun:  # in backward compute has other things to do than to wait for this
                 self._show()
-            self.on_stepped(tile.group)
+            if self._replicas is not None:
+                self._replicas.stepped(tile.group)
+
+    def _before_change(self, tile: Tile) -> None:
+        if self._listener is not None:
+            self._listener.before_change(tile)
 
     def _add_to_batch(self, tile: Tile, staged: Staged | None) -> None:
         """Add the tile's segments that are stepped."""
-        self.before_change(tile)
+        self._before_change(tile)
         layout, itemsize = self._layout.for_group(tile.group), tile.group.dtype.itemsize
         grad_dtype = self._gradients.dtype_of(tile.group)
         state = tile.state.address
@@ -502,7 +509,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         assert state is not None
         param = part_of(params, tile, tile.group.dtype.itemsize)
         grad = part_of(grads, tile, self._gradients.dtype_of(tile.group).itemsize)
-        self.before_change(tile)
+        self._before_change(tile)
         self._on_device_now += self._segments(OnDevice(tile, state, param, grad))
 
     def _step_visiting(self) -> None:
@@ -516,7 +523,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         ]
         if len(stepped) == len(tile.segments):  # with what lies between them, at once
             stepped = [range(tile.numel)]
-        self.before_change(tile)
+        self._before_change(tile)
         self._visits.run(tile, stepped, self._run_on_device)
         self._finished(tile)
 

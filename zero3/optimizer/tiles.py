@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -77,6 +78,12 @@ class StateLayout:
         master = torch.empty(params.numel(), device="cpu")
         kernels.join(master.data_ptr(), params.data_ptr(), kept.data_ptr(), master.numel())
         return master
+
+
+class StepListener(Protocol):
+    """Is called before a step changes the state or the parameters of a tile, for example to copy them first."""
+
+    def before_change(self, tile: Tile) -> None: ...
 
 
 @dataclass(eq=False)

@@ -25,6 +25,19 @@ Options = dict[str, Any]  # of a param group
 
 
 @dataclass(frozen=True)
+class OptimizerOptions:
+    """The options of an update rule, as ``torch.optim.Optimizer`` has them: ``param_groups``, and ``defaults``.
+
+    ``taken_over`` is the user's optimizer that they come from, if there is one. The engine's optimizer then shares its
+    list of param groups and their dicts, so a scheduler made for either of the two steers both.
+    """
+
+    param_groups: list[Options]
+    defaults: Options
+    taken_over: torch.optim.Optimizer | None = None
+
+
+@dataclass(frozen=True)
 class UpdateRule:
     """One of optim_cpu's optimizers. ``keeps`` names the state tensors that a parameter with these options has."""
 

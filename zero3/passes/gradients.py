@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +104,20 @@ class _Arriving:
     whole: bool
 
 
+class Reducer(Protocol):
+    """Reduces gradients over the ranks before they reach a ``GradientStore``."""
+
+    def forget(self) -> None:
+        """Drop the gradients that have not reached the store."""
+
+
+class Stepper(Protocol):
+    """Updates parameters with the gradients of a ``GradientStore``, group by group."""
+
+    def make_room(self) -> bool:
+        """Step a tile whose gradients may hold a window; False if no tile is due."""
+
+
 class GradientStore:
     """The accumulated gradients of ``groups``. ``homes`` follow their order; ``dtype`` is the accumulation dtype.
 
@@ -135,8 +150,16 @@ class GradientStore:
         self._under_way = 0  # bytes of them
         self._left: set[ParamGroup] = set()  # by backward, with gradients that are still on their way
         self._complete: set[ParamGroup] = set()  # stepped, or about to be, while backward still runs
-        self.on_reset: Callable[[], None] = lambda: None  # drops gradients that are on their way here
-        self.make_room: Callable[[], bool] = lambda: False  # steps what holds a window, if anything does
+        self._reducer: Reducer | None = None
+        self._stepper: Stepper | None = None
+
+    def register_reducer(self, reducer: Reducer) -> None:
+        """``reducer`` brings gradients here from now on; it forgets those under way when this store is reset."""
+        self._reducer = reducer
+
+    def register_stepper(self, stepper: Stepper) -> None:
+        """``stepper`` uses the gradients from now on; it is asked to free windows when there is no room for another."""
+        self._stepper = stepper
 
     def begin(self, used: Iterable[ParamGroup]) -> None:
         """A backward begins; nobody here has to know."""
@@ -318,7 +341,8 @@ class GradientStore:
 
     def reset(self) -> None:
         """Forget all gradients: they have been used, or are given up."""
-        self.on_reset()
+        if self._reducer is not None:
+            self._reducer.forget()
         while self._arriving:
             arriving = self._arriving.popleft()
             arriving.event.wait()
@@ -421,7 +445,7 @@ class GradientStore:
             with self._tiers.stalls.waiting_for("gradients"):
                 window = self._tiers.grad_window
                 while (lease := window.try_lease(home.extent.nbytes, "gradients")) is None:
-                    if self.make_room():
+                    if self._stepper is not None and self._stepper.make_room():
                         continue
                     if not self._windows:
                         break

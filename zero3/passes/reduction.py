@@ -95,7 +95,7 @@ class GradientReducer:
     ) -> None:
         self._groups = groups
         self._store = store
-        store.on_reset = self._forget
+        store.register_reducer(self)
         store.agreed(())  # what has arrived here counts once all ranks know of it
         self._collectives = collectives
         self._tiers = tiers
@@ -240,7 +240,8 @@ class GradientReducer:
         """Forget all gradients: they have been used, or are given up."""
         self._store.reset()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop the gradients that have not reached the store."""
         self._cut_off = self._cut_off or bool(self._turn or self._under_way)
         for collected in self._buffers.values():
             if collected.lease is not None:

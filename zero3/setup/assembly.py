@@ -34,6 +34,7 @@ from zero3.observe.monitors import check_monitors
 from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
 from zero3.optimizer.tiles import StateLayout, Tile, make_tiles
+from zero3.optimizer.update_rules import OptimizerOptions
 from zero3.params.grouping import GroupMembers
 from zero3.params.layout import FlatLayout, shard, shard_ranges
 from zero3.params.param_group import ParamGroup
@@ -153,14 +154,11 @@ def _assemble(
             fill.run(
                 groups, {} if loaded is None else {param: Given(s) for param, s in loaded.sources.items()}
             )
-        stepper = _stepper(chosen, tiles, gradients, tiers, layout)
+        replicas = None if collectives is None else Replicas(groups, collectives)
+        stepper = _stepper(chosen, tiles, layout, gradients, tiers, replicas)
         sink: GradientStore | GradientReducer = gradients
-        replicas = None
         if collectives is not None:
             sink = GradientReducer(groups, gradients, collectives, tiers, reduce_dtype, local, load.stage)
-            replicas = Replicas(groups, collectives)
-            if isinstance(stepper, TieredOptimizer):
-                stepper.on_stepped = replicas.stepped
     except BaseException:
         tiers.close()
         for param in untrained:
@@ -319,9 +317,10 @@ def _budgets(
 def _stepper(
     chosen: OptimizerChoice,
     tiles: list[Tile],
+    layout: StateLayout,
     gradients: GradientStore,
     tiers: Tiers,
-    layout: StateLayout,
+    replicas: Replicas | None,
 ) -> TieredOptimizer | ClientOptimizer:
     client = chosen.client
     if chosen.rule is None:
@@ -334,16 +333,8 @@ def _stepper(
         return ClientOptimizer(client, tiles, gradients)
     if client is not None:
         client.state.clear()  # Adagrad's sums: they are on the tiers now
-    return TieredOptimizer(
-        chosen.param_groups,
-        chosen.defaults,
-        chosen.rule,
-        tiles,
-        gradients,
-        tiers,
-        layout,
-        taken_over=client,
-    )
+    options = OptimizerOptions(chosen.param_groups, chosen.defaults, taken_over=client)
+    return TieredOptimizer(chosen.rule, options, tiles, layout, gradients, tiers, replicas)
 
 
 def _make_groups(

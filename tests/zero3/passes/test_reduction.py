@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -78,14 +78,16 @@ class Store:
     """The GradientStore of a rank whose gradients go nowhere."""
 
     last_micro_batch = True
-    on_reset: Callable[[], None]
 
     def add_reduced(self, group: Group, parts: list[Tensor], factor: float) -> None: ...
     def close(self, group: Group) -> None: ...
     def close_all(self) -> None: ...
     def agreed(self, received: Sequence[int]) -> None: ...
+    def register_reducer(self, reducer: GradientReducer) -> None:
+        self._reducer = reducer
+
     def reset(self) -> None:
-        self.on_reset()
+        self._reducer.forget()
 
     def forget_squares(self, group: Group) -> None: ...
 

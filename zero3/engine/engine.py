@@ -1,7 +1,7 @@
-"""The engine: wires groups, tiers, gradients and optimizer together; the parts decide, this file does not.
+"""The engine: builds the parts of one rank, connects them, and calls them in the order of a training loop.
 
-Reading and setting by name is in by_name.py, checkpoints and exports are in state_files.py. DeepSpeed's names for
-it are in zero3/deepspeed/engine.py.
+Parameters, gradients and optimizer state by name are in by_name.py, checkpoints and exports in state_files.py.
+DeepSpeed's names for the engine are in zero3/deepspeed/engine.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.interrupts import deferred_interrupts
 from tiering.telemetry import ConfigurationStatus, Phase, Publisher, Snapshot, plain_name
 from zero3.checkpoint.checkpoints import Checkpoints
+from zero3.checkpoint.export import Export
+from zero3.checkpoint.save_handle import Saving
 from zero3.engine import released
+from zero3.engine.accumulated_gradients import AccumulatedGradients
 from zero3.engine.by_name import NamedState
 from zero3.engine.released import Released
 from zero3.engine.state_files import StateFiles
@@ -54,7 +57,7 @@ from zero3.state.access import Access
 from zero3.state.tensors import TieredState
 
 
-class Engine(NamedState, StateFiles):
+class Engine:
     """A model whose parameters, gradients and optimizer state live on tiers. Made by ``initialize``.
 
     Usable as a context manager; ``close`` gives memory and swap space back. With several ranks, all of them make the
@@ -98,9 +101,8 @@ class Engine(NamedState, StateFiles):
         self._tiers, self._groups, self._gradients = parts.tiers, parts.groups, parts.gradients
         self._updates = Update(config, parts)
         self._accumulation = Accumulation(config.gradient_accumulation_steps)
-        self._state = TieredState(parts)
         self._checkpoints = Checkpoints(self, model, config, parts, self._updates, self._accumulation)
-        self._state.before_write = self._checkpoints.before_write
+        self._state = TieredState(parts, before_write=self._checkpoints.before_write)
         self._prefetcher = Prefetcher(self._collectives.agree) if self._collectives else Prefetcher()
         self._schedule = PassSchedule(
             self._groups,
@@ -129,9 +131,37 @@ class Engine(NamedState, StateFiles):
         )
         self._publisher: Publisher | None = None
         self._handles = hooks.install(model, self._groups, self._schedule)
-        self._serve(Access(model, self._groups, self._schedule, self._prefetcher, self._state))
         self._ready = Readiness(
-            config, parts, self._updates, self._accumulation, self._schedule, self._access
+            groups=parts.groups,
+            tiers=parts.tiers,
+            collectives=parts.collectives,
+            optimizer=parts.optimizer,
+            updates=self._updates,
+            accumulation=self._accumulation,
+            schedule=self._schedule,
+        )
+        gradients = AccumulatedGradients(
+            state=self._state,
+            schedule=self._schedule,
+            ready=self._ready,
+            updates=self._updates,
+            optimizer=parts.optimizer,
+            stage=config.zero.stage,
+        )
+        self._access = Access(
+            model, parts.groups, self._schedule, self._prefetcher, self._state, gradients.assign
+        )
+        self._named_state = NamedState(
+            access=self._access, state=self._state, gradients=gradients, ready=self._ready
+        )
+        self._files = StateFiles(
+            checkpoints=self._checkpoints,
+            export=Export(model, config, self._state),
+            access=self._access,
+            ready=self._ready,
+            updates=self._updates,
+            optimizer=parts.optimizer,
+            prefetcher=self._prefetcher,
         )
         self.optimizer.serve(self._updates, self._accumulation, self._ready)
         self._preemption = Preemption(self._updates, alone=self._collectives is None)
@@ -299,6 +329,154 @@ class Engine(NamedState, StateFiles):
 
         self._preemption.expect(signals or ("SIGTERM", "SIGUSR1"), save)
 
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        keep: int | None = None,
+        background: bool = False,
+    ) -> Saving:
+        """Save all that the run needs to go on, as the checkpoint ``tag`` (default "global_step<N>") in ``save_dir``.
+
+        That is parameters, optimizer state, learning rate schedule, loss scale, the place in ``training_data``, random
+        states and ``client_state``: plain values, tensors and arrays, each rank its own. It is there whole or not at
+        all, whatever ends the process or the machine. ``save_latest`` makes it what ``load_checkpoint`` takes; ``keep``
+        leaves that many of this run's checkpoints with a default tag, the newest. ``exclude_frozen_parameters`` saves
+        trained parameters alone: whoever loads it has to have the others.
+
+        In the ``background`` training goes on meanwhile: a step waits for what it is about to change to be copied, and
+        so do edits in ``gathered``; others in place are seen too late, and may get into the checkpoint. The checkpoint
+        is there when the returned Saving is ``done``. An error is logged, and raised by its ``wait``, by the next save
+        in the background, which is under way then, by a load or by ``close``, whichever comes first.
+
+        Between steps, by all ranks together. CheckpointError, on all ranks, if one cannot save: training can go on.
+        EngineStateError with gradients that no step has used; ConfigError, before anything is written, for ``keep``
+        below 1 and for what has no plain form.
+        """
+        return self._files.save_checkpoint(
+            save_dir,
+            tag,
+            client_state,
+            latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+            keep=keep,
+            background=background,
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from the checkpoint ``tag`` in ``load_dir``, or from the latest; returns its path and client_state.
+
+        The run that saved it may have had other ranks, another stage, placement or format of optimizer state. Without
+        ``load_optimizer_states`` parameters, buffers and the schedule alone are taken: the state of the optimizer
+        starts anew, and counters (``global_steps``), data and random states stay. With ``load_module_only``, or without
+        an optimizer, nothing but parameters and buffers. Gradients are dropped. Where ``load_dir`` has no checkpoint
+        and no ``tag`` is given: a warning, and (None, {}).
+
+        Frozen parameters that the save has excluded keep the values that they have here. Without ``load_module_strict``
+        so do all that the checkpoint does not have, whose state starts anew, and what only it has is left: a warning
+        names them. ``custom_load_fn`` is DeepSpeed's, and stays None.
+
+        Between steps, by all ranks together. CheckpointError if it is damaged, or another model's: mostly before
+        anything has changed; what is found while tensors are read leaves an engine that can load another one, or close.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint has no state_dict to give a custom_load_fn: leave it out, and make `tiering convert`"
+                " write the checkpoint's weights, rename them as the function would, and begin with"
+                " tiering.initialize(weights=...)"
+            )
+        return self._files.load_checkpoint(
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            states=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> Path:
+        """Write the model's ``state_dict`` in 16 bits as one safetensors file; returns its path. See export.py."""
+        return self._files.save_16bit_model(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
+
+    def save_pretrained(self, save_dir: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> Path:
+        """Write a directory that transformers' (or peft's) ``from_pretrained`` loads; returns it. See export.py."""
+        return self._files.save_pretrained(save_dir, max_shard_size)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies, in host memory, of parameters in the compute dtype and of persistent buffers, by name."""
+        self._ready.check_open("state_dict")
+        return self._state.weights(self.module)
+
+    def master_state_dict(self) -> dict[str, Tensor]:
+        """Copies, in host memory, of the fp32 masters of all trainable parameters, by name."""
+        self._ready.check_open("master_state_dict")
+        return self._state.masters(self.module)
+
+    def get_fp32_parameter(self, name: str) -> Tensor:
+        """A copy of a parameter's fp32 master in host memory, of the parameter's shape; a frozen one as it is, in fp32.
+
+        ``name`` as in ``module.named_parameters()``. ConfigError for a name that is not there.
+        """
+        return self._named_state.get_fp32_parameter(name)
+
+    def set_fp32_parameter(self, name: str, values: Tensor) -> None:
+        """Make ``values`` (of the parameter's shape) the master, and the parameter what it rounds to.
+
+        EngineStateError while a forward or backward is running.
+        """
+        self._named_state.set_fp32_parameter(name, values)
+
+    def get_fp32_gradient(self, name: str) -> Tensor | None:
+        """A copy of the accumulated gradient, unscaled, before clipping, in fp32; None where there was none."""
+        return self._named_state.get_fp32_gradient(name)
+
+    def set_fp32_gradient(self, name: str, values: Tensor) -> None:
+        """Replace the accumulated gradient by ``values`` (unscaled), between passes.
+
+        The next ``step`` uses it, and needs no backward then; a backward before that adds to it.
+        """
+        self._named_state.set_fp32_gradient(name, values)
+
+    def get_fp32_state(self, name: str, key: str) -> Tensor:
+        """A copy of a state tensor of a parameter ("exp_avg", ...; see ``state_names``), fp32, of its shape."""
+        return self._named_state.get_fp32_state(name, key)
+
+    def set_fp32_state(self, name: str, key: str, values: Tensor) -> None:
+        """Replace a state tensor of a parameter."""
+        self._named_state.set_fp32_state(name, key, values)
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a parameter has a master, gradients and optimizer state, or was frozen at ``initialize``."""
+        return self._named_state.is_trained(name)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The optimizer's state tensors, beside the master."""
+        return self._state.state_names
+
+    def flip_bit(self) -> str:
+        """Flip one bit of one master on NVMe and say where: a planted fault, to show that comparisons find it."""
+        self._ready.check_open("flip_bit")
+        return self._state.flip_bit()
+
     @property
     def micro_steps(self) -> int:
         """Micro-batches so far, those that wait for their update included."""
@@ -445,11 +623,19 @@ class Engine(NamedState, StateFiles):
         self._ready.check_between_steps("release")
         where = released.chosen_device(device, self.device)
         self._access.store_edits_of_residents()
-        found = Released(self._parts, self._state, where, masters=masters)
+        values = Released(
+            self._groups,
+            self._state,
+            where,
+            masters=masters,
+            frozen=self._parts.frozen,
+            collectives=self._collectives,
+            local_size=self._world.local_size,
+        )
         try:
             self._close("release()")
         finally:  # also if a save in the background has failed, which close says
-            found.give_back(self.module)
+            values.give_back(self.module)
 
     def _close(self, call: str) -> None:
         self._ready.tell_of_waiting(call)

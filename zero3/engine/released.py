@@ -12,25 +12,37 @@ from tiering.placement.plan import FP32
 from zero3.params import resharded
 from zero3.params.layout import Piece
 from zero3.params.param_group import ParamGroup
-from zero3.parts import Assembly
+from zero3.ranks.collectives import Collectives
 from zero3.state.tensors import TieredState
 
 
 class Released:
     """Values of an engine's parameters on ``device``, read from the tiers while the engine is open.
 
-    In the compute dtype, or with ``masters`` the fp32 masters of trained parameters. Raises PlacementError, on every
+    In the compute dtype, or with ``masters`` the fp32 masters of trained parameters. ``frozen`` are the parameters that
+    the engine has frozen because nothing trains them; they require gradients again. ``local_size`` ranks share the host
+    memory of a node. Raises PlacementError, on every
     rank and before anything is read, if a rank has no room for all of them beside what its engine holds.
     """
 
-    def __init__(self, parts: Assembly, state: TieredState, device: torch.device, *, masters: bool) -> None:
+    def __init__(
+        self,
+        groups: list[ParamGroup],
+        state: TieredState,
+        device: torch.device,
+        *,
+        masters: bool,
+        frozen: list[nn.Parameter],
+        collectives: Collectives | None,
+        local_size: int,
+    ) -> None:
         self._device = device
         self._masters = masters
-        self._frozen = parts.frozen
-        self._check_room(parts)
+        self._frozen = frozen
+        self._check_room(groups, collectives, local_size)
         self._values: list[tuple[nn.Parameter, Tensor]] = [
             (param, self._read(state, group, piece))
-            for group in parts.groups
+            for group in groups
             for param, piece in zip(group.params, group.layout.pieces, strict=True)
         ]
 
@@ -49,12 +61,12 @@ class Released:
         wide = self._masters and piece.trainable
         return (state.master if wide else state.weight)(group, piece).to(self._device)
 
-    def _check_room(self, parts: Assembly) -> None:
-        needed = sum(self._nbytes(group, piece) for group in parts.groups for piece in group.layout.pieces)
-        free = _free(self._device) // (parts.world.local_size if self._device.type == "cpu" else 1)
-        if parts.collectives is not None:
+    def _check_room(self, groups: list[ParamGroup], collectives: Collectives | None, local_size: int) -> None:
+        needed = sum(self._nbytes(group, piece) for group in groups for piece in group.layout.pieces)
+        free = _free(self._device) // (local_size if self._device.type == "cpu" else 1)
+        if collectives is not None:
             row = torch.tensor([free], dtype=torch.int64, device="cpu")
-            free = int(parts.collectives.table(row, "find room for released parameters").min())
+            free = int(collectives.table(row, "find room for released parameters").min())
         if needed > free:
             elsewhere = (
                 "" if self._device.type == "cpu" else "give release(device='cpu') to have them there; or "

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 
-from tiering.config.training import TieringConfig
 from tiering.errors import EngineStateError
 from tiering.telemetry import Phase
 from zero3.device import closed_storage, out_of_memory
+from zero3.device.tiers import Tiers
 from zero3.loop.accumulation import Accumulation
 from zero3.loop.step import Update
 from zero3.loop.step_state import StepState
-from zero3.parts import Assembly
+from zero3.optimizer.client import ClientOptimizer
+from zero3.optimizer.tiered import TieredOptimizer
+from zero3.params.param_group import ParamGroup
 from zero3.passes import hooks
 from zero3.passes.pass_state import PassState
 from zero3.passes.schedule import PassSchedule
-from zero3.state.access import Access
+from zero3.ranks.collectives import Collectives
 
 log = logging.getLogger(__name__)
 
@@ -25,23 +27,24 @@ class Readiness:
 
     def __init__(
         self,
-        config: TieringConfig,
-        parts: Assembly,
+        *,
+        groups: list[ParamGroup],
+        tiers: Tiers,
+        collectives: Collectives | None,
+        optimizer: TieredOptimizer | ClientOptimizer,
         updates: Update,
         accumulation: Accumulation,
         schedule: PassSchedule,
-        access: Access,
     ) -> None:
         self.ended_by = ""  # the call that has ended the engine
         self.in_forward = False  # engine.forward runs
-        self._stage = config.zero.stage
-        self._collectives, self._sink = parts.collectives, parts.sink
-        self._optimizer = parts.optimizer
-        self._tiers = parts.tiers
+        self._groups = groups
+        self._tiers = tiers
+        self._collectives = collectives
+        self._optimizer = optimizer
         self._updates, self._step = updates, updates.current_step
         self._accumulation = accumulation
         self._schedule = schedule
-        self._access = access
 
     @property
     def closed(self) -> bool:
@@ -81,7 +84,7 @@ class Readiness:
                 f"{what} was called while a forward or backward is running; call it between steps"
             )
         self.give_up_unfinished()
-        if self._access.lending:
+        if any(group.lends for group in self._groups):
             raise EngineStateError(f"{what} was called inside tiering.gathered(); end that block first")
 
     def check_no_gradients(self, what: str) -> None:
@@ -90,23 +93,6 @@ class Readiness:
             raise EngineStateError(
                 f"{what} was called with gradients that no step has used, and a checkpoint holds none; call it after"
                 " the step() that uses them"
-            )
-
-    def check_gradients_kept(self, what: str) -> None:
-        """Gradients are where one can get at them by name."""
-        if self._sink.unreduced:
-            raise EngineStateError(
-                f"{what} was called before the last backward of a step, and this stage ({self._stage}) reduces"
-                " gradients over the ranks only then; call it after that, or use stage 2"
-            )
-        self.check_gradients_unused(what)
-
-    def check_gradients_unused(self, what: str) -> None:
-        """No backward has stepped with the gradients."""
-        if self._step.state is StepState.UPDATED_IN_BACKWARD:
-            raise EngineStateError(
-                f"{what} was called when backward had used the gradients already (tiering.step_in_backward); set that"
-                " to false to have them until step()"
             )
 
     def check_trains(self, what: str) -> None:

@@ -119,7 +119,10 @@ def _listed(params: Any) -> tuple[list[nn.Parameter], Any]:
 
 
 class Access:
-    """One engine's parameters, by object and by name (resharded.Owner)."""
+    """One engine's parameters, by object and by name (resharded.Owner).
+
+    ``on_gradient`` is called with the value that a script assigns to ``.grad`` of a parameter between passes.
+    """
 
     def __init__(
         self,
@@ -128,6 +131,7 @@ class Access:
         schedule: PassSchedule,
         prefetcher: Prefetcher,
         state: TieredState,
+        on_gradient: Callable[[ParamGroup, Piece, Tensor | None], None],
     ) -> None:
         self._schedule = schedule
         self._prefetcher = prefetcher
@@ -150,8 +154,7 @@ class Access:
         self._told_of_gradients = False
         # Whose .grad was read as None since the last update, while the engine had the gradient.
         self._read_as_none: set[nn.Parameter] = set()
-        # Called with what was assigned to .grad between passes, or None.
-        self.on_gradient: Callable[[ParamGroup, Piece, Tensor | None], None] = lambda *_: None
+        self._on_gradient = on_gradient
         resharded.adopt(self._places, self)
         for group in groups:
             group.on_edit = self._store_edits
@@ -302,7 +305,7 @@ class Access:
                 f" engine.get_fp32_gradient({piece.name!r}), and replace it by engine.set_fp32_gradient"
             )
         self._read_as_none.discard(param)
-        self.on_gradient(group, piece, values)
+        self._on_gradient(group, piece, values)
         return True
 
     def where(self, param: nn.Parameter) -> str:
@@ -320,7 +323,7 @@ class Access:
         """Let ``param`` show its values until ``take_back``."""
         group, position = self._places[param]
         if modify:
-            self.check_idle("gathered(modify=True)")
+            check_idle(self._schedule, "gathered(modify=True)")
         if group.lends_at(position):
             raise EngineStateError(
                 f"{group.layout.pieces[position].name!r} is gathered already; nest no blocks"
@@ -386,17 +389,9 @@ class Access:
         for group in self._groups:
             group.note_versions()
 
-    def check_idle(self, what: str) -> None:
-        """EngineStateError while a pass is running: it would go on with values of before."""
-        if self._schedule.state not in (PassState.IDLE, PassState.CLOSED):
-            raise EngineStateError(
-                f"{what} was called while a forward or backward is running, which would not see the change;"
-                " call it between passes"
-            )
-
     def before_write(self, group: ParamGroup, piece: Piece) -> None:
         """A parameter is about to be changed at home."""
-        self.check_idle(f"a change of {piece.name!r}")
+        check_idle(self._schedule, f"a change of {piece.name!r}")
         if self.lending:
             raise EngineStateError(f"{piece.name!r} cannot be set inside gathered(); edit it in place there")
         self._prefetcher.drop(group)
@@ -429,6 +424,15 @@ class Access:
             piece = group.layout.pieces[position]
             self._state.follow(group, piece, group.view(position).detach().reshape(-1), in_place=True)
         group.note_versions()
+
+
+def check_idle(schedule: PassSchedule, call: str) -> None:
+    """EngineStateError while a forward or backward is running: it would continue with the values of before."""
+    if schedule.state not in (PassState.IDLE, PassState.CLOSED):
+        raise EngineStateError(
+            f"{call} was called while a forward or backward is running, which would not see the change;"
+            " call it between passes"
+        )
 
 
 def _reader() -> tuple[str, nn.Module | torch.optim.Optimizer | None]:

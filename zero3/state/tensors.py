@@ -27,9 +27,12 @@ log = logging.getLogger(__name__)
 
 
 class TieredState:
-    """Reads and writes what ``parts`` keeps on the tiers. Not while a step is running."""
+    """Reads and writes what ``parts`` keeps on the tiers. Not while a step is running.
 
-    def __init__(self, parts: Assembly) -> None:
+    ``before_write`` is called before any value on the tiers changes.
+    """
+
+    def __init__(self, parts: Assembly, *, before_write: Callable[[], None]) -> None:
         self._tiers = parts.tiers
         self._groups = parts.groups
         self._optimizer = parts.optimizer
@@ -40,7 +43,7 @@ class TieredState:
         self._streams = parts.tiers.streams
         self._sharded_state = parts.plan.workload.world_size > 1 and parts.plan.workload.stage >= 1
         self._told_of_halves = False
-        self.before_write: Callable[[], None] = lambda: None  # called when something is about to change
+        self._before_write = before_write
         self._tiles_of: dict[int, list[tuple[Tile, Segment]]] = {}  # piece index -> where its state is
         for tile in parts.tiles:
             for segment in tile.segments:
@@ -199,6 +202,11 @@ class TieredState:
         """Whether it got one, here or, where that is known already, on another rank."""
         return self._sink.holds(piece)
 
+    @property
+    def has_unreduced_gradients(self) -> bool:
+        """Whether gradients wait for the last backward of a step, which reduces them over the ranks."""
+        return self._sink.unreduced
+
     def drop_gradient(self, group: ParamGroup, piece: Piece) -> None:
         """Forget the gradient that the parameter got since the last step."""
         self._sink.drop(group, piece)
@@ -341,7 +349,7 @@ class TieredState:
 
     def _patch(self, home: Home, offset: int, values: Tensor) -> None:
         """Write the bytes of the flat ``values`` at ``offset`` of ``home``; on NVMe whole pages around them, too."""
-        self.before_write()
+        self._before_write()
         if self._streams is not None:
             self._streams.before_host_changes()
         raw = values.contiguous().view(torch.uint8)

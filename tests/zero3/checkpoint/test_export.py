@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from transformers import conversion_mapping
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
+import tiering
 import tiering.weights.tensor_file
 import zero3.checkpoint.export
 from optim_cpu.formats import round_parameters
-from tests.zero3.conftest import NVME_STATE, SmallModel, batches, same_bits
+from tests.zero3.conftest import NVME_STATE, SmallModel, batches, config, same_bits
 from tiering.errors import CheckpointError, ConfigError, SwapError
 from tiering.storage.swap_space import SwapSpace
 from tiering.storage.tickets import Transfer
@@ -73,16 +74,16 @@ def test_a_model_of_16_bits_is_saved_as_it_computes(engine: Any, tmp_path: Path)
 
 @pytest.mark.parametrize(("fp16", "dtype"), [(False, torch.bfloat16), (True, torch.float16)])
 def test_a_model_in_fp32_is_rounded_to_16_bits(
-    start: Callable[..., Any], tmp_path: Path, fp16: bool, dtype: torch.dtype
+    nvme: Path, tmp_path: Path, fp16: bool, dtype: torch.dtype
 ) -> None:
-    engine = start(precision="fp32", **STREAMED)
-    if fp16:
-        engine.config = engine.config.model_copy(update={"autocast": "fp16"})
-    saved = load_file(engine.save_16bit_model(tmp_path))
-    expected = {}
-    for name, value in untied(engine.state_dict()).items():
-        expected[name] = torch.empty_like(value, dtype=dtype)
-        round_parameters(value, expected[name])
+    settings = config(nvme, precision="fp32", **STREAMED)
+    settings["torch_autocast"] = {"enabled": fp16, "dtype": "float16"}
+    with tiering.initialize(model=SmallModel(), config=settings).engine as engine:
+        saved = load_file(engine.save_16bit_model(tmp_path))
+        expected = {}
+        for name, value in untied(engine.state_dict()).items():
+            expected[name] = torch.empty_like(value, dtype=dtype)
+            round_parameters(value, expected[name])
     assert same_bits(saved, expected) == []
 
 

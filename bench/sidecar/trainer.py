@@ -48,10 +48,12 @@ def main() -> None:
             if select.select([sys.stdin], [], [], 0)[0]:
                 match sys.stdin.readline():
                     case "publish\n":
-                        engine._publisher = engine._record.publish(engine.config.tiering.telemetry)
+                        engine._observation.publisher = engine._record.publish(
+                            engine.config.tiering.telemetry
+                        )
                     case "hush\n":
-                        assert engine._publisher is not None
-                        engine._publisher.close()
+                        assert engine._observation.publisher is not None
+                        engine._observation.publisher.close()
                     case "":
                         return
 

@@ -7,7 +7,6 @@ DeepSpeed's names for the engine are in zero3/deepspeed/engine.py.
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,28 +21,23 @@ from tiering.checkpoint.directory import check_keep
 from tiering.config.training import TieringConfig
 from tiering.errors import CheckpointError, ConfigError, EngineStateError
 from tiering.interrupts import deferred_interrupts
-from tiering.telemetry import ConfigurationStatus, Phase, Publisher, Snapshot, plain_name
+from tiering.telemetry import ConfigurationStatus, Phase, Snapshot
 from zero3.checkpoint.checkpoints import Checkpoints
 from zero3.checkpoint.export import Export
 from zero3.checkpoint.save_handle import Saving
 from zero3.engine import released
 from zero3.engine.accumulated_gradients import AccumulatedGradients
 from zero3.engine.by_name import NamedState
+from zero3.engine.observation import Observation
 from zero3.engine.released import Released
 from zero3.engine.state_files import StateFiles
-from zero3.loop.accumulation import Accumulation
+from zero3.loop.accumulation import Accumulation, accumulation_steps
 from zero3.loop.data_loader import TrainingLoader
 from zero3.loop.lifecycle import Readiness
 from zero3.loop.preemption import Preemption
 from zero3.loop.step import Update
 from zero3.loop.step_state import StepState
-from zero3.observe.device_rates import saved_link_rate
-from zero3.observe.ending import Ending, error_under_way
-from zero3.observe.engine_description import describe
-from zero3.observe.monitors import Monitor
-from zero3.observe.progress import Progress
-from zero3.observe.run_record import RunRecord
-from zero3.observe.trace import StepTrace
+from zero3.observe.ending import error_under_way
 from zero3.params.eager import eager
 from zero3.params.param_group import ParamGroup
 from zero3.params.precision import COMPUTE_DTYPES, LossScale, autocast, cast_floating, explain_inputs
@@ -80,7 +74,6 @@ class Engine:
         self.training_dataloader: TrainingLoader | None = None
         self.collate_fn: Callable[[list[Any]], Any] | None = None
         self._loss: Tensor | None = None
-        self._trace: StepTrace | None = None
         self._given_optimizer = "" if optimizer is None else _name_of(optimizer)
 
         parts = assemble(model, config, model_parameters, optimizer, weights)
@@ -114,22 +107,6 @@ class Engine:
             self._on_group_done,
             self._tiers.timeline,
         )
-        run_name, run_id = self._name_run(config.tiering.run_name)
-        self._record = RunRecord(
-            run_name,
-            self._tiers,
-            self._schedule.activations,
-            world=parts.world,
-            run_id=run_id,
-            traffic=self._collectives,
-            learning=self._updates,
-            param_groups=parts.optimizer.param_groups,
-            checkpoint=self._checkpoints.status,
-            description=describe(parts, config, self._configuration),
-            ending=Ending(parts.world.rank, self._failure_began_with()),
-            link_rate=saved_link_rate(parts.plan.workload, parts.device, local_ranks=parts.world.local_size),
-        )
-        self._publisher: Publisher | None = None
         self._handles = hooks.install(model, self._groups, self._schedule)
         self._ready = Readiness(
             groups=parts.groups,
@@ -165,9 +142,15 @@ class Engine:
         )
         self.optimizer.serve(self._updates, self._accumulation, self._ready)
         self._preemption = Preemption(self._updates, alone=self._collectives is None)
-        self.monitor = Monitor(config, parts.world.rank)
-        self._progress = Progress(config, parts, self._updates, self._record, self.monitor)
-        self._publisher = self._record.publish(config.tiering.telemetry)
+        self._observation = Observation(
+            config,
+            parts,
+            updates=self._updates,
+            activations=self._schedule.activations,
+            checkpoint_status=self._checkpoints.status,
+            configuration=self._configuration,
+        )
+        self._record, self.monitor = self._observation.record, self._observation.monitor
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -283,11 +266,7 @@ class Engine:
                 with self._phase("step"):
                     self._update(lr_kwargs or {})
                 self._checkpoints.after_step(all_written=self._updates.saving == 2)
-                self._record.loss = self._updates.loss
-                self._record.end_step(self.train_batch_size(), skipped=self._updates.overflow)
-                if self._trace is not None and self._trace.end_step(self.global_steps):
-                    self._trace = None
-                self._progress.end_step(self.train_batch_size(), self.global_samples)
+                self._observation.end_step(self.train_batch_size())
             else:
                 self._updates.current_step.end_micro_batch()
             self._prefetcher.look_ahead()
@@ -508,21 +487,7 @@ class Engine:
         """
         self._ready.check_open("set_train_batch_size")
         self._ready.check_no_gradients("set_train_batch_size")
-        each = self.config.micro_batch_size * self._world.size
-        if train_batch_size < each or train_batch_size % each:
-            raise ConfigError(
-                f"set_train_batch_size({train_batch_size}): a micro-batch on each of {self._world.size} ranks is {each}"
-                " samples; give a multiple of that"
-            )
-        steps = train_batch_size // each
-        fixed = self.config.tiering.grad_accum_dtype != "auto" or self.config.precision == "fp32"
-        if not fixed and (steps > 1) != (self.config.gradient_accumulation_steps > 1):
-            raise ConfigError(
-                f"set_train_batch_size({train_batch_size}): gradients of several micro-batches are summed in fp32,"
-                f" those of one are kept in {self.config.precision}, and room was planned for"
-                f' gradient_accumulation_steps {self.config.gradient_accumulation_steps}; set "tiering":'
-                ' {"grad_accum_dtype": "fp32"} in the configuration'
-            )
+        steps = accumulation_steps(train_batch_size, self.config, self._world.size)
         self.config = self.config.model_copy(
             update={"train_batch_size": train_batch_size, "gradient_accumulation_steps": steps}
         )
@@ -593,11 +558,7 @@ class Engine:
         Raises TelemetryError if ``path`` cannot be written, EngineStateError if a trace is under way already.
         """
         self._ready.check_open("trace")
-        if self._trace is not None:
-            raise EngineStateError(
-                f"trace was called while one to {self._trace.path} is under way; end the step that it waits for first"
-            )
-        self._trace = StepTrace(path, self._tiers)
+        self._observation.begin_trace(path)
 
     def close(self) -> None:
         """Wait for transfers, give memory and swap space back. Idempotent.
@@ -640,15 +601,11 @@ class Engine:
     def _close(self, call: str) -> None:
         self._ready.tell_of_waiting(call)
         self._ready.ended_by = call
-        self._record.ending.settle(
-            error_under_way(), stopped_by=self._preemption.requested, broken=self._updates.broken
-        )
+        self._observation.settle(error_under_way(), stopped_by=self._preemption.requested)
         if self._collectives is not None:
             self._collectives.settle()
         self._preemption.close()
-        self._end_trace("close()")
-        if self._publisher is not None:
-            self._publisher.end()
+        self._observation.close()
         for handle in self._handles:
             handle.remove()
         with ExitStack() as closing:
@@ -672,9 +629,7 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._ready.closed:
-            self._record.ending.settle(
-                error, stopped_by=self._preemption.requested, broken=self._updates.broken
-            )
+            self._observation.settle(error, stopped_by=self._preemption.requested)
         ends_well = isinstance(error, SystemExit) and not error.code
         if error is not None:
             self._ready.drop_gradients()  # close() has nothing to say of them beside the error
@@ -687,19 +642,6 @@ class Engine:
             if error is None:
                 raise
 
-    def _failure_began_with(self) -> Callable[[], int | None]:
-        peers = None if self._collectives is None else self._collectives.peers
-        return lambda: None if peers is None else peers.failure_began_with
-
-    def _name_run(self, given: str | None) -> tuple[str, str]:
-        """(name, id) of this run. The id is rank 0's, and so is the name where the configuration has none."""
-        name = given or f"run-{os.getpid()}"
-        drawn = f"{plain_name(name)[:48]}-{secrets.token_hex(4)}"
-        if self._collectives is not None:
-            row = torch.frombuffer(bytearray(drawn.encode().ljust(64)), dtype=torch.uint8)
-            drawn = bytes(self._collectives.table(row, "name the run")[0].tolist()).decode().rstrip()
-        return given or drawn.rpartition("-")[0], drawn
-
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
         """Time the block; an exception in it ends the step that is being traced, and other ranks are told of it."""
@@ -708,16 +650,10 @@ class Engine:
                 yield
             except BaseException as error:
                 self._ready.explain(error, phase)
-                if self._trace is not None and self._trace.under_way:
-                    self._end_trace(type(error).__name__)
+                self._observation.note_failure(error)
                 if self._collectives is not None:
                     self._collectives.ended(phase, error)
                 raise
-
-    def _end_trace(self, cause: str) -> None:
-        trace, self._trace = self._trace, None
-        if trace is not None:
-            trace.write(f"step {self.global_steps + 1}, ended by {cause}")
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         self._prefetcher.forget()

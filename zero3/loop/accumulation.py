@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from tiering.config.training import TieringConfig
+from tiering.errors import ConfigError
+
 
 class Accumulation:
     """Counts micro-batches: ``steps`` of them make an update, unless the script sets ``boundary``.
@@ -37,3 +40,23 @@ class Accumulation:
         """Go on after so many micro-batches, those behind the last update waiting."""
         self.micro_steps = micro_steps
         self.waiting = micro_steps % self.steps
+
+
+def accumulation_steps(train_batch_size: int, config: TieringConfig, world_size: int) -> int:
+    """How many micro-batches make an update of ``train_batch_size`` samples. See Engine.set_train_batch_size."""
+    samples = config.micro_batch_size * world_size
+    if train_batch_size < samples or train_batch_size % samples:
+        raise ConfigError(
+            f"set_train_batch_size({train_batch_size}): a micro-batch on each of {world_size} ranks is {samples}"
+            " samples; give a multiple of that"
+        )
+    steps = train_batch_size // samples
+    has_fixed_dtype = config.tiering.grad_accum_dtype != "auto" or config.precision == "fp32"
+    if not has_fixed_dtype and (steps > 1) != (config.gradient_accumulation_steps > 1):
+        raise ConfigError(
+            f"set_train_batch_size({train_batch_size}): gradients of several micro-batches are summed in fp32, those of"
+            f" one are kept in {config.precision}, and memory was planned for"
+            f' gradient_accumulation_steps {config.gradient_accumulation_steps}; set "tiering":'
+            ' {"grad_accum_dtype": "fp32"} in the configuration'
+        )
+    return steps

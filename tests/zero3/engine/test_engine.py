@@ -425,7 +425,7 @@ def test_telemetry_shows_the_run(start: Callable[..., Any], micro_batches: Any, 
     for tokens, targets in micro_batches(4):
         engine.backward(engine(tokens, targets))
         engine.step()
-    engine._publisher.publish_now()
+    engine._observation.publisher.publish_now()
     (page,) = find_status_files(pages)
     reading = page.read()
     assert reading.state == "live"

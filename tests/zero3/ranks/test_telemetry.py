@@ -50,7 +50,7 @@ def published(rank: int, nvme: Path, pages: Path) -> list[Snapshot]:
             for shares in tokens(1, 2):
                 engine.backward(engine(*shares[rank]))
                 engine.step()
-            engine._publisher.publish_now()
+            engine._observation.publisher.publish_now()
             said.append(mine(rank, pages, "live"))
             engine._collectives.agree("read the page")  # before it goes
     return said

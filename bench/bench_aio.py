@@ -146,7 +146,7 @@ def main() -> int:
     try:
         peer = fio.version()
     except fio.FioError as missing:
-        console.print(missing.words, markup=False)
+        console.print(missing.message, markup=False)
         return 2
     facts = command.facts("tiering", "numpy", "cffi", directory=options.dir) | {"peer": peer}
     report = Report("bench_aio: our I/O engine beside fio", facts)

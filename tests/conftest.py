@@ -21,11 +21,11 @@ from tiering.errors import SwapError
 from tiering.storage import swap_file
 from tiering.storage.aio import ENGINES, AioContext
 
-# Read when torch is imported, here and in processes that tests start. Threads of OpenMP that wait spin by default: as
-# many as there are cores, they would take most of the time of these from the tests of another worker.
+# Read when torch is imported, in this process and in those that tests start. OpenMP's threads spin while they wait by
+# default; with one thread per core they would take most of the CPU time of the other test workers.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# An example takes as long as the machine lets it: no test is about that. Examples differ from run to run.
+# No test depends on the duration of an example. Examples differ from run to run.
 settings.register_profile("tiering", deadline=None, max_examples=50)
 settings.register_profile("thorough", deadline=None, max_examples=200)  # of `make test-all`
 settings.load_profile("tiering")
@@ -33,20 +33,20 @@ settings.load_profile("tiering")
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_is_heard() -> None:
-    """A shell lets what it runs in the background ignore Ctrl-C; whatever is started here would ignore it, too."""
+    """A shell makes background processes ignore SIGINT, and their children inherit that: restore the handler."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def nobody_waits_for_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process that held swap space has just ended, unless a test has ended it."""
+    """Opening swap space does not wait for the space of a process that has just ended, unless a test sets it."""
     monkeypatch.setattr(swap_file, "PATIENCE_SECONDS", 0.0)
 
 
 @pytest.fixture
 def logging_as_before() -> Iterator[None]:
-    """What the test sets of our loggers, levels, handlers and record factory, ends with it."""
+    """Restore levels, handlers and record factory of the project's loggers after the test."""
     factory = logging.getLogRecordFactory()
     loggers = [logging.getLogger(name) for name in (*logs.LOGGERS, logs.PROGRESS)]
     before = [(logger.level, list(logger.handlers)) for logger in loggers]
@@ -57,7 +57,8 @@ def logging_as_before() -> Iterator[None]:
         logger.handlers = handlers
 
 
-# What is imported stays, and no collection need look through it: a million objects, half a second each time.
+# Imported objects live until the end. Without gc.freeze() each collection would traverse a million of them, which takes
+# half a second.
 gc.disable()
 
 
@@ -81,26 +82,26 @@ def cannot_start(engine: str) -> str | None:
 def engine(request: pytest.FixtureRequest) -> str:
     """Each I/O engine in turn."""
     name: str = request.param
-    why = cannot_start(name)
-    if why:
-        pytest.skip(why)
+    reason = cannot_start(name)
+    if reason:
+        pytest.skip(reason)
     return name
 
 
-def unmount(where: Path) -> None:
-    """The kernel may hold a killed process's files for a moment; what stays busy is detached, and an error."""
+def unmount(mount_point: Path) -> None:
+    """Unmount, with retries, since the kernel may hold files of a killed process briefly; raises OSError if busy."""
     for _ in range(50):
-        ran = subprocess.run(["umount", str(where)], capture_output=True, text=True)
+        ran = subprocess.run(["umount", str(mount_point)], capture_output=True, text=True)
         if ran.returncode == 0:
             return
         time.sleep(0.1)
-    subprocess.run(["umount", "-l", str(where)], check=True)
-    raise OSError(f"{where} was busy: {ran.stderr.strip()}")
+    subprocess.run(["umount", "-l", str(mount_point)], check=True)
+    raise OSError(f"{mount_point} was busy: {ran.stderr.strip()}")
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts ext4 file systems of the given size in bytes, which nobody else fills or empties."""
+    """Mounts ext4 file systems of the given size in bytes, used by the test only."""
     with ExitStack() as stack:
 
         def mount(nbytes: int) -> Path:
@@ -109,20 +110,20 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
             image = tmp_path / "image"
             image.touch()
             os.truncate(image, nbytes)
-            where = tmp_path / "disk"
-            where.mkdir()
-            # Without a journal freed blocks are free at once; no share is held back for root.
+            mount_point = tmp_path / "disk"
+            mount_point.mkdir()
+            # Without a journal, freed blocks are available at once. -m 0 reserves no blocks for root.
             for command in (
                 ["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", str(image)],
-                ["mount", "-o", "loop", str(image), str(where)],
+                ["mount", "-o", "loop", str(image), str(mount_point)],
             ):
                 try:
                     ran = subprocess.run(command, capture_output=True, text=True)
                 except FileNotFoundError:
-                    pytest.skip(f"there is no {command[0]} here")
+                    pytest.skip(f"{command[0]} is not installed")
                 if ran.returncode:
-                    pytest.skip(f"{command[0]} is not possible here: {ran.stderr.strip()}")
-            stack.callback(unmount, where)
-            return where
+                    pytest.skip(f"{command[0]} failed: {ran.stderr.strip()}")
+            stack.callback(unmount, mount_point)
+            return mount_point
 
         yield mount

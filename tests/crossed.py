@@ -1,4 +1,4 @@
-"""Cross products of what a test is tried with, too many for every run."""
+"""Cross products of test parameters that are too many for every run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 
 def crossed(*axes: Iterable[Any], one_in: int = 2) -> list[Any]:
-    """All combinations of the axes' values, for ``parametrize``: one in so many is a fast test, the others are slow.
+    """All combinations of the axes' values, for ``parametrize``: one of ``one_in`` is fast, the others are slow tests.
 
-    They are dealt like cards: fast is whose places on the axes add up to a multiple of ``one_in``. So each value of any
-    axis is tried in the fast tests, with other values of the next axis than its neighbours.
+    A combination is fast if the sum of its indices on the axes is a multiple of ``one_in``. So each value of each axis
+    occurs in a fast test, and adjacent values are combined with different values of the next axis.
     """
     cases = []
-    for places in product(*(list(enumerate(axis)) for axis in axes)):
-        fast = sum(place for place, _ in places) % one_in == 0
-        cases.append(pytest.param(*(value for _, value in places), marks=[] if fast else [pytest.mark.slow]))
+    for entries in product(*(list(enumerate(axis)) for axis in axes)):
+        fast = sum(index for index, _ in entries) % one_in == 0
+        cases.append(pytest.param(*(value for _, value in entries), marks=[] if fast else [pytest.mark.slow]))
     return cases

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import NoReturn
 
 SOONEST, LATEST = 2e-6, 4e-4
-"""Seconds. A submission takes some tens of microseconds; waiting for it takes the rest."""
+"""Seconds. A submission takes some tens of microseconds; the wait for it takes the remaining time."""
 
 
 class StruckError(Exception):
@@ -18,7 +18,8 @@ class StruckError(Exception):
 
 
 def _time_out(number: int, frame: FrameType | None) -> NoReturn:
-    raise TimeoutError("the user's own")  # as a watchdog's handler does; I/O errors are OSErrors, too
+    # As the handler of a watchdog does. TimeoutError is an OSError, as I/O errors are.
+    raise TimeoutError("from the user's handler")
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
@@ -47,7 +48,7 @@ class Striker:
         self.struck = 0
 
     def during(self, call: Callable[[], object], latest: float = LATEST) -> bool:
-        """Run ``call``; whether a signal has ended it."""
+        """Run ``call``, and return whether a signal has ended it."""
         self._next = self._random.choice(list(HANDLERS))
         delay = SOONEST * (latest / SOONEST) ** self._random.random()
         try:
@@ -63,7 +64,7 @@ class Striker:
         return False
 
     def on_alarm(self, number: int, frame: FrameType | None) -> None:
-        """Of the timer, the only thing that is precise to a microsecond: sends the signal that is due."""
+        """The handler of the timer, which is precise to a microsecond: raises the selected signal."""
         if self._next is signal.SIGALRM:
             _time_out(number, frame)
         signal.raise_signal(self._next)
@@ -71,7 +72,7 @@ class Striker:
 
 @contextmanager
 def striking(seed: int) -> Iterator[Striker]:
-    """A Striker; the handlers are as before when the block ends."""
+    """A Striker. The end of the block restores the handlers."""
     striker = Striker(seed)
     handlers = {**HANDLERS, signal.SIGALRM: striker.on_alarm}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}

@@ -1,4 +1,4 @@
-"""What tiering, tierbench and tierd have in common: a version, suggestions, and output that cannot be written."""
+"""Common behaviour of tiering, tierbench and tierd: a version, suggestions, and output that cannot be written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAN = "plan --params 350M --gpu 24GiB --host-budget 8GiB --nvme-budget 1TB"
 
 
 def ran(line: str, end: str = "") -> subprocess.CompletedProcess[str]:
-    """The command of a line that begins with one of ``MODULES``; ``end`` says what becomes of its output."""
+    """Run a line that begins with one of ``MODULES``; ``end`` redirects or pipes its output."""
     program, _, arguments = line.partition(" ")
     shell = f"{sys.executable} -m {MODULES[program]} {arguments} {end}"
     return subprocess.run(
@@ -30,11 +30,11 @@ def test_a_version_is_printed(program: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "meant"), [("tiering chekc x", "check"), ("tierbench tnue x", "tune"), ("tierd onec", "once")]
+    ("line", "command"), [("tiering chekc x", "check"), ("tierbench tnue x", "tune"), ("tierd onec", "once")]
 )
-def test_a_mistyped_command_is_named(line: str, meant: str, tmp_path: Path) -> None:
+def test_a_mistyped_command_is_named(line: str, command: str, tmp_path: Path) -> None:
     done = ran(line)
-    assert done.returncode == 2 and done.stderr.rstrip().endswith(f"did you mean {meant}?")
+    assert done.returncode == 2 and done.stderr.rstrip().endswith(f"did you mean {command}?")
 
 
 @pytest.mark.parametrize("line", [f"tiering {PLAN}", f"tiering {PLAN} --json", "tierd dashboard"])

@@ -1,4 +1,4 @@
-"""Numbers before nouns: the sidecar has a helper of its own, since it imports nothing but telemetry."""
+"""Numbers before nouns. The sidecar has its own helper, because it imports only telemetry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory tiering for PyTorch training: the public face, which has DeepSpeed's names, too.
+"""Memory tiering for PyTorch training: the public API, with DeepSpeed's names.
 
     import tiering as deepspeed
     engine, optimizer, dataloader, lr_scheduler = deepspeed.initialize(model=model, config="ds_config.json")

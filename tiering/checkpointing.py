@@ -1,4 +1,4 @@
-"""``deepspeed.checkpointing``: activations that are computed again in backward."""
+"""``deepspeed.checkpointing``: recomputation of activations in backward."""
 
 from __future__ import annotations
 

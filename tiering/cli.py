@@ -1,4 +1,4 @@
-"""``tiering``: the command line. Each subcommand loads what it needs, so that ``--help`` answers at once."""
+"""``tiering``: the command line. Each subcommand imports its own modules, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tiering.command_line import Parser, Version, printing
+from tiering.command_line import Parser, Version, run_printing
 from tiering.commands import check as check_command
 from tiering.commands import doctor as doctor_command
 from tiering.commands import plan as plan_command
@@ -19,15 +19,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code."""
     options = _parser().parse_args(arguments)
     try:
-        return printing("tiering", lambda: int(options.run(options)), failed=_UNPRINTED)
+        return run_printing("tiering", lambda: int(options.run(options)), unwritable=_UNWRITABLE_OUTPUT)
     except KeyboardInterrupt:
         print("tiering: interrupted", file=sys.stderr)
         return _INTERRUPTED
 
 
 _INTERRUPTED = 128 + signal.SIGINT
-"""As the shell says of commands that end so."""
-_UNPRINTED = 2
+"""The exit code that a shell reports for a command that SIGINT ended."""
+_UNWRITABLE_OUTPUT = 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,7 +110,7 @@ def _add_inspect(commands: Any) -> None:
     inspect = commands.add_parser(
         "inspect",
         help="list and verify a checkpoint, and estimate the memory to load it",
-        epilog="exit code: 0 whole, 1 the checkpoint or a neighbour in DIR is damaged, 2 there is no checkpoint.",
+        epilog="exit code: 0 no damage, 1 the checkpoint or another one in DIR is damaged, 2 no checkpoint.",
     )
     inspect.add_argument("path", type=Path, metavar="DIR", help="a checkpoint, or a directory of checkpoints")
     inspect.add_argument("--tag", help="tag of the checkpoint in the directory (default: the latest)")
@@ -128,7 +128,7 @@ def _add_inspect(commands: Any) -> None:
 def _steps(text: str) -> int:
     steps = int(text)
     if steps < 2:
-        raise argparse.ArgumentTypeError(f"at least 2 steps are needed to see the loss fall, not {steps}")
+        raise argparse.ArgumentTypeError(f"must be at least 2, so that the loss can fall, not {steps}")
     return steps
 
 

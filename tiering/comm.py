@@ -1,6 +1,6 @@
-"""``deepspeed.comm``: torch.distributed, with init_distributed; what asks for ranks works in one process, too.
+"""``deepspeed.comm``: torch.distributed with init_distributed; queries such as get_rank also work in one process.
 
-Collectives between CPUs name the rank that they wait for in vain: see zero3/deepspeed/communication.py.
+Collectives between CPUs report the rank that does not join: see zero3/deepspeed/communication.py.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ __all__ = [
     "scatter_object_list",
     "send",
 ]
-_JOINING = ("get_local_rank", "get_rank", "get_world_size", "init_distributed")
+_SETUP = ("get_local_rank", "get_rank", "get_world_size", "init_distributed")
 __getattr__, __dir__ = lazy.names(
     __name__,
     {
-        "zero3.deepspeed.distributed": _JOINING,
-        "zero3.deepspeed.communication": [name for name in __all__ if name not in _JOINING],
+        "zero3.deepspeed.distributed": _SETUP,
+        "zero3.deepspeed.communication": [name for name in __all__ if name not in _SETUP],
     },
-    rest="torch.distributed",
+    fallback="torch.distributed",
 )

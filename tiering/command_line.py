@@ -1,4 +1,4 @@
-"""What the commands have in common: a version, suggestions for a mistyped word, and output that cannot be written."""
+"""Shared by the commands: ``--version``, suggestions for a mistyped word, and errors of standard output."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from typing import Any, NoReturn
 from tiering.version import __version__
 
 PIPE_CLOSED = 128 + signal.SIGPIPE
-"""As the shell says of a command whose reader has seen enough, as `head` does."""
+"""The exit code that a shell reports for a command whose reader (for example `head`) closed the pipe."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 class Parser(argparse.ArgumentParser):
-    """One that says which word was meant."""
+    """An argument parser that suggests a subcommand for a mistyped one."""
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2."""
-        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        if wrong and (meant := suggestion(wrong[1], re.findall(r"[\w-]+", wrong[2]))):
-            message += f"; did you mean {meant}?"
+        """Print ``message`` with a suggestion, and exit with status 2."""
+        match = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if match and (choice := suggestion(match[1], re.findall(r"[\w-]+", match[2]))):
+            message += f"; did you mean {choice}?"
         super().error(message)
 
 
 class Version(argparse.Action):
-    """``--version``."""
+    """The option ``--version``: print the version and exit."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="print the version and exit")
@@ -42,33 +42,38 @@ class Version(argparse.Action):
         parser.exit()
 
 
-def suggestion(word: str, known: Iterable[str]) -> str | None:
-    """The one of ``known`` that ``word`` is likely meant to be."""
-    return next(iter(get_close_matches(word, list(known), 1)), None)
+def suggestion(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that is most similar to ``word``, if any is similar."""
+    return next(iter(get_close_matches(word, list(choices), 1)), None)
 
 
-def printing(program: str, run: Callable[[], int], *, failed: int) -> int:
-    """The exit code of ``run``, or that of standard output which cannot be written: ``failed``, said on stderr."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not have every character that is printed
+def run_printing(program: str, run: Callable[[], int], *, unwritable: int) -> int:
+    """Call ``run``, which prints, and return its exit code.
+
+    Returns PIPE_CLOSED if the reader of standard output has closed it, and ``unwritable``, with a message on stderr,
+    if standard output cannot be written.
+    """
+    # The encoding of the terminal may not have all printed characters.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = run()
         print(end="", flush=True)
     except BrokenPipeError:
-        _give_up_output()
+        _discard_output()
         return PIPE_CLOSED
     except OSError as error:
         if error.filename is not None or error.errno not in _UNWRITABLE:
             raise
-        _give_up_output()
+        _discard_output()
         print(
-            f"{program}: what is to be printed cannot be written: {error.strerror}; make room, or print it elsewhere",
+            f"{program}: standard output cannot be written: {error.strerror}; free space, or redirect it elsewhere",
             file=sys.stderr,
         )
-        return failed
+        return unwritable
     return code
 
 
-def _give_up_output() -> None:
-    """What is left to flush, which Python tries at its end, goes nowhere."""
+def _discard_output() -> None:
+    """Redirect standard output to /dev/null: Python flushes its buffer at exit, which would raise again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,66 +1,66 @@
-"""Every exception this project raises on purpose.
+"""The exceptions of this project.
 
-    TieringError                  the root: catch this to catch them all
+    TieringError                  the base class of all
     |-- ConfigError               TIER-CONFIG   a key or value in the configuration is wrong
-    |-- PlacementError            TIER-PLAN     what was asked for does not fit the budgets
+    |-- PlacementError            TIER-PLAN     the model does not fit the budgets
     |-- SwapSpaceError            TIER-SPACE    the NVMe directory cannot hold the swap file
-    |-- UnsafeTargetError         TIER-UNSAFE   a benchmark there could do harm, or would not measure what it says
+    |-- UnsafeTargetError         TIER-UNSAFE   a benchmark of the target could destroy data, or would be invalid
     |-- SwapError (OSError)       TIER-IO       a transfer between memory and NVMe failed
-    |-- ArenaError                TIER-ARENA    the pinned arena cannot serve a lease it was planned for
-    |-- TelemetryError            TIER-TELEMETRY  the run directory cannot hold pages
-    |-- WeightsError              TIER-WEIGHTS  files of weights are damaged, or are not this model's
+    |-- ArenaError                TIER-ARENA    the pinned arena can never serve a requested lease
+    |-- TelemetryError            TIER-TELEMETRY  the run directory cannot be used for status files
+    |-- WeightsError              TIER-WEIGHTS  weights files are damaged, or belong to another model
     |-- CheckpointError           TIER-CHECKPOINT  a checkpoint cannot be written, is damaged, or is another model's
-    |-- EngineStateError          TIER-STATE    a call came in an order the engine cannot honour
-    |-- ResidencyError            TIER-RESIDENT state was touched where it does not live now
-    `-- DistributedError          TIER-RANKS    the ranks of a run can go no further together
+    |-- EngineStateError          TIER-STATE    a call is not allowed in the state of the engine
+    |-- ResidencyError            TIER-RESIDENT a tensor was used while it is on another tier
+    `-- DistributedError          TIER-RANKS    the ranks of a run cannot continue together
         |-- RankLostError         TIER-RANK-LOST   a rank has died, failed or closed its engine
         `-- RankOrderError        TIER-RANK-ORDER  ranks are about to enter different collectives
 
-A message names the object, the state it was in and the remedy; its code is stable, so that it can be searched for.
+A message names the object, its state and the remedy. The code at its start is stable, so that users can search for it.
 """
 
 from __future__ import annotations
 
 
 class TieringError(Exception):
-    """Root of all errors raised by this project. ``code`` is stable across versions.
+    """Base class of all errors of this project.
 
-    ``words`` are the message without it.
+    ``code`` is stable across versions. ``message`` is the text without the code.
     """
 
     code = "TIER"
 
     def __init__(self, message: str) -> None:
         super().__init__(f"[{self.code}] {message}")
-        self.words = message
+        self.message = message
 
 
 class ConfigError(TieringError):
-    """A configuration key or value is wrong, unknown, or asks for what this version does not do."""
+    """A configuration key or value is unknown, invalid, or not supported by this version."""
 
     code = "TIER-CONFIG"
 
 
 class PlacementError(TieringError):
-    """The model and the budgets do not fit together; the message carries the numbers and the remedy."""
+    """The model does not fit the budgets; the message has the sizes and the remedy."""
 
     code = "TIER-PLAN"
 
 
 class SwapSpaceError(TieringError):
-    """The swap directory is missing, not writable, of an unsuitable file system, or too full."""
+    """The swap directory is missing, not writable, too full, or on an unsuitable file system."""
 
     code = "TIER-SPACE"
 
 
 class UnsafeTargetError(TieringError):
-    """A benchmark in that place could do harm, or would not measure what it says."""
+    """A benchmark of the target could destroy data, or its result would be invalid."""
 
     code = "TIER-UNSAFE"
 
 
 class SwapError(TieringError, OSError):
-    """A transfer failed. ``errno``, ``filename``, ``offset`` (bytes) and ``names`` (tensors) say which."""
+    """A transfer failed. ``errno``, ``filename``, ``offset`` (bytes) and ``names`` (tensors) identify it."""
 
     code = "TIER-IO"
 
@@ -73,72 +73,74 @@ class SwapError(TieringError, OSError):
         self.offset = offset
         self.names = names
 
-    def __str__(self) -> str:  # OSError would print errno and file name instead of the message
+    def __str__(self) -> str:
+        # OSError.__str__ would print errno and file name instead of the message.
         return str(self.args[0])
 
 
 class NotDoneError(TimeoutError):
-    """A wait with a time limit ended before what it waits for. No other timeout, as a signal handler raises, is one."""
+    """The time limit of a wait expired. A class of its own, because signal handlers may raise TimeoutError, too."""
 
 
 class ArenaError(TieringError):
-    """A lease was asked for that the arena can never serve."""
+    """The arena can never serve the requested lease."""
 
     code = "TIER-ARENA"
 
 
 class TelemetryError(TieringError):
-    """The run directory cannot hold pages, or a page cannot be written."""
+    """The run directory cannot be used for status files, or a status file cannot be written."""
 
     code = "TIER-TELEMETRY"
 
 
 class WeightsError(TieringError):
-    """Files of weights are not what they say they are, cannot be read, or do not belong to the model.
+    """Weights files are damaged, cannot be read, or belong to another model.
 
-    ``what`` is that, without the remedy: whoever wanted something else of the files knows another one.
+    ``problem`` is the message without the remedy, for a caller with another remedy.
     """
 
     code = "TIER-WEIGHTS"
 
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(f"{what}; {remedy}")
-        self.what = what
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem = problem
 
 
 class CheckpointError(TieringError):
-    """A checkpoint could not be written whole, is damaged or missing, or does not belong to the model."""
+    """A checkpoint cannot be written, is damaged or missing, or belongs to another model."""
 
     code = "TIER-CHECKPOINT"
 
 
 class EngineStateError(TieringError):
-    """The engine was called in an order it cannot honour (for example ``step`` after ``close``)."""
+    """A call is not allowed in the state of the engine (for example ``step`` after ``close``)."""
 
     code = "TIER-STATE"
 
 
 class ResidencyError(TieringError):
-    """A tensor was used while its bytes live on another tier."""
+    """A tensor was used while its data is on another tier."""
 
     code = "TIER-RESIDENT"
 
 
 class DistributedError(TieringError):
-    """The ranks cannot go on together: none of them moves, or what they meet at is out of reach.
+    """The ranks cannot continue together: no rank makes progress, or the rendezvous store is not reachable.
 
-    Final for the engine, as its subclasses are: all ranks get the same reason, and what is left is to close."""
+    This error and its subclasses are final for the engine: all ranks get the same reason, and can only close it.
+    """
 
     code = "TIER-RANKS"
 
 
 class RankLostError(DistributedError):
-    """Another rank has died, gone silent, failed or closed its engine. The message names the first one that did."""
+    """Another rank has died, stopped its heartbeat, failed, or closed its engine. The message names the first one."""
 
     code = "TIER-RANK-LOST"
 
 
 class RankOrderError(DistributedError):
-    """Ranks called their modules in different orders, so that their next collectives do not belong together."""
+    """Ranks called their modules in different orders, so that their next collectives do not match."""
 
     code = "TIER-RANK-ORDER"

@@ -1,4 +1,4 @@
-"""A table whose figures are whole in a terminal of any width."""
+"""A table whose figures are never cut, in a terminal of any width."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ _UNBOUNDED = 10_000
 
 
 class FiguresTable(Table):
-    """A table that is a list, a paragraph for each row, where the terminal is too narrow for it.
+    """A table that becomes a list in a terminal that is too narrow for the columns.
 
-    Rich would cut the cells of a column that does not wrap. In the list a row is its first cell, and under it a line
-    for each other cell, with the column's heading.
+    Rich would cut the cells of a column that does not wrap. In the list, each row is its first cell, followed by a line
+    for each other cell with the heading of its column.
     """
 
     @classmethod
     def plain(cls, **options: Any) -> Self:
-        """One with no lines but that under its headings. ``options`` are those of Table."""
-        usual = {"box": SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "collapse_padding": True}
-        return cls(**{"title_justify": "left", "caption_justify": "left", **usual, **options})
+        """A table with a line below the headings and no other lines. ``options`` are those of Table."""
+        defaults = {"box": SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "collapse_padding": True}
+        return cls(**{"title_justify": "left", "caption_justify": "left", **defaults, **options})
 
     def add_figures(self, *headings: str) -> None:
-        """Add columns of figures: to the right, and in one line."""
+        """Add columns of figures, right-aligned and without wrapping."""
         for heading in headings:
             self.add_column(heading, justify="right", no_wrap=True)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self._least_width(console, options) <= options.max_width:
+        if self._min_width(console, options) <= options.max_width:
             yield from super().__rich_console__(console, options)
         else:
             yield from self._list()
 
-    def _least_width(self, console: Console, options: ConsoleOptions) -> int:
-        """Columns of a terminal in which no cell is cut: those that wrap may be as narrow as their longest word."""
-        whole = super().__rich_measure__(console, options.update(max_width=_UNBOUNDED)).maximum
+    def _min_width(self, console: Console, options: ConsoleOptions) -> int:
+        """The terminal width below which a cell would be cut: a column that wraps needs its longest word."""
+        width = super().__rich_measure__(console, options.update(max_width=_UNBOUNDED)).maximum
         for column in self.columns:
             if not column.no_wrap:
                 cells = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
-                whole -= max(cell.maximum for cell in cells) - max(cell.minimum for cell in cells)
-        return whole
+                width -= max(cell.maximum for cell in cells) - max(cell.minimum for cell in cells)
+        return width
 
     def _list(self) -> Iterator[RenderableType]:
         if self.title:
             yield _text(self.title, "table.title")
-        for place, row in enumerate(self.rows):
-            (_, name), *figures = ((column.header, [*column.cells][place]) for column in self.columns)
-            if (named := _text(name, row.style)).plain:
-                yield named
+        for index, row in enumerate(self.rows):
+            (_, name), *figures = ((column.header, [*column.cells][index]) for column in self.columns)
+            if (title := _text(name, row.style)).plain:
+                yield title
             for heading, cell in figures:
                 yield from _entry(heading, _text(cell, row.style))
         if self.caption:
@@ -64,7 +64,7 @@ class FiguresTable(Table):
 
 
 def _entry(heading: RenderableType, figure: Text) -> Iterator[RenderableType]:
-    """A cell below the name of its row; nothing of one that says nothing."""
+    """The lines of a cell below the name of its row; none for an empty cell."""
     if figure.plain in ("", "-"):
         return
     label = Text(f"{heading}: " if heading else "")
@@ -80,7 +80,7 @@ def _indented(text: Text, columns: int) -> Padding:
 
 
 def _text(cell: RenderableType, style: StyleType | None) -> Text:
-    """``cell`` without a column's width; brackets in a string are as they are."""
+    """``cell`` as text of its own width. Brackets in a string are not markup."""
     text = cell.copy() if isinstance(cell, Text) else Text(str(cell))
     text.stylize_before(style or "")
     return text

@@ -1,8 +1,8 @@
-"""Signals at a moment that suits.
+"""Deferred handling of signals.
 
-A signal whose handler raises waits where it must not cut in: half an update is no state that anybody could use.
-Transfers and leases need no such care (see tiering/storage/). SIGTERM and SIGUSR1, by which batch systems
-announce the end, can be taken as a request that training answers after its step.
+A signal handler that raises must not interrupt an update of state, which would be left half done: the signal is
+deferred to the end of the block. Transfers and leases do not need this (see tiering/storage/). SIGTERM and SIGUSR1,
+by which batch systems announce the end of a job, can become a request that training answers after its step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 
-# Events of every module pass through here: without the conversions to enums that the public functions add.
+# The private functions, which do not convert to enums: each hook of each module enters deferred_interrupts.
 from _signal import getsignal as _get_handler  # type: ignore[import-not-found]
 from _signal import signal as _set_handler
 from collections.abc import Callable, Iterable
@@ -23,29 +23,29 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 from tiering.errors import ConfigError, EngineStateError
 
 EXIT_SAVED = 75
-"""Exit status of a run that was asked to stop and has saved: EX_TEMPFAIL of sysexits.h, "try again later"."""
+"""Exit status of a run that saved after a stop signal: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-HELD = tuple(
+DEFERRED_SIGNALS = tuple(
     signal.Signals[name].value
     for name in ("SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 )
-"""Signals by which a process is told to end, or that its time is up: their handlers raise."""
+"""Signals that end a process or announce the end of its time: their handlers may raise."""
 
 GRACE_SECONDS = 30.0
-"""So long a signal other than SIGINT is held back at most: it may come from a watchdog, because the block hangs."""
+"""Limit of the deferral of signals other than SIGINT: a watchdog may send them because the block hangs."""
 
 _Handler = Callable[[int, FrameType | None], Any]
 
 
-class deferred_interrupts:  # noqa: N801 # read as a function
-    """Within the block the first of each of HELD is held back; a second one goes through at once.
+class deferred_interrupts:  # noqa: N801 # used like a function
+    """Within the block, the first signal of each of DEFERRED_SIGNALS is deferred; a second one is handled at once.
 
-    Only where Python handles signals (the main thread) and a Python handler is set; elsewhere this does nothing. A
-    handler that was installed in C, past Python, stays as it is.
+    Works in the main thread, where Python handles signals, and for signals with a Python handler; does nothing
+    elsewhere. A handler that a library installed in C stays installed.
     """
 
     __slots__ = ("_frames", "_handlers", "_timers")
@@ -54,7 +54,8 @@ class deferred_interrupts:  # noqa: N801 # read as a function
 
     def __enter__(self) -> None:
         self._handlers: dict[int, _Handler] = {}
-        # By number: to a thread that Python has not made, as autograd's, current_thread() gives an object that stays.
+        # Compare identifiers: for a thread that Python did not create, such as autograd's, current_thread() creates an
+        # object that is never freed.
         if (
             deferred_interrupts._outermost is not None
             or threading.get_ident() != threading.main_thread().ident
@@ -63,13 +64,14 @@ class deferred_interrupts:  # noqa: N801 # read as a function
         self._frames: dict[int, FrameType | None] = {}
         self._timers: list[threading.Timer] = []
         try:
-            for number in HELD:
+            for number in DEFERRED_SIGNALS:
                 handler = _get_handler(number)
                 if callable(handler) and _raises(number, handler):
                     self._handlers[number] = handler
-                    _set_handler(number, self._hold)
+                    _set_handler(number, self._defer)
             deferred_interrupts._outermost = self
-        except BaseException:  # by the handler of one that is not held yet
+        except BaseException:
+            # A signal that is not deferred yet raised in its handler.
             self._restore()
             raise
 
@@ -78,8 +80,8 @@ class deferred_interrupts:  # noqa: N801 # read as a function
             self._restore()
 
     def _restore(self) -> None:
-        """Put all handlers back and call those whose signals were held. Raises what the last one raised."""
-        raised: BaseException | None = None
+        """Restore all handlers and call those of deferred signals. Raises the exception of the last that raised."""
+        exception: BaseException | None = None
         while True:
             try:
                 deferred_interrupts._outermost = None
@@ -92,12 +94,13 @@ class deferred_interrupts:  # noqa: N801 # read as a function
                     self._handlers[number](number, self._frames.pop(number))
                 break
             except BaseException as error:
-                # Of a handler that was held, or of one that a signal calls now: the rest is still to be done.
-                raised = error
-        if raised is not None:
-            raise raised
+                # From the handler of a deferred signal, or of one that arrives now. Go on: handlers remain to be
+                # restored or called.
+                exception = error
+        if exception is not None:
+            raise exception
 
-    def _hold(self, number: int, frame: FrameType | None) -> None:
+    def _defer(self, number: int, frame: FrameType | None) -> None:
         if number in self._frames:
             del self._frames[number]
             self._handlers[number](number, frame)
@@ -111,9 +114,9 @@ class deferred_interrupts:  # noqa: N801 # read as a function
 
 
 def _raises(number: int, handler: _Handler) -> bool:
-    """Whether it may: not if it only takes note, and not if the system does not call Python for the signal.
+    """Whether the handler may raise: not a StopRequest, and not if the system does not call Python for the signal.
 
-    A library may have put a handler in C in its place since. Python would replace that, and could not put it back.
+    A library may have installed a C handler after Python's. Python would replace it, and could not restore it.
     """
     return _installed(number) == _python_handler() and not isinstance(
         getattr(handler, "__self__", None), StopRequest
@@ -122,7 +125,7 @@ def _raises(number: int, handler: _Handler) -> bool:
 
 @functools.cache
 def _python_handler() -> int | None:
-    """The address that Python installs for every signal, looked up where nothing is installed."""
+    """The address of the C function that Python installs for every signal, read at a signal without a handler."""
     for number in range(signal.SIGRTMAX, signal.SIGRTMIN, -1):
         default = _get_handler(number)
         if _installed(number) is None and default == signal.SIG_DFL:
@@ -134,7 +137,7 @@ def _python_handler() -> int | None:
     return None
 
 
-# The address of a signal's handler, as the system has it; None for the default action.
+# The address of a signal's handler in the operating system; None for the default action.
 _installed: Callable[[int], int | None] = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(
     ("PyOS_getsig", ctypes.pythonapi)
 )
@@ -152,10 +155,10 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class StopRequest:
-    """Notes the first of ``signals`` (names, as "SIGTERM") in ``received``, in place of what they did before.
+    """Replaces the handlers of ``signals`` (names, as "SIGTERM"): the name of the first is stored in ``received``.
 
-    ConfigError for a name that is no signal that can be handled; EngineStateError outside of the main thread, where
-    Python handles none.
+    Raises ConfigError for a name that is not a signal or cannot be handled, and EngineStateError outside of the main
+    thread, where Python cannot install handlers.
     """
 
     def __init__(self, signals: Iterable[str]) -> None:
@@ -163,19 +166,21 @@ class StopRequest:
         self._process = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is not threading.main_thread():
-            raise EngineStateError("signals can only be handled in the main thread; call this there")
+            raise EngineStateError(
+                "signal handlers can only be installed in the main thread; call this there"
+            )
         numbers = [_signal(name) for name in signals]
         for number in numbers:
-            self._before[number] = signal.signal(number, self._note)
+            self._before[number] = signal.signal(number, self._record)
 
     def restore(self) -> None:
-        """Let the signals do what they did before."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        # A forked child (a data worker) has no step to finish.
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        # A forked child (a data worker) has no step to finish: the signal gets its previous effect.
         if os.getpid() != self._process:
             signal.signal(number, self._before[signal.Signals(number)])
             os.kill(os.getpid(), number)
@@ -184,8 +189,8 @@ class StopRequest:
 
 
 def _signal(name: str) -> signal.Signals:
-    known = getattr(signal.Signals, name, None)
-    if known is None or known in (signal.SIGKILL, signal.SIGSTOP):
-        raise ConfigError(f"{name!r} is no signal that can be handled; 'SIGTERM' and 'SIGUSR1' are usual")
-    assert isinstance(known, signal.Signals)
-    return known
+    number = getattr(signal.Signals, name, None)
+    if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
+        raise ConfigError(f"{name!r} is not a signal that can be handled; use for example 'SIGTERM'")
+    assert isinstance(number, signal.Signals)
+    return number

@@ -1,4 +1,4 @@
-"""Names that a module has and other modules define: imported on first use, so that ``import tiering`` loads no torch.
+"""Names that a module re-exports from other modules on first use, so that ``import tiering`` does not load torch.
 
     __getattr__, __dir__ = lazy.names(__name__, {"zero3.initialize": ("initialize", "EngineParts")})
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
-PAGE = "docs/guide/migrate-from-deepspeed.md"
+MIGRATION_GUIDE = "docs/guide/migrate-from-deepspeed.md"
 
 
 def names(
@@ -19,12 +19,12 @@ def names(
     homes: Mapping[str, Sequence[str]],
     *,
     submodules: Sequence[str] = (),
-    rest: str = "",
+    fallback: str = "",
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of ``module``.
 
-    ``homes`` says which module defines which names. ``submodules`` need no import of their own to be used; what nobody
-    lists is looked up in the module ``rest``, else missing: the error says where all that is here is listed.
+    ``homes`` maps a defining module to its names. ``submodules`` are imported on first use. Other names are looked up
+    in the module ``fallback``; without it they raise AttributeError, which names the list of DeepSpeed's names.
     """
     home_of = {name: home for home, defined in homes.items() for name in defined}
 
@@ -33,11 +33,11 @@ def names(
             return getattr(import_module(home_of[name]), name)
         if name in submodules:
             return import_module(f"{module}.{name}")
-        if rest and not name.startswith("_") and hasattr(import_module(rest), name):
-            return getattr(import_module(rest), name)
-        where = "" if name.startswith("_") else f"; {PAGE} lists what of DeepSpeed is here"
+        if fallback and not name.startswith("_") and hasattr(import_module(fallback), name):
+            return getattr(import_module(fallback), name)
+        hint = "" if name.startswith("_") else f"; {MIGRATION_GUIDE} lists the supported names of DeepSpeed"
         raise AttributeError(
-            f"module {module!r} has no attribute {name!r}{where}", name=name, obj=sys.modules[module]
+            f"module {module!r} has no attribute {name!r}{hint}", name=name, obj=sys.modules[module]
         )
 
     def listed() -> list[str]:

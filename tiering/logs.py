@@ -1,13 +1,13 @@
-"""What our loggers say: from which rank, how much, and what only one rank needs to say.
+"""The project's loggers: the rank in each record, the level from TIERING_LOG, and messages of one rank only.
 
-Handlers, formats and levels stay the program's own. The rank is put in where records are made (a record factory around
-the one that is there), for a filter on a logger does not see what its children log, and one on a handler would need
-handlers of ours. Records of other libraries pass untouched.
+Handlers, formats and levels belong to the program. The rank is added by a record factory around the installed one: a
+filter on a logger does not see the records of its children, and a filter on a handler would need a handler of this
+project. Records of other libraries are not changed.
 
     TIERING_LOG=info torchrun ...      levels: debug, info, warning, error
 
-What a user has asked to see, as by steps_per_print, goes to a logger of its own, ``progress()``, which is shown without
-being asked for again.
+Lines that the configuration requests, for example with steps_per_print, go to a separate logger, ``progress()``, whose
+INFO level is on by default.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ LEVELS = {
 
 
 def set_rank(rank: int, world_size: int) -> None:
-    """From now on our records have an attribute ``rank``, and with several ranks begin with "[rank 1] "."""
+    """Give the records of this project an attribute ``rank``, and with several ranks the prefix "[rank 1] "."""
     factory = logging.getLogRecordFactory()
-    if isinstance(factory, _RankedRecords):
-        factory = factory.behind
-    logging.setLogRecordFactory(_RankedRecords(factory, rank, world_size))
+    if isinstance(factory, _RankRecordFactory):
+        factory = factory.wrapped
+    logging.setLogRecordFactory(_RankRecordFactory(factory, rank, world_size))
 
 
 def once(level: int) -> int:
-    """The level for what every rank would say alike: ``level`` on rank 0, DEBUG on the others.
+    """The level of a message that is equal on all ranks: ``level`` on rank 0, DEBUG on the others.
 
     log.log(logs.once(logging.INFO), "%s", plan)
     """
     factory = logging.getLogRecordFactory()
-    return level if not isinstance(factory, _RankedRecords) or factory.rank == 0 else logging.DEBUG
+    return level if not isinstance(factory, _RankRecordFactory) or factory.rank == 0 else logging.DEBUG
 
 
 def follow(environ: Mapping[str, str]) -> None:
-    """Set our loggers to the level that TIERING_LOG names, if it is set; ConfigError if it names none.
+    """Set the project's loggers to the level in TIERING_LOG, if it is set. Raises ConfigError for an unknown level.
 
-    What they say then goes to stderr, unless the program has handlers of its own, now or later.
+    Their records then go to stderr, unless the program has handlers of its own, now or later.
     """
-    chosen = environ.get(VARIABLE)
-    if not chosen:
+    level = environ.get(VARIABLE)
+    if not level:
         return
-    if chosen.lower() not in LEVELS:
-        raise ConfigError(f"{VARIABLE} is {chosen!r}; use one of {', '.join(LEVELS)}")
+    if level.lower() not in LEVELS:
+        raise ConfigError(f"{VARIABLE} is {level!r}; use one of {', '.join(LEVELS)}")
     for name in (*LOGGERS, PROGRESS):
         logger = logging.getLogger(name)
-        logger.setLevel(LEVELS[chosen.lower()])
+        logger.setLevel(LEVELS[level.lower()])
         _show(logger)
 
 
 def progress() -> logging.Logger:
-    """The logger of what a user has asked to see: INFO is shown on stderr, unless the program has handlers of its own.
+    """The logger of requested output: INFO is shown on stderr, unless the program has handlers of its own.
 
-    A level that TIERING_LOG or the program has set, here or for "tiering", holds.
+    A level that TIERING_LOG or the program has set for this logger or for "tiering" has precedence.
     """
     logger = logging.getLogger(PROGRESS)
     if logger.level == logging.getLogger("tiering").level == logging.NOTSET:
@@ -80,16 +80,16 @@ def _show(logger: logging.Logger) -> None:
         logger.addHandler(_ToStderr())
 
 
-class _RankedRecords:
-    """Makes records as ``behind`` does, and marks ours."""
+class _RankRecordFactory:
+    """Creates records with the factory ``wrapped``, and adds the rank to those of this project."""
 
-    def __init__(self, behind: Any, rank: int, world_size: int) -> None:
-        self.behind = behind
+    def __init__(self, wrapped: Any, rank: int, world_size: int) -> None:
+        self.wrapped = wrapped
         self.rank = rank
         self.prefix = f"[rank {rank}] " if world_size > 1 else ""
 
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> logging.LogRecord:
-        record: logging.LogRecord = self.behind(name, *args, **kwargs)
+        record: logging.LogRecord = self.wrapped(name, *args, **kwargs)
         if name.partition(".")[0] in LOGGERS:
             record.rank = self.rank
             record.msg = f"{self.prefix}{record.msg}"
@@ -97,7 +97,10 @@ class _RankedRecords:
 
 
 class _ToStderr(logging.Handler):
-    """Writes where nobody else does, as logging's last resort, but at every level. Of several, the nearest one does."""
+    """Writes to stderr if no other handler takes the record, like logging.lastResort, but at every level.
+
+    If several of these handlers get a record, the one nearest to its logger writes it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,12 +112,13 @@ class _ToStderr(logging.Handler):
             return
         try:
             sys.stderr.write(self.format(record) + "\n")
-        except (OSError, ValueError):  # closed, or a full disk behind it
+        except (OSError, ValueError):
+            # stderr is closed, or a file on a full disk.
             self.handleError(record)
 
 
 def _handlers(name: str) -> Iterator[logging.Handler]:
-    """What handles records of the logger ``name``: its own handlers, and those above it."""
+    """The handlers that get records of the logger ``name``: its own, and those of its ancestors."""
     logger: logging.Logger | None = logging.getLogger(name)
     while logger is not None:
         yield from logger.handlers

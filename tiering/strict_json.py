@@ -1,4 +1,4 @@
-"""JSON from strangers: one object, without what parsers disagree about."""
+"""Strict parser of JSON from untrusted files: one object, without duplicate keys, NaN or other ambiguities."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
-short = reprlib.Repr()  # what strangers wrote may be as long as they like
+# For error messages: values in an untrusted file may be very long.
+short = reprlib.Repr()
 short.maxstring, short.maxlist = 200, 8
 
 
 class FormatError(ValueError):
-    """What is wrong, in words that go into a sentence about the file."""
+    """The content is invalid. The message is a clause about the file: "it is nested too deep"."""
 
 
 def parse(
@@ -21,10 +22,10 @@ def parse(
     number: Callable[[str], object] | None = None,
     constant: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
-    """The object that ``text`` is, in UTF-8. Raises FormatError for anything else, and for a key that comes twice.
+    """Parse ``text`` (UTF-8) as a JSON object. Raises FormatError for other content, and for duplicate keys.
 
-    ``number`` reads every number, if given; ``constant`` reads NaN and the infinities. Without it these are an error,
-    and so is a number that is too large for a float.
+    ``number`` converts every number, if given; ``constant`` converts NaN and the infinities. Without ``constant`` these
+    are errors, and so is a number that is too large for a float.
     """
     try:
         content = json.loads(
@@ -38,15 +39,16 @@ def parse(
         raise FormatError("it is nested too deep") from None
     except FormatError:
         raise
-    except ValueError as error:  # JSON and UTF-8 alike
-        raise FormatError(f"it is no JSON ({error})") from None
+    except ValueError as error:
+        # From the JSON parser or from the UTF-8 decoder.
+        raise FormatError(f"it is not valid JSON ({error})") from None
     if not isinstance(content, dict):
         raise FormatError("it is not a JSON object")
     return content
 
 
 def finite(text: str) -> float:
-    """A number with a fraction or an exponent; json reads 1e999 as infinity."""
+    """A finite float. json converts 1e999 to infinity."""
     value = float(text)
     if not math.isfinite(value):
         raise FormatError(f"{short.repr(text)} is too large for a number")
@@ -54,14 +56,15 @@ def finite(text: str) -> float:
 
 
 def natural(text: str) -> int:
-    """A whole number that a file's size could be."""
-    if not text.isdecimal() or len(text) > 18:  # 63 bits
+    """A non-negative integer that could be a file size."""
+    # 18 digits fit 63 bits.
+    if not text.isdecimal() or len(text) > 18:
         raise FormatError(f"{short.repr(text)} is not a whole number below 10**18")
     return int(text)
 
 
 def strings(entries: dict[str, Any], key: str) -> dict[str, str]:
-    """The strings by name under ``key``, which is taken out of ``entries``."""
+    """Remove ``key`` from ``entries`` and return its value, a map of strings to strings."""
     value = entries.pop(key, {})
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
         raise FormatError(f"{key!r} does not map strings to strings")
@@ -69,10 +72,11 @@ def strings(entries: dict[str, Any], key: str) -> dict[str, str]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, value in pairs:
-        if name in made:
+        if name in entries:
             raise FormatError(f"{short.repr(name)} appears twice")
-        name.encode()  # half of a surrogate pair, which JSON can escape, is no text
-        made[name] = value
-    return made
+        # Raises ValueError for half of a surrogate pair, which JSON can escape.
+        name.encode()
+        entries[name] = value
+    return entries

@@ -1,4 +1,4 @@
-"""The version of the package, for modules that must not import the whole facade."""
+"""The version of the package, for modules that must not import ``tiering`` itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``deepspeed.zero``: models whose parameters have no memory yet, and parameters that are elsewhere."""
+"""``deepspeed.zero``: models whose parameters have no memory yet, and access to parameters on other tiers."""
 
 from __future__ import annotations
 

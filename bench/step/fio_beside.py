@@ -27,7 +27,7 @@ def peer_disk(run: StepRun) -> Iterator[Beside]:
     try:
         run.report.facts["fio"] = fio.version()
     except fio.FioError as missing:
-        run.report.skipped.append(missing.words)
+        run.report.skipped.append(missing.message)
         yield lambda sides: {}
         return
     run.say("writing the file for fio")

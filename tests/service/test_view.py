@@ -182,7 +182,7 @@ def ended(
     where, said = lost(reading)
     assert said.snapshot is not None
     end = EndStatus(how, *figures, rank=rank)  # type: ignore[arg-type]
-    return where, replace(said, snapshot=replace(said.snapshot, ended=end, step=step), reason=end.words)
+    return where, replace(said, snapshot=replace(said.snapshot, ended=end, step=step), reason=end.summary)
 
 
 LOST = ("TIER-RANK-LOST", "rank 1 failed in forward")

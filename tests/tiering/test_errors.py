@@ -1,4 +1,4 @@
-"""What an error says, whole and in parts."""
+"""The message of an error, with and without code and remedy."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import pytest
 from tiering.errors import ConfigError, TieringError, WeightsError
 
 
-@pytest.mark.parametrize("words", ["it is wrong; mend it", "a ] b; c; d", "no remedy", ""])
-def test_words_are_the_message_without_its_code(words: str) -> None:
+@pytest.mark.parametrize("message", ["it is wrong; mend it", "a ] b; c; d", "no remedy", ""])
+def test_the_message_has_no_code(message: str) -> None:
     for kind in (TieringError, ConfigError):
-        error = kind(words)
-        assert error.words == words
-        assert str(error) == f"[{kind.code}] {words}"
+        error = kind(message)
+        assert error.message == message
+        assert str(error) == f"[{kind.code}] {message}"
 
 
-def test_what_is_wrong_with_weights_is_told_without_the_remedy_too() -> None:
+def test_the_problem_of_weights_has_no_remedy() -> None:
     error = WeightsError("a; b] holds nothing", "download it again; or another")
-    assert error.what == "a; b] holds nothing"
-    assert error.words == "a; b] holds nothing; download it again; or another"
-    assert str(error) == f"[TIER-WEIGHTS] {error.words}"
+    assert error.problem == "a; b] holds nothing"
+    assert error.message == "a; b] holds nothing; download it again; or another"
+    assert str(error) == f"[TIER-WEIGHTS] {error.message}"

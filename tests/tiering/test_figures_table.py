@@ -19,7 +19,7 @@ def table() -> FiguresTable:
     return table
 
 
-def shown(width: int) -> list[str]:
+def printed(width: int) -> list[str]:
     console = Console(width=width, color_system=None)
     with console.capture() as captured:
         console.print(table(), highlight=False)
@@ -36,16 +36,16 @@ WIDE = [
 
 
 def test_a_wide_terminal_shows_columns() -> None:
-    rows = [line for line in shown(80) if "─" not in line]
+    rows = [line for line in printed(80) if "─" not in line]
     assert rows[:4] == [line for line in WIDE if "─" not in line]
 
 
 def test_a_column_that_wraps_gives_way_first() -> None:
-    assert shown(36)[3:5] == ["nvme0  12.34  8 threads  parameters", "                         1.5 GiB"]
+    assert printed(36)[3:5] == ["nvme0  12.34  8 threads  parameters", "                         1.5 GiB"]
 
 
 def test_a_narrow_terminal_shows_a_list_without_empty_cells() -> None:
-    assert shown(34) == [
+    assert printed(34) == [
         "Drives",
         "nvme0",
         "  GB/s: 12.34",
@@ -62,7 +62,7 @@ def test_a_narrow_terminal_shows_a_list_without_empty_cells() -> None:
 
 
 def test_every_width_shows_every_figure() -> None:
-    # A narrower one has no room for the longest word.
+    # 14 columns hold the longest word.
     for width in range(14, 80):
-        words = " ".join(shown(width)).split()
+        words = " ".join(printed(width)).split()
         assert {"12.34", "0.5", "8", "1.5", "2", "parameters"} <= set(words), width

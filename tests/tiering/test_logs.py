@@ -1,4 +1,4 @@
-"""Log records of several ranks: marked, said once where all say the same, and the program's own to configure."""
+"""Log records of several ranks: the rank in them, messages of rank 0 only, and the program's own configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiering.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def nothing_is_set(logging_as_before: None) -> None:
-    """Our loggers are as in a program that has just started."""
+    """The project's loggers are as in a program that has just started."""
     for name in (*logs.LOGGERS, logs.PROGRESS):
         logging.getLogger(name).setLevel(logging.NOTSET)
         logging.getLogger(name).handlers = []
@@ -25,8 +25,8 @@ def test_our_records_name_their_rank_and_others_do_not(caplog: pytest.LogCapture
     logs.set_rank(3, 4)
     logging.getLogger("zero3.engine.engine").warning("skipped %d of %s", 2, "100 %")
     logging.getLogger("tiering").warning("100 % alone")
-    logging.getLogger("tieringx").warning("mine")
-    assert caplog.messages == ["[rank 3] skipped 2 of 100 %", "[rank 3] 100 % alone", "mine"]
+    logging.getLogger("tieringx").warning("other")
+    assert caplog.messages == ["[rank 3] skipped 2 of 100 %", "[rank 3] 100 % alone", "other"]
     assert [getattr(record, "rank", None) for record in caplog.records] == [3, 3, None]
 
 
@@ -46,19 +46,19 @@ def test_marks_do_not_pile_up(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_programs_record_factory_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    class Mine(logging.LogRecord):
+    class ProgramRecord(logging.LogRecord):
         pass
 
-    logging.setLogRecordFactory(Mine)
+    logging.setLogRecordFactory(ProgramRecord)
     logs.set_rank(1, 2)
     logging.getLogger("tiering").warning("said")
-    assert isinstance(caplog.records[0], Mine)
+    assert isinstance(caplog.records[0], ProgramRecord)
 
 
 @pytest.mark.parametrize(("rank", "level"), [(0, logging.INFO), (1, logging.DEBUG)])
 def test_what_all_would_say_rank_0_says(caplog: pytest.LogCaptureFixture, rank: int, level: int) -> None:
     caplog.set_level(logging.DEBUG, "tiering")
-    assert logs.once(logging.INFO) == logging.INFO  # nobody has said that there are several
+    assert logs.once(logging.INFO) == logging.INFO  # set_rank() has not been called
     logs.set_rank(rank, 2)
     logging.getLogger("tiering.placement.plan").log(logs.once(logging.INFO), "the plan")
     (record,) = caplog.records
@@ -78,16 +78,16 @@ def test_the_variable_sets_the_level_of_ours(
     assert [line.partition(" INFO ")[2] for line in lines] == ["tiering.storage.swap_space: swap space"]
 
 
-@pytest.mark.parametrize(("chosen", "said"), [("", 1), ("debug", 1), ("warning", 0)])
+@pytest.mark.parametrize(("level", "count"), [("", 1), ("debug", 1), ("warning", 0)])
 def test_what_was_asked_for_is_said_once_unless_the_variable_forbids_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, chosen: str, said: int
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, level: str, count: int
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    logs.progress()  # of an engine before, perhaps
-    logs.follow({"TIERING_LOG": chosen})
+    logs.progress()  # as an earlier engine may have called it
+    logs.follow({"TIERING_LOG": level})
     logs.progress().info("step 10")
     lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(" INFO ")[2] for line in lines] == ["tiering.progress: step 10"] * said
+    assert [line.partition(" INFO ")[2] for line in lines] == ["tiering.progress: step 10"] * count
 
 
 @pytest.mark.parametrize("name", ["tiering", "tiering.progress"])

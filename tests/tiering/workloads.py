@@ -101,11 +101,10 @@ def planned(load: Workload, limits: Budgets) -> Plan:
             message = str(refusal)
         assert message.startswith("[TIER-PLAN] ")
         assert sum(character.isdigit() for character in message) >= 2
-        named = [tier for tier in Tier if f"raise {tier.value}_budget" in message]
-        assert len(named) == 1, message
-        limit = limits.of(named[0])
-        limits = replace(limits, **{named[0].value: limit + limit // 16 + PAGE})
-    raise AssertionError(f"raising what the messages name does not help: {message}")
+        (tier,) = (tier for tier in Tier if f"raise {tier.value}_budget" in message)
+        limit = limits.of(tier)
+        limits = replace(limits, **{tier.value: limit + limit // 16 + PAGE})
+    raise AssertionError(f"raising the budgets that the messages name does not help: {message}")
 
 
 def followed(load: Workload, limits: Budgets, times: int = 20) -> Plan:
@@ -117,11 +116,11 @@ def followed(load: Workload, limits: Budgets, times: int = 20) -> Plan:
         except PlacementError as refusal:
             message = str(refusal)
         (tier,) = (tier for tier in Tier if f"raise {tier.value}_budget" in message)
-        told = re.search(rf"raise {tier.value}_budget to at least ([\d.]+ \w+)", message) or re.search(
+        match = re.search(rf"raise {tier.value}_budget to at least ([\d.]+ \w+)", message) or re.search(
             rf"{tier.value} needs (?:at least )?([\d.]+ \w+)", message
         )
-        assert told is not None, message
-        number = parse_size(told[1])
+        assert match is not None, message
+        number = parse_size(match[1])
         assert number > limits.of(tier), message
         limits = replace(limits, **{tier.value: number})
         refusals[tier] += 1

@@ -128,7 +128,7 @@ def list_checkpoints(path: Path) -> Listing:
     try:
         latest = directory.latest()
     except CheckpointError as error:
-        lost = error.words
+        lost = error.message
     return Listing(
         path,
         tuple(
@@ -150,7 +150,7 @@ def inspect(path: Path, *, quick: bool = False, on_read: Told = lambda _: None) 
         found = _wrong_files(path, manifest)
         checkpoint = open_checkpoint(path) if not found else None
     except CheckpointError as error:
-        checkpoint, found = None, [Damage(None, error.words)]
+        checkpoint, found = None, [Damage(None, error.message)]
     if checkpoint is None:
         return Inspection(path, manifest, {}, nbytes, 0, tuple(found))
     checked = 0
@@ -173,7 +173,7 @@ def _entry(directory: CheckpointDirectory, saved: Saved) -> Entry:
         nbytes = _bytes_below(path)
         step = open_checkpoint(path).manifest.step
     except CheckpointError as error:
-        damage = error.words
+        damage = error.message
     return Entry(saved.tag, saved.time, nbytes, step, damage)
 
 
@@ -186,7 +186,7 @@ def _wrong_files(path: Path, manifest: Manifest) -> list[Damage]:
     root = Root(path, manifest)
     wrong = [Damage(file, what) for file, what in root.wrong_sizes()]
     # A damaged page of checksums is an error of each file that it is for.
-    return wrong or [Damage(None, words) for words in dict.fromkeys(error.words for error in root.errors())]
+    return wrong or [Damage(None, words) for words in dict.fromkeys(error.message for error in root.errors())]
 
 
 def _kinds(checkpoint: Checkpoint) -> dict[str, Kind]:

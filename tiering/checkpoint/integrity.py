@@ -39,7 +39,7 @@ def damages(checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda _: N
         try:
             rank = checkpoint.rank(number)
         except CheckpointError as error:
-            yield Damage(None, error.words)
+            yield Damage(None, error.message)
         else:
             stored[rank.tensors.path] = list(rank.tensors.tensors.values())
     files = _as_bytes(checkpoint)
@@ -53,9 +53,9 @@ def damages(checkpoint: Checkpoint, on_read: Callable[[int], None] = lambda _: N
                     pages = list(_different(view, first // PAGE, checkpoint.sums[file]))
                 except (WeightsError, CheckpointError) as error:
                     names = _between(stored.get(file, ()), first, first + numel)
-                    if error.words not in unread:
-                        yield Damage(None, error.words, first // PAGE, names)
-                    unread.add(error.words)
+                    if error.message not in unread:
+                        yield Damage(None, error.message, first // PAGE, names)
+                    unread.add(error.message)
                 else:
                     for page in pages:
                         names = _between(stored.get(file, ()), page * PAGE, (page + 1) * PAGE)

@@ -192,7 +192,7 @@ def read_sealed(path: Path, *, sha256: str | None = None) -> dict[str, Any]:
     try:
         text = _read(path)
     except WeightsError as error:
-        raise CheckpointError(f"{error.what}; load another checkpoint (tag=)") from error
+        raise CheckpointError(f"{error.problem}; load another checkpoint (tag=)") from error
     if sha256 is not None and hashlib.sha256(text).hexdigest() != sha256:
         raise damaged(path, "its SHA-256 is not the one that checkpoint.json has")
     try:

@@ -110,7 +110,7 @@ class reading_checkpoint:  # noqa: N801 # read as a function
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, WeightsError):
             raise CheckpointError(
-                f"{error.what}; load another checkpoint than {self._path} (tag=)"
+                f"{error.problem}; load another checkpoint than {self._path} (tag=)"
             ) from error
 
 

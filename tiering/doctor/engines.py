@@ -20,7 +20,7 @@ def refusal(engine: str) -> str | None:
     try:
         AioContext(engine=engine).close()
     except SwapError as error:
-        return error.words
+        return error.message
     return None
 
 

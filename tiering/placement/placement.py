@@ -44,7 +44,7 @@ def make_plan(load: Workload, budgets: Budgets) -> Plan:
     try:
         plan = place(load, budgets)
     except PlacementError as error:
-        raise PlacementError(f"{error.words}. {load.beside_budgets()}") from None
+        raise PlacementError(f"{error.message}. {load.beside_budgets()}") from None
     moved = {load.state_format: sum(plan.nvme_traffic())}
     host_without_nvme = None
     if moved[load.state_format]:

@@ -41,7 +41,7 @@ def open_writer(
     try:
         return StatusWriter(run_id, rank, world_size, None, description)
     except (TelemetryError, OSError) as error:
-        refusal = error.words if isinstance(error, TelemetryError) else str(error)
+        refusal = error.message if isinstance(error, TelemetryError) else str(error)
     for base in _temporary_directories():
         with suppress(TelemetryError, OSError):
             _sweep_private(base)

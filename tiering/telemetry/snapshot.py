@@ -395,7 +395,7 @@ class EndStatus:
         return ": ".join(filter(None, (self.code, self.text)))
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The predicate of a sentence about the rank: "has failed: TIER-IO: swap_in of ... failed"."""
         verb = {"failed": "has failed: ", "preempted": "has been stopped: ", "finished": "has finished"}[
             self.how

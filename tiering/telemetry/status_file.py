@@ -164,7 +164,7 @@ def _read(fd: int) -> StatusReading:
     if reading.state in ("live", "torn") and not locked_by_another(fd):
         reason = "the writer is gone" if reading.state == "live" else "the writer died during an update"
         if reading.snapshot is not None and reading.snapshot.ended is not None:
-            reason = reading.snapshot.ended.words
+            reason = reading.snapshot.ended.summary
         return replace(reading, state="stale", reason=reason)
     return reading
 

@@ -221,7 +221,7 @@ class _Run:
         try:
             return Load(ground, self._settings(size))
         except SwapError as error:
-            raise ConfigError(f"--ioengine {self._asked.ioengine}: {error.words}") from None
+            raise ConfigError(f"--ioengine {self._asked.ioengine}: {error.message}") from None
 
     def _measure(self, ground: Ground, load: Load) -> None:
         asked = self._asked

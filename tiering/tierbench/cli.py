@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiering.command_line import Version, printing, suggestion
+from tiering.command_line import Version, run_printing, suggestion
 from tiering.tierbench import words
 from tiering.tierbench.exits import BELOW, FAILED, INTERRUPTED, OK
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("tiering").addHandler(_SILENCE)
     try:
-        return printing("tierbench", lambda: _run(given), failed=FAILED)
+        return run_printing("tierbench", lambda: _run(given), unwritable=FAILED)
     except KeyboardInterrupt:
         print("tierbench: interrupted before anything was measured", file=sys.stderr)
         return INTERRUPTED

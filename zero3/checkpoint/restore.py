@@ -64,7 +64,7 @@ class Restore:
             if strict:
                 remedy += "; load_module_strict=False leaves what only one side has"
             raise CheckpointError(
-                f"checkpoint {checkpoint.path} is of another model: {error.what}; {remedy}"
+                f"checkpoint {checkpoint.path} is of another model: {error.problem}; {remedy}"
             ) from error
         self.filled = frozenset(self._matched.sources)
         self._kept = {name: param for name, param in parts.names.parameters() if param not in self.filled}

@@ -120,8 +120,8 @@ class RunState:
                 if name not in _OWNERS:
                     raise
                 raise ConfigError(
-                    f"{error.words}. It is what {_OWNERS[name]} gave: let that give plain values, or keep what it is of"
-                    " out of initialize() and save it in client_state"
+                    f"{error.message}. It is what {_OWNERS[name]} gave: let that give plain values, or keep what it is"
+                    " of out of initialize() and save it in client_state"
                 ) from error
         return RankState({"buffers": buffers, **content}, tensors)
 

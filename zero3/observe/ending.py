@@ -106,7 +106,7 @@ class Ending:
         if isinstance(error, SystemExit):
             return self._exited(error.code, broken)
         if error is not None:
-            words = error.words if isinstance(error, TieringError) else str(error)
+            words = error.message if isinstance(error, TieringError) else str(error)
             code = error.code if isinstance(error, TieringError) else type(error).__name__
             return self._failed(code, words, of_ranks=isinstance(error, DistributedError))
         return self._failed("", broken) if broken else EndStatus("finished", rank=self._rank)

@@ -67,7 +67,7 @@ class Leading:
 
 def _of_checkpoint(error: Exception) -> Exception:
     if isinstance(error, WeightsError | SwapError):
-        told = CheckpointError(error.words)
+        told = CheckpointError(error.message)
     elif isinstance(error, OSError):
         told = CheckpointError(
             f"{error.filename or 'a file'}: {error.strerror or error}; {remedy(error.errno or 0)}"

@@ -278,7 +278,7 @@ def test_a_full_disk_leaves_nothing(
         (["{checkpoint}", "{full}"], "is no empty directory; name a new one"),
         (["{checkpoint}", "{file}"], "is no empty directory; name a new one"),
         (["{checkpoint}", "{new}", "--max-shard-size", "5XB"], "--max-shard-size: unknown unit 'XB'"),
-        (["{checkpoint}", "{new}", "--config", "{file}"], "cannot be read: it is no JSON"),
+        (["{checkpoint}", "{new}", "--config", "{file}"], "cannot be read: it is not valid JSON"),
         (["{checkpoint}", "{new}", "--config", "{full}"], "config.json cannot be read: .*No such file"),
         (["{new}", "{new}2"], "does not exist; name a checkpoint, or weights"),
         (["{weights}", "{new}", "--max-shard-size", "1GB"], "--max-shard-size is for a checkpoint"),

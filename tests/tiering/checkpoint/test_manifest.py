@@ -152,7 +152,7 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
         ("-1e999", "'-1e999' is too large for a number"),
         ("NaN", "'NaN' is not a whole number"),
         ("Infinity", "'Infinity' is not a whole number"),
-        ("1" * 5000, "it is no JSON"),
+        ("1" * 5000, "it is not valid JSON"),
         ("[" * 100_000 + "]" * 100_000, "it is nested too deep"),
     ],
     ids=["1e999", "-1e999", "NaN", "Infinity", "5000 digits", "100000 levels"],

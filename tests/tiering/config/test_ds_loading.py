@@ -29,12 +29,12 @@ def test_files_mappings_and_what_a_launcher_hands_over_read_the_same(tmp_path: P
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "it is no JSON .*line 1"),
+        ("{", "it is not valid JSON .*line 1"),
         ("[]", "it is not a JSON object"),
         ('{"bf16": {"enabled": true, "enabled": false}}', "'enabled' appears twice"),
-        ('{"bf16": {"enabled": true,,}}', "it is no JSON .*line 1"),
-        ('{"a": 1 /* no end }', "it is no JSON"),
-        ("{,}", "it is no JSON"),
+        ('{"bf16": {"enabled": true,,}}', "it is not valid JSON .*line 1"),
+        ('{"a": 1 /* no end }', "it is not valid JSON"),
+        ("{,}", "it is not valid JSON"),
     ],
 )
 def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str) -> None:

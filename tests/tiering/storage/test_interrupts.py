@@ -18,7 +18,7 @@ import pytest
 from tests.signals import HANDLERS, RAISED
 from tiering import interrupts
 from tiering.errors import SwapError
-from tiering.interrupts import HELD, StopRequest, deferred_interrupts
+from tiering.interrupts import DEFERRED_SIGNALS, StopRequest, deferred_interrupts
 from tiering.storage import aio as aio_module
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, Lease
@@ -205,7 +205,7 @@ def test_a_handler_that_only_takes_note_is_called_at_once() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_handler_in_c_stays(handlers: None, number: int) -> None:
     """As gdb stubs, MPI launchers and debuggers install one; Python does not know of it."""
-    assert number in HELD
+    assert number in DEFERRED_SIGNALS
     libc, hits = ctypes.CDLL(None), []
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)

@@ -106,9 +106,8 @@ def test_output_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
         )
     assert ran.returncode == exits.FAILED
     assert (
-        ran.stderr
-        == "tierbench: what is to be printed cannot be written: No space left on device; make room,"
-        " or print it elsewhere\n"
+        ran.stderr == "tierbench: standard output cannot be written: No space left on device; free space,"
+        " or redirect it elsewhere\n"
     )
 
 

@@ -100,7 +100,7 @@ def test_the_file_is_replaced_at_once_and_is_read_as_it_was_meant(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"a": 1', "cannot be edited: it is no JSON"),
+        ('{"a": 1', "cannot be edited: it is not valid JSON"),
         ("[]", "it is not a JSON object"),
         ('{"a": 1, "a": 2}', "'a' appears twice"),
         ('{"tiering": {"io": 3}}', "tiering.io is 3 there, no section"),

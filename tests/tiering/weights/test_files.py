@@ -212,10 +212,10 @@ NESTED = "[" * 200_000
         (b"\xff{}", "does not begin with '{'"),
         (b" {}", "does not begin with '{'"),
         (b"[]", "does not begin with '{'"),
-        (b'{"\xff": 1}', "it is no JSON"),
-        (b'{"\\ud800": 1}', "it is no JSON"),
-        (b'{"a": ', "it is no JSON"),
-        (b"{}{}", "it is no JSON"),
+        (b'{"\xff": 1}', "it is not valid JSON"),
+        (b'{"\\ud800": 1}', "it is not valid JSON"),
+        (b'{"a": ', "it is not valid JSON"),
+        (b"{}{}", "it is not valid JSON"),
         (b'{"a": ' + NESTED.encode(), "it is nested too deep"),
         (b'{"a": NaN}', "'NaN' is not a whole number"),
         (b'{"a": -Infinity}', "'-Infinity' is not a whole number"),
@@ -348,7 +348,7 @@ def test_shards_behind_symbolic_links(shards: Callable[..., Path], tmp_path: Pat
 @pytest.mark.parametrize(
     ("index", "why"),
     [
-        ("{", "it is no JSON"),
+        ("{", "it is not valid JSON"),
         ("[]", "it is not a JSON object"),
         (NESTED, "it is nested too deep"),
         ({"metadata": {}}, "it has no 'weight_map'"),

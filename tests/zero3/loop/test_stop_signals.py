@@ -133,7 +133,7 @@ def train(engine: Any, micro_batches: Any) -> None:
 def test_what_cannot_be_handled_is_refused(start: Callable[..., Any]) -> None:
     engine = start(accumulation=1)
     for name in ("SIGKILL", "SIGTREM", "signal"):
-        with pytest.raises(ConfigError, match=f"{name!r} is no signal"):
+        with pytest.raises(ConfigError, match=f"{name!r} is not a signal"):
             engine.save_and_exit_on(name)
     caught: list[BaseException] = []
 

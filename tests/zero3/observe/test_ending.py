@@ -154,7 +154,7 @@ def test_the_last_page_says_how_the_run_ended(way: str, ended: Path) -> None:
         assert last.step > 0 and last.ended.how == "failed" and last.ended.code == "TIER-IO"
     else:
         assert (last.ended, last.step, last.global_step, last.samples) == (status, 3, 3, 3)
-    assert reading.reason == last.ended.words
+    assert reading.reason == last.ended.summary
 
 
 def test_a_rank_that_another_one_ended_is_not_blamed() -> None:

@@ -90,5 +90,5 @@ def _private_file(directory: Path, size: int, direct: bool) -> SwapFile:
         return SwapFile(directory, size, direct=direct)
     except SwapSpaceError as error:
         raise SwapSpaceError(
-            error.words.replace(IN_TRAINING, "give a smaller --size, or name another directory")
+            error.message.replace(IN_TRAINING, "give a smaller --size, or name another directory")
         ) from None

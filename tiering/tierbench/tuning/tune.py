@@ -197,7 +197,7 @@ class _Drives:
         except SwapError as error:
             if cell is None:
                 raise
-            raise CannotStart(error.words) from None
+            raise CannotStart(error.message) from None
         with load:
             row = load.run(self.rw, seconds=WINDOW, ramp=RAMP, watch=tell)
             engine = load.engine
@@ -305,7 +305,7 @@ def _prepare(
         try:
             found = bench.engine(cell)
         except SwapError as error:
-            left_out[name] = error.words
+            left_out[name] = error.message
             continue
         ways.append((name, True))
         if "registered_buffers" in found.flags:

@@ -81,7 +81,7 @@ def test_a_file_that_does_not(check: Check) -> None:
         ('{"a": }', "line 1 column 7"),
         ('{"fp16": {}, "fp16": {}}', "'fp16' appears twice"),
         ('{"a": "\udcff"}', "no UTF-8"),
-        ("", "no JSON"),
+        ("", "not valid JSON"),
     ],
 )
 def test_a_file_that_cannot_be_read(check: Check, tmp_path: Path, text: str, says: str) -> None:

@@ -1,9 +1,9 @@
 """TieredOptimizer: an update rule over tiled state, wherever a tile's bytes live.
 
-State in memory is stepped in place. A tile with bytes on NVMe passes through a staging slot (see pipeline.py); tiles in
-memory are stepped while its bytes are awaited. Usually all tiles are due in ``step``, once the norm of all gradients is
-known. With step_in_backward a group's tiles are due when its gradients are final, and what is due is done then as far
-as its bytes are there; backward waits for none, unless it needs the room.
+State in memory is stepped in place. A tile with bytes on NVMe passes through a staging slot (see slot_transfers.py);
+tiles in memory are stepped while its bytes arrive. Usually all tiles are due in ``step``, after the norm of all
+gradients is known. With step_in_backward a group's tiles are due when its gradients are final, and tiles that have
+arrived are stepped then; backward waits for no tile, unless it needs the room.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zero3.device.tiers import Tiers
 from zero3.optimizer import update_rules
 from zero3.optimizer.deepspeed_names import DeepSpeedOptimizerNames
 from zero3.optimizer.device_update import IN_BACKWARD, ROUNDS, DeviceUpdate, OnDevice, part_of
-from zero3.optimizer.pipeline import Staged, StatePipeline
+from zero3.optimizer.slot_transfers import SlotTransfers, Staged
 from zero3.optimizer.tiles import FP32, StateLayout, StepListener, Tile
 from zero3.optimizer.trained import planned_group
 from zero3.optimizer.update_rules import OptimizerOptions, Options, UpdateRule
@@ -85,7 +85,9 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
             for piece, param in zip(group.layout.pieces, group.params, strict=True)
             if piece.trainable
         }
-        self._pipeline = StatePipeline(self._streamed, gradients, tiers, self._is_stepped)
+        self._transfers = SlotTransfers(gradients, tiers, self._is_stepped)
+        self._pipeline = self._transfers.pipeline()
+        self._in_slots = frozenset(self._streamed)
         self._visits = DeviceUpdate(gradients, tiers) if self._visiting else None
         self._in_gpu_memory = frozenset(self._on_device)
         # Copies to the device may still read parameters in host memory that the CPU steps.
@@ -142,7 +144,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         self._begun.clear()
         self._final.clear()
         self._pipeline.expect(
-            tile for group in self._usual_order for tile in self._tiles_of[group] if tile in self._pipeline
+            tile for group in self._usual_order for tile in self._tiles_of[group] if tile in self._in_slots
         )
         self._pipeline.read_ahead()
 
@@ -170,7 +172,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def release_read_ahead(self) -> None:
         """Free the slots of what was read ahead, for others to use; the step reads again."""
-        self._pipeline.release()
+        self._pipeline.discard_all()
         self.settle()
 
     def settle(self) -> None:
@@ -365,7 +367,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         for tile in self._tiles_of[group]:
             if any(self._is_stepped(segment.piece) for segment in tile.segments):
                 self._unfinished[group] += 1
-                if tile in self._pipeline:
+                if tile in self._in_slots:
                     self._due_streamed[tile] = None
                 elif tile.visits:
                     self._due_visiting.append(tile)
@@ -423,11 +425,11 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def _step_streamed(self, tile: Tile) -> None:
         """Step a tile in its slot, once its bytes are there, and start to write it back."""
-        staged = self._pipeline.take(tile)
+        staged = self._pipeline.acquire(tile)
         del self._due_streamed[tile]
         self._add_to_batch(tile, staged)
         self._run_batch(tile.group.name)
-        self._pipeline.give_back(staged)
+        self._pipeline.release(staged)
         self._finished(tile)
 
     def _finished(self, tile: Tile) -> None:
@@ -451,7 +453,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         state = tile.state.address
         if not state and staged is not None:
             state = staged.lease.address
-        param, grad = self._pipeline.param_address(tile, staged), self._pipeline.grad_address(tile, staged)
+        param, grad = self._transfers.param_address(tile, staged), self._transfers.grad_address(tile, staged)
         separate = layout.master_itemsize == FP32
         for segment, first_index in zip(tile.segments, tile.first_indices, strict=True):
             rule = self._rule_of.get(segment.piece.index)
@@ -495,7 +497,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
 
     def _show(self) -> None:
         """What compute is told from now on is with the parameters on the device that were stepped so far."""
-        self._pipeline.show()
+        self._transfers.hold_compute()
         if self._visits is not None:
             self._visits.show()
 

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from tiering.storage.arena import Arena, Lease
+from tiering.storage.fetch_ahead import FETCH_PRIORITY
 from tiering.storage.tickets import Transfer
 from zero3.device.closed_storage import close_storage
 from zero3.device.room import room_for
 from zero3.device.storage_swap import exchange_pointers
 from zero3.device.streams import Event
 from zero3.device.tiers import Home, Tiers, as_tensor
-
-FETCH_PRIORITY = 1  # a parameter that compute waits for goes before write-back
 
 
 class FlatStorage(ABC):

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from tiering.errors import DistributedError, SwapError
 from tiering.storage.arena import Lease
+from tiering.storage.fetch_ahead import FETCH_PRIORITY
 from tiering.storage.tickets import Transfer
 from zero3.device.room import room_for
 from zero3.device.streams import Event
 from zero3.device.tiers import Home, Tiers, as_tensor
-from zero3.params.flat_storage import FETCH_PRIORITY, ArenaStorage, FlatStorage, retire_read
+from zero3.params.flat_storage import ArenaStorage, FlatStorage, retire_read
 from zero3.params.layout import FlatLayout, shard_ranges
 from zero3.ranks.collectives import Collectives
 from zero3.ranks.process_groups import Pending

@@ -1,16 +1,17 @@
-"""Prefetch: the order in which a pass uses groups is recorded once, then read ahead within the working room.
+"""Prefetch: the order in which a pass uses groups is recorded once, then read ahead as far as there is room.
 
-A pass is one forward, with its backward when there is one; passes with and without gradients have orders of their own.
-Prefetch never waits and never fails: it takes room that is free, and an I/O error that it meets is raised for the next
-group that compute asks for. When compute needs a group and prefetched ones hold the room, they are dropped, the one
-needed last first. A pass that leaves the recorded order only stalls; the next one follows the new order.
+A pass is one forward, with its backward when there is one; passes with and without gradients have separate orders.
+`tiering.storage.fetch_ahead` decides which group is fetched or dropped. Prefetch never waits and never fails: it uses
+free room, and an I/O error that it meets is raised for the next group that compute needs. A pass that leaves the
+recorded order only stalls; the next pass follows the new order.
 
 Note [What all ranks foresee]
     Groups that are sharded over ranks must be gathered in one order everywhere (see gathered_storage.py), or a rank
-    would receive another group's bytes. The recorded orders of all ranks are the same, so what they foretell is fetched
-    and gathered without a word. A rank that does anything else (it leaves the order, ends a pass before its end, goes
-    from training to evaluation) asks the others first, and fetches nothing ahead until they have agreed. One that does
-    not know of the question waits for a gather in vain until it looks for the reason: see peers.py.
+    would receive another group's bytes. All ranks have recorded the same orders, so a rank fetches and gathers the next
+    groups of the order without communication. A rank that does anything else (it leaves the order, ends a pass before
+    its end, goes from training to evaluation) asks the other ranks first, and fetches nothing ahead until they have
+    agreed. A rank that does not know of the question waits for a gather in vain until it looks for the reason: see
+    peers.py.
 """
 
 from __future__ import annotations
@@ -19,68 +20,114 @@ from collections import deque
 from collections.abc import Callable
 
 from tiering.errors import SwapError
+from tiering.storage.fetch_ahead import FetchAhead
 from zero3.params.param_group import ParamGroup, Residency
 
-FARTHEST = 64  # groups in a row that are in use or there: what comes behind can wait
+
+class _Fetcher:
+    """Unshards and reshards one group; gathers groups that were fetched ahead when their shards have arrived."""
+
+    def __init__(self) -> None:
+        self.error: SwapError | None = None  # of a fetch ahead, not raised yet
+        self.kept: set[ParamGroup] = set()  # groups ahead that stay since their last use
+        self._ungathered: deque[ParamGroup] = deque()  # groups ahead that are sharded and not gathered
+
+    def is_fetched(self, group: ParamGroup) -> bool:
+        return group.residency is not Residency.SHARDED
+
+    def fetch(self, group: ParamGroup, *, wait: bool) -> bool:
+        return not self._window_is_full(group) and group.unshard(wait=wait)
+
+    def fetch_ahead(self, group: ParamGroup) -> bool:
+        try:
+            if not self.fetch(group, wait=False):
+                return False
+        except SwapError as error:
+            self.error = error
+            return False
+        if group.sharded:
+            self._ungathered.append(group)
+        return True
+
+    def reads_through_window(self, group: ParamGroup) -> bool:
+        return group.through_window
+
+    def drop(self, group: ParamGroup) -> None:
+        self._forget_gather(group)
+        self.kept.discard(group)
+        group.reshard()
+
+    def gather(self, group: ParamGroup, *, foreseen: bool) -> None:
+        """Start to gather a group that is needed now."""
+        self._forget_gather(group)
+        group.gather(foreseen=foreseen)
+
+    def gather_ahead(self) -> None:
+        """Start to gather the groups ahead whose shards have arrived."""
+        # The last group's bytes may still be on their way: it is gathered when there is another group behind it, or at
+        # its use.
+        while self._ungathered and (len(self._ungathered) > 1 or not self._ungathered[0].reads_first):
+            try:
+                self._ungathered.popleft().gather(foreseen=True)
+            except SwapError as error:
+                self.error = error
+                return
+
+    def _window_is_full(self, group: ParamGroup) -> bool:
+        """Whether ``group`` would wait for room that only gathers free: the window holds two groups' shards."""
+        return group.sharded and group.through_window and len(self._ungathered) > 1
+
+    def _forget_gather(self, group: ParamGroup) -> None:
+        if group in self._ungathered:
+            self._ungathered.remove(group)
 
 
 class Prefetcher:
     """Unshards groups on demand and ahead of it. ``agree`` asks all ranks whether they are about to do the same."""
 
-    def __init__(self, agree: Callable[[str], None] = lambda what: None) -> None:
+    def __init__(self, agree: Callable[[str], None] = lambda label: None) -> None:
         self._agree = agree
         self._orders: dict[bool, list[ParamGroup]] = {}  # with gradients? -> the last full pass
         self._trace: list[ParamGroup] = []
-        self._cursor: int | None = 0  # position in the order; None: this pass has left it
         self._training = True
-        # On their way or there, not in use, soonest first -> place in the order.
-        self._ahead: dict[ParamGroup, int] = {}
-        self._looked = 0  # place in the order: of what lies between the cursor and it, all is ahead
-        self._error: SwapError | None = None  # met while looking ahead, not raised yet
-        # Of groups ahead: those that are sharded and still to be gathered, and those that stay since their last use.
-        self._ungathered: deque[ParamGroup] = deque()
-        self._kept: set[ParamGroup] = set()
-        self._in_doubt = False  # whether the other ranks foresee what comes next
+        self._fetcher = _Fetcher()
+        self._ahead = FetchAhead[ParamGroup](self._fetcher)
+        self._in_doubt = False  # whether other ranks may expect another group next
 
     def begin_pass(self, training: bool) -> None:
         """A forward begins. The trace of the pass before becomes the order of its kind."""
         self.end_pass()
         self._doubt_unless_complete()
         if training is not self._training:
-            self._drop_ahead()
+            self._ahead.drop_all()
             self._in_doubt = True
         self._training = training
-        self._cursor = self._looked = 0
+        self._follow_order()
 
     def end_pass(self) -> None:
         """The pass that was recorded is complete."""
         if self._trace:
             self._orders[self._training] = self._trace
             self._trace = []
-            self._cursor = 0
-            self._looked = 0
+            self._follow_order()
 
     def acquire(self, group: ParamGroup) -> None:
-        """Make ``group`` usable now, and start what comes after it."""
+        """Make ``group`` usable now, and start to fetch the groups after it."""
         if group.residency is Residency.RESIDENT:
             return
-        if self._error is not None:
-            error, self._error = self._error, None
+        if self._fetcher.error is not None:
+            error, self._fetcher.error = self._fetcher.error, None
             raise error
         self._trace.append(group)
-        expected = self._next()
-        foreseen = self._advance(group) and not self._in_doubt
+        expected = self._ahead.next
+        foreseen = self._ahead.advance(group) and not self._in_doubt
         if group.sharded:
             self._in_doubt = False  # from the agreement below on
-        self._ahead.pop(group, None)
-        if group in self._kept:
-            self._kept.remove(group)
+        if group in self._fetcher.kept:
+            self._fetcher.kept.remove(group)
             if group.sharded:
                 group.spare()
-        while group.residency is Residency.SHARDED and self._window_is_full(group):
-            self._drop_last()
-        while not group.unshard(wait=not self._ahead):
-            self._drop_last()
+        self._ahead.use(group)
         if group.sharded:
             self._gather(group, expected, foreseen=foreseen)
         self.look_ahead()
@@ -88,17 +135,16 @@ class Prefetcher:
         self.look_ahead()
 
     def keeps(self, group: ParamGroup) -> bool:
-        """Whether ``group`` is there since its last use, for as long as nobody needs the room."""
-        return group in self._kept
+        """Whether ``group`` stays unsharded since its last use, until another group needs the room."""
+        return group in self._fetcher.kept
 
     def release(self, group: ParamGroup, *, raised: bool = False) -> None:
-        """``group`` is not in use now; ``raised``: an exception has ended what used it, on this rank."""
+        """``group`` is not in use now; ``raised``: an exception has ended its use, on this rank."""
         if group.residency is Residency.RESIDENT:
             return
-        if group.stays and not raised and (place := self._next_use(group)) is not None:
+        if group.stays and not raised and not self._in_doubt and self._ahead.keep(group):
             group.hide()
-            self._ahead = {group: place, **self._ahead}
-            self._kept.add(group)
+            self._fetcher.kept.add(group)
         else:
             group.reshard()
         if raised and group.sharded:
@@ -106,129 +152,43 @@ class Prefetcher:
         self.look_ahead()
 
     def look_ahead(self) -> None:
-        """Start to fetch what comes next, as far as there is room; what was read goes on to the device."""
+        """Start to fetch the next groups, as far as there is room; copy groups that were read to the device."""
         try:
             for group in self._ahead:
                 if group.through_window:
                     group.advance()
         except SwapError as error:
-            self._error = error
+            self._fetcher.error = error
             return
-        order = self._orders.get(self._training)
-        if order is None or self._cursor is None or self._in_doubt:
+        if self._ahead.cursor is None or self._in_doubt:
             return
-        self._fetch_ahead(order, self._cursor)
-        # The last one's bytes may be on their way still: it is gathered when there is another one behind it, or used.
-        while self._ungathered and (len(self._ungathered) > 1 or not self._ungathered[0].reads_first):
-            try:
-                self._ungathered.popleft().gather(foreseen=True)
-            except SwapError as error:
-                self._error = error
-                return
-
-    def _fetch_ahead(self, order: list[ParamGroup], cursor: int) -> None:
-        place = max(cursor, self._looked)
-        contiguous, passed = True, 0
-        while place < len(order) and passed < FARTHEST:
-            group = order[place]
-            if group.residency is Residency.SHARDED:
-                if self._window_is_full(group):
-                    return
-                try:
-                    if not group.unshard():
-                        return
-                except SwapError as error:
-                    self._error = error
-                    return
-                self._ahead[group] = place
-                if group.sharded:
-                    self._ungathered.append(group)
-                passed = 0
-            elif self._ahead.get(group) != place:
-                if group.through_window and group not in self._ahead:
-                    return  # it will pass the window once more: what comes after that must not be in its way
-                contiguous = False  # its next use has to be looked at again when this one is over
-                passed += 1
-            place += 1
-            if contiguous:
-                self._looked = place
+        self._ahead.look_ahead()
+        self._fetcher.gather_ahead()
 
     def drop(self, group: ParamGroup) -> None:
         """Drop ``group`` if it was fetched ahead: its bytes at home are about to change."""
-        if group in self._ahead:
-            del self._ahead[group]
-            self._looked = 0
-            self._give_up(group)
+        self._ahead.drop(group)
 
     def forget(self) -> None:
-        """Drop what was fetched ahead: the parameters are about to change, or a pass was abandoned."""
+        """Drop all groups ahead: the parameters are about to change, or a pass was abandoned."""
         self._doubt_unless_complete()
-        self._drop_ahead()
+        self._ahead.drop_all()
         self._trace = []
-        self._cursor = self._looked = 0
+        self._follow_order()
 
-    def _advance(self, group: ParamGroup) -> bool:
-        """``group`` is used; whether that was what the recorded order has foretold."""
-        order = self._orders.get(self._training, [])
-        if self._cursor is None:
-            return False
-        before = self._cursor
-        try:
-            self._cursor = order.index(group, before) + 1
-        except ValueError:
-            self._cursor = None
-        return self._cursor == before + 1
-
-    def _next_use(self, group: ParamGroup) -> int | None:
-        """The place of the next use of ``group`` in the order, if no other group has to be fetched before that."""
-        order = self._orders.get(self._training, ())
-        if self._cursor is None or self._in_doubt:
-            return None
-        for place in range(self._cursor, min(len(order), self._cursor + FARTHEST)):
-            if order[place] is group:
-                return place
-            if order[place].residency is Residency.SHARDED:
-                return None
-        return None
-
-    def _next(self) -> ParamGroup | None:
-        """The group that the recorded order expects to be used next."""
-        order = self._orders.get(self._training, ())
-        return order[self._cursor] if self._cursor is not None and self._cursor < len(order) else None
+    def _follow_order(self) -> None:
+        """Expect a pass of the current kind, from its beginning."""
+        self._ahead.follow(self._orders.get(self._training, ()))
 
     def _gather(self, group: ParamGroup, expected: ParamGroup | None, *, foreseen: bool) -> None:
-        """Gather a group that is needed now, unless that was begun already."""
-        if group.gathered:
-            if not foreseen:
-                instead = f" where {expected.name!r} was next" if expected not in (None, group) else ""
-                self._agree(f"use {group.name!r}{instead}")
-            return
-        if group in self._ungathered:
-            self._ungathered.remove(group)
-        group.gather(foreseen=foreseen)
-
-    def _window_is_full(self, group: ParamGroup) -> bool:
-        """Whether ``group`` would wait for room that only gathers give back: the window holds two groups' shards."""
-        return group.sharded and group.through_window and len(self._ungathered) > 1
+        """Gather a group that is needed now, unless its gather has begun."""
+        if not group.gathered:
+            self._fetcher.gather(group, foreseen=foreseen)
+        elif not foreseen:
+            instead = f" where {expected.name!r} was next" if expected not in (None, group) else ""
+            self._agree(f"use {group.name!r}{instead}")
 
     def _doubt_unless_complete(self) -> None:
-        """A pass that ends before the end of its order was ended by something that other ranks need not have met."""
-        if self._cursor is None or 0 < self._cursor < len(self._orders.get(self._training, ())):
+        """A pass that ends before the end of its order has a cause that other ranks need not have met."""
+        if self._ahead.cursor is None or 0 < self._ahead.cursor < len(self._ahead.order):
             self._in_doubt = True
-
-    def _drop_last(self) -> None:
-        """Make room: drop what is needed last."""
-        self._give_up(self._ahead.popitem()[0])
-        self._looked = 0
-
-    def _drop_ahead(self) -> None:
-        for group in self._ahead:
-            self._give_up(group)
-        self._ahead.clear()
-        self._looked = 0
-
-    def _give_up(self, group: ParamGroup) -> None:
-        if group in self._ungathered:
-            self._ungathered.remove(group)
-        self._kept.discard(group)
-        group.reshard()

@@ -18,14 +18,14 @@ from tiering.placement.placement import FEWEST_SLOTS, USUAL_SLOTS
 from tiering.placement.plan import Staging
 from tiering.storage.aio import AioContext, Fault, FaultPlan
 from tiering.storage.arena import PAGE, Arena, LeasePart
+from tiering.storage.fetch_ahead import FETCH_PRIORITY
 from tiering.storage.io_stats import TransferRecord
 from zero3.device import tiers
 from zero3.device.tiers import Home
 from zero3.device.timeline import StallClock, Timeline
-from zero3.optimizer.pipeline import StatePipeline
+from zero3.optimizer.slot_transfers import SlotTransfers
 from zero3.optimizer.tiered import TieredOptimizer
 from zero3.optimizer.tiles import Tile
-from zero3.params.flat_storage import FETCH_PRIORITY
 
 # Alone: each tile is a page of elements' worth of state, parameters and gradients, in extents that do nothing.
 
@@ -98,7 +98,7 @@ class Group:
 
 
 class Alone:
-    """A StatePipeline over ``tiles``, two to a group, named 0, 1, 2, ...: "state 0", "params 0" (of a group), ..."""
+    """The optimizer's pipeline over ``tiles``, two to a group, named 0, 1, 2: "state 0", "params 0" (of a group)."""
 
     def __init__(
         self,
@@ -133,7 +133,8 @@ class Alone:
         given: Any = SimpleNamespace(
             plan=plan, staging=self.arena, swap=self.swap, stalls=StallClock(timeline), timeline=timeline
         )
-        self.pipeline = StatePipeline(self.tiles, gradients, given, is_stepped=lambda piece: True)
+        self.transfers = SlotTransfers(gradients, given, is_stepped=lambda piece: True)
+        self.pipeline = self.transfers.pipeline()
 
     @staticmethod
     def _home(name: str, nbytes: int, *, swapped: bool) -> Home:
@@ -169,8 +170,8 @@ def test_one_is_stepped_and_one_written_while_the_others_are_read(slots: int) ->
     pipeline.expect(alone.tiles)
     pipeline.read_ahead()
     swap.end("state 0")
-    first = pipeline.take(alone.tiles[0])
-    pipeline.give_back(first)
+    first = pipeline.acquire(alone.tiles[0])
+    pipeline.release(first)
     assert [(write.what, write.offset, write.at, write.nbytes) for write in swap.writes] == [
         ("state 0", 0, first.lease.address, STATE)
     ]
@@ -178,14 +179,14 @@ def test_one_is_stepped_and_one_written_while_the_others_are_read(slots: int) ->
     assert len(swap.reads) == slots
     assert [read.done() for read in swap.reads] == [True] + [False] * (slots - 1)
     swap.end("state 1")
-    second = pipeline.take(alone.tiles[1])  # while the first is written and the others are read
+    second = pipeline.acquire(alone.tiles[1])  # while the first is written and the others are read
     pipeline.read_ahead()
     assert len(swap.reads) == slots
     swap.writes[0].ended = True
     pipeline.read_ahead()
     assert alone.reads()[slots:] == [f"state {slots}"]
     assert swap.reads[slots].at == first.lease.address
-    pipeline.give_back(second)
+    pipeline.release(second)
 
 
 def test_a_gradient_is_read_as_soon_as_it_is_final_before_state_that_is_queued() -> None:
@@ -206,11 +207,11 @@ def test_a_gradient_is_read_as_soon_as_it_is_final_before_state_that_is_queued()
     for gradient, state in zip(gradients, alone.swap.reads[2:4], strict=True):  # of one slot
         assert gradient.at == state.at + STATE + PAGE
     pipeline.final(groups[2])
-    pipeline.give_back(pipeline.take(alone.tiles[2]))
+    pipeline.release(pipeline.acquire(alone.tiles[2]))
     alone.swap.end("state 2")
     pipeline.read_ahead()
     assert alone.reads()[6:] == ["state 4", "grads 2"]
-    pipeline.take(alone.tiles[0])  # final, or it would not be taken
+    pipeline.acquire(alone.tiles[0])  # final, or it would not be taken
     assert alone.reads()[8:] == ["grads 0"]
 
 
@@ -224,13 +225,13 @@ def test_a_gradient_in_memory_is_not_read() -> None:
     for group in groups:
         alone.pipeline.final(group)
     assert alone.reads() == ["state 1", "state 2", "state 3", "grads 0"]
-    staged = [alone.pipeline.take(tile) for tile in alone.tiles[1:3]]
-    addresses = [alone.pipeline.grad_address(each.tile, each) for each in staged]
+    staged = [alone.pipeline.acquire(tile) for tile in alone.tiles[1:3]]
+    addresses = [alone.transfers.grad_address(each.tile, each) for each in staged]
     assert addresses == [staged[0].lease.address + STATE + PAGE, 1 << 20]
     at_home = Alone(1, 3)
     at_home.pipeline.expect(at_home.tiles)
     at_home.pipeline.final(at_home.tiles[0].group)
-    at_home.pipeline.take(at_home.tiles[0])
+    at_home.pipeline.acquire(at_home.tiles[0])
     assert at_home.reads() == ["state 0"]
 
 
@@ -242,9 +243,9 @@ def test_parameters_are_read_if_the_step_needs_them_and_written_always(needed: b
     reads = [(read.what, read.offset, read.nbytes) for read in alone.swap.reads]
     expected = [("params 0", 0, PAGE), ("params 0", PAGE, PAGE)] if needed else []
     assert [read for read in reads if read[0] == "params 0"] == expected
-    staged = alone.pipeline.take(alone.tiles[1])
-    assert alone.pipeline.param_address(staged.tile, staged) == staged.lease.address + STATE
-    alone.pipeline.give_back(staged)
+    staged = alone.pipeline.acquire(alone.tiles[1])
+    assert alone.transfers.param_address(staged.tile, staged) == staged.lease.address + STATE
+    alone.pipeline.release(staged)
     assert sorted((write.what, write.offset, write.at, write.nbytes) for write in alone.swap.writes) == [
         ("params 0", PAGE, staged.lease.address + STATE, PAGE),
         ("state 1", 0, staged.lease.address, STATE),
@@ -256,13 +257,13 @@ def test_what_lives_in_host_memory_is_neither_read_nor_written() -> None:
     alone.pipeline.expect(alone.tiles)
     alone.pipeline.read_ahead()
     assert alone.reads() == []
-    alone.pipeline.give_back(alone.pipeline.take(alone.tiles[0]))
+    alone.pipeline.release(alone.pipeline.acquire(alone.tiles[0]))
     assert [write.what for write in alone.swap.writes] == ["params 0"]
     state_only = Alone(2, 3)
     tile = state_only.tiles[1]
-    staged = state_only.pipeline.take(tile)
-    assert state_only.pipeline.param_address(tile, staged) == tile.group.shard_home.address + PAGE
-    state_only.pipeline.give_back(staged)
+    staged = state_only.pipeline.acquire(tile)
+    assert state_only.transfers.param_address(tile, staged) == tile.group.shard_home.address + PAGE
+    state_only.pipeline.release(staged)
     assert [write.what for write in state_only.swap.writes] == ["state 1"]
 
 
@@ -281,7 +282,7 @@ def test_what_has_arrived_can_be_taken_first() -> None:
     assert pipeline.first_arrived(tiles[3:]) is tiles[3]
     alone.swap.end("state 0")
     assert pipeline.first_arrived(tiles[2:]) is tiles[2]
-    pipeline.take(tiles[2])
+    pipeline.acquire(tiles[2])
     assert pipeline.first_arrived(tiles[2:]) is tiles[3]
 
 
@@ -292,17 +293,17 @@ def test_an_order_that_was_wrong_frees_the_slot_that_is_needed_last() -> None:
     pipeline.expect(tiles)
     pipeline.read_ahead()
     last = swap.reads[2]
-    staged = pipeline.take(tiles[5])
+    staged = pipeline.acquire(tiles[5])
     assert last.done(), "a slot was given away while it was filled"
     assert alone.reads() == ["state 0", "state 1", "state 2", "state 5"]
     assert staged.lease.address == last.at
-    pipeline.give_back(staged)
+    pipeline.release(staged)
     swap.end("state 5")
     pipeline.read_ahead()
     assert alone.reads()[4:] == ["state 2"]
     for tile in tiles[:5]:
         pipeline.read_ahead()
-        pipeline.give_back(pipeline.take(tile))
+        pipeline.release(pipeline.acquire(tile))
         for write in swap.writes:
             write.ended = True
     pipeline.read_ahead()
@@ -314,9 +315,9 @@ def test_without_any_slot_read_ahead_a_tile_waits_for_what_is_written() -> None:
     alone = Alone(4, 3)
     alone.pipeline.expect(())
     for tile in alone.tiles[:3]:
-        alone.pipeline.give_back(alone.pipeline.take(tile))
+        alone.pipeline.release(alone.pipeline.acquire(tile))
     assert [write.done() for write in alone.swap.writes] == [False] * 3
-    alone.pipeline.take(alone.tiles[3])
+    alone.pipeline.acquire(alone.tiles[3])
     assert [write.done() for write in alone.swap.writes] == [True, False, False]
 
 
@@ -333,7 +334,7 @@ def test_only_what_is_stepped_stays_and_is_read_on() -> None:
     pipeline.read_ahead()
     assert alone.reads()[4:] == ["state 6"]
     for tile in (tiles[1], tiles[5], tiles[6], tiles[7]):
-        pipeline.give_back(pipeline.take(tile))
+        pipeline.release(pipeline.acquire(tile))
     assert sorted(write.what for write in alone.swap.writes) == ["state 1", "state 5", "state 6", "state 7"]
     assert alone.reads()[5:] == ["state 7"]
 
@@ -343,9 +344,9 @@ def test_what_was_taken_is_not_read_again_in_its_step_and_is_in_the_next() -> No
     pipeline = alone.pipeline
     for step in (1, 2):
         pipeline.expect(alone.tiles)
-        pipeline.give_back(pipeline.take(alone.tiles[1]))  # out of order
+        pipeline.release(pipeline.acquire(alone.tiles[1]))  # out of order
         pipeline.read_ahead()
-        pipeline.give_back(pipeline.take(alone.tiles[0]))
+        pipeline.release(pipeline.acquire(alone.tiles[0]))
         pipeline.expect_only(alone.tiles)
         pipeline.read_ahead()
         assert alone.reads() == ["state 1", "state 0"] * step
@@ -366,11 +367,11 @@ def test_slots_that_are_released_are_read_again() -> None:
     alone = Alone(5, 3)
     pipeline = alone.pipeline
     pipeline.expect(alone.tiles)
-    pipeline.give_back(pipeline.take(alone.tiles[0]))
+    pipeline.release(pipeline.acquire(alone.tiles[0]))
     alone.swap.writes[0].ended = True
     pipeline.read_ahead()
     assert alone.reads() == ["state 0", "state 1", "state 2", "state 3"]
-    pipeline.release()
+    pipeline.discard_all()
     assert alone.arena.try_lease(1, "staging") is None  # they are being filled
     alone.swap.end("state 1", "state 2", "state 3")
     everything = alone.arena.try_lease(alone.arena.capacity, "others")
@@ -483,7 +484,7 @@ def test_tiles_in_memory_are_stepped_while_others_are_read(
     run = TieredOptimizer._run_batch
 
     def noted(self: TieredOptimizer, what: str) -> None:
-        reads = [read for staged in self._pipeline._staged.values() for read in staged.reads]
+        reads = [read for staged in self._pipeline.staged for read in staged.reads]
         stepped.append((what, [read.done() for read in reads]))
         run(self, what)
 

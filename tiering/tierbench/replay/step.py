@@ -122,12 +122,19 @@ class Replay:
             [None if number is None else made[kind][number] for number in shared[kind].extents]
             for kind in _KINDS
         )
+        load = plan.workload
         tiles = [
-            Tile(planned, state, params[planned.group], grads[planned.group])
+            Tile(
+                planned,
+                load.of(load.groups[planned.group]),
+                state,
+                params[planned.group],
+                grads[planned.group],
+            )
             for planned, state in zip(plan.sub_groups, states, strict=True)
         ]
         self._transfers = Transfers(self._space, most)
-        self._transfers.asked_to_write = self.moved[1]  # several directories were measured, to divide it
+        self._transfers.requested_writes = self.moved[1]  # several directories were measured, to divide it
         self._kernel = Kernel(plan) if with_kernels else None
         self._tiles = Tiles(plan, tiles, self._transfers, self._kernel)
         self._gradients = Gradients(plan, grads, self._transfers, numbers=with_kernels)
@@ -150,7 +157,7 @@ class Replay:
     @property
     def fetches_alone(self) -> bool:
         """Whether most groups of parameters were used while no other was being read."""
-        return self._fetches.waited < 2 * self._fetches.waited_alone
+        return self._fetches.waits < 2 * self._fetches.lone_waits
 
     @property
     def moved(self) -> tuple[int, int]:
@@ -175,9 +182,9 @@ class Replay:
         Ctrl-C ends it, too; then nothing more can be replayed.
         """
         transfers, kernel = self._transfers, self._kernel
-        transfers.until, transfers.tell = until, tell
+        transfers.deadline, transfers.report = until, tell
         read, written = self.moved
-        ahead, stalled = self._tiles.read_so_far, transfers.stalled
+        ahead, stalled = self._tiles.read_bytes, transfers.stalled
         computed = 0.0 if kernel is None else kernel.seconds
         began, complete = time.monotonic(), True
         try:
@@ -189,7 +196,7 @@ class Replay:
         seconds = time.monotonic() - began
         now = self.moved
         # What a backward reads of the state is the step's.
-        left = 0 if turn.phase == "step" else self._tiles.read_so_far
+        left = 0 if turn.phase == "step" else self._tiles.read_bytes
         taken = Taken(
             turn,
             seconds,

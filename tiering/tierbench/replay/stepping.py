@@ -1,6 +1,6 @@
-"""Tiles go through staging slots, gradients through their window, as in the engine.
+"""The update and the gradients of a replayed step: tiles in staging slots, gradients in their window, as in the engine.
 
-See zero3/optimizer/pipeline.py and zero3/passes/gradients.py.
+Tiles pass through the engine's `StagingPipeline`. For gradients see zero3/passes/gradients.py.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from optim_cpu.kernels import DType, StateFormat, StepBatch
-from tiering.placement.plan import FP32, Plan, SubGroup, Tier
+from tiering.placement.plan import FP32, Plan, SubGroup, Tier, Workload
 from tiering.planning.measure import usual_rule
 from tiering.storage.arena import Arena, Completion, Lease, round_up
+from tiering.storage.fetch_ahead import FETCH_PRIORITY
+from tiering.storage.staging import Staged, StagingPipeline
 from tiering.storage.swap_space import StripedExtent
-from tiering.storage.tickets import AllOf, Transfer
-from tiering.tierbench.replay.fetching import FETCH_PRIORITY, Extents, Transfers, give_up
+from tiering.storage.tickets import Transfer
+from tiering.tierbench.replay.fetching import Extents, Transfers, cancel_reads
 
 IN_PLACE_NUMEL = 4 << 20  # elements stepped in memory between two looks at what has arrived
 SCRATCH = 8  # slots of memory that kernels go round, for what is not in the tile's own: most caches hold less
@@ -30,7 +32,7 @@ _DTYPES = {"fp32": DType.FP32, "bf16": DType.BF16, "fp16": DType.FP16}
 
 
 class Gradients:
-    """Gradients that live on NVMe: a group's are in the window while backward is in it."""
+    """Gradients with a home on NVMe: those of a group are in the window while backward is in the group."""
 
     def __init__(self, plan: Plan, extents: Extents, transfers: Transfers, *, numbers: bool) -> None:
         self._extents = extents
@@ -39,7 +41,7 @@ class Gradients:
         self.window = filled(plan.grad_window_bytes, "gradient window", numbers=numbers)
 
     def open(self, group: int, *, accumulates: bool) -> None:
-        """The first gradient of ``group`` arrives."""
+        """The first gradient of ``group`` arrives; ``accumulates``: it is added to earlier ones, which are read."""
         extent = self._extents[group]
         if extent is None:
             return
@@ -60,156 +62,166 @@ class Gradients:
             lease.retire(self._transfers.write(extent, lease, 0, 0, extent.nbytes))
 
     def forget(self) -> None:
-        give_up(list(self._open.values()))
+        """Free the window."""
+        cancel_reads([read for _, reads in self._open.values() for read in reads])
+        for lease, _ in self._open.values():
+            lease.release()
         self._open.clear()
 
 
 @dataclass(eq=False)
 class Tile:
-    """A sub-group, and where its parts are on NVMe."""
+    """A sub-group, with the extents of its state and of its group's parameters and gradients; None: in memory."""
 
     planned: SubGroup
+    load: Workload  # sizes per element of its group
     state: StripedExtent | None
-    param: StripedExtent | None  # its group's
+    param: StripedExtent | None
     grad: StripedExtent | None
+
+    @property
+    def group(self) -> int:
+        return self.planned.group
 
     @property
     def streamed(self) -> bool:
         return not (self.state is None and self.param is None and self.grad is None)
 
+    def part(self, itemsize: int) -> tuple[int, int]:
+        """The offset and the bytes of the tile in an array of its group."""
+        return self.planned.start * itemsize, self.planned.numel * itemsize
 
-@dataclass(eq=False)
-class _Staged:
-    """A tile in a slot, with the reads that fill it."""
 
-    tile: Tile
-    lease: Lease
-    reads: list[Transfer] = field(default_factory=list)
-    reads_gradient: bool = False
+class _SlotTransfers:
+    """Moves the bytes of one tile between its extents and its slot, as zero3/optimizer/slot_transfers.py does."""
+
+    def __init__(self, plan: Plan, transfers: Transfers) -> None:
+        self._slots = plan.staging
+        self._transfers = transfers
+
+    def start_reads(self, staged: Staged[Tile, Transfer]) -> None:
+        tile = staged.tile
+        if tile.state is not None:
+            self._read(staged, tile.state, 0, 0, tile.state.nbytes)
+        if tile.load.steps_need_params and tile.param is not None:
+            part = tile.part(tile.load.compute_itemsize)
+            self._read(staged, tile.param, self._slots.param_offset, *part)
+
+    def start_gradient_read(self, staged: Staged[Tile, Transfer]) -> bool:
+        tile = staged.tile
+        if tile.grad is None:
+            return False
+        part = tile.part(tile.load.grad_itemsize)
+        self._read(staged, tile.grad, self._slots.grad_offset, *part, FETCH_PRIORITY)
+        return True
+
+    def wait_for_reads(self, reads: Sequence[Transfer]) -> None:
+        for read in reads:
+            self._transfers.wait(read)
+
+    def before_discard(self, reads: Sequence[Transfer]) -> None:
+        """Nothing: no parameters are read from a device."""
+
+    def start_writes(self, staged: Staged[Tile, Transfer]) -> list[Completion]:
+        tile, writes = staged.tile, list[Completion]()
+        if tile.param is not None:
+            part = tile.part(tile.load.compute_itemsize)
+            writes.append(self._transfers.write(tile.param, staged.lease, self._slots.param_offset, *part))
+        if tile.state is not None:
+            writes.append(self._transfers.write(tile.state, staged.lease, 0, 0, tile.state.nbytes))
+        return writes
+
+    def _read(
+        self,
+        staged: Staged[Tile, Transfer],
+        extent: StripedExtent,
+        at: int,
+        offset: int,
+        nbytes: int,
+        priority: int = 0,
+    ) -> None:
+        staged.reads.append(self._transfers.read(extent, staged.lease, at, offset, nbytes, priority))
 
 
 class Tiles:
-    """Brings tiles through the plan's staging slots, several at a time, and updates those that stay in memory."""
+    """Updates all tiles: those with extents in staging slots, several at a time, the others in memory."""
 
     def __init__(
         self, plan: Plan, tiles: Sequence[Tile], transfers: Transfers, kernel: Kernel | None
     ) -> None:
-        self._load = plan.workload
-        self._slots = plan.staging
         self._streamed = [tile for tile in tiles if tile.streamed]
-        # On the device they are stepped by the device.
+        # Tiles in device memory are updated by the device.
         in_memory = (Tier.HOST,) if not plan.workload.device_is_host else (Tier.HOST, Tier.DEVICE)
         self._in_place = [tile for tile in tiles if not tile.streamed and tile.planned.tier in in_memory]
         self._transfers = transfers
         self._kernel = kernel
-        self._waiting: deque[Tile] = deque()  # for a slot
-        self._staged: dict[Tile, _Staged] = {}
-        self._final = False
+        self._due: dict[Tile, None] = {}  # streamed tiles that this step has not updated yet, in order
         self.staging = filled(plan.staging.nbytes, "staging", numbers=kernel is not None)
+        self._pipeline = StagingPipeline[Tile, Transfer](
+            _SlotTransfers(plan, transfers), self.staging, plan.staging.slot_bytes, transfers.stalling
+        )
 
     @property
-    def read_so_far(self) -> int:
-        """Bytes of tiles that wait for their update which have been read."""
-        return sum(read.nbytes for each in self._staged.values() for read in each.reads if read.done())
+    def read_bytes(self) -> int:
+        """Bytes in the slots of tiles that wait for their update."""
+        reads = (read for staged in self._pipeline.staged for read in staged.reads)
+        return sum(read.nbytes for read in reads if read.done())
 
     def expect(self) -> None:
         """A step comes: start to read the state of the first tiles."""
-        self._waiting.extend(self._streamed)
-        self._final = False
-        self.read_ahead()
+        self._due = dict.fromkeys(self._streamed)
+        self._pipeline.expect(self._due)
+        self._pipeline.read_ahead()
 
     def read_ahead(self) -> None:
-        """Go on to read, as far as slots have come free."""
-        while self._waiting:
-            lease = self.staging.try_lease(self._slots.slot_bytes, "staging")
-            if lease is None:
-                return
-            self._stage(self._waiting.popleft(), lease)
+        """Continue to read, as far as slots have become free."""
+        self._pipeline.read_ahead()
 
     def step(self) -> None:
-        """Update all tiles, those whose bytes are there first; gradients are final."""
-        if not self._staged and not self._waiting:
+        """Update all tiles, those that have arrived first; gradients are final."""
+        if not self._due:
             self.expect()
-        self._final = True
-        for staged in self._staged.values():
-            self._read_gradient(staged)
+        for group in dict.fromkeys(tile.group for tile in self._due):
+            self._pipeline.final(group)
+        self._pipeline.expect_only(self._due)
         in_place = deque(self._in_place if self._kernel is not None else ())
         while True:
-            self.read_ahead()
-            arrived = next((each for each in self._staged.values() if _is_there(each)), None)
+            self._pipeline.read_ahead()
+            arrived = self._pipeline.first_arrived(self._due)
             if arrived is not None:
                 self._step_streamed(arrived)
             elif in_place:
                 self._step_in_place(in_place)
-            elif self._staged:
-                self._step_streamed(next(iter(self._staged.values())))
-            elif self._waiting:
-                with self._transfers.stalling():
-                    lease = self.staging.lease(self._slots.slot_bytes, "staging")
-                self._stage(self._waiting.popleft(), lease)
+            elif self._due:
+                self._step_streamed(next(iter(self._due)))
             else:
                 return
 
     def forget(self) -> None:
-        """Give up the step: free the slots of what was read."""
-        self._waiting.clear()
-        give_up([(each.lease, each.reads) for each in self._staged.values()])
-        self._staged.clear()
+        """Abandon the step: free the slots of the tiles that were read."""
+        cancel_reads([read for staged in self._pipeline.staged for read in staged.reads])
+        for staged in self._pipeline.staged:
+            staged.reads.clear()  # a cancelled read would fail where the lease retires
+        self._pipeline.discard_all()
+        self._pipeline.expect(())
+        self._due.clear()
 
-    def _stage(self, tile: Tile, lease: Lease) -> None:
-        staged = self._staged[tile] = _Staged(tile, lease)
-        if tile.state is not None:
-            self._read(staged, tile.state, 0, 0, tile.state.nbytes)
-        if self._load.steps_need_params and tile.param is not None:
-            self._read(
-                staged, tile.param, self._slots.param_offset, *self._within(tile, self._load.compute_itemsize)
-            )
-        if self._final:
-            self._read_gradient(staged)
-
-    def _read_gradient(self, staged: _Staged) -> None:
-        if staged.tile.grad is not None and not staged.reads_gradient:
-            staged.reads_gradient = True
-            part = self._within(staged.tile, self._load.grad_itemsize)
-            self._read(staged, staged.tile.grad, self._slots.grad_offset, *part, FETCH_PRIORITY)
-
-    def _within(self, tile: Tile, itemsize: int) -> tuple[int, int]:
-        """Offset and bytes of the tile in an array of its group."""
-        return tile.planned.start * itemsize, tile.planned.numel * itemsize
-
-    def _read(
-        self, staged: _Staged, extent: StripedExtent, at: int, offset: int, nbytes: int, priority: int = 0
-    ) -> None:
-        staged.reads.append(self._transfers.read(extent, staged.lease, at, offset, nbytes, priority))
-
-    def _step_streamed(self, staged: _Staged) -> None:
-        tile = staged.tile
-        param = self._within(tile, self._load.compute_itemsize)
-        state_bytes = 0 if tile.state is None else tile.state.nbytes
-        self._transfers.check((param[1] if tile.param is not None else 0) + state_bytes)
-        for read in staged.reads:
-            self._transfers.wait(read)
+    def _step_streamed(self, tile: Tile) -> None:
+        param_bytes = 0 if tile.param is None else tile.part(tile.load.compute_itemsize)[1]
+        self._transfers.check(param_bytes + (0 if tile.state is None else tile.state.nbytes))
+        staged = self._pipeline.acquire(tile)
+        del self._due[tile]
         if self._kernel is not None:
             self._kernel.step(tile, staged.lease)
-        del self._staged[tile]
-        writes: list[Completion] = []
-        if tile.param is not None:
-            writes.append(self._transfers.write(tile.param, staged.lease, self._slots.param_offset, *param))
-        if tile.state is not None:
-            writes.append(self._transfers.write(tile.state, staged.lease, 0, 0, tile.state.nbytes))
-        staged.lease.retire(AllOf[Completion](writes))
+        self._pipeline.release(staged)
 
     def _step_in_place(self, due: deque[Tile]) -> None:
         assert self._kernel is not None
         numel = 0
-        while due and (numel < IN_PLACE_NUMEL or not (self._staged or self._waiting)):
+        while due and (numel < IN_PLACE_NUMEL or not self._due):
             self._transfers.check()
             numel += due[0].planned.numel
             self._kernel.step(due.popleft(), None)
-
-
-def _is_there(staged: _Staged) -> bool:
-    return all(read.done() for read in staged.reads)
 
 
 class Kernel:

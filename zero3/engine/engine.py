@@ -44,7 +44,7 @@ from zero3.params.precision import COMPUTE_DTYPES, LossScale, autocast, cast_flo
 from zero3.parts import Assembly
 from zero3.passes import hooks
 from zero3.passes.prefetch import Prefetcher
-from zero3.passes.schedule import PassSchedule
+from zero3.passes.schedule import PassCallbacks, PassSchedule
 from zero3.setup.assembly import Weights, assemble
 from zero3.setup.optimizer_choice import ClientOptimizerChoice, ModelParameters
 from zero3.state.access import Access
@@ -101,10 +101,12 @@ class Engine:
             self._groups,
             self._prefetcher,
             self._sink,
-            self._on_backward,
-            self._on_first_gradient,
-            self._on_end_of_backward,
-            self._on_group_done,
+            PassCallbacks(
+                on_backward=self._on_backward,
+                on_first_gradient=self._on_first_gradient,
+                on_group_done=self._on_group_done,
+                on_end_of_backward=self._on_end_of_backward,
+            ),
             self._tiers.timeline,
         )
         self._handles = hooks.install(model, self._groups, self._schedule)

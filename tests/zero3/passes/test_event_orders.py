@@ -25,7 +25,7 @@ from zero3.params.param_group import Residency
 from zero3.passes import schedule as schedule_module
 from zero3.passes.pass_state import PassState
 from zero3.passes.prefetch import Prefetcher
-from zero3.passes.schedule import PassSchedule
+from zero3.passes.schedule import PassCallbacks, PassSchedule
 
 # Group 0 is the root's; 1 to 3 are blocks; 4 and 5 lie inside of block 1; 6 inside of 4; 7 is always resident.
 PARENTS = [None, 0, 0, 0, 1, 1, 4, None]
@@ -171,10 +171,12 @@ class Autograd:
             self.groups,
             self.prefetcher,
             self.gradients,
-            partial(self.count, "began"),
-            lambda: False,
-            partial(self.count, "ended"),
-            lambda group, step: None,
+            PassCallbacks(
+                on_backward=partial(self.count, "began"),
+                on_first_gradient=lambda: False,
+                on_group_done=lambda group, step: None,
+                on_end_of_backward=partial(self.count, "ended"),
+            ),
         )
         self.callbacks: list[list[Callable[[], None]]] = []  # of each backward pass that runs, innermost last
         self.node: Node | None = None

@@ -14,7 +14,7 @@ from zero3.params.layout import FlatLayout
 from zero3.params.param_group import Residency
 from zero3.passes import schedule as schedule_module
 from zero3.passes.prefetch import Prefetcher
-from zero3.passes.schedule import PassSchedule
+from zero3.passes.schedule import PassCallbacks, PassSchedule
 
 
 class Device:
@@ -129,9 +129,13 @@ def make(
     if root:
         groups.append(FakeGroup("root", device))
     gradients = FakeGradients()
-    passes = PassSchedule(
-        groups, Prefetcher(), gradients, lambda: None, lambda: False, lambda: None, lambda group, step: None
+    callbacks = PassCallbacks(
+        on_backward=lambda: None,
+        on_first_gradient=lambda: False,
+        on_group_done=lambda group, step: None,
+        on_end_of_backward=lambda: None,
     )
+    passes = PassSchedule(groups, Prefetcher(), gradients, callbacks)
     return device, groups, passes, gradients
 
 

@@ -155,7 +155,7 @@ class TieredOptimizer(DeepSpeedOptimizerNames, torch.optim.Optimizer):
         """
         if final and group in self._tiles_of:
             self._final[group] = None
-        for each in [each for each in self._final if self._gradients.arrived(each)]:
+        for each in [each for each in self._final if self._gradients.has_arrived(each)]:
             self._make_due(each)
         self._advance(finish=False)
 

@@ -1,19 +1,19 @@
-"""Gradients: taken from autograd as they arrive, accumulated where the plan keeps them, squared for the norm.
+"""The accumulated gradients of one rank: received from autograd, added up at their home, and squared for the norm.
 
-A group whose gradients live on NVMe accumulates in a window of host memory: opened by the first gradient of a pass
-(and filled with what earlier micro-batches left), written out when the schedule says that the group is done. Should a
-gradient arrive later still (a tied parameter), the window is simply opened again.
+A group whose gradients live on NVMe accumulates in a window of host memory. The first gradient of a pass opens the
+window and fills it with the sum of earlier micro-batches. The window is written out when the schedule closes the group.
+A gradient that arrives later (of a tied parameter) opens the window again.
 
-From a device with memory of its own, gradients leave behind compute, several at a time, and the CPU takes them up as
-they arrive: it waits for one only when there is no room for another, or when the step needs them. The first of an
-accumulation goes straight to its home, if that is in host memory and of its dtype; others pass through a window and
-are added.
+From a device with memory of its own, gradients are copied on the offload stream behind compute, several at a time. The
+CPU adds up those that have arrived. It waits for a copy only if no room is left for another one, or if the step needs
+it. The first gradient of an accumulation is copied straight to its home, if the home is in host memory and has the
+same dtype. All others pass through the offload window and are added.
 
-The norm is exact and the same for every placement: squares are summed in float64 over fixed blocks anchored at the
+The norm is exact, and equal for every placement: squares are summed in float64 over fixed blocks that begin at the
 start of each parameter (of its part in a shard), then over parameters in model order (see
 optim_cpu.kernels.sum_of_squares).
 
-With several ranks this is the store of what they have reduced: see reduction.py, which takes the gradients first.
+With several ranks this store holds reduced gradients: reduction.py receives them from autograd first.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from zero3.params.layout import Piece, segments
 from zero3.params.param_group import ParamGroup
 
 COPIED_AT_ONCE = 1 << 20
-"""Elements of a gradient in other strides that are copied at once, where the CPU takes it up."""
+"""Elements that are copied at once from a gradient that is not contiguous, on the CPU."""
 KERNEL_DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
 
 
-def taken_gradient(piece: Piece, param: nn.Parameter) -> Tensor | None:
-    """``param.grad``, in any strides, which it has no more. ConfigError if it is sparse."""
+def pop_gradient(piece: Piece, param: nn.Parameter) -> Tensor | None:
+    """Remove and return ``param.grad``, in any strides; None if there is none. ConfigError if it is sparse."""
     grad = resharded.take_gradient(param)
     if grad is None:
         return None
@@ -60,7 +60,7 @@ def taken_gradient(piece: Piece, param: nn.Parameter) -> Tensor | None:
 
 
 def flat_parts(grad: Tensor) -> Iterator[Tensor]:
-    """The elements of ``grad`` in order, flat: all of it as it is, or copies of some rows at a time."""
+    """The elements of ``grad`` in order, flat: one view if it is contiguous, else copies of some rows at a time."""
     if grad.is_contiguous():
         yield grad.view(-1)
         return
@@ -69,10 +69,13 @@ def flat_parts(grad: Tensor) -> Iterator[Tensor]:
         yield grad[start : start + rows].reshape(-1)
 
 
-def add_up(parts: list[Tensor], factor: float, target: Tensor, *, overwrite: bool, on_device: bool) -> None:
-    """Make the flat ``target``, or add to it, ``factor`` times the sum of ``parts``: in their order, in fp32.
+def sum_parts(
+    parts: list[Tensor], factor: float, target: Tensor, *, overwrite: bool, on_device: bool
+) -> None:
+    """Set the flat ``target`` to ``factor`` times the sum of ``parts``, or add that to it. In their order, in fp32.
 
-    ``on_device``: all are in memory that only the device addresses, and its compute does it.
+    ``on_device``: all tensors are in device memory, and a kernel is queued on the calling thread's stream. Otherwise
+    the CPU computes, and the sum is complete on return.
     """
     if on_device:
         device_kernels.reduce(target, parts, factor, overwrite=overwrite)
@@ -89,19 +92,19 @@ def add_up(parts: list[Tensor], factor: float, target: Tensor, *, overwrite: boo
 
 
 @dataclass
-class _Arriving:
-    """A gradient on its way from the device to pinned memory: to a lease, or without one to its home."""
+class _Transfer:
+    """A copy of a gradient from the device to pinned memory: to a lease, or without a lease to its home."""
 
-    event: Event
-    source: (
-        Tensor  # stays until the CPU knows that it was copied: torch's pool would keep it until it runs dry
-    )
+    event: Event  # on the offload stream, behind the copy
+    # The copy reads it on another stream than the one it was allocated on. This reference keeps torch's pool from using
+    # the memory again before the event. record_stream would hold it longer, until the pool runs out of memory.
+    source: Tensor
     lease: Lease | None
     group: ParamGroup
     piece: Piece  # or a part of one
     dtype: torch.dtype
     overwrite: bool
-    whole: bool
+    whole: bool  # ``piece`` is a whole piece of the group
 
 
 class Reducer(Protocol):
@@ -121,7 +124,9 @@ class Stepper(Protocol):
 class GradientStore:
     """The accumulated gradients of ``groups``. ``homes`` follow their order; ``dtype`` is the accumulation dtype.
 
-    ``measured``: the elements of each group of which this rank tells the squares, if not of all that it has here.
+    ``measured``: the elements of each group whose squares this rank adds to the norm; by default all that it holds.
+
+    Calls come from one thread at a time: autograd's, while it runs a backward, or the one that trains.
     """
 
     def __init__(
@@ -134,37 +139,37 @@ class GradientStore:
     ) -> None:
         self.homes = homes
         self.dtype = dtype
-        self.last_micro_batch = True  # set by the engine: this backward completes the accumulation
+        self.last_micro_batch = True  # the engine sets it: this backward completes the accumulation
         self._groups = groups
         self._tiers = tiers
         self._measured = {group: _pieces_within(group, (measured or {}).get(group)) for group in groups}
         self._windows: dict[ParamGroup, Lease] = {}
-        self._written: set[ParamGroup] = set()  # whose extents hold gradients of this accumulation
-        self._held: set[int] = set()  # pieces whose gradients are at home, or on their way there, by index
-        self._received = self._held  # pieces that got a gradient; with several ranks, on any of them
+        self._written_groups: set[ParamGroup] = set()  # their extents hold gradients of this accumulation
+        self._local_pieces: set[int] = set()  # pieces with a gradient at home or in a transfer, by index
+        self._received_pieces = self._local_pieces  # pieces that got a gradient on any rank
         self._squares: dict[int, float] = {}
-        self._block_squares: dict[
-            int, Tensor
-        ] = {}  # of gradients that have left the device: there, not added up yet
-        self._arriving: deque[_Arriving] = deque()
-        self._under_way = 0  # bytes of them
-        self._left: set[ParamGroup] = set()  # by backward, with gradients that are still on their way
-        self._complete: set[ParamGroup] = set()  # stepped, or about to be, while backward still runs
+        # Squares of blocks, in device memory, of gradients that have left the device. Not added up yet.
+        self._block_squares: dict[int, Tensor] = {}
+        self._transfers: deque[_Transfer] = deque()  # oldest first, as the offload stream runs them
+        self._in_flight_bytes = 0  # of the sources of these transfers
+        self._closed_groups: set[ParamGroup] = set()  # closed, but with gradients in transfers
+        self._completed_groups: set[ParamGroup] = set()  # updated, or about to be, while backward runs
         self._reducer: Reducer | None = None
         self._stepper: Stepper | None = None
 
     def register_reducer(self, reducer: Reducer) -> None:
-        """``reducer`` brings gradients here from now on; it forgets those under way when this store is reset."""
+        """``reducer`` adds gradients to this store. ``reset`` also drops those that it has not added yet."""
         self._reducer = reducer
 
     def register_stepper(self, stepper: Stepper) -> None:
-        """``stepper`` uses the gradients from now on; it is asked to free windows when there is no room for another."""
+        """``stepper`` uses the gradients. It is asked to free a window if there is no room for another one."""
         self._stepper = stepper
 
     def begin(self, used: Iterable[ParamGroup]) -> None:
-        """A backward begins; nobody here has to know."""
+        """A backward begins. The store has nothing to prepare."""
 
-    unreduced = received_elsewhere = False  # as a GradientReducer says it
+    # Of one rank: see GradientReducer for the other case.
+    unreduced = received_elsewhere = False
     takes_parts = True
 
     def dtype_of(self, group: ParamGroup) -> torch.dtype:
@@ -173,58 +178,65 @@ class GradientStore:
 
     def received(self, piece: Piece) -> bool:
         """Whether the parameter got a gradient since the last ``reset``."""
-        return piece.index in self._received
+        return piece.index in self._received_pieces
 
     def accumulate(self, group: ParamGroup, piece: Piece, param: nn.Parameter) -> None:
-        """Take ``param.grad`` and add it to what is there."""
-        grad = taken_gradient(piece, param)
+        """Add ``param.grad`` to the gradient of ``piece`` and clear it on ``param``.
+
+        Raises EngineStateError if the group was already updated in this backward.
+        """
+        grad = pop_gradient(piece, param)
         if grad is None:
             return
-        if group in self._complete:
+        if group in self._completed_groups:
             raise EngineStateError(
-                f"{piece.name!r} got a gradient after step_in_backward had updated it, in an order of backward that the"
-                " engine did not foresee; set tiering.step_in_backward to false"
+                f"{piece.name!r} got a gradient after step_in_backward had updated it, because backward ran in an order"
+                " that the engine did not expect; set tiering.step_in_backward to false"
             )
         home = self.homes[group.index]
-        overwrite = piece.index not in self._held
-        self._held.add(piece.index)
+        overwrite = piece.index not in self._local_pieces
+        self._local_pieces.add(piece.index)
         self._forget_square(piece)
         if self._tiers.device_is_host:
             self._add_on_host(group, piece, grad, overwrite=overwrite, square=self.last_micro_batch)
         elif home.on_device:
             assert home.tensor is not None
             target = home.tensor.view(self.dtype_of(group))[piece.start : piece.end]
+            # Queued on the calling thread's stream, behind the kernels that made the gradient: no event is needed.
             device_kernels.accumulate(target, grad.contiguous().view(-1), overwrite=overwrite)
         else:
             self._send_to_host(group, piece, grad.contiguous(), overwrite=overwrite)
 
     def replaced(self, group: ParamGroup, piece: Piece) -> None:
-        """The gradient of ``piece`` was written at home."""
+        """Code outside of backward has written the gradient of ``piece`` at its home."""
         if self.homes[group.index].extent is not None:
-            self._written.add(group)
-        self._held.add(piece.index)
-        self._received.add(piece.index)
+            self._written_groups.add(group)
+        self._local_pieces.add(piece.index)
+        self._received_pieces.add(piece.index)
         self._forget_square(piece)
 
     def holds(self, piece: Piece) -> bool:
-        """Whether there is anything to ``drop``."""
+        """Whether the store has a gradient of ``piece``."""
         return self.received(piece)
 
     def drop(self, group: ParamGroup, piece: Piece) -> None:
-        """Forget the gradient of ``piece``: the next one of it takes its place."""
-        self.settle()  # it may be on its way here
-        self._held.discard(piece.index)
-        self._received.discard(piece.index)
+        """Forget the gradient of ``piece``: the next gradient overwrites it."""
+        self.wait_for_transfers()  # a transfer of it would be added afterwards
+        self._local_pieces.discard(piece.index)
+        self._received_pieces.discard(piece.index)
         self._forget_square(piece)
 
     def add_reduced(self, group: ParamGroup, parts: list[Tensor], factor: float) -> None:
-        """Add ``factor`` times the sum of ``parts``, one of each rank and of this one's shard, to the gradients."""
+        """Add ``factor`` times the sum of ``parts`` to the group's gradients.
+
+        ``parts``: this rank's shard of the gradient as each rank computed it, flat, in the order of ranks.
+        """
         home = self.homes[group.index]
         pieces = [piece for piece in group.shard.pieces if piece.trainable]
-        fresh = [piece for piece in pieces if piece.index not in self._held]
+        fresh = [piece for piece in pieces if piece.index not in self._local_pieces]
         on_device = not self._tiers.device_is_host
         for piece in pieces:
-            self._held.add(piece.index)
+            self._local_pieces.add(piece.index)
             self._forget_square(piece)
         if on_device and not home.on_device:
             for piece in pieces:
@@ -233,10 +245,12 @@ class GradientStore:
         flat = home.tensor if home.tensor is not None else self._window(group)
         target = flat.view(self.dtype_of(group))[: parts[0].numel()]
         overwrite = len(fresh) == len(pieces)
+        # Some pieces already have a gradient, so the sum is added everywhere: the fresh ones begin with zeros.
         for piece in [] if overwrite else fresh:
             target[piece.start : piece.end].zero_()
-        add_up(parts, factor, target, overwrite=overwrite, on_device=on_device)
-        if self.last_micro_batch and not on_device:  # which would wait for all that is queued there
+        sum_parts(parts, factor, target, overwrite=overwrite, on_device=on_device)
+        # On a device a square is read with all others in _all_squares: to read it here would wait for the queue.
+        if self.last_micro_batch and not on_device:
             for piece in pieces:
                 self._square(group, piece)
 
@@ -245,18 +259,19 @@ class GradientStore:
     ) -> None:
         """Sum up on the device, a bounded part at a time, and start the copies to pinned memory.
 
-        What is added there goes in fp32; what is not is rounded here, which is half as much to send.
+        A sum that the CPU adds to an earlier one is copied in fp32. The first one is rounded here, which halves the
+        bytes to copy.
         """
         for start in range(piece.start, piece.end, device_kernels.ELEMENTS_AT_ONCE):
             end = min(piece.end, start + device_kernels.ELEMENTS_AT_ONCE)
-            here = [part[start:end] for part in parts]
-            total = torch.empty_like(here[0], dtype=self.dtype_of(group) if overwrite else torch.float32)
-            add_up(here, factor, total, overwrite=True, on_device=True)
+            slices = [part[start:end] for part in parts]
+            total = torch.empty_like(slices[0], dtype=self.dtype_of(group) if overwrite else torch.float32)
+            sum_parts(slices, factor, total, overwrite=True, on_device=True)
             part = piece if end - start == piece.numel else replace(piece, start=start, numel=end - start)
             self._send_to_host(group, part, total, overwrite=overwrite, whole=part is piece)
 
     def forget_squares(self, group: ParamGroup) -> None:
-        """The group's gradients have changed where they are."""
+        """The group's gradients have changed in place, so their squares are out of date."""
         for piece in group.layout.pieces:
             self._forget_square(piece)
 
@@ -264,57 +279,61 @@ class GradientStore:
         self._squares.pop(piece.index, None)
         self._block_squares.pop(piece.index, None)
 
-    def agreed(self, received: Iterable[int]) -> None:
-        """All that ranks have reduced is here: the parameters that any of them had a gradient for."""
-        if self._received is self._held:
-            self._received = set()
-        self._received.update(received)
+    def mark_received(self, received: Iterable[int]) -> None:
+        """``received``: indices of the pieces for which any rank had a gradient, since the last ``reset``.
+
+        From the first call on they are separate from the pieces that this rank holds.
+        """
+        if self._received_pieces is self._local_pieces:
+            self._received_pieces = set()
+        self._received_pieces.update(received)
 
     def final(self, group: ParamGroup) -> None:
-        """No gradient of ``group`` can come any more in this backward; nobody here waits for that."""
+        """No further gradient of ``group`` can arrive in this backward. The store does not use that."""
 
     def close(self, group: ParamGroup, *, last: bool = True) -> None:
-        """Backward has left the group, ``last`` or not for this time: write its window out, once all of it is there."""
-        self._receive_arrived()
-        if self._on_its_way(group):
-            self._left.add(group)
+        """Backward has left the group: write its window out, as soon as no transfer to the group is in flight."""
+        self._receive_finished()
+        if self._is_in_flight(group):
+            self._closed_groups.add(group)
         else:
             self._write_out(group)
 
-    def arrived(self, group: ParamGroup) -> bool:
-        """Whether ``complete`` would not have to wait for gradients of ``group`` on their way. Never waits."""
-        self._receive_arrived()
-        return not self._on_its_way(group)
+    def has_arrived(self, group: ParamGroup) -> bool:
+        """Whether ``complete`` would not wait for transfers of ``group``. Does not wait itself."""
+        self._receive_finished()
+        return not self._is_in_flight(group)
 
-    def settle(self) -> None:
-        """Wait for all gradients that are on their way: they are at home then."""
-        if not self._arriving:
+    def wait_for_transfers(self) -> None:
+        """Wait for all transfers, and add up their gradients at home."""
+        if not self._transfers:
             return
         with self._tiers.stalls.waiting_for(COPIES_OF + "gradients"):
-            while self._arriving:
+            while self._transfers:
                 self._receive_next()
 
     def address(self, group: ParamGroup) -> int:
-        """Where the group's gradients are in host memory, 0 if they are on NVMe."""
+        """Address of the group's gradients in host memory, 0 if they are on NVMe."""
         home, window = self.homes[group.index], self._windows.get(group)
         return window.address if window is not None else home.address
 
     def complete(self, group: ParamGroup) -> None:
-        """The group is stepped in backward: its window stays open until ``drop_window``; what comes late is refused.
+        """The group is updated in this backward: ``accumulate`` refuses later gradients of it.
 
-        Takes the squares that the norm needs, while the gradients are at hand; the device's are told with all others.
+        Its window stays open until ``drop_window``. The squares that the norm needs are computed now, while the
+        gradients are in host memory; those in device memory are read with all others in ``sum_of_squares``.
         """
-        if self._on_its_way(group):
+        if self._is_in_flight(group):
             with self._tiers.stalls.waiting_for(COPIES_OF + "gradients"):
-                while self._on_its_way(group):
+                while self._is_in_flight(group):
                     self._receive_next()
-        self._complete.add(group)
+        self._completed_groups.add(group)
         for piece in group.layout.pieces:
-            if piece.index in self._received and not self._squared_on_device(group, piece):
+            if piece.index in self._received_pieces and not self._squared_on_device(group, piece):
                 self._square(group, piece)
 
     def drop_window(self, group: ParamGroup) -> None:
-        """The group's gradients were used."""
+        """The group's gradients were used: release their window without writing it."""
         window = self._windows.pop(group, None)
         if window is not None:
             window.release()
@@ -328,89 +347,98 @@ class GradientStore:
         try:
             ticket = swap.swap_out(extent, lease, nbytes=extent.nbytes)
         except BaseException:
+            # Ctrl-C may have come after the write was submitted: wait for it before the memory is used again.
             swap.settle(extent)
             lease.release()
             raise
+        # The write reads the window until the ticket is done.
         lease.retire(ticket)
-        self._written.add(group)
+        self._written_groups.add(group)
 
     def close_all(self) -> None:
-        """The pass has ended. What is on its way is taken up later."""
-        for group in {*self._windows, *(arriving.group for arriving in self._arriving)} - self._complete:
+        """The pass has ended. Transfers that are still in flight are received later."""
+        for group in {
+            *self._windows,
+            *(transfer.group for transfer in self._transfers),
+        } - self._completed_groups:
             self.close(group)
 
     def reset(self) -> None:
-        """Forget all gradients: they have been used, or are given up."""
+        """Drop all gradients: they were used, or are not needed."""
         if self._reducer is not None:
             self._reducer.forget()
-        while self._arriving:
-            arriving = self._arriving.popleft()
-            arriving.event.wait()
-            if arriving.lease is not None:
-                arriving.lease.release()
-        self._under_way = 0
-        self._left.clear()
+        while self._transfers:
+            transfer = self._transfers.popleft()
+            # The copy may still write to the lease, and read the source that is freed here.
+            transfer.event.wait()
+            if transfer.lease is not None:
+                transfer.lease.release()
+        self._in_flight_bytes = 0
+        self._closed_groups.clear()
         for lease in self._windows.values():
             lease.release()
         self._windows.clear()
-        self._written.clear()
-        self._held.clear()
-        self._received.clear()
+        self._written_groups.clear()
+        self._local_pieces.clear()
+        self._received_pieces.clear()
         self._squares.clear()
         self._block_squares.clear()
-        self._complete.clear()
+        self._completed_groups.clear()
 
     def sum_of_squares(self) -> float:
-        """The exact sum over all gradients here; not finite exactly when one of their elements is not."""
+        """The exact sum over all gradients here. It is finite exactly when all of their elements are."""
         total = 0.0
-        for _, square in sorted(self._all_squares(), key=lambda found: found[0].index):
+        # In model order: float64 addition is not associative, and groups are cut differently for each placement.
+        for _, square in sorted(self._all_squares(), key=lambda pair: pair[0].index):
             total += square
         return total
 
     def first_not_finite(self) -> Piece | None:
         """The first parameter, in model order, whose gradient here is not finite."""
-        bad = [piece for piece, square in self._all_squares() if not math.isfinite(square)]
-        return min(bad, key=lambda piece: piece.index, default=None)
+        not_finite = [piece for piece, square in self._all_squares() if not math.isfinite(square)]
+        return min(not_finite, key=lambda piece: piece.index, default=None)
 
     def _all_squares(self) -> list[tuple[Piece, float]]:
-        self.settle()
-        wanted = [(group, piece) for group in self._groups for piece in self._measured[group]]
-        wanted = [(group, piece) for group, piece in wanted if piece.index in self._received]
+        self.wait_for_transfers()
+        pairs = [(group, piece) for group in self._groups for piece in self._measured[group]]
+        pairs = [(group, piece) for group, piece in pairs if piece.index in self._received_pieces]
         if not self._tiers.device_is_host:
-            self._square_on_device([pair for pair in wanted if self._squared_on_device(*pair)])
-        found = []
-        for group, pieces in groupby(wanted, key=itemgetter(0)):
-            found += [(piece, self._square(group, piece)) for _, piece in pieces]
+            self._square_on_device([pair for pair in pairs if self._squared_on_device(*pair)])
+        squares = []
+        for group, pieces in groupby(pairs, key=itemgetter(0)):
+            squares += [(piece, self._square(group, piece)) for _, piece in pieces]
             window = self._windows.pop(group, None)
-            if window is not None:  # opened to look: nothing changed, so nothing is written
+            # _square opened it to read: the extent has the same bytes, so nothing is written.
+            if window is not None:
                 window.release()
-        return found
+        return squares
 
     def _squared_on_device(self, group: ParamGroup, piece: Piece) -> bool:
         return self.homes[group.index].on_device or piece.index in self._block_squares
 
-    def _square_on_device(self, wanted: Sequence[tuple[ParamGroup, Piece]]) -> None:
-        """The sums of squares of gradients in device memory, or that were there: waited for once."""
-        missing = [(group, piece) for group, piece in wanted if piece.index not in self._squares]
-        there = [(group, piece) for group, piece in missing if piece.index not in self._block_squares]
+    def _square_on_device(self, pairs: Sequence[tuple[ParamGroup, Piece]]) -> None:
+        """Compute the sums of squares of gradients that are, or were, in device memory. The CPU waits once for all."""
+        missing = [(group, piece) for group, piece in pairs if piece.index not in self._squares]
+        at_home = [(group, piece) for group, piece in missing if piece.index not in self._block_squares]
         flats = []
-        for group, piece in there:
+        for group, piece in at_home:
             home = self.homes[group.index].tensor
             assert home is not None
             flats.append(home.view(self.dtype_of(group))[piece.start : piece.end])
-        for (_, piece), squares in zip(there, device_kernels.block_squares(flats), strict=True):
+        for (_, piece), squares in zip(at_home, device_kernels.block_squares(flats), strict=True):
             self._block_squares[piece.index] = squares
         indices = [piece.index for _, piece in missing]
-        added = device_kernels.added_up([self._block_squares.pop(index) for index in indices])
-        self._squares.update(zip(indices, added, strict=True))
+        sums = device_kernels.added_up([self._block_squares.pop(index) for index in indices])
+        self._squares.update(zip(indices, sums, strict=True))
 
     def _square(self, group: ParamGroup, piece: Piece) -> float:
-        """The sum of squares, computed now if the last micro-batch brought this parameter no gradient."""
+        """The sum of squares of ``piece``, computed now if the last micro-batch brought it no gradient."""
         if piece.index not in self._squares:
             if self._squared_on_device(group, piece):
                 self._square_on_device([(group, piece)])
             else:
-                # Through the gradient window: backward is over, while the staging slots are read ahead already.
+                # Through the gradient window, which is free after backward. The staging slots are in use: the step has
+                # begun to read state ahead.
                 dtype = self.dtype_of(group)
                 address = self._open(group) + piece.start * dtype.itemsize
                 self._squares[piece.index] = kernels.sum_of_squares(
@@ -421,24 +449,24 @@ class GradientStore:
     def _add_on_host(
         self, group: ParamGroup, piece: Piece, grad: Tensor, *, overwrite: bool, square: bool
     ) -> None:
-        kept = self.dtype_of(group)
-        address, dtype = self._open(group) + piece.start * kept.itemsize, KERNEL_DTYPES[kept]
+        target_dtype = self.dtype_of(group)
+        address, dtype = self._open(group) + piece.start * target_dtype.itemsize, KERNEL_DTYPES[target_dtype]
         target = address
         for part in flat_parts(grad):
             kernels.accumulate(
                 target, dtype, part.data_ptr(), KERNEL_DTYPES[part.dtype], part.numel(), overwrite=overwrite
             )
-            target += part.numel() * kept.itemsize
+            target += part.numel() * target_dtype.itemsize
         if square:
             self._squares[piece.index] = kernels.sum_of_squares(address, dtype, piece.numel)
 
     def _open(self, group: ParamGroup) -> int:
-        """The address of the group's gradients in host memory."""
+        """The address of the group's gradients in host memory, in a window if their home is on NVMe."""
         home = self.homes[group.index]
         return home.address if home.tensor is not None else self._window(group).data_ptr()
 
     def _window(self, group: ParamGroup) -> Tensor:
-        """The group's gradients in the window, as bytes."""
+        """The group's gradients in a window, as bytes. Waits for room, and for the read of earlier gradients."""
         home, lease = self.homes[group.index], self._windows.get(group)
         if lease is None:
             assert home.extent is not None and self._tiers.swap is not None
@@ -449,9 +477,10 @@ class GradientStore:
                         continue
                     if not self._windows:
                         break
-                    self._write_out(next(iter(self._windows)))  # more groups than the schedule foresaw
+                    # More groups are open than the plan has room for: write the one that was opened first.
+                    self._write_out(next(iter(self._windows)))
                 lease = lease or window.lease(home.extent.nbytes, "gradients")
-                if group in self._written:
+                if group in self._written_groups:
                     self._tiers.fetch(home.extent, lease)
             self._windows[group] = lease
         return as_tensor(lease)
@@ -459,12 +488,13 @@ class GradientStore:
     def _send_to_host(
         self, group: ParamGroup, piece: Piece, grad: Tensor, *, overwrite: bool, whole: bool = True
     ) -> None:
-        """Start the copy to pinned memory behind compute; ``whole`` unless ``piece`` is a part of one."""
+        """Start the copy to pinned memory on the offload stream; ``whole`` unless ``piece`` is a part of a piece."""
         copies, streams, home = self._tiers.copies, self._tiers.streams, self.homes[group.index].tensor
         assert copies is not None and streams is not None
         raw, lease, dtype = grad.view(-1).view(torch.uint8), None, self.dtype_of(group)
-        # The CPU runs ahead: without a bound the device would hold all gradients of a backward at once.
-        while self._arriving and self._under_way + raw.numel() > self._tiers.plan.offload_window_bytes:
+        # The CPU runs ahead of the device: without a bound, the sources of all gradients of a backward would be in
+        # device memory at once.
+        while self._transfers and self._in_flight_bytes + raw.numel() > self._tiers.plan.offload_window_bytes:
             self._wait_for_next()
         if home is not None and overwrite and grad.dtype is dtype:
             start = piece.start * dtype.itemsize
@@ -472,13 +502,15 @@ class GradientStore:
         else:
             lease = self._room_to_arrive(raw.numel())
             target = as_tensor(lease)[: raw.numel()]
-        exact = grad.dtype is dtype or dtype is torch.float32  # as it will be there
+        exact = grad.dtype is dtype or dtype is torch.float32  # the home holds the same values
+        # Now, on compute's stream: the source is freed when the transfer is received.
         if self.last_micro_batch and overwrite and whole and exact:
             (self._block_squares[piece.index],) = device_kernels.block_squares([grad.view(-1)])
-        arrival = copies.to_host(target, raw, after=[streams.compute.record()], kind="gradients")
-        self._under_way += raw.numel()
-        self._arriving.append(_Arriving(arrival, raw, lease, group, piece, grad.dtype, overwrite, whole))
-        self._receive_arrived()
+        # The copy waits for the kernels that made the gradient, not for later ones.
+        event = copies.to_host(target, raw, after=[streams.compute.record()], kind="gradients")
+        self._in_flight_bytes += raw.numel()
+        self._transfers.append(_Transfer(event, raw, lease, group, piece, grad.dtype, overwrite, whole))
+        self._receive_finished()
 
     def _room_to_arrive(self, nbytes: int) -> Lease:
         while (lease := self._tiers.offload_window.try_lease(nbytes, "gradients")) is None:
@@ -489,30 +521,31 @@ class GradientStore:
         with self._tiers.stalls.waiting_for(COPIES_OF + "gradients"):
             self._receive_next()
 
-    def _on_its_way(self, group: ParamGroup) -> bool:
-        return any(arriving.group is group for arriving in self._arriving)
+    def _is_in_flight(self, group: ParamGroup) -> bool:
+        return any(transfer.group is group for transfer in self._transfers)
 
-    def _receive_arrived(self) -> None:
-        """Take up what is there by now."""
-        while self._arriving and self._arriving[0].event.done():
+    def _receive_finished(self) -> None:
+        """Receive the transfers whose copies have ended. Does not wait."""
+        while self._transfers and self._transfers[0].event.done():
             self._receive_next()
 
     def _receive_next(self) -> None:
-        """Wait for the oldest, and add it, unless it went home."""
-        arriving = self._arriving.popleft()
-        arriving.event.wait()
-        self._under_way -= arriving.source.numel()
-        group, piece = arriving.group, arriving.piece
+        """Wait for the oldest transfer, and add its values unless the copy wrote them to their home."""
+        transfer = self._transfers.popleft()
+        # The CPU reads the target below, and the source goes back to torch's pool on return.
+        transfer.event.wait()
+        self._in_flight_bytes -= transfer.source.numel()
+        group, piece = transfer.group, transfer.piece
         self._squares.pop(piece.index, None)
-        square = self.last_micro_batch and arriving.whole and piece.index not in self._block_squares
-        if arriving.lease is not None:
-            values = as_tensor(arriving.lease)[: piece.numel * arriving.dtype.itemsize].view(arriving.dtype)
-            self._add_on_host(group, piece, values, overwrite=arriving.overwrite, square=square)
-            arriving.lease.release()
+        square = self.last_micro_batch and transfer.whole and piece.index not in self._block_squares
+        if transfer.lease is not None:
+            values = as_tensor(transfer.lease)[: piece.numel * transfer.dtype.itemsize].view(transfer.dtype)
+            self._add_on_host(group, piece, values, overwrite=transfer.overwrite, square=square)
+            transfer.lease.release()
         elif square:
             self._square(group, piece)
-        if group in self._left and not self._on_its_way(group):
-            self._left.remove(group)
+        if group in self._closed_groups and not self._is_in_flight(group):
+            self._closed_groups.remove(group)
             self._write_out(group)
 
 

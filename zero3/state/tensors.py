@@ -215,7 +215,7 @@ class TieredState:
         """A copy, in host memory, of the accumulated gradient in its dtype; None if there was none."""
         if not self._gradients.received(piece):
             return None
-        self._gradients.settle()
+        self._gradients.wait_for_transfers()
         self._optimizer.release_read_ahead()
         home, dtype = self._gradients.homes[group.index], self._gradients.dtype_of(group)
         whole = torch.empty(piece.numel, dtype=dtype, device="cpu")
@@ -228,7 +228,7 @@ class TieredState:
 
     def set_gradient(self, group: ParamGroup, piece: Piece, values: Tensor) -> None:
         """Replace the accumulated gradient by ``values`` (flat, any dtype)."""
-        self._gradients.settle()
+        self._gradients.wait_for_transfers()
         self._optimizer.release_read_ahead()
         dtype = self._gradients.dtype_of(group)
         for part in self._stepped_of(group, piece):

@@ -156,14 +156,14 @@ def test_gradients_on_their_way_are_bounded(
         gpu.run_engines(monkeypatch)
         engine = start(offload_param="cpu", offload_optimizer="cpu", threshold=0, device_budget="64MiB")
         most, store = 0, engine._gradients
-        receive = store._receive_arrived
+        receive = store._receive_finished
 
         def look() -> None:
             nonlocal most
-            most = max(most, sum(arriving.source.numel() for arriving in store._arriving))
+            most = max(most, sum(transfer.source.numel() for transfer in store._transfers))
             receive()
 
-        monkeypatch.setattr(store, "_receive_arrived", look)
+        monkeypatch.setattr(store, "_receive_finished", look)
         for tokens, targets in micro_batches(2):
             engine.backward(engine(tokens.to(DEVICE), targets.to(DEVICE)))
             engine.step()

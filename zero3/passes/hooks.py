@@ -1,12 +1,12 @@
-"""Module and gradient hooks: they turn what torch does into events. No policy lives here.
+"""Module and gradient hooks: they turn what torch does into events. The policy is in schedule.py.
 
-``Events`` is what listens: the pass schedule. Forward hooks sit on the entry modules of each group, and on every module
-outside of the blocks, so that whatever part of the model is called, a forward is known to be running. The pre-backward
+``Events`` is the listener: the pass schedule. Forward hooks are on the entry modules of each group, and on every module
+outside of the blocks. So whatever part of the model is called, the schedule knows that a forward runs. The pre-backward
 event of a group is the first gradient that reaches an output of one of its entries. ``always_call`` makes the
-post-forward event come also when forward raised, or when activation checkpointing stopped a recomputation early: then
-there is no output.
+post-forward event come also if forward raised, or if activation checkpointing stopped a recomputation early. Then the
+hook gets no output.
 
-A copied or pickled module takes its hooks along: there they do nothing.
+A copied or pickled module takes its hooks along: on the copy they do nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zero3.passes.gradient_parts import TiedParameters, tied_parameters
 
 
 class Events(Protocol):
-    """What happens to groups, in the order in which it happens."""
+    """The events of a pass, in the order in which they happen. See PassSchedule for each of them."""
 
     @property
     def takes_parts(self) -> bool: ...
@@ -50,13 +50,13 @@ class Events(Protocol):
 
 
 class Removable(Protocol):
-    """A hook, or several."""
+    """One hook or several."""
 
     def remove(self) -> None: ...
 
 
 def install(model: nn.Module, groups: Iterable[ParamGroup], events: Events) -> list[Removable]:
-    """Hook ``groups`` of ``model`` up to ``events``; the handles remove the hooks."""
+    """Report the events of ``groups`` of ``model`` to ``events``. The handles remove the hooks."""
     groups = list(groups)
     moving = frozenset(group.storage_key for group in groups if group.moves)
     on_params: list[Removable] = []
@@ -75,29 +75,29 @@ def install(model: nn.Module, groups: Iterable[ParamGroup], events: Events) -> l
     for module, tied in tied_parameters(model, groups, events):
         beginning = _BeforeTied()
         add(module, beginning, _AfterTied(beginning, tied))
-    # After the groups': the hooks of the last pair are the outermost. What is compiled is cut at the hooks in it: then
-    # they are the same for every placement.
+    # After the hooks of groups, because the pair that is added last is the outermost one. torch.compile breaks its
+    # graph at hooks: so in a compiled model every module gets them, and graphs are the same for every placement.
     everywhere = bool(moving) or any(is_compiled(module) for module in model.modules())
     for module in _outside_of_blocks(model, groups) if everywhere else [model]:
         before: _BeforeForward = (
             _BeforeModel(model, groups, events, hooked.values())
             if module is model
-            else _BeforeForward(events, _looked_at(module, groups))
+            else _BeforeForward(events, _inspected_groups(module, groups))
         )
         add(module, before, _AfterForward(events, before, moving))
     return [*on_params, *hooked.values()]
 
 
 def _outside_of_blocks(model: nn.Module, groups: Iterable[ParamGroup]) -> Iterator[nn.Module]:
-    """``model`` and the modules in it, down to the entries that enclose no other group's."""
+    """``model`` and its modules, down to the entries that enclose no entry of another group."""
     entries = {entry for group in groups for entry in group.entries}
     queue = [model]
-    seen = set()
+    visited = set()
     while queue:
         module = queue.pop(0)
-        if module in seen:
+        if module in visited:
             continue
-        seen.add(module)
+        visited.add(module)
         encloses = any(inner in entries for inner in module.modules() if inner is not module)
         if module is model or module not in entries or encloses:
             yield module
@@ -105,24 +105,26 @@ def _outside_of_blocks(model: nn.Module, groups: Iterable[ParamGroup]) -> Iterat
 
 
 def _enclosing_groups(model: nn.Module, groups: Iterable[ParamGroup]) -> dict[str, nn.Module]:
-    """``model``, and the modules around blocks that are none themselves, by name."""
+    """By name: ``model``, and the modules that contain entries of groups and are no entries themselves."""
     entries = {entry for group in groups for entry in group.entries}
-    around = {"": model}
+    enclosing = {"": model}
     for name, module in model.named_modules():
         if module not in entries and any(inner in entries for inner in module.modules()):
-            around[name] = module
-    return around
+            enclosing[name] = module
+    return enclosing
 
 
-def _looked_at(module: nn.Module, groups: Iterable[ParamGroup]) -> list[ParamGroup]:
-    """The groups of an encoder's first layer, which torch looks at before it calls it.
+def _inspected_groups(module: nn.Module, groups: Iterable[ParamGroup]) -> list[ParamGroup]:
+    """The groups of the first layer of a TransformerEncoder: torch inspects their parameters before it calls the layer.
 
-    It takes its fast path of evaluation if their parameters are plain ones, which must not depend on placement.
+    Torch takes its fast path of evaluation if they are plain parameters. The choice must not depend on placement.
     """
     if not isinstance(module, nn.TransformerEncoder):
         return []
-    asked = {id(param) for param in module.layers[0].parameters()}
-    return [group for group in groups if group.moves and any(id(param) in asked for param in group.params)]
+    first_layer = {id(param) for param in module.layers[0].parameters()}
+    return [
+        group for group in groups if group.moves and any(id(param) in first_layer for param in group.params)
+    ]
 
 
 def watch_backward(outputs: Any, on_first_gradient: Callable[[], None]) -> None:
@@ -133,10 +135,10 @@ def watch_backward(outputs: Any, on_first_gradient: Callable[[], None]) -> None:
 
 
 def with_bytes_of_its_own(output: Any, moving: frozenset[int], *, whole: bool = False) -> Any:
-    """``output``, with copies in place of views of parameters that move: their bytes go when the forward ends.
+    """``output``, with copies in place of views of parameters that move: their bytes are freed when the forward ends.
 
-    A parameter itself stays one, since it unshards where it is used; not when the ``whole`` model has returned it, and
-    nothing runs any more that it could unshard for.
+    A parameter itself is returned as it is, because a module that uses it unshards it. If the ``whole`` model returns a
+    parameter, it is copied, too: no module runs any more that could unshard it.
     """
     if not moving:
         return output
@@ -164,51 +166,52 @@ def _is_view_of(tensor: Tensor, storages: frozenset[int]) -> bool:
 def call_at_end_of_backward(callback: Callable[[], None]) -> Callable[[], object | None]:
     """Run ``callback`` when the backward pass that is running now has ended.
 
-    What is returned gives None as soon as that pass is over, in whatever way.
+    The returned function gives None as soon as that pass is over, also if an exception has ended it.
     """
-    at_end = partial(callback)  # autograd's alone: no frame that an exception keeps knows it
+    # Only autograd refers to this object, and no frame that an exception's traceback keeps: it is freed with the pass.
+    at_end = partial(callback)
     torch.autograd.Variable._execution_engine.queue_callback(at_end)
     return weakref.ref(at_end)
 
 
 def next_node() -> int:
-    """The number that the next autograd node of this thread will get."""
+    """The sequence number that the next autograd node of this thread will get."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
 
 def graph_task() -> int:
-    """The number of the backward pass that this thread is inside of, -1 if of none. One inside another has its own."""
+    """The number of the backward pass that this thread runs, -1 if none. A pass inside another has its own number."""
     task: int = torch._C._current_graph_task_id()
     return task
 
 
 def in_autograd() -> bool:
-    """Whether this thread is inside autograd's backward (a recomputation under checkpointing is)."""
+    """Whether this thread runs a backward. A recomputation under checkpointing counts."""
     return graph_task() != -1
 
 
 def in_transform() -> bool:
-    """Whether this runs in a transform of torch.func that differentiates: it allows no hooks for saved tensors.
+    """Whether a differentiating transform of torch.func is active. It allows no hooks for saved tensors.
 
-    A model that is called with copies of its parameters needs none. Whatever else it saves of a group cannot be read
-    when that has gone, if storages are closed then.
+    A model that is called with copies of its parameters needs no hooks. Other tensors that it saves from a group cannot
+    be read after the group is resharded, where storages can be closed.
     """
     return can_close() and torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
 
 
 def check_transform(group: ParamGroup) -> None:
-    """EngineStateError in a transform that would differentiate through parameters of ``group``, which come and go."""
+    """EngineStateError in a transform that would differentiate through parameters of ``group``, if the group moves."""
     if group.moves and in_transform():
         raise EngineStateError(
             f"torch.func differentiates through group {group.name!r}, whose parameters are offloaded, and allows no"
-            " hooks that would bring them back for that. Call the model with copies of its parameters:"
+            " hooks that would unshard them. Call the model with copies of its parameters:"
             " torch.func.functional_call(model, copies, args), with copies = engine.state_dict()"
         )
 
 
 class OurHook:
-    """A hook on the user's module, which means nothing on a copy of that module. Compiled code calls it eagerly."""
+    """A hook of the engine on the user's module. It does nothing on a copy of that module, and is never compiled."""
 
     @eager
     def __call__(self, *args: Any) -> Any:
@@ -218,32 +221,36 @@ class OurHook:
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return does_nothing
+        return no_operation
 
     def __reduce__(self) -> Any:
-        return _what_is_left, ()
+        return _load_no_operation, ()
 
 
-def _what_is_left() -> Callable[..., None]:
-    return does_nothing
+def _load_no_operation() -> Callable[..., None]:
+    return no_operation
 
 
-def does_nothing(*args: Any, **kwargs: Any) -> None:
-    """What a hook of ours becomes when its module is copied or pickled."""
+def no_operation(*args: Any, **kwargs: Any) -> None:
+    """Replaces a hook of the engine when its module is copied or pickled."""
 
 
 class _Before(OurHook):
-    """A hook that another one answers: torch calls that one also where this one never ran, or raised."""
+    """A hook before a call, which pairs with a hook after it.
+
+    Torch calls the hook after the call also if this hook did not run, or raised. So each call that has begun is noted
+    with its thread: threads and recursive calls may overlap.
+    """
 
     def __init__(self) -> None:
-        self._running: list[int] = []  # the threads of the calls that it has told of
+        self._running: list[int] = []  # thread of each call that has begun
 
-    def told(self) -> None:
-        """A call has begun, and the events know."""
+    def begin_call(self) -> None:
+        """The events have been told that a call begins. Only after that, or an event that raised would be ended."""
         self._running.append(threading.get_ident())
 
-    def answered(self) -> bool:
-        """The call is over; False if its beginning was never told."""
+    def end_call(self) -> bool:
+        """A call of this thread is over. Returns False if its beginning was not noted."""
         thread = threading.get_ident()
         if thread not in self._running:
             return False
@@ -252,45 +259,46 @@ class _Before(OurHook):
 
 
 class _BeforeForward(_Before):
-    """``looked_at``: groups whose parameters must show their bytes in evaluation before they are used."""
+    """``inspected``: groups whose parameters must show their bytes, in evaluation, before they are used."""
 
     whole = False
 
-    def __init__(self, events: Events, looked_at: list[ParamGroup]) -> None:
+    def __init__(self, events: Events, inspected: list[ParamGroup]) -> None:
         super().__init__()
         self.events = events
-        self.looked_at = looked_at
+        self.inspected = inspected
 
     def run(self, module: nn.Module, args: Any) -> None:
         self.events.begin_forward(torch.is_grad_enabled(), whole=self.whole)
-        self.told()
-        for group in self.looked_at:
+        self.begin_call()
+        for group in self.inspected:
             if not group.entries[0].training:
                 self.events.unshard_early(group)
 
 
 class _BeforeModel(_BeforeForward):
-    """Of the whole model, and no part of it runs: settles where the hooks of all ``hooked`` modules are."""
+    """Before the whole model is called: follow modules of ``hooked`` that were compiled since the last call."""
 
     whole = True
 
     def __init__(
         self, model: nn.Module, groups: list[ParamGroup], events: Events, hooked: Iterable[_Hooked]
     ) -> None:
-        super().__init__(events, _looked_at(model, groups))
+        super().__init__(events, _inspected_groups(model, groups))
         self.hooked = hooked
         self.enclosing = _enclosing_groups(model, groups)
 
     def run(self, module: nn.Module, args: Any) -> None:
-        compiled = next((name for name, each in self.enclosing.items() if is_compiled(each)), None)
+        compiled = next((name for name, inner in self.enclosing.items() if is_compiled(inner)), None)
         if compiled is not None or called_by_compiled_code():
             raise EngineStateError(
-                f"{repr(compiled) if compiled else 'the whole model'} runs in code that torch.compile has compiled: it"
-                " would be cut at every module whose parameters move, and differently for each placement; compile the"
-                " blocks instead, as by `for block in model.layers: block.compile()`"
+                f"{repr(compiled) if compiled else 'the whole model'} runs in code that torch.compile has compiled: its"
+                " graph would break at every module whose parameters move, differently for each placement; compile the"
+                " blocks instead, for example with `for block in model.layers: block.compile()`"
             )
-        for each in self.hooked:
-            each.settle()
+        # Here, and not at each block: no part of the model runs now, so no hook is moved between its two halves.
+        for hooked in self.hooked:
+            hooked.follow_compile()
         super().run(module, args)
 
 
@@ -301,8 +309,9 @@ class _AfterForward(OurHook):
         self.moving = moving
 
     def run(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self.before.answered():
+        if not self.before.end_call():
             return None
+        # Before end_forward: it frees the bytes from which views in the output are copied.
         output = with_bytes_of_its_own(output, self.moving, whole=self.before.whole)
         if self.before.whole:
             watch_backward(output, self.events.begin_backward)
@@ -319,11 +328,12 @@ class _BeforeGroup(_Before):
     def run(self, module: nn.Module, args: Any) -> None:
         if in_transform() and not {id(param) for param in self.group.params}.isdisjoint(
             id(param)
-            for param in module.parameters()  # others, if it is called with copies
+            # functional_call has put copies in place of the parameters: those are allowed.
+            for param in module.parameters()
         ):
             check_transform(self.group)
         self.events.pre_forward(self.group)
-        self.told()
+        self.begin_call()
 
 
 class _AfterGroup(OurHook):
@@ -333,9 +343,10 @@ class _AfterGroup(OurHook):
         self.moving = moving
 
     def run(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self.before.answered():
+        if not self.before.end_call():
             return None
         group = self.before.group
+        # Before post_forward: it frees the bytes, and pops the forward whose nodes are asked for.
         output = with_bytes_of_its_own(output, self.moving)
         nodes = self.events.forward_nodes()
         watch_backward(output, lambda: self.events.pre_backward(group, nodes))
@@ -344,17 +355,17 @@ class _AfterGroup(OurHook):
 
 
 class _BeforeTied(_Before):
-    """Of a module with tied parameters: notes which autograd nodes its call makes."""
+    """Before a module with tied parameters is called: notes the first autograd node that the call makes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._first: list[tuple[int, int]] = []  # of the calls that are running: thread, first node
+        self._first: list[tuple[int, int]] = []  # for each running call: its thread and first node
 
     def run(self, module: nn.Module, args: Any) -> None:
         self._first.append((threading.get_ident(), next_node()))
 
     def nodes(self) -> range:
-        """Those of the innermost call in this thread, which is over; none if its beginning was never told."""
+        """The nodes of the innermost call in this thread, which is over. Empty if its beginning was not noted."""
         thread = threading.get_ident()
         for position in reversed(range(len(self._first))):
             if self._first[position][0] == thread:
@@ -374,7 +385,7 @@ class _AfterTied(OurHook):
 
 
 class _Hooked:
-    """A module with hooks of ours, in pairs: among torch's, or once it was compiled in place, around its call."""
+    """A module with pairs of hooks: torch's hooks, or functions around its call once it was compiled in place."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -383,12 +394,12 @@ class _Hooked:
         self._around: Around | None = None
 
     def add(self, before: _Before, after: OurHook) -> None:
-        """Hooks around those that are there."""
+        """Add a pair around the existing pairs."""
         self._pairs.append((before, after))
         self._register(before, after)
 
-    def settle(self) -> None:
-        """Follow ``module.compile()``, which may have been called at any time."""
+    def follow_compile(self) -> None:
+        """Move the hooks if ``module.compile()`` was called since the last time."""
         call = self.module._compiled_call_impl
         if call is self._around:
             return
@@ -400,18 +411,18 @@ class _Hooked:
         else:
             befores, afters = zip(*self._pairs, strict=True)
             self._around = Around(
-                self.module, call, [each.run for each in reversed(befores)], [each.run for each in afters]
+                self.module, call, [hook.run for hook in reversed(befores)], [hook.run for hook in afters]
             )
             self.module._compiled_call_impl = self._around
 
     def remove(self) -> None:
-        """The module is as it was."""
+        """Remove all hooks from the module."""
         self._unregister()
         if self._around is not None and self.module._compiled_call_impl is self._around:
             self.module._compiled_call_impl = self._around.call
 
     def _register(self, before: _Before, after: OurHook) -> None:
-        # A prepended hook runs before those that are there, another one behind them.
+        # Pre-forward hooks are prepended and forward hooks appended, so the last pair is the outermost one.
         self._handles.append(self.module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(self.module.register_forward_hook(after, always_call=True))
 
@@ -422,12 +433,13 @@ class _Hooked:
 
 
 def _accumulated(events: Events, group: ParamGroup, piece: Piece) -> Callable[[Tensor], None]:
-    # Python's collector does not see through these hooks: what they hold, down to the parameter, would never be freed.
-    listener, of = weakref.ref(events), weakref.ref(group)
+    # Weak references: Python's garbage collector cannot traverse these hooks, so an object that they hold would keep
+    # the parameter, and the parameter the hook, for ever.
+    listener, group_ref = weakref.ref(events), weakref.ref(group)
 
     def gradient(param: Tensor) -> None:
         assert isinstance(param, nn.Parameter)
-        events, group = listener(), of()
+        events, group = listener(), group_ref()
         if events is not None and group is not None:
             events.gradient(group, piece, param)
 

@@ -1,4 +1,4 @@
-"""The states of a pass through the model, and what may follow each of them."""
+"""The states of a pass through the model, and the transitions between them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from enum import Enum, auto
 
 
 class PassState(Enum):
-    """What the model does at the moment. A recomputation inside of a backward is a part of that backward.
+    """The activity of the model. A recomputation inside of a backward is part of that backward.
 
-    Resident groups are on the device in every state; the other groups that a state keeps there are named with it.
+    Resident groups are on the device in every state. Each state names the other groups that are there.
     """
 
     IDLE = auto()
-    """No module of the model runs, and no backward. On the device: groups that are read ahead."""
+    """No module of the model runs, and no backward. On the device: prefetched groups."""
     FORWARD = auto()
-    """A module runs. On the device: the groups of the modules that run, and those that are read ahead."""
+    """A module runs. On the device: the groups of running modules, and prefetched groups."""
     BACKWARD = auto()
-    """Autograd runs, and no parameter has received a gradient: torch.autograd.grad never gives one. On the device: the
-    group that backward is in, those that enclose it, those that are recomputed, and those that are read ahead."""
+    """Autograd runs, and no parameter has received a gradient (torch.autograd.grad accumulates none). On the device:
+    the group that backward is in, the groups that enclose it, recomputed groups, and prefetched groups."""
     ACCUMULATING = auto()
     """As BACKWARD, and gradients of parameters arrive. On the device also: gradients until they have left it."""
     STEPPING = auto()
     """As ACCUMULATING, and each group is updated as soon as its gradients are final (tiering.step_in_backward)."""
     CLOSED = auto()
-    """The engine has ended. No pass begins any more."""
+    """The engine is closed. No pass may begin."""
 
     @property
     def in_backward(self) -> bool:

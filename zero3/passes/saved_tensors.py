@@ -1,20 +1,21 @@
 """Tensors that autograd saved from a group's storage are handed out only when that storage has bytes.
 
 Note [Backward enters a group from anywhere]
-    The pre-backward event, a gradient at an output of the group, comes in time for nearly every graph, and brings the
-    bytes early. Not for all: an auxiliary loss kept on the module, an output inside an object that pytree does not
-    know, an activation caught by a user's hook, a second derivative, a module that another block calls. Backward then
-    reads a storage without bytes, which ends the process. So, while a forward is running and any group moves, what
-    autograd saves passes through here: tensors in a group's storage are marked with the group, and it is asked for
-    before they are handed out. All other tensors are the activations. No budget covers them, but here they pass and are
-    counted: see activations.py.
+    The pre-backward event, a gradient at an output of the group, comes in time for nearly every graph, and unshards the
+    group early. It does not come for all: an auxiliary loss kept on the module, an output inside an object that pytree
+    does not know, an activation caught by a user's hook, a second derivative, a module that another block calls.
+    Backward would then read a storage without bytes, which ends the process. So, while a forward runs and any group
+    moves, the tensors that autograd saves pass through here. Tensors in a group's storage are marked with the group,
+    and the group is unsharded before they are handed out. All other tensors are activations. No budget covers them;
+    they are counted here: see activations.py.
 
-Note [Hooks around ours see what they would see without us]
-    Torch calls the innermost hooks alone, so ours pass every tensor on to those around them, a group's too.
-    Checkpointing counts tensors to know when a recomputation can stop, starts one when the first of them is unpacked,
-    and hands out what was recomputed at the same position: if a block's forward has side effects (it updates a buffer,
-    on which its routing may depend), each of these changes results. Hooks that change values change those of weights,
-    too. Only save_on_cpu is left out: it changes nothing, and would copy every group to host memory.
+Note [The user's hooks see what they would see without the engine]
+    Torch calls only the innermost hooks, so the engine's hooks pass every tensor on to those around them, including
+    tensors of groups. Checkpointing counts tensors to know when a recomputation can stop, starts a recomputation when
+    the first of them is unpacked, and hands out the recomputed tensor of the same position. If a block's forward has
+    side effects (it updates a buffer, on which its routing may depend), each of these changes results. Hooks that
+    change values change those of weights, too. Only save_on_cpu is left out: it changes no value, and would copy every
+    group to host memory.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from zero3.passes.hooks import graph_task, in_transform
 
 
 class SavedTensors:
-    """Marks what autograd saves between ``enter`` and ``leave``; ``need`` is called with a group before its use.
+    """Marks the tensors that autograd saves between ``enter`` and ``leave``.
 
-    ``stepped``: the groups that the running backward has stepped, kept up to date by its owner.
+    ``need`` is called with a group before a tensor of it is handed out. ``stepped``: the groups that the running
+    backward has updated; its owner changes the set.
     """
 
     def __init__(
@@ -54,13 +56,14 @@ class SavedTensors:
         self._need = need
         self._node: Any = None
         self._handed_out: set[ParamGroup] = set()
-        # Hooks, and in which thread and backward they were entered. None: the hooks around were ours already.
+        # Hooks, and the thread and backward in which they were entered. None: the engine's hooks were already active.
         self._entered: list[tuple[saved_tensors_hooks | None, tuple[int, int]]] = []
 
     def enter(self) -> None:
+        """A forward begins: activate the hooks, unless they are active or a transform forbids hooks."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        around = getattr(outer[0], "__self__", None) if outer is not None else None
-        if not self.owners or (isinstance(around, _Hooks) and around.saved is self) or in_transform():
+        innermost = getattr(outer[0], "__self__", None) if outer is not None else None
+        if not self.owners or (isinstance(innermost, _Hooks) and innermost.saved is self) or in_transform():
             self._entered.append((None, _stack()))
             return
         hooks = self.hooks()
@@ -72,14 +75,16 @@ class SavedTensors:
         return self.owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
 
     def hooks(self) -> saved_tensors_hooks:
-        """Hooks to enter, in front of those that are there."""
-        ours = _Hooks(self, torch._C._autograd._top_saved_tensors_default_hooks(True))
-        return saved_tensors_hooks(ours.pack, ours.unpack)
+        """Hooks to enter inside of the active ones."""
+        hooks = _Hooks(self, torch._C._autograd._top_saved_tensors_default_hooks(True))
+        return saved_tensors_hooks(hooks.pack, hooks.unpack)
 
     def leave(self) -> None:
+        """The forward of the last ``enter`` ends: remove the hooks that it added."""
         hooks, stack = self._entered.pop() if self._entered else (None, None)
-        # On one stack, exits of others that an exception runs before ours take our hooks off in place of theirs: what
-        # counts is the number.
+        # Each exit pops the top of the stack of hooks, whichever hooks these are. After an exception, the user's hooks
+        # may be popped before the engine's: then their exit removes the engine's hooks, and this one removes theirs. So
+        # only the number of exits on one stack counts.
         if hooks is not None and stack == _stack():
             hooks.__exit__()
 
@@ -93,12 +98,13 @@ class SavedTensors:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Other hooks bring a tensor, perhaps by running blocks again: the running node's groups may make room."""
+        """The user's hooks produce a tensor, perhaps by running blocks again. The running node's groups may go."""
         node, handed_out = self._node, self._handed_out
         running = torch._C._current_autograd_node()
         if running is None or running is not node:
             yield
             return
+        # Empty while blocks run: they need the room. Afterwards the node still reads the tensors that it has got.
         self._handed_out = set()
         yield
         self._node, self._handed_out = node, handed_out
@@ -106,37 +112,39 @@ class SavedTensors:
             self._need(group)
 
     def in_use(self) -> set[ParamGroup]:
-        """The groups whose bytes the node that runs now has been given: they must stay until it ends."""
+        """The groups whose saved tensors the running node has got: their bytes must stay until the node ends."""
         running = torch._C._current_autograd_node()
         return self._handed_out if running is not None and running is self._node else set()
 
     def end_of_backward(self) -> None:
+        """Backward has ended: drop the reference to its last node."""
         self._node, self._handed_out = None, set()
 
     def leave_all(self) -> None:
-        """After an exception that no module's hook has seen."""
+        """Leave all forwards, after an exception that no hook of a module has seen."""
         while self._entered:
             self.leave()
 
 
 def _stack() -> tuple[int, int]:
-    """Which stack of hooks is the current one: each thread has one, and each backward, which is gone with it."""
+    """The current stack of hooks: each thread has one, and each backward has its own, which ends with it."""
     return threading.get_ident(), graph_task()
 
 
 class _Saved:
-    """A saved tensor, its version then, and the group whose bytes it shows (None: it has its own)."""
+    """A saved tensor, its version, and the group in whose storage it lies (None: in its own)."""
 
     __slots__ = ("group", "tensor", "version")
 
     def __init__(self, group: ParamGroup | None, tensor: Tensor) -> None:
         self.group = group
-        # Detached, which shares the version: an output would hold the node that holds it, and nothing would free both.
+        # Detached, which shares the version counter. An output would hold the node that holds it: a cycle that neither
+        # reference counts nor Python's garbage collector would free.
         self.tensor = tensor.detach()
         self.version = tensor._version
 
     def checked(self) -> Tensor:
-        """The tensor, if it is what was saved. Torch leaves this check to the hooks where there are any."""
+        """The tensor. RuntimeError, as torch raises without hooks, if it was changed in place since it was saved."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"
@@ -147,7 +155,7 @@ class _Saved:
 
 
 class _PassedOn(_Saved):
-    """A group's tensor, and what the hooks around ours made of it."""
+    """A tensor of a group, and the value that the hooks around the engine's packed it into."""
 
     __slots__ = ("packed",)
 
@@ -157,7 +165,7 @@ class _PassedOn(_Saved):
 
 
 class _Hooks:
-    """Compiled code that is left to Python in parts calls them eagerly, too."""
+    """One pair of hooks. Code that torch.compile left partly to Python calls them eagerly."""
 
     def __init__(
         self, saved: SavedTensors, outer: tuple[Callable[..., Any], Callable[..., Tensor]] | None
@@ -191,11 +199,11 @@ class _Hooks:
         assert packed.group is not None
         if self._outer_recomputes:
             tensor = self._unpack_outside(packed.packed)
-            # Torch compares no versions under hooks; but what this backward has stepped is no longer what was used.
+            # Torch compares no versions under hooks. But a group that this backward has updated has new values.
             if packed.group in self.saved.stepped:
                 packed.checked()
             return tensor
-        # First: the other hooks may read the bytes.
+        # First: the user's hooks may read the bytes.
         self.saved.hand_out(packed.group)
         packed.checked()
         return self._unpack_outside(packed.packed)
@@ -204,7 +212,7 @@ class _Hooks:
         assert self._outer_unpack is not None
         with self.saved.recomputing():
             tensor = self._outer_unpack(packed)
-        # A recomputation may have taken another way than the forward, to a tensor of another group.
+        # A recomputation may take another path than the forward, and return a tensor of another group.
         group = self.saved.owner_of(tensor)
         if group is not None:
             self.saved.hand_out(group)
@@ -212,5 +220,5 @@ class _Hooks:
 
 
 def _copies_only(pack: Callable[..., Any]) -> bool:
-    """Whether ``pack`` is that of save_on_cpu, which would copy whole groups to host memory and changes no value."""
+    """Whether ``pack`` belongs to save_on_cpu, which changes no value and would copy whole groups to host memory."""
     return getattr(pack, "__qualname__", "").startswith("save_on_cpu.")

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from tiering import logs
 from tiering.config import ds_config
-from tiering.config.ds_config.auto import Known, hidden_size_of, named
+from tiering.config.ds_config.auto import LoadContext, hidden_size_of, lookup
 from tiering.config.ds_config.report import Report
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError, EngineStateError
@@ -98,13 +98,13 @@ def initialize(
     rank, world_size = _join(distributed_port, dist_init_required)
     check_model(model)
     replaced = {"optimizer": optimizer, "scheduler": lr_scheduler}
-    known = Known(
+    known = LoadContext(
         hidden_size=hidden_size_of(getattr(model, "config", None)),
         dtype=_dtype_of(model),
         arguments=args,
         replaced=frozenset(section for section, by in replaced.items() if by is not None),
     )
-    settings, report = ds_config.load(given, world_size=world_size, known=known)
+    settings, report = ds_config.load(given, world_size=world_size, context=known)
     for entry in report.entries:
         log.debug("config: %s", entry)
     if torch.is_inference_mode_enabled():
@@ -183,9 +183,9 @@ def _join(port: int, required: bool | None) -> tuple[int, int]:
 def _given(args: Any, *configs: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | str | Path:
     """The one configuration that there is, as an argument of ``initialize`` or in ``args``."""
     ways = [*zip(("config", "config_params"), configs, strict=True)]
-    ways += [(f"args.{name}", named(args, name)) for name in ("deepspeed_config", "deepscale_config")]
+    ways += [(f"args.{name}", lookup(args, name)) for name in ("deepspeed_config", "deepscale_config")]
     found = [(name, value) for name, value in ways if value is not None and value != ""]
-    trainers = named(args, "deepspeed")
+    trainers = lookup(args, "deepspeed")
     if not found and trainers and isinstance(trainers, str | dict):  # else it is the flag --deepspeed
         return trainers
     if not found:

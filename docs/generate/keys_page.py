@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tiering.config.ds_config.in_effect import description
 from tiering.config.ds_config.keys import KEYS, SHORT_FORMS
-from tiering.config.ds_config.verdicts import Key, Verdict
+from tiering.config.ds_config.verdicts import KeyRule, Verdict
 
 HEADING = "## Every key\n"
 
@@ -43,11 +43,11 @@ def _rows() -> Iterator[tuple[str, ...]]:
             yield (f"`{where}`" if where else "", ", ".join(names), kind, here.replace("|", r"\|"))
 
 
-def _class(key: Key) -> str:
+def _class(key: KeyRule) -> str:
     return f"**{key.verdict}**" if key.verdict is Verdict.REFUSED else str(key.verdict)
 
 
-def _here(key: Key) -> str:
+def _here(key: KeyRule) -> str:
     if not key.to or key.note:
         return key.note
     told = description(key.to)

@@ -188,7 +188,7 @@ def test_auto_is_filled_in_from_a_trainers_arguments_and_the_model() -> None:
             engine.step()
         assert group["lr"] == 2e-3
     with pytest.raises(
-        ConfigError, match=r"lr: 'auto' is .* initialize\(args=...\) with learning_rate"
+        ConfigError, match=r"lr: 'auto' needs .* initialize\(args=...\) with learning_rate"
     ) as caught:
         tiering.initialize(model=nn.Linear(4, 4), config=USUAL)
     assert "scheduler.params.warmup_num_steps" in str(caught.value)
@@ -294,9 +294,9 @@ def test_the_start_says_what_the_configuration_comes_to(caplog: pytest.LogCaptur
     said = [record.getMessage() for record in caplog.records if record.name == "tiering.progress"]
     assert said == [  # once
         (
-            "batch 3, fp32, ZeRO stage 3, Lion, gradients clipped at 1; without effect here: reduce_bucket_size;"
+            "batch 3, fp32, ZeRO stage 3, Lion, gradients clipped at 1; no effect: reduce_bucket_size;"
             " deprecated: cpu_offload;"
-            " `tiering check FILE` explains"
+            " run `tiering check FILE` for the reasons"
         )
     ]
     told = engine._record.description.configuration

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     from tiering.config.ds_config import examine
 
     try:
-        _, report = examine(options.file, world_size=options.ranks, known=_known(options))
+        _, report = examine(options.file, world_size=options.ranks, context=_known(options))
     except ConfigError as error:
         print(f"tiering check: {error}", file=sys.stderr)
         return UNREADABLE
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     # With a closed pipe, rich exits with its own code, which means "refused" here: let it write to a string.
     with console.capture() as table:
-        console.print(report.shown(console.width, defaults=options.all))
+        console.print(report.render(console.width, defaults=options.all))
     print(table.get(), end="")
     if report.outcome:
         print(report.outcome)
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _known(options: argparse.Namespace) -> Any:
-    from tiering.config.ds_config.auto import Known, hidden_size_of
+    from tiering.config.ds_config.auto import LoadContext, hidden_size_of
     from tiering.strict_json import FormatError, parse
 
     hidden_size, dtype = None, None
@@ -102,7 +102,7 @@ def _known(options: argparse.Namespace) -> Any:
         hidden_size = hidden_size_of(model)
         dtypes = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
         dtype = dtypes.get(str(model.get("dtype", model.get("torch_dtype"))))
-    return Known(hidden_size=hidden_size, dtype=dtype, arguments=dict(options.args))
+    return LoadContext(hidden_size=hidden_size, dtype=dtype, arguments=dict(options.args))
 
 
 def _file(text: str) -> Path:

@@ -1,7 +1,7 @@
-"""What the sections of the configuration share: sizes in bytes, numbers, and the strictness of a section.
+"""Types of configuration fields: sizes in bytes, numbers, and the base class of a section.
 
-Sizes are bytes, written ``4K``, ``1M``, ``1GiB`` (1024-based) or ``1GB`` (10^9); fields that count elements
-say so. What is planned but not done yet is refused with the words "not supported in this version".
+Sizes are bytes, written ``4K``, ``1M``, ``1GiB`` (1024-based) or ``1GB`` (10^9). The description of a field that counts
+elements says so. A planned value is refused with the words "not supported in this version".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Annotated, SupportsIndex
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 ALIGNMENT = 4096
-"""Bytes to which O_DIRECT wants address, offset and length aligned."""
+"""Alignment in bytes that O_DIRECT requires of address, offset and length."""
 
 _UNITS = {"": 1, "B": 1, "kB": 1000}
 for _power, _letter in enumerate("KMGTP", start=1):
@@ -27,7 +27,7 @@ _SIZE = re.compile(r"(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
 
 
 def parse_size(size: float | str) -> int:
-    """Bytes in ``size``: a whole number, or text such as ``4K``, ``1.5GiB`` (1024-based) or ``1GB`` (10^9).
+    """``size`` in bytes: a whole number, or text such as ``4K``, ``1.5GiB`` (1024-based) or ``1GB`` (10^9).
 
     A fraction of a byte is rounded down. Raises ``ValueError`` for negative sizes and unknown units.
     """
@@ -44,7 +44,7 @@ def parse_size(size: float | str) -> int:
 def _split_size(text: str) -> tuple[str, str]:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"a size is a number with a unit such as '4K', '1GiB' or '1GB', not {text!r}")
+        raise ValueError(f"invalid size {text!r}; write a number with a unit, such as '4K', '1GiB' or '1GB'")
     number, unit = match.groups()
     if unit in _UNITS:
         return number, unit
@@ -56,7 +56,7 @@ def _split_size(text: str) -> tuple[str, str]:
 
 
 def format_size(size: float) -> str:
-    """``size`` bytes as people read them, 1024-based: ``1.50 GiB``."""
+    """``size`` in bytes as text with a 1024-based unit, for example ``1.50 GiB``."""
     scaled, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while abs(scaled) >= 1024 and len(units) > 1:
         scaled /= 1024
@@ -65,30 +65,31 @@ def format_size(size: float) -> str:
 
 
 def legible(text: str) -> str:
-    """``text`` in one line: the name of a directory or a process may hold what moves the cursor, or worse."""
+    """``text`` on one line, with control characters escaped: names of directories and processes may contain them."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def format_need(size: int) -> str:
-    """As ``format_size``, rounded up: a budget of that much suffices."""
+    """Like ``format_size``, but rounded up, so that a budget of the printed size suffices."""
     unit = 1024 ** min(5, max(0, (size.bit_length() - 1) // 10))
     return format_size(-(-size * 100 // unit) * unit / 100)
 
 
 def whole_number(value: object) -> int:
-    """``value`` as int; a whole float counts, as JSON writers say ``1e9``. Raises ``ValueError``."""
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):  # numpy's, too
+    """``value`` as int; a float without a fraction is accepted, such as ``1e9`` in JSON. Raises ``ValueError``."""
+    # SupportsIndex includes numpy's integers.
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         return operator.index(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
     raise ValueError(f"a whole number is needed, not {value!r}")
 
 
-def not_yet(*planned: object, instead: str) -> Callable[[object], object]:
-    """A validator that refuses values this version does not do yet, and says what to use."""
+def refuse_planned(*planned_values: object, instead: str) -> Callable[[object], object]:
+    """A validator that refuses the ``planned`` values and recommends ``instead``."""
 
     def check(value: object) -> object:
-        if value in planned:
+        if value in planned_values:
             raise ValueError(f"{value!r} is not supported in this version; {instead}")
         return value
 
@@ -103,6 +104,6 @@ Bytes = Annotated[int, BeforeValidator(parse_size)]
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, finite, and without a key that it does not know."""
+    """A section of the configuration: frozen; unknown keys, infinity and NaN are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""JSON as people write it: with comments (``//``, ``/* */``, ``#``) and trailing commas; and the lines of its keys."""
+"""JSON with comments (``//``, ``/* */``, ``#``) and trailing commas; the line number of each key."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _TOKEN = re.compile(
 
 
 def plain(text: str) -> str:
-    """``text`` without comments and trailing commas: each becomes blanks, so that every place stays where it was."""
+    """``text`` with comments and trailing commas replaced by blanks, so that positions do not change."""
     pieces: list[str] = []
-    last, before = -1, -1  # of what counts: the last piece, and the one in front of it
+    # Indices of the last two pieces that are neither a comment nor blank.
+    last, before = -1, -1
     for match in _TOKEN.finditer(text):
         piece = match.group()
         if match.lastgroup == "comment":
@@ -33,15 +34,16 @@ def plain(text: str) -> str:
 
 
 def key_lines(text: str) -> dict[tuple[str, ...], int]:
-    """The line, from 1, of each key of the objects in plain JSON ``text``, by the keys that lead to it.
+    """The line number, from 1, of each key in plain JSON ``text``, by the path of keys from the root.
 
-    What is inside of arrays is left out.
+    Objects inside arrays are skipped.
     """
     return dict(_lines(text))
 
 
 def _lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
-    path: list[str | None] = []  # an entry for each bracket that is open: the key that was met there last
+    # The last key read in each open object.
+    path: list[str | None] = []
     arrays = 0
     line, string, string_line = 1, "", 1
     for match in _TOKEN.finditer(text):

@@ -1,29 +1,29 @@
-"""What libraries have in place of the values that JSON has."""
+"""Converts values of libraries to the types that JSON has."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-DEEPEST = 100
-"""Sections in sections: beyond that, something holds itself."""
+MAX_DEPTH = 100
+"""Levels of nesting; deeper values probably contain themselves."""
 
 
 class DepthError(ValueError):
     """Values that are nested too deep."""
 
 
-def values(given: Any, deepest: int = DEEPEST) -> Any:
-    """``given`` in the types that JSON has, where libraries have others: arrays, tensors, mappings of their own.
+def values(data: Any, max_depth: int = MAX_DEPTH) -> Any:
+    """``data`` with arrays, tensors and mappings of libraries converted to the types that JSON has.
 
-    What has no such type stays as it is. Raises DepthError.
+    A value of any other type stays as it is. Raises DepthError.
     """
-    if deepest == 0:
-        raise DepthError(f"nested deeper than {DEEPEST} levels")
-    if isinstance(given, Mapping):
-        return {str(name): values(value, deepest - 1) for name, value in given.items()}
-    if hasattr(given, "tolist"):
-        return given.tolist()
-    if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray):
-        return [values(each, deepest - 1) for each in given]
-    return given
+    if max_depth == 0:
+        raise DepthError(f"nested deeper than {MAX_DEPTH} levels")
+    if isinstance(data, Mapping):
+        return {str(name): values(value, max_depth - 1) for name, value in data.items()}
+    if hasattr(data, "tolist"):
+        return data.tolist()
+    if isinstance(data, Sequence) and not isinstance(data, str | bytes | bytearray):
+        return [values(each, max_depth - 1) for each in data]
+    return data

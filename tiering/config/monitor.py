@@ -1,4 +1,4 @@
-"""Where a run's figures are written beside telemetry: DeepSpeed's monitor sections, with its own names and defaults."""
+"""DeepSpeed's monitor sections, with its names and defaults: where a run writes figures in addition to telemetry."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Text = Annotated[str, StringConstraints(strict=True)]
 
 
 class TensorBoardConfig(Section):
-    """Event files that TensorBoard shows."""
+    """TensorBoard event files."""
 
     enabled: StrictBool = Field(default=False, description="Write TensorBoard event files.")
-    output_path: Text = Field(default="", description="Directory of all jobs; empty is the current one.")
-    job_name: Text = Field(default="DeepSpeedJobName", description="Directory of this job, in output_path.")
+    output_path: Text = Field(default="", description="Directory of all jobs; empty: the current directory.")
+    job_name: Text = Field(default="DeepSpeedJobName", description="Directory of this job in output_path.")
 
 
 class WandbConfig(Section):
-    """A run of Weights & Biases."""
+    """A Weights & Biases run."""
 
     enabled: StrictBool = Field(default=False, description="Log to Weights & Biases.")
     group: Text | None = Field(default=None, description="Group of the run.")
@@ -32,15 +32,15 @@ class CsvMonitorConfig(Section):
     """One CSV file for each figure."""
 
     enabled: StrictBool = Field(default=False, description="Write CSV files.")
-    output_path: Text = Field(default="", description="Directory of all jobs; empty is the current one.")
-    job_name: Text = Field(default="DeepSpeedJobName", description="Directory of this job, in output_path.")
+    output_path: Text = Field(default="", description="Directory of all jobs; empty: the current directory.")
+    job_name: Text = Field(default="DeepSpeedJobName", description="Directory of this job in output_path.")
 
 
 class MonitorConfig(Section):
-    """What writes a run's figures."""
+    """The monitors that write a run's figures."""
 
     tensorboard: TensorBoardConfig = Field(
-        default=TensorBoardConfig(), description="Event files of TensorBoard."
+        default=TensorBoardConfig(), description="TensorBoard event files."
     )
     wandb: WandbConfig = Field(default=WandbConfig(), description="Weights & Biases.")
     csv_monitor: CsvMonitorConfig = Field(default=CsvMonitorConfig(), description="CSV files.")

@@ -1,7 +1,7 @@
-"""How the learning rate changes: DeepSpeed's five schedules, with its own names and defaults.
+"""DeepSpeed's five schedules of the learning rate, with its names and defaults.
 
-``zero3.optimizer.schedulers`` says what they compute. A rate that takes one number for all param groups also takes a
-list of one number per group.
+``zero3.optimizer.schedulers`` has their formulas. A parameter that takes one number for all param groups also accepts a
+list with one number per group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _per_group(value: object) -> object:
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float) or not number >= 0:
             raise ValueError(
-                f"a number of 0 or more is needed, or a list of one per param group, not {value!r}"
+                f"a number >= 0 is needed, or a list with one number per param group, not {value!r}"
             )
     return tuple(value) if isinstance(value, list) else value
 
@@ -30,85 +30,81 @@ Whole = Annotated[int, BeforeValidator(whole_number)]
 
 
 class SchedulerConfig(Section):
-    """A schedule and its parameters; each schedule below is one of these."""
+    """Base class: a schedule and its parameters."""
 
-    type: str = Field(description="Schedule of the learning rate, by DeepSpeed's name.")
+    type: str = Field(description="DeepSpeed's name of the learning rate schedule.")
     params: Section
 
 
 class _Warmup(Section):
-    warmup_num_steps: Elements = Field(
-        default=1000, description="Updates until the rate is reached; 0 and 1 count as 2."
-    )
-    warmup_type: Shape = Field(default="log", description="How the rate rises: log or linear.")
+    warmup_num_steps: Elements = Field(default=1000, description="Updates of the warmup; 0 and 1 count as 2.")
+    warmup_type: Shape = Field(default="log", description="Shape of the warmup: log or linear.")
 
 
 class WarmupLRParams(_Warmup):
-    """Of WarmupLR."""
+    """Parameters of WarmupLR."""
 
     warmup_min_lr: PerGroup = Field(default=0.0, description="Learning rate at the start.")
     warmup_max_lr: PerGroup | None = Field(
-        default=None, description="Learning rate after the warmup; null is the optimizer's own."
+        default=None, description="Learning rate after the warmup; null: the optimizer's."
     )
 
 
 class WarmupDecayLRParams(_Warmup):
-    """Of WarmupDecayLR."""
+    """Parameters of WarmupDecayLR."""
 
     total_num_steps: Count = Field(description="Updates until the rate is 0.")
     warmup_min_lr: PerGroup = Field(default=0.0, description="Learning rate at the start.")
     warmup_max_lr: PerGroup | None = Field(
-        default=0.001, description="Learning rate after the warmup; null is the optimizer's own."
+        default=0.001, description="Learning rate after the warmup; null: the optimizer's."
     )
 
 
 class WarmupCosineLRParams(_Warmup):
-    """Of WarmupCosineLR."""
+    """Parameters of WarmupCosineLR."""
 
     total_num_steps: Count = Field(description="Updates until the end of the cosine.")
-    warmup_min_ratio: Number = Field(default=0.0, description="Share of the optimizer's rate at the start.")
-    cos_min_ratio: Number = Field(default=0.0001, description="Share of the optimizer's rate at the end.")
+    warmup_min_ratio: Number = Field(default=0.0, description="Start, as a fraction of the optimizer's rate.")
+    cos_min_ratio: Number = Field(default=0.0001, description="End, as a fraction of the optimizer's rate.")
 
 
 class OneCycleParams(Section):
-    """Of OneCycle."""
+    """Parameters of OneCycle."""
 
     cycle_min_lr: PerGroup = Field(description="Learning rate at both ends of the cycle.")
     cycle_max_lr: PerGroup = Field(description="Learning rate at the peak of the cycle.")
-    decay_lr_rate: Number = Field(default=0.0, description="Decay of the rate after the cycle; 0 is none.")
+    decay_lr_rate: Number = Field(default=0.0, description="Decay of the rate after the cycle; 0: none.")
     cycle_first_step_size: Annotated[Number, Field(gt=0)] = Field(
-        default=2000, description="Updates of the rising half."
+        default=2000, description="Updates in the rising half."
     )
     cycle_second_step_size: Number | None = Field(
-        default=None, description="Updates of the falling half; null is as many as of the rising one."
+        default=None, description="Updates in the falling half; null: as in the rising half."
     )
     cycle_first_stair_count: Whole = Field(
-        default=0, description="Stairs of the rising half; 0 rises with each update."
+        default=0, description="Stairs in the rising half; 0: rise with each update."
     )
     cycle_second_stair_count: Whole | None = Field(
-        default=None, description="Stairs of the falling half; null is as many as of the rising one."
+        default=None, description="Stairs in the falling half; null: as in the rising half."
     )
     decay_step_size: Number = Field(
-        default=0.0, description="Updates per interval of decay after the cycle; 0 is no decay."
+        default=0.0, description="Updates per decay interval after the cycle; 0: no decay."
     )
     cycle_momentum: StrictBool | None = Field(
         default=None,
-        description="Cycle the momentum against the rate; null does so with betas, and true with SGD's momentum too.",
+        description="Cycle the momentum inversely to the rate; null: only betas; true: SGD's momentum too.",
     )
     cycle_min_mom: PerGroup = Field(default=0.8, description="Momentum at the peak of the cycle.")
     cycle_max_mom: PerGroup = Field(default=0.9, description="Momentum at both ends of the cycle.")
-    decay_mom_rate: Rate = Field(
-        default=0.0, description="Growth of the momentum after the cycle; 0 is none."
-    )
+    decay_mom_rate: Rate = Field(default=0.0, description="Growth of the momentum after the cycle; 0: none.")
 
 
 class LRRangeTestParams(Section):
-    """Of LRRangeTest."""
+    """Parameters of LRRangeTest."""
 
     lr_range_test_min_lr: PerGroup = Field(default=1e-3, description="Learning rate at the start.")
     lr_range_test_step_size: Count = Field(default=2000, description="Updates per interval.")
     lr_range_test_step_rate: Number = Field(
-        default=1.0, description="Growth per interval, as a share of the start."
+        default=1.0, description="Growth per interval, as a fraction of the start."
     )
     lr_range_test_staircase: StrictBool = Field(
         default=False, description="Grow once per interval, not with each update."
@@ -116,35 +112,35 @@ class LRRangeTestParams(Section):
 
 
 class WarmupLRConfig(SchedulerConfig):
-    """From warmup_min_lr to warmup_max_lr, and there it stays."""
+    """Rises from warmup_min_lr to warmup_max_lr, then stays constant."""
 
     type: Literal["WarmupLR"] = Field(description="WarmupLR.")
     params: WarmupLRParams = Field(default=WarmupLRParams(), description="Parameters of the schedule.")
 
 
 class WarmupDecayLRConfig(SchedulerConfig):
-    """WarmupLR, and then down to 0 in a line."""
+    """WarmupLR, then a linear decay to 0."""
 
     type: Literal["WarmupDecayLR"] = Field(description="WarmupDecayLR.")
     params: WarmupDecayLRParams = Field(description="Parameters of the schedule.")
 
 
 class WarmupCosineLRConfig(SchedulerConfig):
-    """A share of the optimizer's own rate: warmed up, and then down a cosine."""
+    """A fraction of the optimizer's rate: a warmup, then a cosine decay."""
 
     type: Literal["WarmupCosineLR"] = Field(description="WarmupCosineLR.")
     params: WarmupCosineLRParams = Field(description="Parameters of the schedule.")
 
 
 class OneCycleConfig(SchedulerConfig):
-    """Up, down, and then a slow decay; the momentum goes the other way."""
+    """The rate rises, falls, then decays slowly; the momentum moves inversely."""
 
     type: Literal["OneCycle"] = Field(description="OneCycle.")
     params: OneCycleParams = Field(description="Parameters of the schedule.")
 
 
 class LRRangeTestConfig(SchedulerConfig):
-    """Up without end, to see which rate the model still bears."""
+    """The rate rises without limit, to find the highest usable rate."""
 
     type: Literal["LRRangeTest"] = Field(description="LRRangeTest.")
     params: LRRangeTestParams = Field(default=LRRangeTestParams(), description="Parameters of the schedule.")

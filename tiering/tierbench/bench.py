@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tiering.config.training import ALIGNMENT, DEEPEST, format_size
+from tiering.config.training import ALIGNMENT, MAX_QUEUE_DEPTH, format_size
 from tiering.errors import ConfigError, SwapError
 from tiering.host import drives
 from tiering.host.drives import Backing
@@ -65,8 +65,8 @@ class Asked:
                 f"--bs is {self.bs} bytes, which has to be a multiple of {ALIGNMENT} up to 1 GiB: {nearest} is one"
                 " (K, M and G are 1024-based, KB, MB and GB are decimal)"
             )
-        if not 1 <= self.iodepth <= DEEPEST:
-            raise ConfigError(f"--iodepth is {self.iodepth}; choose 1 .. {DEEPEST}")
+        if not 1 <= self.iodepth <= MAX_QUEUE_DEPTH:
+            raise ConfigError(f"--iodepth is {self.iodepth}; choose 1 .. {MAX_QUEUE_DEPTH}")
         if not 1 <= self.numjobs <= 64:
             raise ConfigError(f"--numjobs is {self.numjobs}; choose 1 .. 64")
         if not 1 <= self.rwmixread <= 99:

@@ -67,7 +67,7 @@ def test_a_file_that_does_not(check: Check) -> None:
     assert err.splitlines() == [
         "DIR/ds.json:9: refused: train_batchsize: unknown key; did you mean train_batch_size?",
         (
-            "DIR/ds.json:10: refused: amp: neither DeepSpeed 0.19 nor tiering has it; delete the line"
+            "DIR/ds.json:10: refused: amp: unknown to both DeepSpeed 0.19 and tiering; delete the line"
             ' "amp": {"enabled": true}'
         ),
     ]
@@ -126,7 +126,7 @@ def test_ranks_share_a_batch(check: Check, capsys: pytest.CaptureFixture[str]) -
     assert check(config, "--ranks", "8")[0] == 0
     code, _, err = check(config, "--ranks", "4")
     assert code == 1
-    assert "2 x 1 x 4 ranks is 8; give two of the three" in err
+    assert "2 x 1 x 4 ranks is 8; set only two of the three" in err
     with pytest.raises(SystemExit):
         check(config, "--ranks", "0")
     assert "at least 1 rank trains" in capsys.readouterr().err
@@ -172,7 +172,7 @@ def test_json_has_everything(check: Check) -> None:
         "value": {"enabled": False},
         "class": "no effect",
         "from": "file",
-        "here": "progress is published as telemetry, which tierd shows",
+        "here": "published as telemetry, which tierd shows",
         "off": True,
         "line": 10,
     }
@@ -189,7 +189,7 @@ def test_narrow_terminals_have_a_line_for_what_it_does(check: Check) -> None:
     lines = [line.rstrip() for line in out.splitlines()]
     assert max(map(len, lines)) <= 80
     place = lines.index("zero_optimization.overlap_comm = true  no effect")
-    assert lines[place + 1] == "    collectives always run beside compute"
+    assert lines[place + 1] == "    collectives always overlap compute"
 
 
 def test_all_shows_what_the_file_does_not_set(check: Check) -> None:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tiering.config.ds_config import Known, Origin, Verdict
+from tiering.config.ds_config import LoadContext, Origin, Verdict
 from tiering.config.json_comments import plain
 
 FILES = Path(__file__).with_name("ds_files")
@@ -53,8 +53,8 @@ class Shape:
     absent: dict[str, str] = field(default_factory=dict)
 
     @property
-    def known(self) -> Known:
-        return Known(
+    def known(self) -> LoadContext:
+        return LoadContext(
             hidden_size=self.hidden_size,
             dtype=self.dtype,
             arguments=self.arguments,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiering.config.ds_config import Known, Origin, load
+from tiering.config.ds_config import LoadContext, Origin, load
 from tiering.config.training import TieringConfig
 from tiering.errors import ConfigError
 
@@ -14,11 +14,13 @@ from .ds_cases import MINIMAL, changed, entry, refusal
 def test_auto_that_only_a_trainer_can_fill_is_refused() -> None:
     told = refusal(changed("optimizer.params.lr", "auto"))
     assert (
-        "optimizer.params.lr: 'auto' is for a trainer to fill in: give a number, or initialize(args=...)"
+        "optimizer.params.lr: 'auto' needs a trainer's argument: set a number, or pass initialize(args=...)"
         in told
     )
     for path in ("zero_optimization.stage", "steps_per_print", "dataloader_drop_last"):
-        assert f"{path}: 'auto' is for a trainer to fill in; give a value" in refusal(changed(path, "auto"))
+        assert f"{path}: 'auto' is only for keys that a trainer fills in; set a value" in refusal(
+            changed(path, "auto")
+        )
 
 
 def test_auto_is_filled_in_from_what_is_known() -> None:
@@ -46,7 +48,7 @@ def test_auto_is_filled_in_from_what_is_known() -> None:
         "warmup_ratio": 0.1,
         "max_steps": 105,
     }
-    config, report = load(given, world_size=4, known=Known(arguments=arguments, dtype="bf16"))
+    config, report = load(given, world_size=4, context=LoadContext(arguments=arguments, dtype="bf16"))
     assert {
         entry.origin for entry in report.entries if entry.key not in {"optimizer.type", "scheduler.type"}
     } == {Origin.AUTO}
@@ -68,18 +70,18 @@ def test_auto_is_filled_in_from_what_is_known() -> None:
     with pytest.raises(
         ConfigError, match=r"total_num_steps: 'auto' .* initialize\(args=...\) with max_steps"
     ):
-        load(given, known=Known(arguments=arguments | {"max_steps": -1, "warmup_steps": 5}))
+        load(given, context=LoadContext(arguments=arguments | {"max_steps": -1, "warmup_steps": 5}))
 
 
 def test_sections_that_initialize_replaces_ask_for_nothing() -> None:
     given = MINIMAL | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
-    config, report = load(given, known=Known(replaced=frozenset({"optimizer"})))
+    config, report = load(given, context=LoadContext(replaced=frozenset({"optimizer"})))
     assert config.optimizer is None
-    assert entry(report, "optimizer.params.lr").note == "replaced by what initialize() was given as optimizer"
+    assert entry(report, "optimizer.params.lr").note == "replaced by the optimizer passed to initialize()"
     # a name that is wrong stays wrong
     wrong = given | {"optimizer": {"type": "AdamW", "params": {"lerning_rate": 1}}}
     with pytest.raises(ConfigError, match=r"optimizer\.params\.lerning_rate: unknown key"):
-        load(wrong, known=Known(replaced=frozenset({"optimizer"})))
+        load(wrong, context=LoadContext(replaced=frozenset({"optimizer"})))
 
 
 def test_auto_that_is_known_here_is_filled() -> None:

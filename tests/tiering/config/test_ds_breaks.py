@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiering.config.ds_config import Known, examine, load
+from tiering.config.ds_config import LoadContext, examine, load
 from tiering.errors import ConfigError
 
 WHOLE: dict[str, Any] = {
@@ -72,11 +72,11 @@ def test_values_of_other_libraries_are_those_of_json() -> None:
     pair = np.array([1, 2])  # to ask whether it equals something raises
     for path in ("gradient_clipping", "amp", "steps_per_print"):
         for said, told in ((pair, {}), ("auto", {"max_grad_norm": pair})):
-            _, report = examine({"train_batch_size": 8, path: said}, known=Known(arguments=told))
+            _, report = examine({"train_batch_size": 8, path: said}, context=LoadContext(arguments=told))
             assert [entry.key for entry in report.refused] == [path]
-    known = Known(arguments={"learning_rate": np.float32(0.5), "max_steps": np.int64(9)})
+    known = LoadContext(arguments={"learning_rate": np.float32(0.5), "max_steps": np.int64(9)})
     schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
-    config, _ = load(adam(lr="auto") | {"scheduler": schedule}, known=known)
+    config, _ = load(adam(lr="auto") | {"scheduler": schedule}, context=known)
     assert config.optimizer is not None
     assert config.optimizer.lr == 0.5
 
@@ -171,7 +171,7 @@ def test_one_beta_of_a_trainer_leaves_the_other_at_its_default() -> None:
         ({"adam_beta2": 0.95}, (0.9, 0.95)),
         ({}, (0.9, 0.999)),
     ):
-        config, _ = load(adam(betas="auto"), known=Known(arguments=told))
+        config, _ = load(adam(betas="auto"), context=LoadContext(arguments=told))
         assert config.optimizer is not None
         assert config.optimizer.betas == betas
 
@@ -181,28 +181,32 @@ def test_one_beta_of_a_trainer_leaves_the_other_at_its_default() -> None:
 def test_arguments_that_are_no_numbers_are_told_by_their_name(name: str, value: object) -> None:
     schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}
     arguments = {"max_steps": 10, "warmup_steps": 0, "warmup_ratio": 0.1} | {name: value}
-    _, report = examine(given(scheduler=schedule), known=Known(arguments=arguments))
+    _, report = examine(given(scheduler=schedule), context=LoadContext(arguments=arguments))
     assert report.refused
     assert all(f"args.{name}" in entry.note for entry in report.refused)
 
 
 def test_the_batch_of_the_whole_is_what_the_trainer_has() -> None:
     """Where only train_batch_size is there, trainers fill in the product of theirs."""
-    known = Known(arguments={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2})
-    config, report = load({"train_batch_size": "auto"}, world_size=3, known=known)
+    known = LoadContext(arguments={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2})
+    config, report = load({"train_batch_size": "auto"}, world_size=3, context=known)
     assert (config.train_batch_size, config.micro_batch_size, config.gradient_accumulation_steps) == (
         24,
         4,
         2,
     )
-    assert [(entry.value, entry.note) for entry in report.entries] == [(24, "what the others make it")]
-    config, _ = load({"train_batch_size": "auto", "gradient_accumulation_steps": 5}, known=known)
+    assert [(entry.value, entry.note) for entry in report.entries] == [
+        (24, "computed from the other batch keys")
+    ]
+    config, _ = load({"train_batch_size": "auto", "gradient_accumulation_steps": 5}, context=known)
     assert (config.train_batch_size, config.gradient_accumulation_steps) == (20, 5)
 
 
 def test_what_is_no_number_does_not_contradict_itself() -> None:
     for value in (float("nan"), float("inf")):
-        _, report = examine(adam(lr=value, eps="auto"), known=Known(arguments={"adam_epsilon": value}))
+        _, report = examine(
+            adam(lr=value, eps="auto"), context=LoadContext(arguments={"adam_epsilon": value})
+        )
         assert ["finite number" in entry.note for entry in report.refused] == [True, True]
 
 
@@ -241,10 +245,10 @@ def test_the_directory_of_telemetry_may_be_at_home(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"comment": "for the big node"}, "a remark is written behind // or #"),
+        ({"comment": "for the big node"}, "write a comment after // or #"),
         ({"warmup": 8}, "remove it: neither DeepSpeed nor tiering has it"),
         ({"TRAIN_BATCH_SIZE": 8}, "did you mean train_batch_size?"),
-        (adam(betas=[0.9]), r"a value is missing in [0.9]"),
+        (adam(betas=[0.9]), r"missing value in [0.9]"),
     ],
 )
 def test_what_people_write_is_told_with_the_remedy(changes: dict[str, Any], message: str) -> None:
@@ -257,7 +261,7 @@ def test_a_name_that_begins_with_an_underscore_is_a_remark() -> None:
         given(_comment="for the big node", zero_optimization={"_note": {"of": "ours"}, "stage": 2})
     )
     assert config.zero.stage == 2
-    remarks = {entry.key for entry in report.entries if entry.note == "a remark: its name begins with _"}
+    remarks = {entry.key for entry in report.entries if entry.note == "comment: its name starts with _"}
     assert remarks == {"_comment", "zero_optimization._note"} and not report.refused
 
 
@@ -285,5 +289,5 @@ def test_params_of_what_is_not_here_are_no_mistake_where_an_object_is_given() ->
     file = adam("RMSprop", alpha=0.9) | {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 9}}}
     _, report = examine(file)
     assert [entry.key for entry in report.refused] == ["optimizer.type", "scheduler.type"]
-    config, report = load(file, known=Known(replaced=frozenset({"optimizer", "scheduler"})))
+    config, report = load(file, context=LoadContext(replaced=frozenset({"optimizer", "scheduler"})))
     assert (config.optimizer, config.scheduler, report.without_effect) == (None, None, ())

@@ -21,7 +21,7 @@ def test_a_file_gets_its_report(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     shape = shapes()[name]
     for variable, value in shape.environment.items():
         monkeypatch.setenv(variable, value)
-    config, report = examine(shape.path, world_size=shape.ranks, known=shape.known)
+    config, report = examine(shape.path, world_size=shape.ranks, context=shape.known)
     told = {entry.key: entry for entry in report.entries}
     assert len(told) == len(report.entries)
     assert {(key, str(told[key].verdict), str(told[key].origin)) for key in told.keys() - shape.absent} == {
@@ -36,10 +36,10 @@ def test_a_file_gets_its_report(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     if config is None:
         assert {entry.key for entry in report.refused} == shape.refused != set()
         with pytest.raises(ConfigError) as caught:
-            load(shape.path, world_size=shape.ranks, known=shape.known)
+            load(shape.path, world_size=shape.ranks, context=shape.known)
         assert all(f"{key}: " in str(caught.value) for key in shape.refused)
         return
     assert shape.refused == set()
     assert {field: value_of(config, field) for field in shape.gives} == shape.gives
-    assert load(content(shape), world_size=shape.ranks, known=shape.known)[0] == config
+    assert load(content(shape), world_size=shape.ranks, context=shape.known)[0] == config
     assert TieringConfig.model_validate(config.model_dump(exclude_defaults=True)) == config

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiering.config.ds_config import examine, load, value_of
-from tiering.config.ds_config.keys import KEYS, PARAMS_BY_TYPE, SECTIONS
+from tiering.config.ds_config.keys import KEYS, SECTIONS
+from tiering.config.ds_config.type_params import PARAMS_BY_TYPE
 from tiering.config.ds_config.verdicts import Verdict
 
 from .ds_shapes import content, names, shapes
@@ -104,7 +105,7 @@ def test_defaults_are_deepspeeds() -> None:
         to = KEYS[key].to if key in KEYS else ""
         if to and "default" in about and not to.startswith(("optimizer.", "scheduler.")):
             ours = value_of(config, to)
-            same = ours == about["default"] or KEYS[key].asks_nothing(about["default"])
+            same = ours == about["default"] or KEYS[key].requests_nothing(about["default"])
             if not same and (ours, about["default"]) != ([], None):  # no path
                 differ[key] = (about["default"], ours)
     assert differ.keys() == OTHER_DEFAULTS.keys()
@@ -117,7 +118,7 @@ def test_what_deepspeed_does_by_default_is_never_refused() -> None:
         if "default" in about and key in KEYS and KEYS[key].verdict is Verdict.REFUSED
     }
     assert len(asked) > 15
-    assert [key for key, default in asked.items() if not KEYS[key].asks_nothing(default)] == []
+    assert [key for key, default in asked.items() if not KEYS[key].requests_nothing(default)] == []
 
 
 # Random keys and values in the files of ``ds_files/``
@@ -168,9 +169,9 @@ def test_an_unknown_key_anywhere_is_refused_by_its_name(place: tuple[str, str], 
     if knows(key) or key in SECTIONS or name.startswith("_"):  # the last is a remark
         return
     shape = shapes()[file]
-    _, before = examine(FILES[file], world_size=shape.ranks, known=shape.known)
+    _, before = examine(FILES[file], world_size=shape.ranks, context=shape.known)
     given = with_value(FILES[file], key, True)
-    config, report = examine(given, world_size=shape.ranks, known=shape.known)
+    config, report = examine(given, world_size=shape.ranks, context=shape.known)
     assert config is None
     spelled = key.removesuffix(name) + (name if name.isprintable() else json.dumps(name))
     assert {entry.key for entry in report.refused} == {spelled} | {entry.key for entry in before.refused}
@@ -203,7 +204,7 @@ def test_auto_anywhere_is_filled_in_or_refused(places: list[tuple[str, str]]) ->
     for path in [path for name, path in places if name == file]:
         given = with_value(given, path, "auto")
     shape = shapes()[file]
-    config, report = examine(given, world_size=shape.ranks, known=shape.known)
+    config, report = examine(given, world_size=shape.ranks, context=shape.known)
     assert (config is None) == bool(report.refused)
     assert all(entry.note for entry in report.refused)
     if config is not None:

@@ -46,7 +46,7 @@ def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str
 
 def test_a_file_in_no_encoding_that_json_has(tmp_path: Path) -> None:
     (tmp_path / "latin.json").write_bytes('{"run": "é"}'.encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"latin\.json is not JSON: it is no UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"latin\.json is not valid JSON: it is not UTF-8 text"):
         load(tmp_path / "latin.json")
 
 

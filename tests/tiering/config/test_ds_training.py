@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tiering.config.ds_config import Verdict, examine, load
-from tiering.config.ds_config.keys import KEYS, PARAMS_BY_TYPE
+from tiering.config.ds_config.keys import KEYS
+from tiering.config.ds_config.type_params import PARAMS_BY_TYPE
 from tiering.config.optimizer import RULES
 from tiering.config.scheduler import PARAMS
 from tiering.config.training import LossScaleConfig, OffloadOptimizerConfig, OptimizerConfig, TieringConfig
@@ -68,7 +69,7 @@ def test_without_an_optimizer_there_is_none(section: object) -> None:
 
 def test_numbers_without_a_rule_are_refused() -> None:
     assert refused(optimizer={"params": {"lr": 0.1}}) == {
-        "optimizer.type": "missing; name one, for example 'AdamW'"
+        "optimizer.type": "missing; set it, for example 'AdamW'"
     }
 
 
@@ -113,10 +114,10 @@ def test_torchs_adamw_has_a_decay_of_its_own() -> None:
 def test_what_a_rule_cannot_do_is_refused() -> None:
     assert "not supported in this version" in refused(optimizer={"type": "Muon"})["optimizer.type"]
     told = refused(optimizer={"type": "Adamax"})["optimizer.type"]
-    assert "AdamW, Adam, Lion, Adagrad, SGD have" in told
+    assert "the kernels are AdamW, Adam, Lion, Adagrad, SGD." in told
     assert "initialize(optimizer=torch.optim.Adamax(...))" in told
     told = refused(optimizer=optimizer("SGD", nesterov=True))
-    assert told == {"optimizer": "nesterov needs a momentum above 0 and no dampening"}
+    assert told == {"optimizer": "nesterov requires momentum > 0 and dampening 0"}
     assert (
         "negate the loss" in refused(optimizer=optimizer("SGD", maximize=True))["optimizer.params.maximize"]
     )
@@ -178,7 +179,7 @@ def test_auto_is_what_a_trainer_would_fill_in(kind: str) -> None:
     note = verdicts(scheduler={"type": kind, "params": given})["scheduler.params.warmup_max_lr"]
     assert note == (Verdict.HONOURED, "the optimizer's rate, as trainers fill in")
     told = refused(scheduler={"type": kind, "params": given | {"warmup_num_steps": "auto"}})
-    remedy = "'auto' is for a trainer to fill in: give a number, or initialize(args=...) with warmup_steps"
+    remedy = "'auto' needs a trainer's argument: set a number, or pass initialize(args=...) with warmup_steps"
     assert told == {"scheduler.params.warmup_num_steps": remedy}
 
 
@@ -186,15 +187,15 @@ def test_auto_is_what_a_trainer_would_fill_in(kind: str) -> None:
     ("section", "key", "message"),
     [
         ({"type": "WarmupLr"}, "type", "unknown schedule 'WarmupLr'; did you mean 'WarmupLR'?"),
-        ({"type": "StepLR"}, "type", "can be passed to initialize(lr_scheduler=...)"),
+        ({"type": "StepLR"}, "type", "any other scheduler to initialize(lr_scheduler=...)"),
         (
             {"type": "xyz"},
             "type",
-            "there are WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest.",
+            "supported: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest.",
         ),
         ({"type": 3}, "type", "unknown schedule '3'"),
-        ({"params": {"warmup_num_steps": 3}}, "type", "missing; name one, for example 'WarmupLR'"),
-        ({"type": "WarmupDecayLR"}, "params.total_num_steps", "missing; WarmupDecayLR needs it"),
+        ({"params": {"warmup_num_steps": 3}}, "type", "missing; set it, for example 'WarmupLR'"),
+        ({"type": "WarmupDecayLR"}, "params.total_num_steps", "missing; WarmupDecayLR requires it"),
         (
             {"type": "WarmupLR", "params": {"warmup_num_steps": -1}},
             "params.warmup_num_steps",
@@ -204,9 +205,9 @@ def test_auto_is_what_a_trainer_would_fill_in(kind: str) -> None:
         (
             {"type": "WarmupLR", "params": {"warmup_min_lr": "x"}},
             "params.warmup_min_lr",
-            "one per param group",
+            "one number per param group",
         ),
-        ({"type": "WarmupLR", "params": {"warmup_min_lr": [1, -1]}}, "params.warmup_min_lr", "0 or more"),
+        ({"type": "WarmupLR", "params": {"warmup_min_lr": [1, -1]}}, "params.warmup_min_lr", "a number >= 0"),
         (
             {"type": "WarmupLR", "params": {"total_num_steps": 9}},
             "params.total_num_steps",
@@ -267,7 +268,7 @@ def test_a_fixed_loss_scale_needs_none_of_the_rest() -> None:
     assert read(fp16=section).loss_scale == LossScaleConfig(scale=128.0)
     assert verdicts(fp16=section)["fp16.loss_scale_window"] == (
         Verdict.NO_EFFECT,
-        "a fixed loss scale stays as it is",
+        "not used with a fixed loss scale",
     )
     assert "greater than 0" in refused(fp16=section | {"loss_scale": 0})["fp16.loss_scale_window"]
 
@@ -311,7 +312,7 @@ def test_wrong_loss_scales_are_told_by_their_key() -> None:
 
 def test_one_precision_at_a_time() -> None:
     told = refused(fp16={"enabled": True}, bf16={"enabled": True})
-    assert told == {"bf16.enabled": 'true contradicts fp16.enabled, which says "fp16"; keep one of them'}
+    assert told == {"bf16.enabled": 'true contradicts fp16.enabled, which is "fp16"; remove one of them'}
     assert read(fp16={"enabled": True}, bf16={"enabled": False}).precision == "fp16"
     assert read(fp16={"enabled": False}, bf16={"enabled": True}).precision == "bf16"
     assert read(fp16={"enabled": False}, bf16={"enabled": False}).precision == "fp32"
@@ -350,13 +351,13 @@ def test_autocast_that_is_off(enabled: dict[str, Any]) -> None:
 
 def test_autocast_that_cannot_be_read() -> None:
     assert refused(torch_autocast={"enabled": True}) == {
-        "torch_autocast.dtype": "missing; give 'bfloat16' or 'float16'"
+        "torch_autocast.dtype": "missing; set 'bfloat16' or 'float16'"
     }
     assert "one of bf16, fp16 is needed, not 'float32'" in str(
         refused(torch_autocast={"enabled": True, "dtype": "float32"})
     )
     assert refused(torch_autocast={"enabled": "yes", "dtype": "half"}) == {
-        "torch_autocast.enabled": "true or false, not 'yes'"
+        "torch_autocast.enabled": "true or false is needed, not 'yes'"
     }
     assert "trainer" in refused(torch_autocast={"enabled": "auto"})["torch_autocast.enabled"]
 
@@ -388,7 +389,7 @@ def test_a_stage_that_does_not_partition_is_told() -> None:
     told = verdicts(zero_optimization=zero)["zero_optimization.offload_param.device"]
     assert told == (
         Verdict.NO_EFFECT,
-        "stage 2 keeps parameters on the device, as in DeepSpeed; stage 3 offloads it",
+        "stage 2 keeps parameters on the device, as in DeepSpeed; stage 3 can offload",
     )
     assert read(zero_optimization={"cpu_offload_param": True}).zero.offload_param.device == "none"
     # A training file at stage 0.
@@ -396,7 +397,7 @@ def test_a_stage_that_does_not_partition_is_told() -> None:
     assert read(zero_optimization=reference).zero.offload_optimizer == OffloadOptimizerConfig()
     assert verdicts(zero_optimization=reference)["zero_optimization.offload_optimizer.device"] == (
         Verdict.NO_EFFECT,
-        "stage 0 keeps optimizer state on the device, as in DeepSpeed; stage 1 offloads it",
+        "stage 0 keeps optimizer state on the device, as in DeepSpeed; stage 1 can offload",
     )
     assert read(zero_optimization={"cpu_offload": True}).zero.offload_optimizer.device == "none"
     assert read(zero_optimization={"stage": 1, "cpu_offload": True}).zero.offload_optimizer.device == "cpu"

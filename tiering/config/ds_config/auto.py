@@ -1,7 +1,7 @@
-"""What "auto" comes to: from the model, from a trainer's arguments, or from what trainers fill in when nobody says.
+"""Resolves "auto" from the model, from a trainer's arguments, or to the default that trainers fill in.
 
-A trainer's arguments go by the names of Hugging Face's ``TrainingArguments``: ``initialize(args=...)`` takes those, or
-any namespace that has some of them.
+A trainer's arguments have the names of Hugging Face's ``TrainingArguments``: ``initialize(args=...)`` takes those, or
+any namespace with some of them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tiering.config.json_values import values
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known beside the file.
+class LoadContext:
+    """Information that does not come from the file.
 
-    ``hidden_size`` is the model's, ``dtype`` that of its parameters ("fp32", "bf16", "fp16"), ``arguments`` is what
-    a trainer has by name, a mapping or any namespace; ``replaced`` are the sections in whose place ``initialize`` was
-    given an object.
+    ``hidden_size`` is the model's; ``dtype`` is that of its parameters ("fp32", "bf16", "fp16"); ``arguments`` is a
+    mapping or namespace of a trainer's arguments; ``replaced`` are the sections that an object passed to
+    ``initialize`` replaces.
     """
 
     hidden_size: int | None = None
@@ -30,12 +30,12 @@ class Known:
     replaced: frozenset[str] = frozenset()
 
     def argument(self, name: str) -> Any:
-        """The trainer's argument; None if there is none."""
-        return values(named(self.arguments, name))
+        """The trainer's argument ``name``, or None."""
+        return values(lookup(self.arguments, name))
 
 
 class Filled(NamedTuple):
-    """A value in place of "auto", and where it is from. ``UNSET`` leaves the setting at its default."""
+    """A value in place of "auto", and its source. ``UNSET`` leaves the setting at its default."""
 
     value: object
     source: str
@@ -43,11 +43,11 @@ class Filled(NamedTuple):
 
 UNSET = object()
 
-Auto = Callable[[Known], Filled]
-"""Raises ValueError, with the remedy, if nothing that is known says what the value is."""
+Auto = Callable[[LoadContext], Filled]
+"""Resolves "auto". Raises ValueError, with the remedy, if the value is not known."""
 
 
-TRAINERS_NAMES = {
+KEYS_BY_ARGUMENT = {
     "learning_rate": "optimizer.params.lr",
     "adam_beta1": "optimizer.params.betas",
     "adam_beta2": "optimizer.params.betas",
@@ -56,112 +56,116 @@ TRAINERS_NAMES = {
     "warmup_steps": "scheduler.params.warmup_num_steps",
     "max_steps": "scheduler.params.total_num_steps",
 }
-"""What a trainer calls what DeepSpeed's files call otherwise."""
+"""The keys of DeepSpeed's files, by the trainer's names for them."""
 
 
 def default(source: str) -> Auto:
-    """The default of the setting, whatever is known."""
-    return lambda known: Filled(UNSET, source)
+    """Leaves the setting at its default."""
+    return lambda context: Filled(UNSET, source)
 
 
-def of_hidden_size(rule: str, compute: Callable[[int], int], otherwise: str) -> Auto:
-    """By the model's hidden size h."""
+def of_hidden_size(rule: str, compute: Callable[[int], int], fallback: str) -> Auto:
+    """Computes the value from the model's hidden size h."""
 
-    def fill(known: Known) -> Filled:
-        if known.hidden_size is None:
-            return Filled(UNSET, f"{otherwise}; {rule} where the model tells its hidden size h")
-        return Filled(compute(known.hidden_size), f"{rule}, h = {known.hidden_size}")
+    def fill(context: LoadContext) -> Filled:
+        if context.hidden_size is None:
+            return Filled(UNSET, f"{fallback}; {rule} if the model has a hidden size h")
+        return Filled(compute(context.hidden_size), f"{rule}, h = {context.hidden_size}")
 
     return fill
 
 
 def of_precision(name: str) -> Auto:
-    """The trainer's argument ``name``, or whether the model is kept in that dtype."""
+    """The trainer's argument ``name``, or whether the model's parameters have that dtype."""
 
-    def fill(known: Known) -> Filled:
-        told = known.argument(name)
-        if told is not None:
-            return Filled(told, f"args.{name}")
-        if known.dtype is None:
-            return Filled(False, f"true where the model's parameters are {name}")
-        return Filled(known.dtype == name, f"the model's parameters are {known.dtype}")
-
-    return fill
-
-
-def argument(name: str, otherwise: Filled | None = None) -> Auto:
-    """The trainer's argument ``name``, or else ``otherwise``; a number that nobody can know has to be given."""
-
-    def fill(known: Known) -> Filled:
-        told = known.argument(name)
-        if told is not None:
-            return Filled(told, f"args.{name}")
-        if otherwise is None:
-            raise ValueError(missing(name))
-        return otherwise
+    def fill(context: LoadContext) -> Filled:
+        value = context.argument(name)
+        if value is not None:
+            return Filled(value, f"args.{name}")
+        if context.dtype is None:
+            return Filled(False, f"true if the model's parameters are {name}")
+        return Filled(context.dtype == name, f"the model's parameters are {context.dtype}")
 
     return fill
 
 
-def betas(known: Known) -> Filled:
-    """Adam's, which trainers keep in two arguments."""
-    told = {name: known.argument(name) for name in _BETAS if known.argument(name) is not None}
-    if not told:
+def argument(name: str, fallback: Filled | None = None) -> Auto:
+    """The trainer's argument ``name``, or ``otherwise``. Without both, "auto" is refused."""
+
+    def fill(context: LoadContext) -> Filled:
+        value = context.argument(name)
+        if value is not None:
+            return Filled(value, f"args.{name}")
+        if fallback is None:
+            raise ValueError(missing_argument(name))
+        return fallback
+
+    return fill
+
+
+def betas(context: LoadContext) -> Filled:
+    """Adam's betas, which trainers have as two arguments."""
+    arguments = {name: context.argument(name) for name in _BETAS if context.argument(name) is not None}
+    if not arguments:
         return Filled(UNSET, "the optimizer's default")
-    return Filled([*(_BETAS | told).values()], ", ".join(f"args.{name}" for name in told))
+    return Filled([*(_BETAS | arguments).values()], ", ".join(f"args.{name}" for name in arguments))
 
 
 _BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999}
-"""A trainer's arguments, and what the one is that is not given."""
+"""A trainer's arguments for the betas, with their defaults."""
 
 
-def warmup_steps(known: Known) -> Filled:
-    """``warmup_steps``, or ``warmup_ratio`` of ``max_steps``, as trainers have them: 0 means the other one."""
-    steps, ratio, total = (_number(known, name) for name in ("warmup_steps", "warmup_ratio", "max_steps"))
+def warmup_steps(context: LoadContext) -> Filled:
+    """``warmup_steps``, or ``warmup_ratio`` of ``max_steps`` if ``warmup_steps`` is 0, as in trainers."""
+    steps, ratio, total = (_number(context, name) for name in ("warmup_steps", "warmup_ratio", "max_steps"))
     if steps is None and ratio is None:
-        raise ValueError(missing("warmup_steps"))
-    if isinstance(steps, float) and 0 < steps < 1:  # newer trainers: a share, in place of warmup_ratio
+        raise ValueError(missing_argument("warmup_steps"))
+    # Newer trainers allow a fraction in warmup_steps, in place of warmup_ratio.
+    if isinstance(steps, float) and 0 < steps < 1:
         steps, ratio = None, steps
     if steps or not ratio:
         return Filled(whole_number(steps or 0), "args.warmup_steps")
     if total is None or total <= 0:
-        raise ValueError(missing("max_steps"))
+        raise ValueError(missing_argument("max_steps"))
     return Filled(math.ceil(ratio * total), "args.warmup_ratio of args.max_steps")
 
 
-def total_steps(known: Known) -> Filled:
-    """``max_steps``, which trainers set to -1 where epochs count."""
-    told = _number(known, "max_steps")
-    if told is None or told <= 0:
-        raise ValueError(missing("max_steps"))
-    return Filled(told, "args.max_steps")
+def total_steps(context: LoadContext) -> Filled:
+    """``max_steps``, which trainers set to -1 if they count epochs."""
+    steps = _number(context, "max_steps")
+    if steps is None or steps <= 0:
+        raise ValueError(missing_argument("max_steps"))
+    return Filled(steps, "args.max_steps")
 
 
-def _number(known: Known, name: str) -> float | None:
-    told = known.argument(name)
-    if told is None or (isinstance(told, int | float) and not isinstance(told, bool) and math.isfinite(told)):
-        return told
-    raise ValueError(f"args.{name} is {told!r}; a number is needed")
+def _number(context: LoadContext, name: str) -> float | None:
+    value = context.argument(name)
+    if value is None or (
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    ):
+        return value
+    raise ValueError(f"args.{name} is {value!r}; a number is needed")
 
 
-def missing(name: str) -> str:
-    return f"'auto' is for a trainer to fill in: give a number, or initialize(args=...) with {name}"
+def missing_argument(name: str) -> str:
+    """The error text if the trainer's argument ``name`` is missing."""
+    return f"'auto' needs a trainer's argument: set a number, or pass initialize(args=...) with {name}"
 
 
 _HIDDEN = ("hidden_size", "hidden_sizes", "d_model", "n_embd")
 
 
 def hidden_size_of(config: Any) -> int | None:
-    """The hidden size that a transformers configuration, or its JSON, tells; its text model's where it has several."""
-    for section in (config, named(config, "text_config")):
+    """The hidden size in a transformers configuration or its JSON; of the text model if it has several models."""
+    for section in (config, lookup(config, "text_config")):
         for name in _HIDDEN:
-            value = named(section, name)
+            value = lookup(section, name)
             sizes = value if isinstance(value, list | tuple) else [value]
             if sizes and all(type(size) is int and size > 0 for size in sizes):
                 return int(max(sizes))
     return None
 
 
-def named(given: Any, name: str) -> Any:
-    """What a mapping or a namespace has under ``name``, or None."""
-    return given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)
+def lookup(container: Any, name: str) -> Any:
+    """The value of ``name`` in a mapping or a namespace, or None."""
+    return container.get(name) if isinstance(container, Mapping) else getattr(container, name, None)

@@ -1,4 +1,4 @@
-"""Values as DeepSpeed's files have them, read into what the native schema takes; and which ask for nothing."""
+"""Converts values of DeepSpeed's files to those of the native schema; tests whether a section requests a feature."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 from tiering.config.fields import ALIGNMENT, whole_number
 from tiering.config.optimizer import RULES
-from tiering.config.training import DEEPEST
+from tiering.config.training import MAX_QUEUE_DEPTH
 
 
-def one_of(choices: Mapping[bool, object]) -> Callable[[Any], object]:
+def from_bool(choices: Mapping[bool, object]) -> Callable[[Any], object]:
+    """A converter of true and false to the values in ``choices``."""
+
     def read(value: object) -> object:
         if isinstance(value, bool) and value in choices:
             return choices[value]
@@ -21,43 +23,43 @@ def one_of(choices: Mapping[bool, object]) -> Callable[[Any], object]:
     return read
 
 
-def expanded(given: object) -> object:
-    """Paths with the variables of the environment in them filled in; ``~`` is the schema's."""
-    if isinstance(given, list | tuple):
-        return [expanded(each) for each in given]
-    return _VARIABLE.sub(_variable, given) if isinstance(given, str) else given
+def expand_variables(value: object) -> object:
+    """Paths with environment variables expanded; the schema expands ``~``."""
+    if isinstance(value, list | tuple):
+        return [expand_variables(each) for each in value]
+    return _VARIABLE.sub(_variable, value) if isinstance(value, str) else value
 
 
 def _variable(match: re.Match[str]) -> str:
     name = match[1] or match[2]
     value = os.environ.get(name)
     if not value:
-        raise ValueError(f"the environment has no {name}, which it names; set it, or write the directory")
+        raise ValueError(f"the environment variable {name} is not set; set it, or write the directory")
     return value
 
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)", re.ASCII)
 
 
-def aligned(size: object) -> object:
-    """Requests are of whole blocks of a drive: the next larger one is as good."""
+def align_up(size: object) -> object:
+    """``size`` in bytes, rounded up to whole blocks of a drive."""
     nbytes = whole_number(size)
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def depth(wanted: object) -> object:
-    """More requests than a path takes at a time only wait elsewhere."""
-    return min(whole_number(wanted), DEEPEST)
+def limit_queue_depth(requests: object) -> object:
+    """The queue depth, at most the maximum of a path; more requests would only wait in another queue."""
+    return min(whole_number(requests), MAX_QUEUE_DEPTH)
 
 
 def update_rule(name: object) -> object:
-    # DeepSpeed compares the names of its own optimizers in lower case.
-    known = {rule.lower(): rule for rule in RULES}
-    return known.get(name.lower(), name) if isinstance(name, str) else name
+    """``name`` in the spelling of the schema; DeepSpeed compares names of optimizers in lower case."""
+    rules = {rule.lower(): rule for rule in RULES}
+    return rules.get(name.lower(), name) if isinstance(name, str) else name
 
 
 def dtype_among(*dtypes: str) -> Callable[[object], object]:
-    """Reads a dtype by any of the names that DeepSpeed takes for it."""
+    """A converter that accepts every name of a dtype that DeepSpeed accepts."""
 
     def read(name: object) -> str:
         for dtype in dtypes:
@@ -76,6 +78,7 @@ _DTYPES = {
 
 
 def enabled_anywhere(section: object) -> bool:
+    """Whether ``section`` or a section inside it has ``enabled: true``."""
     if not isinstance(section, Mapping):
         return section not in (None, False)
     return any(
@@ -86,7 +89,7 @@ def enabled_anywhere(section: object) -> bool:
 
 
 def splits_tensors(section: object) -> bool:
-    """Over more than one rank."""
+    """Whether ``section`` requests tensor parallelism over more than one rank."""
     if not isinstance(section, Mapping):
         return section not in (None, False)
     inner = (section.get(name) for name in ("tp", "tensor_parallel"))

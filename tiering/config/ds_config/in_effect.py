@@ -1,4 +1,4 @@
-"""What a configuration that was read comes to: values by their keys, in words, and in one line."""
+"""The values that are in effect after reading: by key, with their descriptions, and as a one-line summary."""
 
 from __future__ import annotations
 
@@ -8,65 +8,65 @@ from typing import Any
 
 from tiering.config.ds_config.keys import KEYS
 from tiering.config.ds_config.report import Entry, Origin
-from tiering.config.ds_config.verdicts import Key, Verdict
+from tiering.config.ds_config.verdicts import KeyRule, Verdict
 from tiering.config.optimizer import RULES
 from tiering.config.scheduler import PARAMS
 from tiering.config.training import OptimizerConfig, SchedulerConfig, TieringConfig
 
 
-def tells(rule: Key, value: object) -> bool:
-    """Whether the key would have ``value`` for a field that is ``value``: some have true, say, for "bf16"."""
+def reads_back(rule: KeyRule, value: object) -> bool:
+    """Whether the key takes the field's ``value`` unchanged; ``bf16.enabled``, for example, takes true for "bf16"."""
     try:
         return rule.read is None or rule.read(value) == value
     except ValueError:
         return False
 
 
-def shown(entry: Entry, config: TieringConfig) -> Entry:
-    """``entry`` with the default in place of an "auto" that comes to it."""
+def with_default(entry: Entry, config: TieringConfig) -> Entry:
+    """``entry`` with the default in place of an "auto" that resolves to the default."""
     rule = KEYS.get(entry.key)
     if entry.origin is not Origin.AUTO or entry.value != "auto" or rule is None:
         return entry
     if not rule.to or not _applies(rule.to, config):
         return entry
-    value = value_of(config, rule.to)
-    return replace(entry, value=value) if tells(rule, value) else entry
+    default = value_of(config, rule.to)
+    return replace(entry, value=default) if reads_back(rule, default) else entry
 
 
-def defaults(config: TieringConfig, given: Mapping[str, Entry]) -> Iterator[Entry]:
-    """The settings that nobody gave, by the first of their names in use, with what the rest has made of them."""
-    settled = {KEYS[key].to for key in given if key in KEYS}
+def defaults(config: TieringConfig, entries: Mapping[str, Entry]) -> Iterator[Entry]:
+    """Entries for the settings that the configuration does not set, each under its first current name."""
+    settled = {KEYS[key].to for key in entries if key in KEYS}
     for key, rule in KEYS.items():
         if not rule.to or rule.to in settled or rule.verdict is Verdict.DEPRECATED:
             continue
-        if _applies(rule.to, config) and tells(rule, value := value_of(config, rule.to)):
+        if _applies(rule.to, config) and reads_back(rule, value := value_of(config, rule.to)):
             settled.add(rule.to)
             yield Entry(key, value, rule.verdict, description(rule.to), Origin.DEFAULT)
 
 
 def _applies(to: str, config: TieringConfig) -> bool:
-    """Whether the field ``to`` matters in ``config``."""
-    section, _, rest = to.partition(".")
+    """Whether the field ``to`` has an effect in ``config``."""
+    section, _, name_in_section = to.partition(".")
     if section == "optimizer":
-        return config.optimizer is not None and rest in RULES[config.optimizer.type]
+        return config.optimizer is not None and name_in_section in RULES[config.optimizer.type]
     if section == "scheduler":
-        name = rest.removeprefix("params.")
+        name = name_in_section.removeprefix("params.")
         return config.scheduler is not None and name in PARAMS[config.scheduler.type].model_fields
     if section == "loss_scale":
         return "fp16" in (config.precision, config.autocast)
     if section == "cast_inputs":
         return config.precision == "fp16"
     if section == "monitor":
-        return bool(getattr(config.monitor, rest.partition(".")[0]).enabled)
+        return bool(getattr(config.monitor, name_in_section.partition(".")[0]).enabled)
     return True
 
 
 def value_of(config: TieringConfig, path: str) -> object:
-    """The field of ``config`` at the dotted ``path``, in values that JSON has."""
-    found: Any = config.model_dump(mode="json", include=_nested(path.split(".")))
+    """The field of ``config`` at the dotted ``path``, as a JSON value."""
+    value: Any = config.model_dump(mode="json", include=_nested(path.split(".")))
     for name in path.split("."):
-        found = found[name]
-    return found
+        value = value[name]
+    return value
 
 
 def _nested(names: list[str]) -> Any:
@@ -74,7 +74,7 @@ def _nested(names: list[str]) -> Any:
 
 
 def description(path: str) -> str:
-    """What the schema says about the field at the dotted ``path``."""
+    """The schema's description of the field at the dotted ``path``."""
     *sections, name = path.split(".")
     if sections == ["scheduler", "params"]:
         return next(str(p.model_fields[name].description) for p in PARAMS.values() if name in p.model_fields)
@@ -87,8 +87,8 @@ def description(path: str) -> str:
 _SCHEMAS = {"optimizer": OptimizerConfig, "scheduler": SchedulerConfig}
 
 
-def outcome(config: TieringConfig) -> str:
-    """What ``config`` comes to, in one line."""
+def summary_of(config: TieringConfig) -> str:
+    """A one-line summary of ``config``."""
     zero, accumulation, ranks = config.zero, config.gradient_accumulation_steps, config.world_size
     batch = f"batch {config.train_batch_size}"
     if accumulation * ranks > 1:

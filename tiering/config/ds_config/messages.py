@@ -1,4 +1,4 @@
-"""Why a key is refused, and what may have been meant, in words."""
+"""Error texts for refused keys, and suggestions for misspelt keys."""
 
 from __future__ import annotations
 
@@ -7,58 +7,60 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from tiering.config.ds_config.auto import TRAINERS_NAMES
+from tiering.config.ds_config.auto import KEYS_BY_ARGUMENT
 from tiering.config.ds_config.keys import KEYS, SECTIONS
 from tiering.config.optimizer import RULES
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-AUTO = "'auto' is for a trainer to fill in; give a value"
+AUTO = "'auto' is only for keys that a trainer fills in; set a value"
 
 
-_ALIKE = 0.7  # of difflib's measure: "warmup" is not a mistyped "amp"
+# A ratio of difflib; below it, "warmup" would count as a misspelt "amp".
+_MIN_SIMILARITY = 0.7
 
 
-def no_rule(name: str) -> str:
-    """Why there is no optimizer of ``name``, which may be that of a class."""
+def unknown_optimizer(name: str) -> str:
+    """The error text for an unknown optimizer ``name``, which may be a class name."""
     bare = name.rpartition(".")[2]
     rules = {rule.lower(): rule for rule in RULES}
     for prefix in ("", "Fused", "DeepSpeedCPU"):
         if rule := rules.get(bare.removeprefix(prefix).lower()):
-            return f"no optimizer has the name {name!r}; did you mean {rule!r}?"
+            return f"unknown optimizer {name!r}; did you mean {rule!r}?"
     return (
-        f"no {bare} has a kernel here, but {', '.join(RULES)} have; another optimizer is for"
+        f"no kernel for optimizer {bare}; the kernels are {', '.join(RULES)}. Pass any other optimizer to"
         f" initialize(optimizer=torch.optim.{bare}(...))"
     )
 
 
 def reason(problem: ErrorDetails) -> str:
+    """The text of an error of the schema."""
     if problem["input"] == "auto":
         return AUTO
     if problem["type"] == "missing":
-        return f"a value is missing in {problem['input']!r}"
+        return f"missing value in {problem['input']!r}"
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     return f"{problem['msg'].removeprefix('Input ')}, not {problem['input']!r}"
 
 
-def suggestion(key: str, known: Iterable[str]) -> str:
-    """What ``key`` may have been meant as; ``known`` are the names below its section."""
+def suggestion(key: str, names: Iterable[str]) -> str:
+    """A suggestion for the unknown ``key``; ``known`` are the names in its section."""
     if "." in key.partition('"')[2]:
-        return "a dot in a name means nothing here; nest the sections"
+        return "a key cannot contain a dot; nest the sections"
     name = key.rpartition(".")[2]
     elsewhere = sorted(path for path in (*KEYS, *SECTIONS) if path.rpartition(".")[2] == name)
     if elsewhere and len(elsewhere) <= 2:
         return f"did you mean {' or '.join(elsewhere)}?"
     if "comment" in name.lower():
-        return "a remark is written behind // or #"
-    siblings = {path.partition(".")[0] for path in known}
-    similar = get_close_matches(name.lower(), sorted(siblings), n=1, cutoff=_ALIKE)
+        return "write a comment after // or #"
+    siblings = {path.partition(".")[0] for path in names}
+    similar = get_close_matches(name.lower(), sorted(siblings), n=1, cutoff=_MIN_SIMILARITY)
     if similar:
         return f"did you mean {similar[0]}?"
-    if name in TRAINERS_NAMES:
-        return f"did you mean {TRAINERS_NAMES[name]}?"
+    if name in KEYS_BY_ARGUMENT:
+        return f"did you mean {KEYS_BY_ARGUMENT[name]}?"
     leaves = {path.rpartition(".")[2]: path for path in KEYS}
     further = get_close_matches(name.lower(), sorted(leaves), n=1, cutoff=0.8)
     return (
@@ -69,8 +71,11 @@ def suggestion(key: str, known: Iterable[str]) -> str:
 
 
 def dotted(path: Iterable[str]) -> str:
-    """``path`` as one text. Quoted, a name with dots in it cannot pass for the path of a nested key, nor another one
-    for a command to a terminal."""
+    """``path`` joined by dots.
+
+    Names with dots are quoted, because they are not paths of nested keys; so are names with control characters, which
+    a terminal would interpret.
+    """
     return ".".join(
         name if name and "." not in name and name.isprintable() else json.dumps(name) for name in path
     )

@@ -1,4 +1,4 @@
-"""One pass over a DeepSpeed configuration: what becomes of each key, and the native values that they set."""
+"""One pass over a DeepSpeed configuration: an entry for each key, and the native values that the keys set."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
-from tiering.config.ds_config.auto import UNSET, Filled, Known, argument, missing
+from tiering.config.ds_config.auto import UNSET, Filled, LoadContext, argument, missing_argument
 from tiering.config.ds_config.in_effect import description
-from tiering.config.ds_config.keys import KEYS, PARAMS_BY_TYPE, SECTIONS, SHORT_FORMS
-from tiering.config.ds_config.messages import AUTO, dotted, no_rule, reason, suggestion
+from tiering.config.ds_config.keys import KEYS, SECTIONS, SHORT_FORMS
+from tiering.config.ds_config.messages import AUTO, dotted, reason, suggestion, unknown_optimizer
 from tiering.config.ds_config.report import Entry, Origin, brief
-from tiering.config.ds_config.verdicts import Key, Verdict
-from tiering.config.optimizer import NOT_HERE, RULES
+from tiering.config.ds_config.type_params import PARAMS_BY_TYPE
+from tiering.config.ds_config.verdicts import KeyRule, Verdict
+from tiering.config.optimizer import RULES, UNSUPPORTED_OPTIMIZERS
 from tiering.config.scheduler import PARAMS
 from tiering.config.training import Batch, TieringConfig, parse_size, resolve_batch, whole_number
-
-if TYPE_CHECKING:
-    pass
 
 _MICRO = "train_micro_batch_size_per_gpu"
 _BATCH = {
@@ -29,58 +27,60 @@ _BATCH = {
     _MICRO: "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
-"""The three numbers of a batch, and the trainer's arguments that fill them in."""
+"""The three batch numbers, and the trainer's arguments for their "auto"."""
 _CLIPPING = 1.0
-"""DeepSpeed's since 0.19, where nothing is said."""
-_OFF = "off: there is nothing to do"
-_ANY_SCHEDULER = "Any other can be passed to initialize(lr_scheduler=...)"
-_ABSENT = "as if it were not there"
+"""DeepSpeed's default since 0.19."""
+_OFF = "off: requests nothing"
+_ANY_SCHEDULER = "Pass any other scheduler to initialize(lr_scheduler=...)"
+_ABSENT = "empty: same as absent"
 
 
 class Reading:
-    """One pass over one configuration: the entries by key, and the native values they set."""
+    """One pass over one configuration: the entries by key, and the native values that they set."""
 
-    def __init__(self, world_size: int, known: Known, lines: Mapping[tuple[str, ...], int]) -> None:
+    def __init__(self, world_size: int, context: LoadContext, lines: Mapping[tuple[str, ...], int]) -> None:
         self.world_size = world_size
-        self.known = known
+        self.context = context
         self.lines = {dotted(path): line for path, line in lines.items()}
         self.entries: dict[str, Entry] = {}
-        self.values: dict[str, tuple[str, object]] = {}  # native field -> (given key, value)
+        # By native field: the key of the file that set it, and the value.
+        self.values: dict[str, tuple[str, object]] = {}
 
-    def walk(self, given: Mapping[str, Any], prefix: str = "") -> None:
-        for name, value in given.items():
+    def walk(self, section: Mapping[str, Any], prefix: str = "") -> None:
+        """Makes an entry for each key in ``section`` and in its sections."""
+        for name, value in section.items():
             key = f"{prefix}{dotted((str(name),))}"
             if key in KEYS:
-                self._take(key, value, KEYS[key])
+                self._read_key(key, value, KEYS[key])
             elif str(name).startswith("_"):
-                self._note(key, value, Verdict.NO_EFFECT, "a remark: its name begins with _", off=True)
+                self._note(key, value, Verdict.NO_EFFECT, "comment: its name starts with _", off=True)
             elif key not in SECTIONS:
-                known = {path.removeprefix(prefix) for path in (*KEYS, *SECTIONS) if path.startswith(prefix)}
-                self._note(key, value, Verdict.REFUSED, f"unknown key; {suggestion(key, known)}")
+                names = {path.removeprefix(prefix) for path in (*KEYS, *SECTIONS) if path.startswith(prefix)}
+                self._note(key, value, Verdict.REFUSED, f"unknown key; {suggestion(key, names)}")
             elif value is None or value == {}:
                 self._note(key, value, Verdict.NO_EFFECT, _ABSENT, off=True)
             elif isinstance(value, Mapping):
                 self.walk(value, f"{key}.")
             elif key in SHORT_FORMS and isinstance(value, bool):
-                self._take(key, value, SHORT_FORMS[key])
+                self._read_key(key, value, SHORT_FORMS[key])
             else:
-                self._note(key, value, Verdict.REFUSED, f"a section {{...}} is needed, not {brief(value)}")
+                self._note(key, value, Verdict.REFUSED, f"must be a section {{...}}, not {brief(value)}")
 
     def resolve(self) -> TieringConfig | None:
-        """The native configuration; what is wrong with it becomes refused entries."""
-        self._settle_optimizer()
-        self._settle_scheduler()
-        self._settle_precision()
-        self._settle_overflow_checks()
-        self._settle_average()
-        self._settle_stage()
-        self._settle_paths()
+        """The native configuration, or None; each problem becomes a refused entry."""
+        self._resolve_optimizer()
+        self._resolve_scheduler()
+        self._resolve_precision()
+        self._check_overflow_setting()
+        self._check_average()
+        self._resolve_stage()
+        self._ignore_unused_paths()
         self.values.setdefault("gradient_clipping", ("gradient_clipping", _CLIPPING))
-        # A stand-in for a batch that is wrong lets the schema look at the rest; the entry is refused by then.
-        batch = self._batch() or Batch(self.world_size, 1, 1)
+        # An invalid batch has a refused entry already; a valid placeholder lets the schema check the other fields.
+        batch = self._resolve_batch() or Batch(self.world_size, 1, 1)
         tree: dict[str, Any] = {"world_size": self.world_size}
         for to, (_, value) in self.values.items():
-            _plant(tree, to, value)
+            _set_path(tree, to, value)
         if "scheduler" in tree:
             tree["scheduler"].setdefault("params", {})
         tree["train_batch_size"], tree["micro_batch_size"], tree["gradient_accumulation_steps"] = batch
@@ -104,48 +104,50 @@ class Reading:
         self.entries[key] = Entry(key, value, verdict, note, origin, off, self.lines.get(key))
 
     def _refuse(self, key: str, note: str) -> None:
-        """Turns the entry of ``key``, given or not, into a refusal; the first reason stays."""
+        """Refuses ``key``, whether the file has it or not; the first reason stays."""
         entry = self.entries.get(key, Entry(key, None, Verdict.NO_EFFECT))
         if entry.verdict is not Verdict.REFUSED:
             self.entries[key] = replace(entry, verdict=Verdict.REFUSED, note=note, off=False)
 
-    def _take(self, key: str, value: object, rule: Key) -> None:
+    def _read_key(self, key: str, value: object, rule: KeyRule) -> None:
         section = key.partition(".")[0]
-        if section in self.known.replaced:
-            why = f"replaced by what initialize() was given as {section}"
-            self._note(key, value, Verdict.NO_EFFECT, why, off=True)  # initialize says so itself
-        elif key in _BATCH:  # settled when all three are read
+        if section in self.context.replaced:
+            note = f"replaced by the {section} passed to initialize()"
+            # `initialize` logs the replacement itself, so the report does not count it as without effect.
+            self._note(key, value, Verdict.NO_EFFECT, note, off=True)
+        elif key in _BATCH:
+            # `_resolve_batch` resolves the three numbers together, after all keys are read.
             origin = Origin.AUTO if value == "auto" else Origin.FILE
             self._note(key, value, rule.verdict, description(rule.to), origin=origin)
-        elif value == "auto" and section != "tiering" and not rule.asks_nothing(value):
-            self._fill(key, rule)
+        elif value == "auto" and section != "tiering" and not rule.requests_nothing(value):
+            self._resolve_auto(key, rule)
         else:
-            self._judge(key, value, rule)
+            self._apply_rule(key, value, rule)
 
-    def _fill(self, key: str, rule: Key) -> None:
-        """Judge what "auto" comes to."""
+    def _resolve_auto(self, key: str, rule: KeyRule) -> None:
+        """Resolves "auto" and applies the rule to its value."""
         try:
             if rule.auto is None:
                 raise ValueError(AUTO)
-            value, source = rule.auto(self.known)
+            value, source = rule.auto(self.context)
         except ValueError as problem:
             self._note(key, "auto", Verdict.REFUSED, str(problem), origin=Origin.AUTO)
             return
         if value is UNSET:
-            asks_nothing = rule.verdict in (Verdict.NO_EFFECT, Verdict.DEPRECATED) and not rule.to
-            note = rule.note if asks_nothing else source
-            self._note(key, "auto", rule.verdict, note, origin=Origin.AUTO, off=asks_nothing)
+            requests_nothing = rule.verdict in (Verdict.NO_EFFECT, Verdict.DEPRECATED) and not rule.to
+            note = rule.note if requests_nothing else source
+            self._note(key, "auto", rule.verdict, note, origin=Origin.AUTO, off=requests_nothing)
             return
-        self._judge(key, value, rule)
+        self._apply_rule(key, value, rule)
         entry = self.entries[key]
         note = entry.note if entry.verdict is Verdict.REFUSED else source
         self.entries[key] = replace(entry, origin=Origin.AUTO, note=note)
 
-    def _judge(self, key: str, value: object, rule: Key) -> None:
-        off = rule.asks_nothing(value)
+    def _apply_rule(self, key: str, value: object, rule: KeyRule) -> None:
+        off = rule.requests_nothing(value)
         section = isinstance(value, Mapping)
         if section and rule.verdict is not Verdict.REFUSED and not rule.inside:
-            self._note(key, value, Verdict.REFUSED, f"a plain value is needed, not {brief(value)}")
+            self._note(key, value, Verdict.REFUSED, f"must be a single value, not {brief(value)}")
         elif rule.verdict is Verdict.REFUSED and not off:
             name = key.rpartition(".")[2]
             self._note(
@@ -163,128 +165,136 @@ class Reading:
         if isinstance(value, Mapping) and rule.inside:
             self._check_inside(key, value, rule)
 
-    def _check_inside(self, section: str, given: Mapping[str, Any], rule: Key) -> None:
-        """Refuse names that the section does not have; all others share the fate of the section."""
-        for path, value in _leaves(given):
+    def _check_inside(self, section: str, values: Mapping[str, Any], rule: KeyRule) -> None:
+        """Refuses unknown names in a section; the rule of the section applies to all its known names."""
+        for path, value in _leaves(values):
             if not rule.has_inside(path):
-                above = path[: path.rfind(".") + 1]
-                beside = {name.removeprefix(above) for name in rule.inside if name.startswith(above)}
-                hint = suggestion(f"{section}.{path}", beside)
+                parent = path[: path.rfind(".") + 1]
+                siblings = {name.removeprefix(parent) for name in rule.inside if name.startswith(parent)}
+                hint = suggestion(f"{section}.{path}", siblings)
                 self._note(f"{section}.{path}", value, Verdict.REFUSED, f"unknown key; {hint}")
 
-    def _set(self, key: str, value: object, rule: Key) -> None:
+    def _set(self, key: str, value: object, rule: KeyRule) -> None:
         try:
-            read = value if rule.read is None else rule.read(value)
+            converted = value if rule.read is None else rule.read(value)
         except ValueError as problem:
             self._note(key, value, Verdict.REFUSED, str(problem))
             return
         note = rule.note or description(rule.to)
         if rule.verdict is Verdict.MAPPED:
-            note = f"{rule.to} = {brief(read)}: {note}"
-        elif read != value and not rule.note:
-            note = f"{brief(read)}: {note}"
+            note = f"{rule.to} = {brief(converted)}: {note}"
+        elif converted != value and not rule.note:
+            note = f"{brief(converted)}: {note}"
         self._note(key, value, rule.verdict, note)
-        other, known = self.values.setdefault(rule.to, (key, read))
-        if other != key and not _equal(known, read):
+        first_key, first_value = self.values.setdefault(rule.to, (key, converted))
+        if first_key != key and not _equal(first_value, converted):
             self._refuse(
-                key, f"{brief(value)} contradicts {other}, which says {brief(known)}; keep one of them"
+                key,
+                f"{brief(value)} contradicts {first_key}, which is {brief(first_value)}; remove one of them",
             )
 
-    def _settle_optimizer(self) -> None:
-        self._settle_type("optimizer", "for example 'AdamW'")
+    def _resolve_optimizer(self) -> None:
+        self._resolve_type("optimizer", "for example 'AdamW'")
         kind = self._value("optimizer.type")
-        if isinstance(kind, str) and kind not in RULES and kind not in NOT_HERE:
-            self._refuse("optimizer.type", no_rule(kind))
-            self._leave_out("optimizer.")
+        if isinstance(kind, str) and kind not in RULES and kind not in UNSUPPORTED_OPTIMIZERS:
+            self._refuse("optimizer.type", unknown_optimizer(kind))
+            self._drop("optimizer.")
         if kind == "AdamW" and self._value("optimizer.decoupled") is False:
-            self._leave_out(
-                "optimizer.decoupled", "AdamW decays weights directly, as in DeepSpeed; Adam can be told"
+            self._drop(
+                "optimizer.decoupled",
+                "AdamW always decays weights directly, as in DeepSpeed; use type 'Adam' to change that",
             )
         torch_adam = self.entries.get("optimizer.params.torch_adam")
         adamw = kind in ("AdamW", "Adam") and self._value("optimizer.decoupled") is not False
         if adamw and torch_adam and torch_adam.value:
-            # torch.optim.AdamW has a default of its own, and DeepSpeed leaves it to that
+            # DeepSpeed then uses the default of torch.optim.AdamW.
             self.values.setdefault("optimizer.weight_decay", (torch_adam.key, 0.01))
 
-    def _settle_scheduler(self) -> None:
-        schedule = self._settle_type("scheduler", "for example 'WarmupLR'")
-        without_optimizer = "optimizer.type" not in self.entries and "optimizer" not in self.known.replaced
-        # Trainers fill in 0 steps for an evaluation.
+    def _resolve_scheduler(self) -> None:
+        schedule = self._resolve_type("scheduler", "for example 'WarmupLR'")
+        without_optimizer = "optimizer.type" not in self.entries and "optimizer" not in self.context.replaced
+        # Trainers set total_num_steps to 0 for an evaluation without an optimizer.
         if without_optimizer and self._value("scheduler.params.total_num_steps") == 0:
-            self._leave_out("scheduler.", "there is no optimizer whose rate it could set")
+            self._drop("scheduler.", "no optimizer is configured")
             return
         if schedule in PARAMS:
             for name, info in PARAMS[schedule].model_fields.items():
                 if info.is_required() and f"scheduler.params.{name}" not in self.entries:
-                    self._refuse(f"scheduler.params.{name}", f"missing; {schedule} needs it")
+                    self._refuse(f"scheduler.params.{name}", f"missing; {schedule} requires it")
         elif schedule is not None:
             similar = get_close_matches(schedule, PARAMS, n=1)
-            hint = f"did you mean {similar[0]!r}?" if similar else f"there are {', '.join(PARAMS)}."
+            hint = f"did you mean {similar[0]!r}?" if similar else f"supported: {', '.join(PARAMS)}."
             self._refuse("scheduler.type", f"unknown schedule {schedule!r}; {hint} {_ANY_SCHEDULER}")
-            self._leave_out("scheduler.")
+            self._drop("scheduler.")
 
-    def _settle_type(self, section: str, example: str) -> str | None:
-        """The type that ``section`` names. Refuses params that it does not have, and params without any type."""
-        if section in self.known.replaced:
-            named = self.entries.get(f"{section}.type")
-            if named and str(named.value) not in PARAMS_BY_TYPE[section]:
-                self._disown(section, str(named.value))
+    def _resolve_type(self, section: str, example: str) -> str | None:
+        """The type of ``section``. Refuses parameters that the type does not have, and parameters without a type."""
+        if section in self.context.replaced:
+            type_entry = self.entries.get(f"{section}.type")
+            if type_entry and str(type_entry.value) not in PARAMS_BY_TYPE[section]:
+                self._ignore_params(section, str(type_entry.value))
             return None
         kind = self._value(f"{section}.type")
         params = [key for key in self.entries if key.startswith(f"{section}.params.") and key in KEYS]
         if kind is None:
             if params:
-                self._refuse(f"{section}.type", f"missing; name one, {example}")
-            self._leave_out(f"{section}.", _ABSENT)
+                self._refuse(f"{section}.type", f"missing; set it, {example}")
+            self._drop(f"{section}.", _ABSENT)
             return None
-        known = PARAMS_BY_TYPE[section].get(str(kind))
-        if known is None:  # the type is refused, and it is what these are for
-            self._disown(section, str(kind))
+        names = PARAMS_BY_TYPE[section].get(str(kind))
+        # The type is refused; its parameters have no effect.
+        if names is None:
+            self._ignore_params(section, str(kind))
             return str(kind)
         for key in params:
             name = key.rpartition(".")[2]
-            if known and name not in known:
-                why = f"{kind} has no {name}; it has {', '.join(known)}"
-                self._note(key, self.entries[key].value, Verdict.REFUSED, why)
+            if names and name not in names:
+                note = f"{kind} has no {name}; it has {', '.join(names)}"
+                self._note(key, self.entries[key].value, Verdict.REFUSED, note)
                 self.values.pop(KEYS[key].to, None)
         return str(kind)
 
-    def _disown(self, section: str, kind: str) -> None:
-        """Nobody here knows which params a type has that is not here."""
+    def _ignore_params(self, section: str, kind: str) -> None:
+        """Marks all parameters of ``section`` as without effect, because the parameters of ``kind`` are not known."""
         for key, entry in self.entries.items():
             if key.startswith(f"{section}.params."):
                 self._note(
-                    key, entry.value, Verdict.NO_EFFECT, f"belongs to {kind}, which is not here", off=True
+                    key,
+                    entry.value,
+                    Verdict.NO_EFFECT,
+                    f"belongs to {kind}, which is not supported",
+                    off=True,
                 )
 
-    def _settle_precision(self) -> None:
+    def _resolve_precision(self) -> None:
         enabled = self.entries.get("torch_autocast.enabled")
         if enabled is None or enabled.off:
-            self._leave_out("autocast")
+            self._drop("autocast")
             for key in [key for key in self.entries if key.startswith("torch_autocast.") and key in KEYS]:
                 if key != "torch_autocast.enabled":
-                    why = "off: autocast is not enabled"
-                    self._note(key, self.entries[key].value, Verdict.NO_EFFECT, why, off=True)
+                    note = "off: autocast is not enabled"
+                    self._note(key, self.entries[key].value, Verdict.NO_EFFECT, note, off=True)
         elif enabled.value is not True:
             self._refuse(
-                enabled.key, AUTO if enabled.value == "auto" else f"true or false, not {enabled.value!r}"
+                enabled.key,
+                AUTO if enabled.value == "auto" else f"true or false is needed, not {enabled.value!r}",
             )
         elif "torch_autocast.dtype" not in self.entries:
-            self._refuse("torch_autocast.dtype", "missing; give 'bfloat16' or 'float16'")
-        self._settle_names_of_bf16()
-        self._settle_input_casts()
+            self._refuse("torch_autocast.dtype", "missing; set 'bfloat16' or 'float16'")
+        self._check_bf16_sections()
+        self._resolve_input_casts()
         if self._value("precision") != "fp16":
-            self._leave_out("loss_scale.", "loss scaling belongs to fp16, which is not enabled")
+            self._drop("loss_scale.", "loss scaling belongs to fp16, which is not enabled")
             if self._value("autocast") == "fp16":
-                # those of torch.amp.GradScaler, which DeepSpeed takes then
+                # The defaults of torch.amp.GradScaler, which DeepSpeed uses under autocast.
                 self.values["loss_scale.window"] = ("torch_autocast.dtype", 2000)
                 self.values["loss_scale.hysteresis"] = ("torch_autocast.dtype", 1)
         elif self._value("loss_scale.scale"):
             for name in ("initial_power", "window", "hysteresis", "consecutive_hysteresis", "min_scale"):
-                self._leave_out(f"loss_scale.{name}", "a fixed loss scale stays as it is")
+                self._drop(f"loss_scale.{name}", "not used with a fixed loss scale")
 
-    def _settle_names_of_bf16(self) -> None:
-        """DeepSpeed looks at the old section only where the new one is not there."""
+    def _check_bf16_sections(self) -> None:
+        """DeepSpeed reads the old section only if the new one is absent."""
         new = [
             entry
             for key, entry in self.entries.items()
@@ -294,11 +304,11 @@ class Reading:
         if new and not on and self.values.get("precision", ("",))[0] == "bfloat16.enabled":
             self._refuse(
                 "bfloat16.enabled",
-                "true contradicts the section bf16, the only one that DeepSpeed reads then; keep one of them",
+                "true contradicts the section bf16, the only one that DeepSpeed then reads; remove one of them",
             )
 
-    def _settle_input_casts(self) -> None:
-        """Each section of a precision has a key for it; that of the enabled one counts."""
+    def _resolve_input_casts(self) -> None:
+        """Each precision has its own key for input casts; only the key of the enabled precision counts."""
         enabled = self._value("precision")
         for section, precision in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
             key = f"{section}.auto_cast"
@@ -310,16 +320,17 @@ class Reading:
             else:
                 if "cast_inputs" in self.values and self.values["cast_inputs"][0] == key:
                     del self.values["cast_inputs"]
-                why = f"casting inputs belongs to {precision}, which is not enabled"
-                self._note(key, value, Verdict.NO_EFFECT, why, off=True)
+                note = f"casting inputs belongs to {precision}, which is not enabled"
+                self._note(key, value, Verdict.NO_EFFECT, note, off=True)
 
-    def _settle_overflow_checks(self) -> None:
-        """Steps in backward cannot wait for the check of all gradients. DeepSpeed makes it in bf16 unless told."""
+    def _check_overflow_setting(self) -> None:
+        """Updates during backward cannot wait for the check of all gradients, DeepSpeed's default in bf16."""
         if self._value("tiering.step_in_backward") is not True or self._value("precision") != "bf16":
             return
         for key in ("bf16.check_grad_overflow", "bfloat16.check_grad_overflow"):
             if key in self.entries and self.entries[key].value is False:
-                self.entries[key] = replace(self.entries[key], off=True)  # as it is here
+                # The value requests the behaviour that step_in_backward has.
+                self.entries[key] = replace(self.entries[key], off=True)
             elif key in self.entries and self.entries[key].value is not None:
                 self._refuse(
                     key,
@@ -327,29 +338,29 @@ class Reading:
                     " gradients are known; set check_grad_overflow to false, or step_in_backward to false",
                 )
 
-    def _settle_average(self) -> None:
-        """In one process the sum of gradients is their average."""
+    def _check_average(self) -> None:
+        """Refuses a sum of gradients over several ranks; with one rank, sum and average are equal."""
         key = "gradient_allreduce_op"
-        given = self.entries[key].value if key in self.entries else None
-        if self.world_size > 1 and given is not None and str(given).lower() != "mean":
-            remedy = f'set it to "mean"; a loss times {self.world_size} has the sum for its gradient'
-            self._refuse(key, f"{given!r} is not supported in this version; {remedy}")
+        operation = self.entries[key].value if key in self.entries else None
+        if self.world_size > 1 and operation is not None and str(operation).lower() != "mean":
+            remedy = f'set it to "mean"; multiply the loss by {self.world_size} to get the sum'
+            self._refuse(key, f"{operation!r} is not supported in this version; {remedy}")
 
-    def _settle_stage(self) -> None:
-        """DeepSpeed looks at an offload section only where its stage partitions that; files have them all the same."""
+    def _resolve_stage(self) -> None:
+        """DeepSpeed ignores an offload section whose state the stage does not partition; many files have one."""
         stage = self._value("zero.stage") or 0
-        for section, what, first in (
+        for section, state, min_stage in (
             ("offload_param", "parameters", 3),
             ("offload_optimizer", "optimizer state", 1),
         ):
             key, device = self.values.get(f"zero.{section}.device", ("", "none"))
-            if stage in range(first) and device in ("cpu", "nvme"):
-                why = f"stage {stage} keeps {what} on the device, as in DeepSpeed; stage {first} offloads it"
-                self._leave_out(f"zero.{section}.", why)
+            if stage in range(min_stage) and device in ("cpu", "nvme"):
+                note = f"stage {stage} keeps {state} on the device, as in DeepSpeed; stage {min_stage} can offload"
+                self._drop(f"zero.{section}.", note)
                 self.entries[key] = replace(self.entries[key], off=False)
 
-    def _settle_paths(self) -> None:
-        """A path that nothing is kept on may name what this machine does not have."""
+    def _ignore_unused_paths(self) -> None:
+        """An unused path may be invalid on this machine."""
         for section in ("offload_param", "offload_optimizer"):
             entry = self.entries.get(f"zero_optimization.{section}.nvme_path")
             device = self._value(f"zero.{section}.device") or "none"
@@ -359,60 +370,62 @@ class Reading:
                 and device != "nvme"
                 and isinstance(entry.value, str | list)
             ):
-                why = f"not used with device {device!r}"
-                self._note(entry.key, entry.value, Verdict.NO_EFFECT, why, off=True)
+                note = f"not used with device {device!r}"
+                self._note(entry.key, entry.value, Verdict.NO_EFFECT, note, off=True)
 
     def _value(self, field: str) -> object:
         return self.values[field][1] if field in self.values else None
 
-    def _leave_out(self, fields: str, why: str = "") -> None:
-        """Takes back what was read into the native fields that start with ``fields``."""
+    def _drop(self, fields: str, note: str = "") -> None:
+        """Removes the values of native fields that start with ``fields``; their keys have no effect, by ``note``."""
         for field in [field for field in self.values if field.startswith(fields)]:
             key, _ = self.values.pop(field)
-            if why and self.entries[key].verdict is not Verdict.REFUSED:
-                self._note(key, self.entries[key].value, Verdict.NO_EFFECT, why, off=True)
+            if note and self.entries[key].verdict is not Verdict.REFUSED:
+                self._note(key, self.entries[key].value, Verdict.NO_EFFECT, note, off=True)
 
-    def _batch(self) -> Batch | None:
+    def _resolve_batch(self) -> Batch | None:
         numbers: dict[str, int | None] = dict.fromkeys(_BATCH)
         sources: dict[str, str] = {}
-        given = {key: self.entries[key].value for key in _BATCH if key in self.entries}
-        if given.get("train_batch_size") == "auto":  # a trainer's, of which it has both factors
-            given = dict.fromkeys(_BATCH, "auto") | given
-        for key, trainers in _BATCH.items():
-            told = given.get(key)
+        settings = {key: self.entries[key].value for key in _BATCH if key in self.entries}
+        # If a trainer fills in the batch, it has both factors.
+        if settings.get("train_batch_size") == "auto":
+            settings = dict.fromkeys(_BATCH, "auto") | settings
+        for key, argument_name in _BATCH.items():
+            setting = settings.get(key)
             try:
-                if told not in (None, "auto"):
-                    numbers[key] = whole_number(told)
-                elif told and trainers:
-                    value, sources[key] = argument(trainers, Filled(None, ""))(self.known)
+                if setting not in (None, "auto"):
+                    numbers[key] = whole_number(setting)
+                elif setting and argument_name:
+                    value, sources[key] = argument(argument_name, Filled(None, ""))(self.context)
                     numbers[key] = None if value is None else whole_number(value)
             except ValueError as problem:
                 self._refuse(key, str(problem))
                 return None
-        asked = [key for key in _BATCH if key in self.entries]
+        present = [key for key in _BATCH if key in self.entries]
         try:
             train, micro, accumulation = numbers.values()
             resolved = resolve_batch(train, micro, accumulation, self.world_size)
         except ValueError as problem:
-            autos = [key for key in asked if self.entries[key].value == "auto"]
+            autos = [key for key in present if self.entries[key].value == "auto"]
             unknown = (
                 numbers["train_batch_size"] is None and numbers["train_micro_batch_size_per_gpu"] is None
             )
             if autos and unknown:
-                self._refuse(autos[-1 if autos[-1] == _MICRO else 0], missing(str(_BATCH[_MICRO])))
+                self._refuse(autos[-1 if autos[-1] == _MICRO else 0], missing_argument(str(_BATCH[_MICRO])))
             else:
-                self._refuse(asked[0] if asked else next(iter(_BATCH)), str(problem))
+                self._refuse(present[0] if present else next(iter(_BATCH)), str(problem))
             return None
         for key, value in zip(_BATCH, resolved, strict=True):
-            if key in asked and self.entries[key].origin is Origin.AUTO:
-                note = sources.get(key) or "what the others make it"
+            if key in present and self.entries[key].origin is Origin.AUTO:
+                note = sources.get(key) or "computed from the other batch keys"
                 self.entries[key] = replace(self.entries[key], value=value, note=note)
         return resolved
 
     def _key_of(self, location: tuple[int | str, ...]) -> str:
-        """The given key that set the native field at ``location``, or the section that did."""
+        """The key of the file that set the native field at ``location``, or its section."""
+        # The second part of a scheduler's location is the name of the schedule.
         if location[0] == "scheduler":
-            location = location[:1] + location[2:]  # the second names the schedule
+            location = location[:1] + location[2:]
         path = ".".join(str(part) for part in location)
         for to, (key, _) in self.values.items():
             if path == to or path.startswith(f"{to}."):
@@ -423,24 +436,24 @@ class Reading:
         return path
 
 
-def _leaves(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in given.items():
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in section.items():
         path = f"{prefix}{dotted((str(name),))}"
         yield path, value
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{path}.")
 
 
-def _equal(one: object, other: object) -> bool:
-    if one == other:
+def _equal(first: object, second: object) -> bool:
+    if first == second:
         return True
     try:
-        return parse_size(one) == parse_size(other)  # type: ignore[arg-type]
+        return parse_size(first) == parse_size(second)  # type: ignore[arg-type]
     except ValueError:
         return False
 
 
-def _plant(tree: dict[str, Any], path: str, value: object) -> None:
+def _set_path(tree: dict[str, Any], path: str, value: object) -> None:
     *sections, name = path.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})

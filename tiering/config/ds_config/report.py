@@ -1,4 +1,4 @@
-"""What became of each key of a configuration, for people, for logs and for programs."""
+"""The report on each key of a configuration: for the terminal, for logs, for telemetry and as JSON."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ if TYPE_CHECKING:
 
 
 class Origin(StrEnum):
-    """Where a value is from."""
+    """The source of a value."""
 
     FILE = "file"
-    AUTO = "auto"  # the file says "auto"
-    DEFAULT = "default"  # the file says nothing
+    # The file has "auto".
+    AUTO = "auto"
+    # The file does not have the key.
+    DEFAULT = "default"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A key by its dotted path, its value ("auto" filled in), and what became of it.
+    """A key by its dotted path, its value ("auto" resolved), and its verdict.
 
-    ``note`` says what it does here, or why it is refused and what to do; ``off`` that it asks for nothing. ``line`` is
-    that of the file, from 1, if there is one.
+    ``note`` describes the effect of the key, or why it is refused and the remedy; ``off`` means that the value requests
+    nothing. ``line`` is the line number in the file, from 1, if there is a file.
     """
 
     key: str
@@ -43,17 +45,17 @@ class Entry:
     line: int | None = None
 
     def problem(self) -> str:
-        """A refusal in one line."""
-        where = "" if self.line is None else f" (line {self.line})"
-        return f"{self.key}: {self.note}{where}"
+        """The refusal in one line."""
+        location = "" if self.line is None else f" (line {self.line})"
+        return f"{self.key}: {self.note}{location}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """Every given key, in the order of the file, with what was missing last; and the defaults of what was not given.
+    """All keys of the file in its order, then missing required keys; and the defaults of the other keys.
 
-    ``source`` is the file's path; empty for a mapping. ``outcome`` is what it all comes to, in one line; empty if keys
-    are refused.
+    ``source`` is the path of the file, empty for a mapping. ``outcome`` is a one-line summary, empty if a key is
+    refused.
     """
 
     entries: tuple[Entry, ...]
@@ -67,7 +69,7 @@ class Report:
 
     @property
     def without_effect(self) -> tuple[Entry, ...]:
-        """Those that ask for something which is not done here."""
+        """The keys without effect whose value requests something."""
         return tuple(e for e in self.entries if e.verdict is Verdict.NO_EFFECT and not e.off)
 
     @property
@@ -75,23 +77,23 @@ class Report:
         return tuple(entry for entry in self.entries if entry.verdict is Verdict.DEPRECATED)
 
     def counts(self) -> dict[str, int]:
-        """How many of the given keys met each fate."""
-        found = Counter(str(entry.verdict) for entry in self.entries)
-        return {str(verdict): found[str(verdict)] for verdict in Verdict}
+        """The number of keys in the file by verdict."""
+        counter = Counter(str(entry.verdict) for entry in self.entries)
+        return {str(verdict): counter[str(verdict)] for verdict in Verdict}
 
     def short(self) -> str:
-        """The report in one line, for the start of a run: what it comes to, and the keys that do less than they say."""
-        said = [f"{self.source}: {self.outcome}" if self.source else self.outcome]
+        """The report in one line for the start of a run: the summary, the keys without effect, the deprecated keys."""
+        parts = [f"{self.source}: {self.outcome}" if self.source else self.outcome]
         if self.without_effect:
-            said.append(f"without effect here: {_names(self.without_effect)}")
+            parts.append(f"no effect: {_names(self.without_effect)}")
         if self.deprecated:
-            said.append(f"deprecated: {_names(self.deprecated)}")
-        if len(said) > 1:
-            said.append(f"`tiering check {self.source or 'FILE'}` explains")
-        return "; ".join(said)
+            parts.append(f"deprecated: {_names(self.deprecated)}")
+        if len(parts) > 1:
+            parts.append(f"run `tiering check {self.source or 'FILE'}` for the reasons")
+        return "; ".join(parts)
 
     def status(self) -> ConfigurationStatus:
-        """For telemetry: without secrets, and without bytes of file names that are no text."""
+        """The report for telemetry: secrets are hidden, and undecodable bytes of file names are replaced."""
         return ConfigurationStatus(
             source=as_text(self.source),
             outcome=self.outcome,
@@ -101,16 +103,16 @@ class Report:
             settings=[_setting(entry) for entry in (*self.entries, *self.defaults)],
         )
 
-    def shown(self, width: int, *, defaults: bool = False) -> RenderableType:
-        """The report for a terminal of ``width`` columns, with what was not given if ``defaults``.
+    def render(self, width: int, *, defaults: bool = False) -> RenderableType:
+        """The report for a terminal of ``width`` columns, including default values if ``defaults``.
 
-        A table; where there is no room for one, two lines for each key.
+        It is a table, or two lines per key on a narrow terminal.
         """
         entries = (*self.entries, *(self.defaults if defaults else ()))
         return _table(entries) if width >= _TABLE_WIDTH else _lines(entries)
 
     def as_json(self) -> dict[str, Any]:
-        """The report in values that JSON has."""
+        """The report as a JSON value."""
         return {
             "schema_version": SCHEMA_VERSION,
             # The former name, for programs that read it.
@@ -131,15 +133,17 @@ _COLOURS = {
     Verdict.REFUSED: "bold red",
 }
 SCHEMA_VERSION = 1
-_TABLE_WIDTH = 120  # columns
-_NAMED = 6  # keys that a line names before it only counts them
+# Columns below which the report is not a table.
+_TABLE_WIDTH = 120
+# Keys that one line names; it counts further keys.
+_MAX_NAMES = 6
 
 
-def brief(value: object, longest: int = 40) -> str:
-    """``value`` as JSON writes it, large whole numbers in full, cut to ``longest`` characters."""
+def brief(value: object, max_length: int = 40) -> str:
+    """``value`` as JSON, with all digits of large whole numbers, cut to ``longest`` characters."""
     whole = isinstance(value, float) and value.is_integer() and 1e4 <= abs(value) < 1e16
     text = json.dumps(int(value) if whole else value, default=str)  # type: ignore[call-overload]  # a float then
-    return text if len(text) <= longest else f"{text[: longest - 4]} ..."
+    return text if len(text) <= max_length else f"{text[: max_length - 4]} ..."
 
 
 def _table(entries: Iterable[Entry]) -> RenderableType:
@@ -181,19 +185,20 @@ def _style(entry: Entry) -> StyleType:
 
 def _names(entries: Iterable[Entry]) -> str:
     names = list(dict.fromkeys(entry.key.rpartition(".")[2] for entry in entries))
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def _setting(entry: Entry) -> SettingStatus:
     value = json.loads(as_text(json.dumps(_jsonable(entry.value), ensure_ascii=False)))
-    shown = without_secrets(entry.key, value)
-    note = as_text(entry.note) if shown == value else ""  # a note may quote what it is about
-    return SettingStatus(as_text(entry.key), shown, entry.origin.value, str(entry.verdict), note)
+    public_value = without_secrets(entry.key, value)
+    # A note may quote the value, so a secret value has no note.
+    note = as_text(entry.note) if public_value == value else ""
+    return SettingStatus(as_text(entry.key), public_value, entry.origin.value, str(entry.verdict), note)
 
 
 def _jsonable(value: object) -> Any:
-    """``value`` in values that JSON has; infinity is none of them, and is its name."""
+    """``value`` as a JSON value; infinity and NaN become their names."""
     return json.loads(json.dumps(value, default=str), parse_constant=str)
 
 

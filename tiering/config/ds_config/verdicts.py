@@ -1,4 +1,4 @@
-"""What may become of a key, and the words in which the table of keys says it."""
+"""The rule of a key, and the functions that the table of keys is written with."""
 
 from __future__ import annotations
 
@@ -11,40 +11,51 @@ from tiering.config.ds_config.auto import Auto, default
 
 
 class Verdict(StrEnum):
-    """What became of a key."""
+    """How a key is treated."""
 
-    HONOURED = "honoured"  # means here what it means in DeepSpeed
-    MAPPED = "mapped"  # a native setting of another name or value serves its purpose
-    NO_EFFECT = "no effect"  # nothing to do here; the note says why
-    DEPRECATED = "deprecated"  # an old spelling, translated
-    REFUSED = "refused"  # would change the training and cannot be done: loading fails
+    # The key has the same meaning as in DeepSpeed.
+    HONOURED = "honoured"
+    # A native setting with another name or value has the same purpose.
+    MAPPED = "mapped"
+    # The key changes nothing; the note says why.
+    NO_EFFECT = "no effect"
+    # An old name, which is translated.
+    DEPRECATED = "deprecated"
+    # The key would change the training and is not supported: loading fails.
+    REFUSED = "refused"
 
 
 Off = tuple[object, ...] | Callable[[object], bool]
 
 
 @dataclass(frozen=True)
-class Key:
-    """The fate of a key. ``to`` is the dotted field of ``TieringConfig`` that it sets, after ``read``."""
+class KeyRule:
+    """The rule of a key, or of a section whose keys all have the same rule."""
 
     verdict: Verdict
+    # The dotted field of `TieringConfig` that the key sets, to the value that `read` returns.
     to: str = ""
     note: str = ""
-    read: Callable[[Any], object] | None = None  # raises ValueError; None takes the value as it is
-    off: Off = ()  # values that ask for nothing, or what tells them
-    auto: Auto | None = None  # what "auto" comes to; None refuses it
-    # For a section whose keys share one fate: the names in it; "a.*" is every name in a.
+    # Converts the value, or raises ValueError; None uses the value unchanged.
+    read: Callable[[Any], object] | None = None
+    # The values that request nothing, or a predicate of them.
+    off: Off = ()
+    # Resolves "auto"; None refuses it.
+    auto: Auto | None = None
+    # The names in a section whose keys all have this rule; "a.*" is every name in a.
     inside: frozenset[str] = frozenset()
 
     def has_inside(self, path: str) -> bool:
-        """Whether a section that meets one fate has the dotted name ``path``."""
+        """Whether the section of this rule contains the dotted name ``path``."""
         sections = [path[:end] for end in range(len(path) + 1) if path[end:].startswith(".")]
         return (
-            path in self.inside or "*" in self.inside or any(f"{each}.*" in self.inside for each in sections)
+            path in self.inside
+            or "*" in self.inside
+            or any(f"{for_each}.*" in self.inside for for_each in sections)
         )
 
-    def asks_nothing(self, value: object) -> bool:
-        """Whether ``value`` leaves the feature off; a section is off when it is empty or says so."""
+    def requests_nothing(self, value: object) -> bool:
+        """Whether ``value`` leaves the feature off; a section is off if it is empty or has ``enabled: false``."""
         if callable(self.off):
             return self.off(value)
         if isinstance(value, Mapping):
@@ -52,17 +63,17 @@ class Key:
         return bool(self.off) and (value is None or value in self.off)
 
 
-Tree = dict[str, "Key | Tree"]
+Tree = dict[str, "KeyRule | Tree"]
 
 
-def same(
+def honoured(
     to: str,
     *,
     read: Callable[[Any], object] | None = None,
     auto: Auto | None = None,
     off: Off = (),
-) -> Key:
-    return Key(Verdict.HONOURED, to, read=read, auto=auto, off=off)
+) -> KeyRule:
+    return KeyRule(Verdict.HONOURED, to, read=read, auto=auto, off=off)
 
 
 def mapped(
@@ -71,35 +82,40 @@ def mapped(
     read: Callable[[Any], object] | None = None,
     off: Off = (),
     auto: Auto | None = None,
-) -> Key:
-    return Key(Verdict.MAPPED, to, read=read, off=off, auto=auto)
+) -> KeyRule:
+    return KeyRule(Verdict.MAPPED, to, read=read, off=off, auto=auto)
 
 
-def no_effect(why: str, inside: str = "", *, off: Off = ()) -> Key:
-    """``off`` are the values that ask for what is so anyway."""
-    return Key(
-        Verdict.NO_EFFECT, note=why, off=off, auto=default("its default"), inside=frozenset(inside.split())
+def no_effect(note: str, inside: str = "", *, off: Off = ()) -> KeyRule:
+    """``off`` are the values that request the behaviour that tiering always has."""
+    return KeyRule(
+        Verdict.NO_EFFECT, note=note, off=off, auto=default("its default"), inside=frozenset(inside.split())
     )
 
 
-def deprecated(note: str, to: str = "", *, read: Callable[[Any], object] | None = None, off: Off = ()) -> Key:
-    return Key(Verdict.DEPRECATED, to, note, read, off, default("its default"))
+def deprecated(
+    note: str, to: str = "", *, read: Callable[[Any], object] | None = None, off: Off = ()
+) -> KeyRule:
+    return KeyRule(Verdict.DEPRECATED, to, note, read, off, default("its default"))
 
 
-def refused(why: str, *off: object, when: Callable[[object], bool] | None = None, inside: str = "") -> Key:
-    """``off`` are the values that ask for nothing, ``when`` says which ask for something.
+def refused(
+    note: str, *off: object, is_request: Callable[[object], bool] | None = None, inside: str = ""
+) -> KeyRule:
+    """``off`` are the values that request nothing; ``is_request`` is a predicate of those that request something.
 
-    The line to delete is told by whoever reads the file.
+    ``parsing.py`` adds the line to delete to the note.
     """
-    asks = when
+    asks = is_request
     nothing: Off = (lambda value: not asks(value)) if asks else off or (None,)
-    return Key(Verdict.REFUSED, note=why, off=nothing, inside=frozenset(inside.split()))
+    return KeyRule(Verdict.REFUSED, note=note, off=nothing, inside=frozenset(inside.split()))
 
 
-def within(section: str, names: str) -> str:
-    """A section inside of one that meets one fate, with its names, for ``inside``."""
+def subsection(section: str, names: str) -> str:
+    """A subsection and its names, in the form of ``inside``."""
     return f" {section} " + " ".join(f"{section}.{name}" for name in names.split())
 
 
-def each(names: str, key: Key) -> Tree:
+def for_each(names: str, key: KeyRule) -> Tree:
+    """The same rule for each of the ``names``."""
     return dict.fromkeys(names.split(), key)

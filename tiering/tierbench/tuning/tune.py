@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tiering.config.fields import format_size
-from tiering.config.training import ALIGNMENT, DEEPEST, IoConfig
+from tiering.config.training import ALIGNMENT, MAX_QUEUE_DEPTH, IoConfig
 from tiering.errors import ConfigError, SwapError
 from tiering.text import counted
 from tiering.tierbench import words
@@ -144,8 +144,8 @@ def _depths(text: str) -> tuple[int, ...]:
         depths = sorted({int(each) for each in text.split(",")})
     except ValueError:
         raise argparse.ArgumentTypeError(f"whole numbers with commas, as 8,16,32, not {text!r}") from None
-    if depths[0] < 1 or depths[-1] > DEEPEST:
-        raise argparse.ArgumentTypeError(f"choose 1 .. {DEEPEST}")
+    if depths[0] < 1 or depths[-1] > MAX_QUEUE_DEPTH:
+        raise argparse.ArgumentTypeError(f"choose 1 .. {MAX_QUEUE_DEPTH}")
     return tuple(depths)
 
 

@@ -34,7 +34,7 @@ from zero3.checkpoint.rank_share import Share
 from zero3.checkpoint.restore import optimizer_name
 from zero3.checkpoint.run_state import RankState, Resumable, RunState
 from zero3.checkpoint.save_handle import Asked, Saving, Standstill, UnderWay, uncommitted
-from zero3.checkpoint.saver import Saver
+from zero3.checkpoint.saver import Destination, Saver
 from zero3.loop.accumulation import Accumulation
 from zero3.loop.step import Update
 from zero3.optimizer.tiles import Tile
@@ -213,7 +213,16 @@ class Checkpoints:
         return self._parts.world.rank
 
     def _begin(self, asked: Asked, client_state: Mapping[str, Any]) -> UnderWay:
-        share = Share(self._parts, frozen=not asked.exclude_frozen)
+        parts = self._parts
+        share = Share(
+            parts.groups,
+            parts.tiles,
+            parts.layout,
+            state_names=parts.optimizer.state_names,
+            world=parts.world,
+            stage=parts.plan.workload.stage,
+            frozen=not asked.exclude_frozen,
+        )
         collected: list[RankState] = []
         made: list[Path] = []
         savers: list[Saver] = []
@@ -232,13 +241,10 @@ class Checkpoints:
                     share,
                     collected[0],
                     self._parts.tiers,
-                    partial,
-                    self._rank,
-                    self._parts.world.size,
-                    save,
+                    Destination(partial, self._rank, self._parts.world.size, save),
                     self._io,
-                    self._commit_alone,
-                    self._settle_alone,
+                    on_written=self._commit_alone,
+                    on_end=self._settle_alone,
                 )
             )
 

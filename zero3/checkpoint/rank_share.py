@@ -16,10 +16,10 @@ from tiering.checkpoint.manifest import WEIGHTS
 from tiering.weights.tensor_file import WINDOW, TensorSpec
 from zero3.building.weights import STORED_NAMES
 from zero3.device.tiers import Home
-from zero3.optimizer.tiles import Tile
+from zero3.optimizer.tiles import StateLayout, Tile
 from zero3.params.layout import Piece, Segment, product, segments, shard_ranges, tiles
 from zero3.params.param_group import ParamGroup
-from zero3.parts import Assembly
+from zero3.ranks.joining import World
 
 CHUNK = WINDOW // 4
 """Elements that are copied at once: whatever their state is made of, all of it fits a window."""
@@ -51,20 +51,33 @@ class Chunk:
 
 
 class Share:
-    """What one rank saves of the state of ``parts``; ``frozen`` says whether frozen parameters belong to it."""
+    """The part of the state that one rank saves; with ``frozen``, frozen parameters belong to it.
 
-    def __init__(self, parts: Assembly, *, frozen: bool) -> None:
-        self._world = parts.world
-        self._groups = parts.groups
-        self._layout = parts.layout
+    ``kinds`` are the weights and the optimizer's ``state_names``. Other ranks save the tiles in ``not_here``, which are
+    replicated.
+    """
+
+    def __init__(
+        self,
+        groups: list[ParamGroup],
+        tiles: list[Tile],
+        layout: StateLayout,
+        *,
+        state_names: tuple[str, ...],
+        world: World,
+        stage: int,
+        frozen: bool,
+    ) -> None:
+        self._world = world
+        self._groups = groups
+        self._layout = layout
         self.has_frozen = frozen
-        self._shards_state = parts.world.size > 1 and parts.plan.workload.stage >= 1
-        self._tiles: dict[ParamGroup, list[Tile]] = {group: [] for group in parts.groups}
-        for tile in parts.tiles:
+        self._shards_state = world.size > 1 and stage >= 1
+        self._tiles: dict[ParamGroup, list[Tile]] = {group: [] for group in groups}
+        for tile in tiles:
             self._tiles[tile.group].append(tile)
-        self.kinds = (WEIGHTS, *parts.optimizer.state_names)
-        # Of what is replicated, others save these.
-        self.not_here = frozenset(tile for tile in parts.tiles if not self._range(tile))
+        self.kinds = (WEIGHTS, *state_names)
+        self.not_here = frozenset(tile for tile in tiles if not self._range(tile))
 
     def tensors(self, kind: str) -> tuple[list[TensorSpec], dict[str, str]]:
         """The tensors of the file of ``kind``, and its metadata: the first element of those that are parts."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,11 +56,20 @@ class _Reading:
                 ticket.wait()
 
 
-class Saver(threading.Thread):
-    """Writes ``share`` and ``state`` into ``directory``, as the files of rank ``rank`` of ``world_size`` in ``save``.
+class Destination(NamedTuple):
+    """Where a rank writes: the files of ``rank`` of ``world_size`` in ``directory``. ``save`` is the id of the save."""
 
-    ``written`` runs at the end, in the thread, if all went well; ``error`` is what ended it otherwise. Then comes
-    ``at_end``, in any case: training no longer waits for the copies.
+    directory: Path
+    rank: int
+    world_size: int
+    save: str
+
+
+class Saver(threading.Thread):
+    """Writes ``share`` and ``state`` of one rank to ``destination``.
+
+    The thread calls ``on_written`` when all files are written, and not after an ``error``. It calls ``on_end`` last,
+    with or without an error: training no longer waits for the copies.
     """
 
     def __init__(
@@ -67,13 +77,11 @@ class Saver(threading.Thread):
         share: Share,
         state: RankState,
         tiers: Tiers,
-        directory: Path,
-        rank: int,
-        world_size: int,
-        save: str,
+        destination: Destination,
         io: IoConfig,
-        written: Callable[[], None],
-        at_end: Callable[[], None],
+        *,
+        on_written: Callable[[], None],
+        on_end: Callable[[], None],
     ) -> None:
         super().__init__(name="checkpoint")
         self.error: BaseException | None = None
@@ -82,11 +90,10 @@ class Saver(threading.Thread):
         self._share = share
         self._state = state
         self._tiers = tiers
-        self._directory = directory
-        self._standing = rank, world_size, save
+        self._destination = destination
         self._io = io
-        self._written = written
-        self._at_end = at_end
+        self._on_written = on_written
+        self._on_end = on_end
         self._change = threading.Condition()
         self._copied: set[Tile] = set(share.not_here)
         self._copied_all = False
@@ -121,7 +128,9 @@ class Saver(threading.Thread):
         if isinstance(self.error, CheckpointError | OSError):
             raise self.error
         if self.error is not None:
-            raise CheckpointError(f"{self._directory}: the save was ended by {self.error!r}") from self.error
+            raise CheckpointError(
+                f"{self._destination.directory}: the save was ended by {self.error!r}"
+            ) from self.error
         return self.record
 
     def has_copied(self, tile: Tile) -> bool:
@@ -146,7 +155,7 @@ class Saver(threading.Thread):
                 self._tiers.streams.enter_thread()
             with Output(self._io, windows=len(self._share.kinds) + 1 + WRITING) as output:
                 self._save(output)
-            self._written()
+            self._on_written()
         except BaseException as error:
             self._end(error)
         else:
@@ -157,7 +166,7 @@ class Saver(threading.Thread):
         self._reads.forget_memory()
         self._let_all_change()
         try:
-            self._at_end()
+            self._on_end()
         finally:
             self._ended.set()
 
@@ -169,7 +178,7 @@ class Saver(threading.Thread):
             [TensorSpec(name, STORED_NAMES[own[name].dtype], tuple(own[name].shape)) for name in own],
             {},
         )
-        with RankWriter(self._directory, *self._standing, files, output=output) as writer:
+        with RankWriter(*self._destination, files, output=output) as writer:
             for tensor in self._state.tensors.values():
                 writer.append("rank", _bytes(tensor))
             self._copy(writer)
@@ -195,7 +204,9 @@ class Saver(threading.Thread):
 
     def _read(self, chunk: Chunk) -> _Reading:
         if self._cancelled:
-            raise CheckpointError(f"{self._directory}: the save was given up before its end; save again")
+            raise CheckpointError(
+                f"{self._destination.directory}: the save was given up before its end; save again"
+            )
         sources = [
             source for source in (chunk.source, chunk.upper) if source and source.home.extent is not None
         ]

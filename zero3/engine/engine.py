@@ -92,7 +92,16 @@ class Engine:
         self.device, self.plan, self.optimizer = parts.device, parts.plan, parts.optimizer
         self._world = parts.world
         self._tiers, self._groups, self._gradients = parts.tiers, parts.groups, parts.gradients
-        self._updates = Update(config, parts)
+        self._updates = Update(
+            config,
+            groups=parts.groups,
+            gradients=parts.gradients,
+            sink=parts.sink,
+            optimizer=parts.optimizer,
+            collectives=parts.collectives,
+            replicas=parts.replicas,
+            timeline=parts.tiers.timeline,
+        )
         self._accumulation = Accumulation(config.gradient_accumulation_steps)
         self._checkpoints = Checkpoints(self, model, config, parts, self._updates, self._accumulation)
         self._state = TieredState(parts, before_write=self._checkpoints.before_write)

@@ -19,12 +19,17 @@ from torch import Tensor
 from tiering import logs
 from tiering.config.training import TieringConfig
 from tiering.errors import EngineStateError, RankOrderError
+from zero3.device.timeline import Timeline
 from zero3.loop import hyperparameters
 from zero3.loop.step_state import CurrentStep, StepState
+from zero3.optimizer.client import ClientOptimizer
 from zero3.optimizer.tiered import TieredOptimizer
 from zero3.params.param_group import ParamGroup
 from zero3.params.precision import LossScale
-from zero3.parts import Assembly
+from zero3.params.replicas import Replicas
+from zero3.passes.gradients import GradientStore
+from zero3.passes.reduction import GradientReducer
+from zero3.ranks.collectives import Collectives
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +72,25 @@ def _root(squares: float) -> float:
 
 
 class Update:
-    """Updates the parameters of ``parts``.
+    """Updates the parameters of ``groups``.
 
     ``norm`` is that of the last gradients, unscaled, also if their update was skipped; ``applied_norm`` is that of the
     last update that was not.
     """
 
-    def __init__(self, config: TieringConfig, parts: Assembly) -> None:
+    # One parameter for each part of a step: eight.
+    def __init__(
+        self,
+        config: TieringConfig,
+        *,
+        groups: list[ParamGroup],
+        gradients: GradientStore,
+        sink: GradientStore | GradientReducer,
+        optimizer: TieredOptimizer | ClientOptimizer,
+        collectives: Collectives | None,
+        replicas: Replicas | None,
+        timeline: Timeline,
+    ) -> None:
         self.current_step = CurrentStep()
         self.steps_in_backward = config.tiering.step_in_backward
         self.loss_scale = LossScale.from_config(config)
@@ -91,14 +108,14 @@ class Update:
         self._max_skipped = config.tiering.max_skipped_steps
         self._scales = "fp16" in (config.precision, config.autocast)
         self._clip = config.gradient_clipping
-        self._groups = parts.groups
-        self._gradients = parts.gradients
-        self._sink = parts.sink
-        self._collectives = parts.collectives
-        self._replicas = parts.replicas
-        self._names = {piece.index: piece.name for group in parts.groups for piece in group.layout.pieces}
-        self._optimizer = parts.optimizer
-        self._timeline = parts.tiers.timeline
+        self._groups = groups
+        self._gradients = gradients
+        self._sink = sink
+        self._optimizer = optimizer
+        self._collectives = collectives
+        self._replicas = replicas
+        self._timeline = timeline
+        self._names = {piece.index: piece.name for group in groups for piece in group.layout.pieces}
 
     @property
     def scale(self) -> float | None:

@@ -7,10 +7,10 @@ forward counts wherever the parameter lives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from zero3.params.gathered_storage import (
     ShardedStorage,
     ShardGathers,
 )
+from zero3.params.grouping import GroupMembers
 from zero3.params.layout import FlatLayout
 from zero3.ranks.collectives import Collectives
 
@@ -40,65 +41,70 @@ class Residency(Enum):
     UNSHARDED = auto()  # on the device until reshard: for saved tensors, and for parameters that are shown
 
 
-class ParamGroup:
-    """A group with storage. ``params`` follow ``layout.pieces``; ``entries`` are the modules that unshard it.
+@dataclass(frozen=True)
+class GroupMemory:
+    """Where the bytes of one group are on this rank.
 
-    ``home`` keeps this rank's parameters: all of them, or with ``gathers`` a shard. ``shard`` is the layout of what
-    this rank steps, whose parameters are at ``shard_home``: a part of ``home``, or all of it. ``place`` is where in the
-    working arena the group is unsharded, None for wherever there is room. ``in_fp32``: its parameters are fp32 among
-    others in 16 bits, and so are its gradients.
+    ``home`` holds this rank's parameters: the whole group, or its shard if the group is sharded. ``shard`` is the
+    layout of the part that this rank steps. The parameters of that part are at ``shard_home``: all of ``home``, or a
+    range of it. ``offset`` is where in the working arena the group is unsharded; with None, any free range will do.
+    """
+
+    home: Home
+    shard: FlatLayout
+    shard_home: Home
+    offset: int | None
+
+
+class EditListener(Protocol):
+    """Is called when parameters of a group have been edited in place, before their bytes leave the device."""
+
+    def store_edits(self, group: ParamGroup, positions: list[int]) -> None:
+        """Write the parameters at ``positions`` of ``group.params`` to their home and to their masters."""
+
+
+class ParamGroup:
+    """A group with storage: ``params`` in the order of ``layout.pieces``, in ``dtype``.
+
+    ``entries`` are the modules whose call unshards it; ``parent`` is the index of the group around it. The group is
+    ``sharded`` if ``collectives`` are given: they gather it. ``in_fp32``: its parameters are fp32 among others in 16
+    bits, and so are its gradients.
     """
 
     def __init__(
         self,
         index: int,
-        name: str,
+        members: GroupMembers,
         layout: FlatLayout,
-        params: list[nn.Parameter],
-        entries: list[nn.Module],
-        parent: int | None,
-        *,
+        memory: GroupMemory,
         dtype: torch.dtype,
-        home: Home,
         tiers: Tiers,
-        place: int | None,
-        shard: FlatLayout | None = None,
-        shard_home: Home | None = None,
-        gathers: Collectives | None = None,
-        in_fp32: bool = False,
+        collectives: Collectives | None,
     ) -> None:
         self.index = index
-        self.name = name
+        self.name = members.name
         self.layout = layout
-        self.params = params
-        self.entries = entries
-        self.parent = parent
+        by_index = {piece_index: param for piece_index, _, param in members.params}
+        self.params = [by_index[piece.index] for piece in layout.pieces]
+        self.entries = members.entries
+        self.parent = members.parent
+        self.in_fp32 = members.in_fp32
         self.dtype = dtype
-        self.home = home
-        self.shard = shard or layout
-        self.shard_home = shard_home or home
-        self.sharded = gathers is not None
-        self.in_fp32 = in_fp32
-        self._place = place
+        self.home = home = memory.home
+        self.shard = memory.shard
+        self.shard_home = memory.shard_home
+        self.sharded = collectives is not None
+        self._offset = memory.offset
         self._stalls = tiers.stalls
         self._timeline = tiers.timeline
         self._storage: FlatStorage | None = None
         by_copy = tiers.plan.workload.fetch_by_copy
-        if gathers is None and home.tensor is not None and home.on_host == tiers.device_is_host:
+        if collectives is None and home.tensor is not None and home.on_host == tiers.device_is_host:
             flat = home.tensor.view(dtype)
             self.residency = Residency.RESIDENT
         else:
-            if gathers is not None:
-                own = ShardGathers(layout, dtype, gathers, name)
-                self._storage = (
-                    DeviceGatheredStorage(layout, dtype, home, tiers, own)
-                    if by_copy
-                    else ArenaGatheredStorage(layout, dtype, home, tiers, own)
-                )
-            elif by_copy:
-                self._storage = CopiedStorage(layout.numel, dtype, home, tiers)
-            else:
-                self._storage = ExchangedStorage(layout.numel, dtype, home, tiers)
+            gathers = None if collectives is None else ShardGathers(layout, dtype, collectives, self.name)
+            self._storage = _make_storage(layout, dtype, home, tiers, gathers)
             flat = self._storage.flat
             self.residency = Residency.SHARDED
         self.moves = self._storage is not None
@@ -108,9 +114,9 @@ class ParamGroup:
         self._waits_apart = self.sharded or by_copy  # the storage says itself where it waits
         self.storage_key: int = flat.untyped_storage()._cdata  # the same whether or not the storage has bytes
         self._views = [flat[p.start : p.end].view(p.shape) for p in layout.pieces]
-        described = f"a parameter of group {name!r}"
-        self._absent = Placeholder((p.shape for p in layout.pieces), dtype, tiers.device, described)
-        self._plain = [resharded.plain_form(type(param)) for param in params]
+        description = f"a parameter of group {self.name!r}"
+        self._absent = Placeholder((p.shape for p in layout.pieces), dtype, tiers.device, description)
+        self._plain = [resharded.plain_form(type(param)) for param in self.params]
         self._versions: list[int] = []  # of the parameters, as far as the engine knows
         # Positions whose .data was handed out: it can be changed without a new version.
         self._aliased: set[int] = set()
@@ -119,9 +125,13 @@ class ParamGroup:
         self._lent: dict[int, tuple[int, int]] = {}
         self._only_read: set[int] = set()  # of them, those that nobody may change
         self._before: dict[int, Tensor] = {}  # what these held when their .data was handed out
-        self.on_edit: Callable[[ParamGroup, list[int]], None] = _nobody_edits
+        self._edit_listener: EditListener | None = None
         if self._storage is not None:
-            self._storage.take_bytes(described)
+            self._storage.take_bytes(description)
+
+    def listen(self, listener: EditListener) -> None:
+        """Call ``listener`` from now on for in-place edits, which may happen once the parameters are adopted."""
+        self._edit_listener = listener
 
     def adopt_parameters(self) -> None:
         """Point the parameters at this group, once its bytes are at home."""
@@ -151,7 +161,8 @@ class ParamGroup:
             return
         try:
             if keep_edits and (edited := self.edited()):
-                self.on_edit(self, edited)
+                assert self._edit_listener is not None
+                self._edit_listener.store_edits(self, edited)
         finally:
             self._point_nowhere()
             self.note_versions()
@@ -264,7 +275,7 @@ class ParamGroup:
         if self.residency is not Residency.SHARDED:
             return True
         assert self._storage is not None
-        if not self._storage.start(at=self._place, wait=wait):
+        if not self._storage.start(at=self._offset, wait=wait):
             return False
         self.residency = Residency.FETCHING
         if self._timeline.recording:
@@ -348,8 +359,16 @@ class ParamGroup:
         self.params[position].__class__ = resharded.resharded_form(self._plain[position])
 
 
-def _nobody_edits(group: ParamGroup, positions: list[int]) -> None:
-    raise AssertionError("the engine has not said what becomes of edits")
+def _make_storage(
+    layout: FlatLayout, dtype: torch.dtype, home: Home, tiers: Tiers, gathers: ShardGathers | None
+) -> FlatStorage:
+    """The storage of a group that moves."""
+    by_copy = tiers.plan.workload.fetch_by_copy
+    if gathers is not None:
+        gathered = DeviceGatheredStorage if by_copy else ArenaGatheredStorage
+        return gathered(layout, dtype, home, tiers, gathers)
+    whole = CopiedStorage if by_copy else ExchangedStorage
+    return whole(layout.numel, dtype, home, tiers)
 
 
 def _bytes_of(param: nn.Parameter) -> Tensor:

@@ -157,7 +157,7 @@ class Access:
         self._on_gradient = on_gradient
         resharded.adopt(self._places, self)
         for group in groups:
-            group.on_edit = self._store_edits
+            group.listen(self)
         self.handles = _watch_state_dict(model, self)
         _live.add(self)
 
@@ -373,7 +373,7 @@ class Access:
         """Let the masters follow parameters that are always on the device and were edited in place."""
         for group in self._groups if only is None else [only]:
             if group.residency is Residency.RESIDENT and (edited := group.edited()):
-                self._store_edits(group, edited)
+                self.store_edits(group, edited)
 
     def check_residents(self) -> None:
         """EngineStateError if a parameter that is always on the device was given other memory."""
@@ -419,7 +419,8 @@ class Access:
         for group in self._groups:
             group.give_up_parameters()
 
-    def _store_edits(self, group: ParamGroup, positions: list[int]) -> None:
+    def store_edits(self, group: ParamGroup, positions: list[int]) -> None:
+        """Write parameters that were edited in place to their home and to their masters."""
         for position in positions:
             piece = group.layout.pieces[position]
             self._state.follow(group, piece, group.view(position).detach().reshape(-1), in_place=True)

@@ -1,0 +1,73 @@
+"""Makes the ParamGroups of one rank: their homes, their shards, and their offsets in the working arena."""
+
+from __future__ import annotations
+
+import torch
+
+from tiering.placement.plan import GroupSizes
+from tiering.storage.arena import round_up
+from zero3.device.tiers import Home, Tiers
+from zero3.params.grouping import GroupMembers
+from zero3.params.layout import FlatLayout, shard, shard_ranges
+from zero3.params.param_group import GroupMemory, ParamGroup
+from zero3.ranks.collectives import Collectives
+from zero3.ranks.joining import World
+from zero3.setup.model_size import SizedModel
+
+
+def make_groups(sized: SizedModel, tiers: Tiers, collectives: Collectives | None) -> list[ParamGroup]:
+    """The groups of ``sized`` with homes on ``tiers``; ``collectives`` gather those that are sharded over ranks."""
+    load = tiers.plan.workload
+    offsets = _offsets_of_parents(sized.members, tiers)
+    groups = []
+    for index, (members, layout) in enumerate(zip(sized.members, sized.layouts, strict=True)):
+        dtype = torch.float32 if members.in_fp32 else sized.compute
+        sizes = load.groups[index]
+        sharded = load.shards_params(sizes)
+        home = _make_home(index, sizes, layout, tiers)
+        shard_layout, shard_home = layout, home
+        if collectives is not None and load.stage >= 1:
+            world = collectives.world
+            shard_layout = shard(layout, world.size, world.rank, trainable_only=not sharded)
+            if not sharded:
+                shard_home = _shard_of_home(home, layout, dtype, world)
+        memory = GroupMemory(home, shard_layout, shard_home, offsets.get(index))
+        groups.append(
+            ParamGroup(index, members, layout, memory, dtype, tiers, collectives if sharded else None)
+        )
+    return groups
+
+
+def _make_home(index: int, sizes: GroupSizes, layout: FlatLayout, tiers: Tiers) -> Home:
+    """The planned home for this rank's parameters of group ``index``."""
+    names = tuple(piece.name for piece in layout.pieces)
+    nbytes = tiers.plan.workload.home_bytes(sizes)
+    return tiers.home(tiers.plan.param_tiers[index], nbytes, "parameters", names)
+
+
+def _shard_of_home(home: Home, layout: FlatLayout, dtype: torch.dtype, world: World) -> Home:
+    """The range of ``home``, which holds the whole group, that this rank steps."""
+    assert home.tensor is not None
+    trainable = shard_ranges(layout, world.size, world.rank)[0]
+    start, stop = trainable.start * dtype.itemsize, trainable.stop * dtype.itemsize
+    return Home(home.tensor[start:stop], on_device=home.on_device)
+
+
+def _offsets_of_parents(members: list[GroupMembers], tiers: Tiers) -> dict[int, int]:
+    """The offsets in the working arena of groups that enclose others, by index: stacked from its end, outermost first.
+
+    These groups stay unsharded while the groups inside them come and go. At any other offset they could split the
+    remaining room into ranges that are too small for a group, although the plan has counted enough bytes.
+    """
+    plan = tiers.plan
+
+    def stacked_bytes(index: int | None) -> int:
+        if index is None:
+            return 0
+        sizes = plan.workload.groups[index]
+        moves = not plan.workload.computes_in_place(sizes, plan.param_tiers[index])
+        nbytes = round_up(sizes.param_bytes) if moves else 0
+        return nbytes + stacked_bytes(members[index].parent)
+
+    parents = {group.parent for group in members if group.parent is not None}
+    return {index: tiers.working.capacity - stacked_bytes(index) for index in parents}
